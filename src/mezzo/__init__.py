@@ -1,0 +1,1 @@
+"""Mixed-precision training that people can turn on, trust and prove."""

@@ -1,0 +1,83 @@
+"""The errors that Mezzo raises.
+
+    MezzoError                      exit 1
+      PolicyError                   exit 2   a policy text, file or field is wrong
+      UnsupportedFormatError        exit 3   this device cannot hold or emulate the format
+      SessionError                  exit 4   the calls of a step came in the wrong order
+      ScaleFloorError               exit 5   the loss scale reached its floor and still overflows
+      NonFiniteLossError            exit 6   the loss was not finite before the first update
+      ScriptError                   exit 7   the script is missing, or never trained
+      RecordError                   exit 8   a record cannot be read or was written by a newer Mezzo
+
+Every error says what was passed, what is allowed and what to do: the message holds the first two, the hint the third.
+The command line prints both, without a traceback, and exits with the class's code.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MezzoError(Exception):
+    """Report a mistake that the person at the keyboard can mend."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}"
+
+
+class PolicyError(MezzoError, ValueError):
+    """Report a policy text, file or field that cannot be used."""
+
+    exit_code = 2
+
+
+class UnsupportedFormatError(MezzoError, ValueError):
+    """Report a number format that the device can neither compute nor emulate."""
+
+    exit_code = 3
+
+
+class SessionError(MezzoError, RuntimeError):
+    """Report calls of a training step in an order that would give a wrong update."""
+
+    exit_code = 4
+
+
+class ScaleFloorError(MezzoError, ArithmeticError):
+    """Report a loss scale at its floor with gradients that still overflow."""
+
+    exit_code = 5
+
+
+class NonFiniteLossError(MezzoError, ArithmeticError):
+    """Report a loss that is not finite before the first update."""
+
+    exit_code = 6
+
+
+class ScriptError(MezzoError, RuntimeError):
+    """Report a training script that is missing or that never trained."""
+
+    exit_code = 7
+
+
+class RecordError(MezzoError, ValueError):
+    """Report a record that cannot be read."""
+
+    exit_code = 8
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return ``allowed`` as text for a message, the names nearest to ``name`` first."""
+    names = list(allowed)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    listed = ", ".join(names)
+    return f"did you mean {' or '.join(close)}? Allowed: {listed}" if close else f"allowed: {listed}"

@@ -1,0 +1,101 @@
+"""A policy in sentences: for each choice what happens on a device, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mezzo import oplists
+from mezzo.devices import Device, this_device
+
+if TYPE_CHECKING:
+    from mezzo.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Say what happens in one respect, and why."""
+
+    what: str
+    value: str
+    reason: str
+
+
+def explain(policy: Policy, device: Device | str) -> list[Choice]:
+    """Return what ``policy`` does on ``device``, one choice a line.
+
+    Raises:
+        UnsupportedFormatError: the device can do neither what the policy asks nor emulate it.
+    """
+    where = this_device(device) if isinstance(device, str) else device
+    arithmetic, why = policy.arithmetic_on(where)
+    choices = [_compute(policy, where, arithmetic, why), _weights(policy), _scale(policy)]
+    if policy.casting == "ops":
+        choices.append(_lists(policy))
+        choices += _user_lists(policy)
+    if policy.casting == "model":
+        choices.append(_norms(policy))
+    if policy.fp32_modules:
+        patterns = ", ".join(policy.fp32_modules)
+        choices.append(_choice("modules", f"{patterns} in fp32", "the policy keeps them in FP32"))
+    return choices
+
+
+def _choice(what: str, value: str, reason: str) -> Choice:
+    return Choice(what=what, value=value, reason=reason)
+
+
+def _compute(policy: Policy, device: Device, arithmetic: str, why: str) -> Choice:
+    if policy.compute == "tf32":
+        level = device.support(policy.required_formats[0]).level
+        value = "tf32 matrix products" if level == "native" else "fp32 matrix products"
+        return _choice("compute", value, why)
+    if not policy.lowers:
+        return _choice("compute", "fp32", "the policy casts nothing; TF32 is off")
+    return _choice("compute", f"{policy.compute}, {arithmetic} on {device.name}", why)
+
+
+def _weights(policy: Policy) -> Choice:
+    if policy.casting != "model":
+        reason = "the optimizer updates them in FP32, so small updates are kept"
+        return _choice("weights", "fp32", reason)
+    if policy.master_weights:
+        reason = "the optimizer updates FP32 masters; the model computes with their 16-bit copies"
+        return _choice("weights", f"{policy.compute} with fp32 masters", reason)
+    reason = "updates smaller than half a unit in the last place are lost"
+    return _choice("weights", f"{policy.compute} only", reason)
+
+
+def _scale(policy: Policy) -> Choice:
+    if policy.loss_scale == "dynamic":
+        value = f"dynamic from {policy.init_scale:g}, grows every {policy.growth_interval} updates"
+        reason = f"small gradients would become zero in {policy.compute}"
+        return _choice("loss scale", value, reason)
+    if policy.loss_scale == "static":
+        return _choice("loss scale", f"static {policy.init_scale:g}", "the policy fixes it")
+    if policy.compute == "fp16":
+        return _choice("loss scale", "none", "pure FP16 has none, as Apex's O3; gradients may underflow")
+    return _choice("loss scale", "none", f"{policy.compute} has FP32's range or nearly so")
+
+
+def _lists(policy: Policy) -> Choice:
+    if policy.op_lists == "device":
+        return _choice("op lists", "the device's", "whatever torch.autocast does on this device")
+    counts = {p: sum(f.precision == p for f in oplists.FAMILIES) for p in oplists.USER_LISTS}
+    value = ", ".join(f"{n} families {p}" for p, n in counts.items())
+    return _choice("op lists", value, "CUDA autocast's lists, the same on every device")
+
+
+def _user_lists(policy: Policy) -> list[Choice]:
+    named = [(p, getattr(policy, p)) for p in oplists.USER_LISTS]
+    return [
+        _choice("user op lists", f"{', '.join(names)}: {precision}", "the policy names them")
+        for precision, names in named
+        if names
+    ]
+
+
+def _norms(policy: Policy) -> Choice:
+    if policy.norms == "fp32":
+        return _choice("normalisation layers", "fp32", "sums of squares leave 16-bit range or precision")
+    return _choice("normalisation layers", policy.compute, "the policy casts the whole model")

@@ -1,0 +1,378 @@
+"""A precision policy: a frozen value that prints, parses and explains itself.
+
+Grammar of a policy text::
+
+    policy  = name *(":" field "=" value)          fp16:init_scale=1024:fp32_modules=head.*+norm
+    value   = number | word | name *("+" name)
+
+``name`` is a preset or what another library calls it (``O1``, ``16-mixed``, ``mixed_float16`` ...). ``str(policy)`` is the
+shortest such text, and ``Policy.parse(str(policy)) == policy`` for every policy. The separator is a colon because the
+command line lists policies with commas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from mezzo import formats, oplists
+from mezzo.devices import Device
+from mezzo.errors import PolicyError, UnsupportedFormatError, nearest
+from mezzo.explain import Choice, explain
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Compute = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+Casting = Literal["none", "ops", "model"]
+LossScale = Literal["none", "static", "dynamic"]
+Arithmetic = Literal["auto", "native", "emulated"]
+OpLists = Literal["portable", "device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """State in which formats a model computes and is kept, how its loss is scaled and what stays in FP32.
+
+    Presets give the fields that belong together (``Policy.parse("fp16")``); ``replace`` changes single ones.
+    """
+
+    name: str = "fp32"
+    """The preset it came from."""
+    compute: Compute = "fp32"
+    """Format of matrix products and convolutions. ``fp8`` computes linear layers in E4M3/E5M2 and the rest in BF16."""
+    casting: Casting = "none"
+    """``ops``: operation by operation, by the op lists. ``model``: the model's weights and inputs are cast."""
+    norms: Literal["fp32", "compute"] = "fp32"
+    """With ``casting=model``: the format of normalisation layers."""
+    master_weights: bool = False
+    """With ``casting=model``: the optimizer updates FP32 copies of the weights."""
+    loss_scale: LossScale = "none"
+    init_scale: float = 65536.0
+    """Loss scale at the start; the loss scale itself when ``loss_scale=static``."""
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    """Updates without overflow after which the scale grows."""
+    hysteresis: int = 1
+    """Overflows in a row before the scale backs off."""
+    min_scale: float = 2.0**-24
+    """Floor of the dynamic scale; reaching it with gradients that still overflow is an error."""
+    max_scale: float = 2.0**24
+    arithmetic: Arithmetic = "auto"
+    """``native`` kernels, ``emulated`` ones, or the better of the two for the device."""
+    op_lists: OpLists = "portable"
+    """``portable``: the same lists on every device. ``device``: whatever torch.autocast does there."""
+    lower: tuple[str, ...] = ()
+    """Families or operations to run in the compute format, beyond the lists."""
+    fp32: tuple[str, ...] = ()
+    """Families or operations to run in FP32, beyond the lists."""
+    widest: tuple[str, ...] = ()
+    """Families or operations to run in the widest format of their operands, beyond the lists."""
+    fp32_modules: tuple[str, ...] = ()
+    """Name patterns (``*`` and ``?``) of modules that are kept in FP32."""
+
+    def __post_init__(self) -> None:
+        _check_words(self)
+        _check_numbers(self)
+        _check_combination(self)
+        oplists.assign(self.lower, self.fp32, self.widest)
+
+    def __str__(self) -> str:
+        preset = PRESETS[self.name]
+        changed = [f for f in _SETTABLE if getattr(self, f) != getattr(preset, f)]
+        return ":".join([self.name, *(f"{f}={_print(getattr(self, f))}" for f in changed)])
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Return the policy that ``text`` stands for.
+
+        Raises:
+            PolicyError: an unknown name or field, or a value outside what the field allows.
+        """
+        name, *settings = text.strip().split(":")
+        preset = _preset(name.strip())
+        fields: dict[str, Any] = {}
+        for setting in settings:
+            field, equals, value = setting.partition("=")
+            if not equals:
+                raise PolicyError(
+                    f"policy {text!r} has {setting!r} where field=value is expected",
+                    hint="write name:field=value:field=value, for example fp16:init_scale=1024",
+                )
+            fields[field.strip()] = _read(field.strip(), value.strip())
+        return preset.replace(**fields)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Policy:
+        """Return the policy in a TOML file: a ``policy`` text and any fields that change it.
+
+        Raises:
+            PolicyError: the file is missing, is not TOML, or holds a field or value that no policy has.
+        """
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PolicyError(
+                f"cannot read the policy file {str(path)!r}: {error.strerror}",
+                hint="check the path; a policy file is TOML with policy = \"fp16\" and fields below it",
+            ) from None
+        except tomllib.TOMLDecodeError as error:
+            raise PolicyError(
+                f"policy file {str(path)!r} is not TOML: {error}",
+                hint='start from the line: policy = "fp16"',
+            ) from None
+        base = cls.parse(str(table.pop("policy", "fp32")))
+        return base.replace(**{k: tuple(v) if isinstance(v, list) else v for k, v in table.items()})
+
+    @classmethod
+    def of(cls, value: Policy | str | Path) -> Policy:
+        """Return ``value`` as a policy: itself, a policy text, or the path of a ``.toml`` file."""
+        if isinstance(value, Policy):
+            return value
+        return cls.load(value) if str(value).endswith(".toml") else cls.parse(str(value))
+
+    def replace(self, **fields: Any) -> Policy:
+        """Return a copy with the given fields changed.
+
+        Raises:
+            PolicyError: an unknown field, or a value outside what the field allows.
+        """
+        for field in fields:
+            if field not in _SETTABLE:
+                raise PolicyError(
+                    f"a policy has no field {field!r}; {nearest(field, _SETTABLE)}",
+                    hint="see the fields of mezzo.Policy",
+                )
+        return dataclasses.replace(self, **fields)
+
+    def to_toml(self) -> str:
+        """Return the text of a policy file that ``load`` reads back as this policy."""
+        preset = PRESETS[self.name]
+        lines = [f'policy = "{self.name}"']
+        for field in _SETTABLE:
+            value = getattr(self, field)
+            if value != getattr(preset, field):
+                lines.append(f"{field} = {_toml(value)}")
+        return "\n".join(lines) + "\n"
+
+    @property
+    def storage(self) -> formats.Format:
+        """Return the format that low-precision tensors are stored in (BF16 under ``fp8``)."""
+        stored = {"tf32": "fp32", "fp8": "bf16"}.get(self.compute, self.compute)
+        return formats.FORMATS[stored]
+
+    @property
+    def lowers(self) -> bool:
+        """Return whether any tensor is cast below FP32."""
+        return self.casting != "none"
+
+    @property
+    def required_formats(self) -> tuple[formats.Format, ...]:
+        """Return the formats that the device has to compute in."""
+        if self.compute == "fp8":
+            return (formats.E4M3, formats.E5M2)
+        return (formats.FORMATS[self.compute],)
+
+    def arithmetic_on(self, device: Device) -> tuple[Literal["native", "emulated"], str]:
+        """Return how the compute format is calculated on ``device``, and why.
+
+        Raises:
+            UnsupportedFormatError: native arithmetic was asked for where the device has none.
+        """
+        supports = [device.support(fmt) for fmt in self.required_formats]
+        worst = next((s for s in supports if s.level != "native"), supports[0])
+        if not self.lowers:
+            return "native", worst.reason
+        if self.arithmetic == "emulated":
+            return "emulated", "the policy asks for emulated arithmetic"
+        if self.arithmetic == "native" or self.op_lists == "device":
+            return "native", self._native_reason(device, worst.level, worst.reason)
+        # FP8 kernels need weights and activations in 8-bit storage, which this release does not drive: its numerics are emulated.
+        if self.compute == "fp8":
+            return "emulated", f"FP8 linear layers are emulated on {device.name}"
+        return ("native" if worst.level == "native" else "emulated"), worst.reason
+
+    def _native_reason(self, device: Device, level: str, reason: str) -> str:
+        if self.compute == "fp8":
+            raise UnsupportedFormatError(
+                f"policy {self!s} asks for native FP8 arithmetic on {device.name}",
+                hint="leave arithmetic=auto: FP8 linear layers are emulated",
+            )
+        if level != "native" and device.kind != "cpu":
+            raise UnsupportedFormatError(
+                f"policy {self!s} asks for native {self.compute} arithmetic on {device.name}: {reason}",
+                hint="use arithmetic=auto or arithmetic=emulated, or another format",
+            )
+        why = "asks for native arithmetic" if self.arithmetic == "native" else "asks for device lists"
+        return f"the policy {why}; {reason}"
+
+    def explain(self, device: Device | str = "cpu") -> list[Choice]:
+        """Return what this policy does on ``device`` (a ``Device``, or a torch device type of this machine), each with its reason.
+
+        Raises:
+            UnsupportedFormatError: the device can do neither what the policy asks nor emulate it.
+        """
+        return explain(self, device)
+
+
+def _check_words(policy: Policy) -> None:
+    for field, allowed in _WORDS.items():
+        value = getattr(policy, field)
+        if value not in allowed:
+            raise PolicyError(
+                f"policy field {field}={value!r}; {nearest(str(value), map(str, allowed))}",
+                hint=f"set {field} to one of them",
+            )
+
+
+def _check_numbers(policy: Policy) -> None:
+    for field, (low, high) in _RANGES.items():
+        value = getattr(policy, field)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not low <= value <= high or not math.isfinite(value):
+            raise PolicyError(
+                f"policy field {field}={value!r}; allowed: a number from {low:g} to {high:g}",
+                hint=f"choose {field} inside that range",
+            )
+    for field in ("growth_interval", "hysteresis"):
+        if not isinstance(getattr(policy, field), int):
+            raise PolicyError(
+                f"policy field {field}={getattr(policy, field)!r}; allowed: a whole number",
+                hint=f"{field} counts updates",
+            )
+    for field in _NAMES:
+        value = getattr(policy, field)
+        if not isinstance(value, tuple) or not all(isinstance(v, str) and v for v in value):
+            raise PolicyError(
+                f"policy field {field}={value!r}; allowed: names",
+                hint=f"write {field}=name+name in a text, a list of strings in a file or in Python",
+            )
+    if policy.min_scale > policy.max_scale:
+        raise PolicyError(
+            f"min_scale={policy.min_scale:g} is above max_scale={policy.max_scale:g}",
+            hint="the floor of the loss scale must not be above its ceiling",
+        )
+
+
+def _check_combination(policy: Policy) -> None:
+    if (policy.casting == "none") != (policy.compute in ("fp32", "tf32")):
+        raise PolicyError(
+            f"compute={policy.compute} and casting={policy.casting} contradict each other",
+            hint="fp32 and tf32 cast nothing (casting=none); the others cast ops or the model",
+        )
+    if policy.op_lists == "device" and policy.arithmetic == "emulated":
+        raise PolicyError(
+            "op_lists=device and arithmetic=emulated contradict each other",
+            hint="device lists are torch's own native kernels; emulation follows the portable lists",
+        )
+
+
+def _preset(name: str) -> Policy:
+    found = PRESETS.get(ALIASES.get(name, name))
+    if found is None:
+        raise PolicyError(
+            f"unknown policy {name!r}; {nearest(name, [*PRESETS, *ALIASES])}",
+            hint="name a preset, another library's name for it, or a .toml policy file",
+        )
+    return found
+
+
+def _read(field: str, text: str) -> Any:
+    if field in _NAMES:
+        return tuple(part for part in text.split("+") if part)
+    if field == "master_weights":
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if field in _RANGES:
+        try:
+            return int(text) if field in ("growth_interval", "hysteresis") else float(text)
+        except ValueError:
+            return text  # refused with its range by _check_numbers
+    return text
+
+
+def _print(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "+".join(value)
+    if isinstance(value, float):
+        return f"{value:.0f}" if value.is_integer() and abs(value) < 1e16 else repr(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return _print(value) if isinstance(value, bool) else repr(value)
+
+
+_SETTABLE = tuple(f.name for f in dataclasses.fields(Policy) if f.name != "name")
+_NAMES = ("lower", "fp32", "widest", "fp32_modules")
+_WORDS: dict[str, tuple[object, ...]] = {
+    "compute": get_args(Compute),
+    "casting": get_args(Casting),
+    "norms": ("fp32", "compute"),
+    "master_weights": (True, False),
+    "loss_scale": get_args(LossScale),
+    "arithmetic": get_args(Arithmetic),
+    "op_lists": get_args(OpLists),
+}
+_RANGES: dict[str, tuple[float, float]] = {
+    "init_scale": (2.0**-100, 2.0**100),
+    "growth_factor": (1.0, 2.0**20),
+    "backoff_factor": (2.0**-20, 1.0),
+    "growth_interval": (1, 2**31 - 1),
+    "hysteresis": (1, 2**31 - 1),
+    "min_scale": (2.0**-100, 2.0**100),
+    "max_scale": (2.0**-100, 2.0**100),
+}
+
+PRESETS: dict[str, Policy] = {}
+
+
+def _presets() -> list[Policy]:
+    dynamic: dict[str, Any] = {"loss_scale": "dynamic"}
+    pure: dict[str, Any] = {"casting": "model", "norms": "compute"}
+    master: dict[str, Any] = {"casting": "model", "master_weights": True}
+    return [
+        Policy(name="fp32"),
+        Policy(name="tf32", compute="tf32"),
+        Policy(name="fp16", compute="fp16", casting="ops", **dynamic),
+        Policy(name="bf16", compute="bf16", casting="ops"),
+        Policy(name="fp16-master", compute="fp16", **master, **dynamic),
+        Policy(name="bf16-master", compute="bf16", **master),
+        Policy(name="fp16-pure", compute="fp16", **pure),
+        Policy(name="bf16-pure", compute="bf16", **pure),
+        Policy(name="fp8", compute="fp8", casting="ops"),
+    ]
+
+
+PRESETS.update({policy.name: policy for policy in _presets()})
+
+ALIASES = {
+    # NVIDIA Apex
+    "O0": "fp32",
+    "O1": "fp16",
+    "O2": "fp16-master",
+    "O3": "fp16-pure",
+    # Lightning
+    "32-true": "fp32",
+    "16-mixed": "fp16",
+    "bf16-mixed": "bf16",
+    "16-true": "fp16-pure",
+    "bf16-true": "bf16-pure",
+    # Hugging Face
+    "no": "fp32",
+    # Keras
+    "float32": "fp32",
+    "mixed_float16": "fp16",
+    "mixed_bfloat16": "bf16",
+}
+"""What other libraries call the presets."""
