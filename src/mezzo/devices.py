@@ -93,6 +93,9 @@ class Device:
         return Support(format=fmt.name, level="emulated", reason=reason)
 
     def _other_support(self, fmt: Format) -> Support:
+        if self.kind == "cuda":
+            reason = "torch finds no CUDA device on this machine"
+            return Support(format=fmt.name, level="impossible", reason=reason)
         if fmt is FP16 or (fmt is BF16 and self.kind == "xpu"):
             return Support(format=fmt.name, level="native", reason=f"torch runs it on {self.kind}")
         if fmt is TF32:

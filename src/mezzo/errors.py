@@ -16,7 +16,8 @@ The command line prints both, without a traceback, and exits with the class's co
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
 
 class MezzoError(Exception):
@@ -31,6 +32,10 @@ class MezzoError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}"
+
+    def __reduce__(self) -> tuple[Callable[[], MezzoError], tuple[()]]:
+        # Pickling would otherwise call the class without its hint, as in a worker process.
+        return functools.partial(type(self), self.message, hint=self.hint), ()
 
 
 class PolicyError(MezzoError, ValueError):
@@ -75,9 +80,12 @@ class RecordError(MezzoError, ValueError):
     exit_code = 8
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return ``allowed`` as text for a message, the names nearest to ``name`` first."""
-    names = list(allowed)
+def nearest(name: str, allowed: Iterable[str], *, listed: Iterable[str] | None = None) -> str:
+    """Return ``allowed`` as text for a message, the names nearest to ``name`` first.
+
+    ``listed`` shortens a long list: only its names are written out, all of ``allowed`` are searched for near ones.
+    """
+    names = list(dict.fromkeys(allowed))
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    listed = ", ".join(names)
-    return f"did you mean {' or '.join(close)}? Allowed: {listed}" if close else f"allowed: {listed}"
+    written = ", ".join(names if listed is None else listed)
+    return f"did you mean {' or '.join(close)}? Allowed: {written}" if close else f"allowed: {written}"

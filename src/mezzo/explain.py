@@ -74,8 +74,8 @@ def _scale(policy: Policy) -> Choice:
     if policy.loss_scale == "static":
         return _choice("loss scale", f"static {policy.init_scale:g}", "the policy fixes it")
     if policy.compute == "fp16":
-        return _choice("loss scale", "none", "pure FP16 has none, as Apex's O3; gradients may underflow")
-    return _choice("loss scale", "none", f"{policy.compute} has FP32's range or nearly so")
+        return _choice("loss scale", "none", "the policy sets none; small gradients become zero")
+    return _choice("loss scale", "none", f"gradients in {policy.storage.name} have FP32's range")
 
 
 def _lists(policy: Policy) -> Choice:

@@ -32,7 +32,7 @@ class Format:
     @property
     def bias(self) -> int:
         """Return the exponent bias."""
-        return 2 ** (self.exponent_bits - 1) - 1
+        return (1 << (self.exponent_bits - 1)) - 1
 
     @property
     def max(self) -> float:
@@ -85,9 +85,7 @@ FP32 = Format(name="fp32", exponent_bits=8, mantissa_bits=23, dtype_name="float3
 TF32 = Format(name="tf32", exponent_bits=8, mantissa_bits=10, dtype_name="float32")
 FP16 = Format(name="fp16", exponent_bits=5, mantissa_bits=10, dtype_name="float16")
 BF16 = Format(name="bf16", exponent_bits=8, mantissa_bits=7, dtype_name="bfloat16")
-E4M3 = Format(
-    name="e4m3", exponent_bits=4, mantissa_bits=3, dtype_name="float8_e4m3fn", has_inf=False
-)
+E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, dtype_name="float8_e4m3fn", has_inf=False)
 E5M2 = Format(name="e5m2", exponent_bits=5, mantissa_bits=2, dtype_name="float8_e5m2")
 
 FORMATS = {f.name: f for f in (FP64, FP32, TF32, FP16, BF16, E4M3, E5M2)}

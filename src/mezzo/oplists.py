@@ -47,7 +47,7 @@ FAMILIES: tuple[Family, ...] = (
     _family(
         "matmul",
         "lower",
-        "F.linear torch.matmul Tensor.matmul Tensor.__matmul__ Tensor.__rmatmul__ torch.mm Tensor.mm torch.addmm Tensor.addmm "
+        "F.linear torch.matmul Tensor.matmul Tensor.__matmul__ torch.mm Tensor.mm torch.addmm Tensor.addmm "
         "torch.bmm Tensor.bmm torch.baddbmm Tensor.baddbmm torch.addbmm Tensor.addbmm torch.einsum _VF.einsum torch.mv "
         "Tensor.mv torch.addmv Tensor.addmv torch.addr Tensor.addr torch.chain_matmul _VF.chain_matmul linalg.matmul "
         "linalg.vecdot linalg.multi_dot",
@@ -99,13 +99,13 @@ FAMILIES: tuple[Family, ...] = (
     _family(
         "pow",
         "fp32",
-        "torch.pow Tensor.pow Tensor.__pow__ Tensor.__rpow__",
+        "torch.pow Tensor.pow Tensor.__pow__",
         "256 squared is already beyond FP16's range",
     ),
     _family(
         "reciprocal",
         "fp32",
-        "torch.reciprocal Tensor.reciprocal Tensor.__rdiv__ Tensor.__rtruediv__ torch.rsqrt Tensor.rsqrt",
+        "torch.reciprocal Tensor.reciprocal torch.rsqrt Tensor.rsqrt",
         "small arguments overflow",
     ),
     _family(
@@ -153,9 +153,7 @@ FAMILIES: tuple[Family, ...] = (
         "log(p) and log(1 - p) of 16-bit probabilities are infinite near 0 and 1; CUDA's autocast refuses it",
     ),
     _family("sum", "fp32", "torch.sum Tensor.sum", "a long sum rounds away its small terms"),
-    _family(
-        "prod", "fp32", "torch.prod Tensor.prod torch.cumprod Tensor.cumprod", "products leave the range"
-    ),
+    _family("prod", "fp32", "torch.prod Tensor.prod torch.cumprod Tensor.cumprod", "products leave the range"),
     _family("cumsum", "fp32", "torch.cumsum Tensor.cumsum", "a long sum"),
     _family(
         "interpolate",
@@ -176,9 +174,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _family("bilinear", "widest", "torch.bilinear F.bilinear", "four operands must agree"),
     _family("cross", "widest", "torch.cross Tensor.cross", "two operands must agree"),
-    _family(
-        "dot", "widest", "torch.dot Tensor.dot torch.vdot Tensor.vdot", "two operands must agree"
-    ),
+    _family("dot", "widest", "torch.dot Tensor.dot torch.vdot Tensor.vdot", "two operands must agree"),
     _family("grid_sample", "widest", "torch.grid_sampler", "image and grid must agree"),
     _family("index_put", "widest", "torch.index_put Tensor.index_put", "target and values must agree"),
     _family("tensordot", "widest", "torch.tensordot _VF.tensordot", "two operands must agree"),
@@ -195,9 +191,7 @@ FAMILIES: tuple[Family, ...] = (
         "torch.batch_norm torch.instance_norm",
         "its kernels keep statistics and sums in FP32 whatever the input's format is",
     ),
-    _family(
-        "mean", "follow", "torch.mean Tensor.mean", "its kernel adds in FP32 and rounds once"
-    ),
+    _family("mean", "follow", "torch.mean Tensor.mean", "its kernel adds in FP32 and rounds once"),
     _family(
         "var",
         "follow",
@@ -205,12 +199,8 @@ FAMILIES: tuple[Family, ...] = (
         "its kernel adds in FP32 and rounds once",
     ),
     _family("sqrt", "follow", "torch.sqrt Tensor.sqrt", "it halves the exponent"),
-    _family(
-        "add", "follow", "torch.add Tensor.add Tensor.__add__ Tensor.__radd__", "torch promotes"
-    ),
-    _family(
-        "mul", "follow", "torch.mul Tensor.mul Tensor.__mul__ Tensor.__rmul__", "torch promotes"
-    ),
+    _family("add", "follow", "torch.add Tensor.add Tensor.__add__ Tensor.__radd__", "torch promotes"),
+    _family("mul", "follow", "torch.mul Tensor.mul Tensor.__mul__ Tensor.__rmul__", "torch promotes"),
     _family("div", "follow", "torch.div Tensor.div Tensor.__truediv__", "torch promotes"),
     _family("embedding", "follow", "torch.embedding", "a look-up: exact in every format"),
 )
@@ -232,16 +222,15 @@ def resolve(name: str) -> tuple[str, ...]:
         return BY_NAME[name].ops
     family = _FAMILY_OF_OP.get(name)
     if family is None:
+        known = nearest(name, [*BY_NAME, *_FAMILY_OF_OP], listed=BY_NAME)
         raise PolicyError(
-            f"unknown operation or family {name!r}; {nearest(name, [*BY_NAME, *_FAMILY_OF_OP])}",
+            f"unknown operation or family {name!r}; {known}, and the operations in them",
             hint="name a family such as 'softmax' or an operation such as 'log_softmax'",
         )
     return tuple(op for op in family.ops if op.split(".")[-1] in (name, f"__{name}__"))
 
 
-def assign(
-    lower: tuple[str, ...], fp32: tuple[str, ...], widest: tuple[str, ...]
-) -> dict[str, Precision]:
+def assign(lower: tuple[str, ...], fp32: tuple[str, ...], widest: tuple[str, ...]) -> dict[str, Precision]:
     """Return the precision of every operation: the families' own, changed by the names a user gave.
 
     Raises:

@@ -13,7 +13,6 @@ command line lists policies with commas.
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +105,9 @@ class Policy:
                     f"policy {text!r} has {setting!r} where field=value is expected",
                     hint="write name:field=value:field=value, for example fp16:init_scale=1024",
                 )
+            if field.strip() in fields:
+                message = f"policy {text!r} sets {field.strip()} twice; allowed: once"
+                raise PolicyError(message, hint="leave one of the two")
             fields[field.strip()] = _read(field.strip(), value.strip())
         return preset.replace(**fields)
 
@@ -121,9 +123,9 @@ class Policy:
         except OSError as error:
             raise PolicyError(
                 f"cannot read the policy file {str(path)!r}: {error.strerror}",
-                hint="check the path; a policy file is TOML with policy = \"fp16\" and fields below it",
+                hint='check the path; a policy file is TOML with policy = "fp16" and fields below it',
             ) from None
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise PolicyError(
                 f"policy file {str(path)!r} is not TOML: {error}",
                 hint='start from the line: policy = "fp16"',
@@ -190,6 +192,11 @@ class Policy:
         worst = next((s for s in supports if s.level != "native"), supports[0])
         if not self.lowers:
             return "native", worst.reason
+        if worst.level == "impossible":
+            raise UnsupportedFormatError(
+                f"policy {self!s} cannot compute in {worst.format} on {device.name}: {worst.reason}",
+                hint="choose another device: mezzo doctor lists those of this machine",
+            )
         if self.arithmetic == "emulated":
             return "emulated", "the policy asks for emulated arithmetic"
         if self.arithmetic == "native" or self.op_lists == "device":
@@ -203,7 +210,7 @@ class Policy:
         if self.compute == "fp8":
             raise UnsupportedFormatError(
                 f"policy {self!s} asks for native FP8 arithmetic on {device.name}",
-                hint="leave arithmetic=auto: FP8 linear layers are emulated",
+                hint="leave arithmetic=auto and op_lists=portable: FP8 linear layers are emulated",
             )
         if level != "native" and device.kind != "cpu":
             raise UnsupportedFormatError(
@@ -223,9 +230,14 @@ class Policy:
 
 
 def _check_words(policy: Policy) -> None:
+    if PRESETS and policy.name not in PRESETS:  # PRESETS is empty while they are built
+        raise PolicyError(
+            f"policy field name={policy.name!r}; {nearest(str(policy.name), PRESETS)}",
+            hint="start from Policy.parse(name) and change fields with replace",
+        )
     for field, allowed in _WORDS.items():
         value = getattr(policy, field)
-        if value not in allowed:
+        if not any(value == word and type(value) is type(word) for word in allowed):  # 1 == True
             raise PolicyError(
                 f"policy field {field}={value!r}; {nearest(str(value), map(str, allowed))}",
                 hint=f"set {field} to one of them",
@@ -235,23 +247,18 @@ def _check_words(policy: Policy) -> None:
 def _check_numbers(policy: Policy) -> None:
     for field, (low, high) in _RANGES.items():
         value = getattr(policy, field)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not low <= value <= high or not math.isfinite(value):
+        kinds, noun = ((int,), "whole number") if field in _COUNTS else ((int, float), "number")
+        number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not number or not low <= value <= high:
             raise PolicyError(
-                f"policy field {field}={value!r}; allowed: a number from {low:g} to {high:g}",
+                f"policy field {field}={value!r}; allowed: a {noun} from {low:g} to {high:g}",
                 hint=f"choose {field} inside that range",
-            )
-    for field in ("growth_interval", "hysteresis"):
-        if not isinstance(getattr(policy, field), int):
-            raise PolicyError(
-                f"policy field {field}={getattr(policy, field)!r}; allowed: a whole number",
-                hint=f"{field} counts updates",
             )
     for field in _NAMES:
         value = getattr(policy, field)
-        if not isinstance(value, tuple) or not all(isinstance(v, str) and v for v in value):
+        if not isinstance(value, tuple) or not all(_is_name(v) for v in value):
             raise PolicyError(
-                f"policy field {field}={value!r}; allowed: names",
+                f"policy field {field}={value!r}; allowed: names without any of {_SEPARATORS!r}",
                 hint=f"write {field}=name+name in a text, a list of strings in a file or in Python",
             )
     if policy.min_scale > policy.max_scale:
@@ -259,6 +266,13 @@ def _check_numbers(policy: Policy) -> None:
             f"min_scale={policy.min_scale:g} is above max_scale={policy.max_scale:g}",
             hint="the floor of the loss scale must not be above its ceiling",
         )
+
+
+def _is_name(value: object) -> bool:
+    # A name must not hold what ends it in a policy text, or ends the text in a list of policies.
+    if not isinstance(value, str) or not value:
+        return False
+    return value.isprintable() and not set(value) & set(_SEPARATORS)
 
 
 def _check_combination(policy: Policy) -> None:
@@ -291,7 +305,7 @@ def _read(field: str, text: str) -> Any:
         return {"true": True, "false": False}.get(text.lower(), text)
     if field in _RANGES:
         try:
-            return int(text) if field in ("growth_interval", "hysteresis") else float(text)
+            return int(text) if field in _COUNTS else float(text)
         except ValueError:
             return text  # refused with its range by _check_numbers
     return text
@@ -314,6 +328,8 @@ def _toml(value: Any) -> str:
 
 
 _SETTABLE = tuple(f.name for f in dataclasses.fields(Policy) if f.name != "name")
+_COUNTS = ("growth_interval", "hysteresis")
+_SEPARATORS = ":+, "
 _NAMES = ("lower", "fp32", "widest", "fp32_modules")
 _WORDS: dict[str, tuple[object, ...]] = {
     "compute": get_args(Compute),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,9 +26,7 @@ Verdict = Literal["baseline", "equivalent", "different", "diverged", "undecided"
 
 
 class _Value(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", ser_json_inf_nan="strings", allow_inf_nan=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", allow_inf_nan=True)
 
 
 class Reason(_Value):
@@ -248,15 +245,15 @@ _ADAPTER: TypeAdapter[RunRecord | CompareRecord | DoctorRecord] = TypeAdapter(Re
 def write_record(record: RunRecord | CompareRecord | DoctorRecord, path: Path) -> None:
     """Write ``record`` to ``path`` whole or not at all: to a temporary file beside it, then moved into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(record.model_dump_json(indent=1))
             file.flush()
             os.fsync(file.fileno())  # a crash of the machine must not leave an empty file under the final name
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -274,7 +271,7 @@ def read_record(path: Path | str) -> RunRecord | CompareRecord | DoctorRecord:
             f"cannot read the record {str(path)!r}: {error.strerror}",
             hint="records are written by mezzo run and mezzo compare as record.json",
         ) from None
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise RecordError(
             f"{str(path)!r} is not a record: {error}",
             hint="pass the record.json that a mezzo command wrote",

@@ -1,0 +1,1 @@
+"""Run somebody's training script in a child process, under a policy."""

@@ -1,0 +1,1 @@
+"""Measure steps, memory and formats of a run, and compare runs."""

@@ -1,0 +1,1 @@
+"""Views of records: the terminal and one self-contained HTML file."""

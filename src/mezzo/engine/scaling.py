@@ -1,0 +1,210 @@
+"""Loss scales: none, static, dynamic. Their state lives on the device.
+
+FP16 holds nothing below 2**-24, and many gradients are smaller. The loss is multiplied by a scale, so that every gradient is, and
+the gradients are divided by it in FP32 before the optimizer sees them (Micikevicius et al., arXiv:1710.03740, section 3.2).
+
+The dynamic scale is found by trying, update by update::
+
+    if a gradient is not finite:                  # the update is skipped
+        growth_tracker = 0
+        left -= 1
+        if left <= 0:                             # ``hysteresis`` overflows in a row
+            scale = max(scale * backoff_factor, min_scale)
+    else:
+        left = hysteresis
+        growth_tracker += 1
+        if growth_tracker == growth_interval:
+            scale = min(scale * growth_factor, max_scale)
+            growth_tracker = 0
+
+With ``hysteresis=1`` and no floor or ceiling that is ``torch.amp.GradScaler``, number for number. All three classes have the same
+methods: the training step never asks whether there is a scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mezzo.errors import PolicyError
+from mezzo.formats import FP32
+from mezzo.policy import Policy
+
+
+class NoScale:
+    """Leave the loss as it is; gradients are neither divided nor checked."""
+
+    checks = False
+    """Whether an update with a gradient that is not finite is skipped."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return ``loss``."""
+        return loss
+
+    def inverse(self) -> Tensor | float:
+        """Return the factor that takes the scale out of a gradient."""
+        return 1.0
+
+    def value(self) -> float:
+        """Return the scale."""
+        return 1.0
+
+    def update(self, found_inf: Tensor) -> None:
+        """Ignore what an update found."""
+
+    def at_floor(self) -> bool:
+        """Return whether the scale can get no smaller."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Accept any state: a scale saved under another policy has no use here."""
+
+
+class StaticScale(NoScale):
+    """Multiply the loss by a fixed scale; an update with a gradient that is not finite is skipped."""
+
+    checks = True
+
+    def __init__(self, value: float, device: torch.device | str = "cpu") -> None:
+        self._scale = torch.full((), value, dtype=FP32.dtype, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` times the scale."""
+        return loss * self._scale
+
+    def inverse(self) -> Tensor | float:
+        """Return 1 / scale as an FP32 tensor on the device, rounded once (by way of FP64)."""
+        return self._scale.double().reciprocal().float()
+
+    def value(self) -> float:
+        """Return the scale; waits for the device."""
+        return self._scale.item()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale; waits for the device."""
+        return {"scale": self.value()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the scale from a state of any scaler, ``torch.amp.GradScaler``'s included."""
+        if "scale" in state:
+            self._scale.fill_(state["scale"])
+
+
+class DynamicScale(StaticScale):
+    """Multiply the loss by a scale that backs off on overflow and grows after a while without."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        min_scale: float = 2.0**-24,
+        max_scale: float = 2.0**24,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(min(max(init_scale, min_scale), max_scale), device)
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval, self.hysteresis = growth_interval, hysteresis
+        self.min_scale, self.max_scale = min_scale, max_scale
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self._left = torch.full((), hysteresis, dtype=torch.int32, device=device)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Change the scale by what an update found, without waiting for the device.
+
+        Args:
+            found_inf: FP32, no dimensions: 1 where a gradient was not finite, else 0.
+        """
+        backs_off = found_inf
+        if self.hysteresis > 1:
+            found = found_inf > 0
+            self._left.copy_(torch.where(found, self._left - 1, self.hysteresis))
+            backs_off = found_inf * (self._left <= 0)
+        torch._amp_update_scale_(
+            self._scale,
+            self._growth_tracker,
+            backs_off,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+        )
+        if self.hysteresis > 1:  # an overflow that the hysteresis bears must not count as a good update
+            self._growth_tracker.mul_(found_inf == 0)
+        self._scale.clamp_(self.min_scale, self.max_scale)
+
+    def at_floor(self) -> bool:
+        """Return whether the scale can get no smaller; waits for the device."""
+        return self.value() <= self.min_scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state that ``torch.amp.GradScaler.load_state_dict`` takes too; waits for the device."""
+        return {
+            "scale": self.value(),
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": int(self._growth_tracker.item()),
+            "hysteresis": self.hysteresis,
+            "hysteresis_left": int(self._left.item()),
+            "min_scale": self.min_scale,
+            "max_scale": self.max_scale,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a state of this class or of ``torch.amp.GradScaler``, settings included.
+
+        Raises:
+            PolicyError: the state is not one of a dynamic loss scale.
+        """
+        if not state:  # a disabled GradScaler's state, or NoScale's
+            return
+        missing = {"scale", "growth_factor", "backoff_factor", "growth_interval"} - state.keys()
+        if missing:
+            raise PolicyError(
+                f"the state of a dynamic loss scale lacks {', '.join(sorted(missing))}",
+                hint="pass what state_dict() of a mezzo scale or of torch.amp.GradScaler returned",
+            )
+        for name in _SETTINGS:
+            setattr(self, name, state.get(name, getattr(self, name)))
+        self._scale.fill_(state["scale"])
+        self._growth_tracker.fill_(state.get("_growth_tracker", 0))
+        self._left.fill_(state.get("hysteresis_left", self.hysteresis))
+
+
+_SETTINGS = (
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "min_scale",
+    "max_scale",
+)
+
+Scale: TypeAlias = NoScale | StaticScale | DynamicScale
+
+
+def scale_for(policy: Policy, device: torch.device | str) -> Scale:
+    """Return the loss scale that ``policy`` asks for, its state on ``device``."""
+    if policy.loss_scale == "none":
+        return NoScale()
+    if policy.loss_scale == "static":
+        return StaticScale(policy.init_scale, device)
+    return DynamicScale(
+        policy.init_scale,
+        growth_factor=policy.growth_factor,
+        backoff_factor=policy.backoff_factor,
+        growth_interval=policy.growth_interval,
+        hysteresis=policy.hysteresis,
+        min_scale=policy.min_scale,
+        max_scale=policy.max_scale,
+        device=device,
+    )

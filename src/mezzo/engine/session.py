@@ -1,0 +1,400 @@
+"""One training step, its order written once.
+
+::
+
+    backward   loss * share * scale, backward; gradients add up over the micro-batches of a window
+    update     norm of the scaled gradients            one read of every gradient
+               factor = clip / (scale * share)         one number: unscale, average and clip together
+               gradients *= factor                     one pass
+               optimizers step, or all are skipped     one host read of one flag, where the loss is scaled
+               masters are rounded into the model, schedulers step (not after a skip), gradients are dropped
+               the loss scale learns what was found
+
+The norm of the scaled gradients is not finite exactly when a gradient is not finite, or when their squares leave FP32's range;
+the second is told apart before anything is skipped. Scales are powers of two unless you choose others, so multiplying by one
+factor gives bit for bit what unscaling and clipping one after the other give.
+
+Host reads: the flag once an update (only with a loss scale); the loss once, at the very first ``backward``; and whatever you read
+(``loss_scale``, ``grad_norm``). Nothing else waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.engine import checks, conversion
+from mezzo.engine.casting import Casting
+from mezzo.engine.gradients import all_finite, not_finite, put_back, set_aside, total_norm, worst
+from mezzo.engine.master import MasterWeights
+from mezzo.engine.scaling import scale_for
+from mezzo.errors import ScaleFloorError, SessionError
+from mezzo.explain import Choice
+from mezzo.formats import FP32
+from mezzo.policy import Policy
+
+Optimizer = torch.optim.Optimizer
+
+
+class Session:
+    """Train a model under a precision policy.
+
+    ::
+
+        session = Session(model, optimizer, policy="fp16", accumulate=4, clip_norm=1.0, scheduler=scheduler)
+        for inputs, targets in loader:
+            with session.autocast():
+                loss = criterion(model(inputs), targets)
+            session.step(loss)
+
+    ``step`` is ``backward`` and, at the end of a window of ``accumulate`` micro-batches, ``update``. With several losses or optimizers
+    call these two yourself.
+
+    Args:
+        model: a module, or several.
+        optimizer: any torch optimizer that needs no closure, or several without a parameter in common.
+        policy: a ``Policy``, a policy text, or the path of a policy file.
+        accumulate: micro-batches in a window. Their gradients are averaged by the weights given to ``step`` or ``backward``.
+        clip_norm: largest norm of the gradients of one update, over all parameters of the optimizers updated.
+        clip_value: largest magnitude of a gradient's element.
+        scheduler: a learning rate scheduler, or several; stepped once an update, held on a skipped one.
+        num_losses: how many losses have a scale of their own; ``backward(loss, loss_id=k)`` chooses one.
+
+    Raises:
+        PolicyError: the policy cannot be read, or names a module that the model lacks.
+        UnsupportedFormatError: the device can neither compute in the format nor emulate it.
+        SessionError: the model, optimizers or settings cannot be trained together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        policy: Policy | str = "fp16",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        scheduler: Any = None,
+        num_losses: int = 1,
+    ) -> None:
+        self.policy = Policy.of(policy)
+        self.models = _listed(model)
+        self.optimizers: list[Optimizer] = _listed(optimizer)
+        self.schedulers: list[Any] = [] if scheduler is None else _listed(scheduler)
+        self.accumulate, self.clip_norm, self.clip_value = accumulate, clip_norm, clip_value
+        checks.check_settings(
+            counts={"accumulate": accumulate, "num_losses": num_losses},
+            limits={"clip_norm": clip_norm, "clip_value": clip_value},
+        )
+        checks.check_optimizers(self.optimizers, self.schedulers)
+        self.device = self._parameters()[0].device
+        self.casting = Casting.of(self.policy, self.device.type)
+        self.scales = [scale_for(self.policy, self.device) for _ in range(num_losses)]
+        self._separate = num_losses > 1
+        self.masters: MasterWeights | None = None
+        self._convert()
+        self.updates = 0
+        """Updates made, skipped ones not counted."""
+        self.skipped = 0
+        """Updates skipped because a gradient was not finite."""
+        self._norm: Tensor | None = None
+        self._found: Tensor | None = None
+        self._unscaled = False
+        self._zero = torch.zeros((), dtype=FP32.dtype, device=self.device)
+        self._open_window()
+        self._watch_rounding = self.policy.casting == "model" and self.masters is None
+
+    def _convert(self) -> None:
+        if self.policy.casting == "ops":
+            for model in self.models:
+                checks.refuse_half(model, self.policy)
+                conversion.keep_fp32(model, self.policy, self.device.type)
+        elif self.policy.casting == "model":
+            if self.policy.master_weights:
+                self.masters = MasterWeights(self._parameters())
+            for model in self.models:
+                conversion.cast_model(model, self.policy, self.device.type)
+            if self.masters is not None:
+                self.masters.keep_cast()
+                for optimizer in self.optimizers:
+                    self.masters.adopt(optimizer)
+        elif self.policy.compute == "tf32":
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
+
+    def explain(self) -> list[Choice]:
+        """Return what the policy does here, each choice with its reason."""
+        return [*self.policy.explain(self.device.type), self.casting.choice]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which the forward pass and the loss are computed."""
+        if self.casting.way == "kernels":
+            return self.casting.autocast()  # type: ignore[no-any-return]
+        return self.casting.region()
+
+    def step(self, loss: Tensor, *, weight: float | None = None, loss_id: int = 0) -> None:
+        """Run a micro-batch's backward pass, and the update at the end of the window.
+
+        Args:
+            loss: the micro-batch's mean loss, no dimensions.
+            weight: what the mean was taken over, samples or tokens; the window's average weights by it. 1 if left out.
+            loss_id: which of ``num_losses`` scales to use.
+        """
+        self.backward(loss, weight=weight, loss_id=loss_id)
+        if self._calls == self.accumulate:
+            self.update()
+
+    def backward(self, loss: Tensor, *, weight: float | None = None, loss_id: int = 0) -> None:
+        """Run a backward pass and add its gradients to the window's.
+
+        In a window, calls with one ``loss_id`` are averaged by weight when ``accumulate`` is above 1 or weights are given; otherwise, and
+        between different losses, gradients add up as they do in torch.
+
+        Raises:
+            NonFiniteLossError: the loss is not finite before the first update.
+            SessionError: the loss cannot be differentiated, the scale is unknown, or the gradients were unscaled already.
+        """
+        checks.check_loss(loss, first=self.updates + self.skipped + self._calls == 0)
+        checks.check_weight(weight, loss_id, len(self.scales))
+        if self._unscaled:
+            raise SessionError(
+                "backward() after unscale(): scaled gradients would be added to unscaled ones",
+                hint="call update() first",
+            )
+        weighted = loss * self._share(weight, loss_id) if weight or self.accumulate > 1 else loss
+        scale = self.scales[loss_id]
+        aside = set_aside(self._parameters()) if self._separate else None
+        if self.casting.mode is None:
+            scale.scale(weighted).backward()
+        else:
+            with self.casting.backward():
+                scale.scale(weighted).backward()
+        if aside is not None:
+            self._unscale_one(loss_id)
+            put_back(aside)
+        self._calls += 1
+
+    def _share(self, weight: float | None, loss_id: int) -> float:
+        """Return the share of the window that a micro-batch of ``weight`` is, as if the rest were like its first."""
+        given = 1.0 if weight is None else float(weight)
+        self._first_weight = self._first_weight or given
+        share = given / (self._first_weight * self.accumulate)
+        self._shares[loss_id] += share
+        return share
+
+    def unscale(self) -> None:
+        """Divide the scale and the window's weights out of the gradients now, to look at them or change them before ``update``.
+
+        Raises:
+            SessionError: there was no backward pass, or the gradients were unscaled already.
+        """
+        if self._calls == 0:
+            raise SessionError(
+                "unscale() without a backward pass since the last update",
+                hint="call step(loss) or backward(loss) first",
+            )
+        if self._unscaled:
+            raise SessionError(
+                "unscale() was already called since the last update",
+                hint="call it once a window; unscaling twice would divide the gradients twice",
+            )
+        gradients = self._gradients(self.optimizers)
+        self._found = self._reduce(gradients)
+        factor = self._factor()
+        if factor is not None:
+            self._norm = self._norm * factor if self._norm is not None else None
+            torch._foreach_mul_(gradients, factor)
+        self._unscaled = True
+
+    def update(self, *optimizers: Optimizer) -> None:
+        """Close the window: clip, step the optimizers or skip, step the schedulers, drop the gradients.
+
+        Args:
+            *optimizers: those to update; all if none is named. Gradients of the others are dropped.
+
+        Raises:
+            SessionError: there was no backward pass since the last update.
+            ScaleFloorError: the loss scale is at its floor and gradients still overflow; names the worst.
+        """
+        if self._calls == 0:
+            raise SessionError(
+                "update() without a backward pass since the last update",
+                hint="call step(loss) or backward(loss) first; to update several optimizers from one "
+                "backward pass call update() or update(first, second) once",
+            )
+        chosen = list(optimizers) or self.optimizers
+        gradients = self._gradients(chosen)
+        found = self._found if self._unscaled else self._reduce(gradients)
+        skip = found is not None and bool(found)  # the one host read; GradScaler waits here as well
+        if skip and not self._separate and all_finite(gradients):
+            skip, found = False, self._zero  # only the sum of squares left FP32's range
+            self._norm = total_norm([g.double() for g in gradients])
+        if skip:
+            self._skip()
+        else:
+            self._clip(gradients)
+            self._apply(chosen)
+        self._teach_scales(found)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self._open_window()
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the first loss's scale; waits for the device."""
+        return self.scales[0].value()
+
+    @property
+    def grad_norm(self) -> float:
+        """Return the norm of the last update's gradients, unscaled and before clipping; waits for the device. NaN before any update."""
+        return math.nan if self._norm is None else float(self._norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that training needs to go on: models (in FP32), optimizers, schedulers, scales and counts.
+
+        Raises:
+            SessionError: a window is open; its gradients are not part of the state.
+        """
+        if self._calls:
+            raise SessionError(
+                f"state_dict() after {self._calls} backward passes of an open window",
+                hint="call update() first: gradients of an open window are not saved",
+            )
+        masters = self.masters or MasterWeights(())
+        return {
+            "policy": str(self.policy),
+            "models": [masters.fp32_state(model) for model in self.models],
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "schedulers": [s.state_dict() for s in self.schedulers],
+            "scales": [s.state_dict() for s in self.scales],
+            "updates": self.updates,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state that ``state_dict`` returned, under this policy or another.
+
+        Raises:
+            SessionError: the state has other numbers of models, optimizers, schedulers or losses.
+        """
+        checks.check_state(state, self.state_dict())
+        for model, saved in zip(self.models, state["models"], strict=True):
+            model.load_state_dict(saved)
+        if self.masters is not None:
+            self.masters.load(self.models, state["models"])
+        for part in ("optimizers", "schedulers", "scales"):
+            for item, saved in zip(getattr(self, part), state[part], strict=True):
+                item.load_state_dict(saved)
+        self.updates, self.skipped = state["updates"], state["skipped"]
+
+    def _open_window(self) -> None:
+        self._calls = 0
+        self._first_weight = 0.0
+        self._shares = [0.0] * len(self.scales)
+        self._unscaled = False
+        self._found = None
+        self._found_by_loss = [self._zero] * len(self.scales) if self._separate else []
+
+    def _gradients(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
+        if self.masters is not None:
+            self.masters.pull_gradients()
+        groups = [group["params"] for o in optimizers for group in o.param_groups]
+        return [p.grad for group in groups for p in group if p.grad is not None]
+
+    def _reduce(self, gradients: list[Tensor]) -> Tensor | None:
+        """Take the norm of the gradients as they are; return FP32 1 or 0, not finite or so, where the scale asks."""
+        if not gradients:
+            return self._zero if self.scales[0].checks else None
+        self._norm = norm = total_norm(gradients)
+        if not self.scales[0].checks:
+            return None
+        if self._separate:
+            return torch.stack(self._found_by_loss).amax()
+        return not_finite(norm)
+
+    def _factor(self) -> Tensor | float | None:
+        """Return the number that takes scale and weights out of the gradients, or None where it is 1."""
+        checks.check_shares(self._shares)
+        share = max(self._shares) or 1.0
+        inverse = 1.0 if self._separate else self.scales[0].inverse()
+        if share == 1.0:
+            return None if isinstance(inverse, float) else inverse
+        factor: Tensor | float = inverse / share
+        return factor
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        if not gradients:
+            return
+        factor = None if self._unscaled else self._factor()
+        assert self._norm is not None
+        if factor is not None:
+            self._norm = self._norm * factor
+        if self.clip_norm is not None:
+            # torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
+            coefficient = torch.clamp(self.clip_norm / (self._norm + 1e-6), max=1.0)
+            factor = coefficient if factor is None else coefficient * factor
+        if factor is not None:
+            torch._foreach_mul_(gradients, factor)
+        if self.clip_value is not None:
+            torch._foreach_clamp_min_(gradients, -self.clip_value)
+            torch._foreach_clamp_max_(gradients, self.clip_value)
+
+    def _apply(self, optimizers: list[Optimizer]) -> None:
+        before = self._snapshot() if self._watch_rounding else None
+        for optimizer in optimizers:
+            optimizer.step()
+        if self.masters is not None:
+            self.masters.push()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.updates += 1
+        if before is not None:
+            self._watch_rounding = False
+            checks.warn_of_lost_updates(before, self._snapshot(), self.policy)
+
+    def _skip(self) -> None:
+        self.skipped += 1
+        if any(scale.at_floor() for scale in self.scales):
+            raise ScaleFloorError(
+                f"gradients overflow at the loss scale's floor of {self.policy.min_scale:g}; "
+                f"not finite: {worst(self._named_gradients())}",
+                hint="keep the modules of these tensors in FP32 (fp32_modules=...), or use policy bf16, "
+                "which has FP32's range",
+            )
+
+    def _teach_scales(self, found: Tensor | None) -> None:
+        if self._separate:
+            for scale, one in zip(self.scales, self._found_by_loss, strict=True):
+                scale.update(one)
+        elif found is not None:
+            self.scales[0].update(found)
+
+    def _unscale_one(self, loss_id: int) -> None:
+        """Unscale what one loss's backward pass left and note whether it is finite."""
+        fresh = [p.grad for p in self._parameters() if p.grad is not None]
+        scale = self.scales[loss_id]
+        if fresh and scale.checks:
+            found = not_finite(total_norm(fresh))
+            self._found_by_loss[loss_id] = torch.maximum(self._found_by_loss[loss_id], found)
+            torch._foreach_mul_(fresh, scale.inverse())
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for model in self.models for p in model.parameters()]
+
+    def _named_gradients(self) -> list[tuple[str, Tensor | None]]:
+        masters = self.masters or MasterWeights(())
+        return [(n, masters.gradient(p)) for m in self.models for n, p in m.named_parameters()]
+
+    def _snapshot(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self._parameters() if p.requires_grad]
+
+
+def _listed(value: Any) -> list[Any]:
+    single = isinstance(value, nn.Module) or not isinstance(value, Iterable)
+    return [value] if single else list(value)

@@ -1,0 +1,78 @@
+"""The machine and the versions behind a measured number.
+
+Importing this module imports no torch; ``environment`` does.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from datetime import datetime, timezone
+from importlib import metadata
+
+from mezzo import devices
+from mezzo.records import Environment
+
+TRITON_PACKAGES = ("triton", "pytorch-triton", "triton-windows")
+"""The packages that Triton comes in, by platform and channel."""
+
+_NVIDIA_SMI_TIMEOUT_S = 10.0
+
+
+def environment(device_kind: str) -> Environment:
+    """Return the environment of a number measured on torch's device type ``device_kind``.
+
+    GPU and driver are given for ``cuda`` only: to ask for them starts the CUDA runtime.
+    """
+    import torch
+
+    on_gpu = device_kind == "cuda" and torch.cuda.is_available()
+    return Environment(
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        mezzo=package_version("mezzo") or "not installed",
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        os=platform.platform(),
+        cpu=devices.cpu_name(),
+        threads=torch.get_num_threads(),
+        device=device_kind,
+        gpu=devices.this_device(device_kind).name if on_gpu else None,
+        driver=nvidia_driver() if on_gpu else None,
+        cuda=torch.version.cuda,
+        cudnn=cudnn_text(torch.backends.cudnn.version()),
+        triton=package_version(*TRITON_PACKAGES),
+    )
+
+
+def nvidia_driver() -> str | None:
+    """Return the version of NVIDIA's driver; None where ``nvidia-smi`` is missing or finds no GPU."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.split()), None)  # one line a GPU, all alike
+
+
+def package_version(*names: str) -> str | None:
+    """Return the version of the first installed package among ``names``, or None."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def cudnn_text(number: int | None) -> str | None:
+    """Return cuDNN's version number as text: 91002 is 9.10.2 and, before 9, 8902 is 8.9.2."""
+    if number is None:
+        return None
+    thousands = 10_000 if number >= 10_000 else 1_000
+    return f"{number // thousands}.{number % thousands // 100}.{number % 100}"

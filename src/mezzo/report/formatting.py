@@ -1,0 +1,163 @@
+"""Numbers and words as the views show them; the terminal and the page share these, so a fact reads the same in both.
+
+Text is ASCII, so that it survives a pipe. Three significant digits are shown unless a function says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+
+MISSING = "-"
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_LARGEST_PLAIN_EXPONENT = 16  # 65536 is read at a glance, 16777216 is not
+
+
+def clean(text: str, *, keep_lines: bool = False) -> str:
+    """Return ``text`` without control characters, which could drive a terminal or hide what a page shows."""
+    return "".join(
+        c if c == "\n" and keep_lines else "\ufffd" if _controls(c) else c
+        for c in (text if keep_lines else " ".join(text.split()))
+    )
+
+
+def _controls(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs")
+
+
+def number_text(value: float | None, *, digits: int = 4) -> str:
+    """Return ``value`` with ``digits`` significant digits, or its name where it is not finite."""
+    if value is None:
+        return MISSING
+    return f"{value:.{digits}g}" if math.isfinite(value) else _not_finite(value)
+
+
+def _not_finite(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def signed_text(value: float) -> str:
+    """Return a difference with its sign and two significant digits."""
+    if not math.isfinite(value):
+        return _not_finite(value)
+    return f"{value:+.2g}" if value else "0"
+
+
+def interval_text(low: float, high: float) -> str:
+    """Return the ends of an interval of differences, or that there is none."""
+    if math.isnan(low) or math.isnan(high):
+        return "no interval"
+    return f"{signed_text(low)} to {signed_text(high)}"
+
+
+def ratio_text(value: float | None) -> str:
+    """Return a ratio such as ``1.62x``."""
+    if value is None:
+        return MISSING
+    return f"{three_digits(value)}x" if math.isfinite(value) else _not_finite(value)
+
+
+def spread_text(low: float | None, high: float | None) -> str:
+    """Return the ends of the spread of a ratio, or nothing where it is not known."""
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        return ""
+    return f"{three_digits(low)}x to {three_digits(high)}x"
+
+
+def three_digits(value: float) -> str:
+    """Return a finite ``value`` with three significant digits, or all digits of its whole part where these are more."""
+    if value == 0:
+        return "0"
+    # Rounding first: 9.999 is 10.0, not 10.00.
+    decimals = 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))))
+    return f"{value:.{max(0, decimals)}f}"
+
+
+def bytes_text(num_bytes: int | None) -> str:
+    """Return a size in the largest binary unit that keeps it at 1 or above."""
+    if num_bytes is None:
+        return MISSING
+    value, exponent = byte_scale(num_bytes)
+    unit = _BYTE_UNITS[exponent]
+    return f"{num_bytes} B" if exponent == 0 else f"{three_digits(value)} {unit}"
+
+
+def byte_scale(num_bytes: int) -> tuple[float, int]:
+    """Return ``num_bytes`` in its best unit, and that unit's power of 1024."""
+    value, exponent = float(num_bytes), 0
+    while round(value) >= 1024 and exponent < len(_BYTE_UNITS) - 1:
+        value, exponent = value / 1024, exponent + 1
+    return value, exponent
+
+
+def byte_unit(exponent: int) -> str:
+    """Return the name of 1024 to the ``exponent`` bytes."""
+    return _BYTE_UNITS[exponent]
+
+
+def ms_text(time_ms: float | None) -> str:
+    """Return a duration that was measured in milliseconds."""
+    if time_ms is None:
+        return MISSING
+    if not math.isfinite(time_ms):
+        return _not_finite(time_ms)
+    seconds = time_ms / 1000
+    return f"{three_digits(seconds)} s" if time_ms >= 999.5 else f"{three_digits(time_ms)} ms"
+
+
+def duration_text(seconds: float) -> str:
+    """Return how long something took, as a person would say it."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def share_text(share: float) -> str:
+    """Return a share of a whole in percent; what is there never reads as nothing, nor almost all as all."""
+    percent = 100 * share
+    if 0 < percent < 0.1:
+        return "<0.1%"
+    if 99.9 < percent < 100:
+        return ">99.9%"
+    return f"{percent:.1f}%" if percent % 100 else f"{percent:.0f}%"
+
+
+def scale_text(scale: float | None) -> str:
+    """Return a loss scale; powers of two that are long in digits are written as powers."""
+    if scale is None:
+        return "none"
+    if not math.isfinite(scale) or scale <= 0:
+        return number_text(scale)
+    fraction, exponent = math.frexp(scale)
+    power = exponent - 1
+    if fraction == 0.5 and not 0 <= power <= _LARGEST_PLAIN_EXPONENT:
+        return f"2^{power}"
+    return f"{scale:.6g}"
+
+
+def mean_text(count: float) -> str:
+    """Return a mean of counts: whole where it is whole, one decimal where it is not."""
+    return f"{count:.0f}" if float(count).is_integer() else f"{count:.1f}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return ``count`` with its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as a sentence lists them: ``a, b and c``."""
+    *head, last = words
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+def shortened(text: str, *, length: int) -> str:
+    """Return ``text`` in at most ``length`` characters, with dots where it was cut."""
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -1,0 +1,85 @@
+"""Records as one HTML file that needs nothing else: no network, no neighbour files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from mezzo.records import CompareRecord, DoctorRecord, RunRecord
+from mezzo.report import figures, sheets, verdicts
+from mezzo.report.figures import Plot
+from mezzo.report.plotting import policy_colours
+
+_JSON = {"allow_nan": False, "separators": (",", ":")}
+
+
+def render_html(record: RunRecord | CompareRecord | DoctorRecord) -> str:
+    """Return ``record`` as one page."""
+    page, values = _page(record)
+    return _environment().get_template(page).render(values)
+
+
+def write_html(record: RunRecord | CompareRecord | DoctorRecord, path: Path) -> None:
+    """Write ``record`` as a page to ``path``, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(render_html(record))
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _page(record: RunRecord | CompareRecord | DoctorRecord) -> tuple[str, dict[str, Any]]:
+    if isinstance(record, DoctorRecord):
+        return "doctor.html", {"sheet": sheets.doctor_sheet(record), "kind": record.kind}
+    if isinstance(record, RunRecord):
+        sheet: Any = sheets.run_sheet(record)
+        return "run.html", _values(record.kind, sheet, figures.run_plots(record), {})
+    sheet = verdicts.compare_sheet(record)
+    # The sheet's names are cleaned, the record's are not; both stand for the same colours in the same order.
+    colours = policy_colours(list(dict.fromkeys(line.policy for line in sheet.lines)))
+    return "compare.html", _values(record.kind, sheet, figures.compare_plots(record), colours)
+
+
+def _values(kind: str, sheet: Any, plots: Sequence[Plot], colours: dict[str, str]) -> dict[str, Any]:
+    drawn = {plot.name: plot.figure for plot in plots if plot.figure is not None}
+    library = _plotly_js() if drawn else ""
+    return {
+        "kind": kind,
+        "sheet": sheet,
+        "plots": plots,
+        "drawn": drawn,
+        "colours": colours,
+        "library": library,
+    }
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("mezzo.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = _JSON  # and tojson escapes <, > and & for a script element
+    return environment
+
+
+@cache
+def _plotly_js() -> Markup:
+    # The file itself: importing plotly's Python side takes a second and is not needed to inline it.
+    script = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    return Markup(script.replace("</script", "<\\/script"))

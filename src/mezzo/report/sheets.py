@@ -1,0 +1,317 @@
+"""Records as display strings: everything that a view says in words, built once for the terminal and the page.
+
+A sheet holds no markup. Text that came from a script or a model passes ``clean`` here; the views escape it for their medium.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from mezzo.records import DeviceReport, DoctorRecord, Environment, Memory, Reason, RunRecord
+from mezzo.report import formatting as fmt
+from mezzo.report.sampling import quantile
+
+NOT_FOR_GPU = "emulated: says nothing about a GPU"
+TONES = ("good", "warn", "bad", "open", "quiet")
+_LEVEL_TONES = {"native": "good", "emulated": "warn", "impossible": "bad"}
+_ENVIRONMENT_LABELS = {
+    "date": "Date",
+    "device": "Device",
+    "gpu": "GPU",
+    "driver": "Driver",
+    "cuda": "CUDA",
+    "cudnn": "cuDNN",
+    "triton": "Triton",
+    "cpu": "CPU",
+    "threads": "Threads",
+    "os": "OS",
+    "torch": "PyTorch",
+    "python": "Python",
+    "mezzo": "Mezzo",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """Hold one line of a table: what, its value and, where there is one, why."""
+
+    what: str
+    value: str
+    reason: str = ""
+    tone: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Hold the part of a whole that one format has."""
+
+    format: str
+    text: str
+    percent: float
+    colour: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLine:
+    """Hold the memory of one policy by kind."""
+
+    policy: str
+    kinds: list[Fact]
+    total: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLine:
+    """Hold one run in a row."""
+
+    policy: str
+    seed: str
+    steps: str
+    final_loss: str
+    skipped: str
+    final_scale: str
+    duration: str
+    outcome: str
+    failed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSheet:
+    """Hold what a view says of one run."""
+
+    title: str
+    script: str
+    policy: str
+    headline: str
+    error: str
+    facts: list[Fact]
+    explanation: list[Fact]
+    memory: MemoryLine
+    shares: list[Share]
+    shares_note: str
+    left_alone: list[Fact]
+    environment: list[Fact]
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSheet:
+    """Hold what a view says of one device."""
+
+    name: str
+    details: str
+    formats: list[Fact]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSheet:
+    """Hold what a view says of a machine."""
+
+    title: str
+    headline: str
+    devices: list[DeviceSheet]
+    tf32: list[Fact] = field(default_factory=list)
+    advice: list[Fact] = field(default_factory=list)
+    environment: list[Fact] = field(default_factory=list)
+
+
+# The first is grey, for the format that the baseline computes in.
+SHARE_COLOURS = ("#98a1b0", "#4f86f7", "#e8893a", "#3fae8f", "#a974e6", "#e0637c")
+
+
+def run_sheet(record: RunRecord) -> RunSheet:
+    """Return what a view says of ``record``."""
+    script = fmt.clean(PurePath(record.script).name)
+    policy = fmt.clean(record.policy)
+    share_by_format = record.effective.share_by_format
+    return RunSheet(
+        title=f"{script} under {policy}",
+        script=fmt.clean(record.script),
+        policy=policy,
+        headline=_run_headline(record, script=script, policy=policy),
+        error=_error(record),
+        facts=_run_facts(record),
+        explanation=facts(record.explanation),
+        memory=memory_line(record.policy, record.memory),
+        shares=shares(share_by_format, formats=sorted(share_by_format, key=share_by_format.__getitem__)),
+        shares_note=shares_note(record),
+        left_alone=facts(record.effective.left_alone),
+        environment=environment_facts(record.environment),
+        command=command_text(record.command),
+    )
+
+
+def doctor_sheet(record: DoctorRecord) -> DoctorSheet:
+    """Return what a view says of ``record``."""
+    return DoctorSheet(
+        title="What this machine can do",
+        headline=_doctor_headline(record.devices),
+        devices=[_device_sheet(device) for device in record.devices],
+        tf32=facts(record.tf32),
+        advice=facts(record.advice),
+        environment=environment_facts(record.environment),
+    )
+
+
+def facts(reasons: Sequence[Reason]) -> list[Fact]:
+    """Return reasons as lines of a table."""
+    return [Fact(what=fmt.clean(r.what), value=fmt.clean(r.value), reason=fmt.clean(r.reason)) for r in reasons]
+
+
+def environment_facts(environment: Environment) -> list[Fact]:
+    """Return what is known of the machine and the versions."""
+    known = [(k, getattr(environment, k)) for k in _ENVIRONMENT_LABELS]
+    return [Fact(what=_ENVIRONMENT_LABELS[k], value=fmt.clean(str(v))) for k, v in known if v is not None]
+
+
+def memory_kinds(memory: Memory) -> dict[str, int]:
+    """Return the bytes of the four kinds by their names for people."""
+    return {
+        "parameters": memory.parameters_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "activations": memory.activations_bytes,
+    }
+
+
+def memory_peaks(memory: Memory) -> dict[str, int]:
+    """Return the allocator's peaks where the device has them."""
+    peaks = {
+        "peak allocated": memory.cuda_allocated_bytes,
+        "peak reserved": memory.cuda_reserved_bytes,
+    }
+    return {k: v for k, v in peaks.items() if v is not None}
+
+
+def memory_line(policy: str, memory: Memory) -> MemoryLine:
+    """Return the memory of one policy in words."""
+    sizes = memory_kinds(memory) | memory_peaks(memory)
+    return MemoryLine(
+        policy=fmt.clean(policy),
+        kinds=[Fact(what=k, value=fmt.bytes_text(v)) for k, v in sizes.items()],
+        total=fmt.bytes_text(memory.total_bytes),
+    )
+
+
+def shares(share_by_format: Mapping[str, float], *, formats: Sequence[str]) -> list[Share]:
+    """Return the formats of ``share_by_format``, largest share first; ``formats`` fixes the colour of each on a page."""
+    order = sorted(share_by_format.items(), key=lambda item: -item[1])
+    return [
+        Share(
+            format=fmt.clean(name),
+            text=fmt.share_text(share),
+            percent=round(100 * share, 2),
+            colour=SHARE_COLOURS[list(formats).index(name) % len(SHARE_COLOURS)],
+        )
+        for name, share in order
+    ]
+
+
+def shares_note(record: RunRecord) -> str:
+    """Return where the shares come from."""
+    effective = record.effective
+    if not effective.flops_by_format:
+        return "No matrix product or convolution was counted."
+    where = "" if effective.counted_on_step is None else f" on step {effective.counted_on_step}"
+    counted = f"Share of the floating-point operations of matrix products and convolutions, counted{where}."
+    emulated = " The lower formats were emulated: rounded to the format, multiplied in a wider one."
+    return counted + (emulated if effective.emulated else "")
+
+
+def run_line(record: RunRecord) -> RunLine:
+    """Return ``record`` as one row."""
+    return RunLine(
+        policy=fmt.clean(record.policy),
+        seed=fmt.MISSING if record.seed is None else str(record.seed),
+        steps=str(len(record.steps)),
+        final_loss=final_loss_text(record),
+        skipped=str(record.steps.num_skipped),
+        final_scale=fmt.scale_text(record.final_scale),
+        duration=fmt.duration_text(record.duration_s),
+        outcome=_error(record) or "ended by itself",
+        failed=bool(_error(record)),
+    )
+
+
+def final_loss_text(record: RunRecord) -> str:
+    """Return the loss of the last step."""
+    return fmt.number_text(record.steps.loss[-1] if record.steps.loss else None)
+
+
+def command_text(command: Sequence[str]) -> str:
+    """Return a command as a shell takes it."""
+    return shlex.join([fmt.clean(part) for part in command])
+
+
+def median_ms(times_ms: Sequence[float]) -> float | None:
+    """Return the median of the finite times, or None without any."""
+    ordered = sorted(t for t in times_ms if t == t and abs(t) != float("inf"))
+    return quantile(ordered, 0.5) if ordered else None
+
+
+def _error(record: RunRecord) -> str:
+    if record.error is not None:
+        return fmt.clean(record.error, keep_lines=True)
+    return f"the script ended with exit code {record.exit_code}" if record.exit_code else ""
+
+
+def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
+    steps = fmt.plural(len(record.steps), "step")
+    if _error(record):
+        return f"{script} failed under {policy} after {steps}"
+    if not record.steps.loss:
+        return f"{script} ran under {policy}; no training step was seen"
+    return f"{script} trained {steps} under {policy}, to a loss of {final_loss_text(record)}"
+
+
+def _run_facts(record: RunRecord) -> list[Fact]:
+    line, steps = run_line(record), record.steps
+    broken = line.final_loss in ("NaN", "Infinity", "-Infinity")
+    emulated = NOT_FOR_GPU if record.effective.emulated else ""
+    rows = [
+        Fact(what="steps", value=line.steps),
+        Fact(what="final loss", value=line.final_loss, tone="bad" if broken else ""),
+        Fact(what="skipped steps", value=line.skipped, tone="warn" if steps.num_skipped else ""),
+        Fact(what="final loss scale", value=line.final_scale),
+        Fact(what="time a step", value=fmt.ms_text(median_ms(steps.time_ms)), reason=emulated),
+        Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes)),
+        Fact(what="duration", value=line.duration),
+    ]
+    if record.metric is not None and record.metric.values:
+        value = fmt.number_text(record.metric.values[-1])
+        rows.insert(2, Fact(what=fmt.clean(record.metric.name), value=value))
+    return rows
+
+
+def _doctor_headline(devices: Sequence[DeviceReport]) -> str:
+    if not devices:
+        return "No device was found"
+    # The processor is listed with the rest; a person asks about the accelerator where there is one.
+    best = next((d for d in devices if d.kind != "cpu"), devices[0])
+    native = [fmt.clean(f.format) for f in best.formats if f.level == "native"]
+    name = fmt.clean(best.name)
+    return f"{name} computes natively in {fmt.listed(native or ['no known format'])}"
+
+
+def _device_sheet(device: DeviceReport) -> DeviceSheet:
+    details = [device.kind]
+    if device.compute_capability is not None:
+        details.append(f"compute capability {device.compute_capability}")
+    if device.memory_bytes is not None:
+        details.append(fmt.bytes_text(device.memory_bytes))
+    return DeviceSheet(
+        name=fmt.clean(device.name),
+        details=fmt.clean(", ".join(details)),
+        formats=[
+            Fact(
+                what=fmt.clean(f.format),
+                value=f.level,
+                reason=fmt.clean(f.reason),
+                tone=_LEVEL_TONES[f.level],
+            )
+            for f in device.formats
+        ],
+    )

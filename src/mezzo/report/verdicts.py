@@ -1,0 +1,253 @@
+"""A comparison as display strings: the headline, the verdict table and what stands behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from mezzo.records import CompareRecord, Difference, Row, RunRecord
+from mezzo.report import formatting as fmt
+from mezzo.report import sheets
+from mezzo.report.sheets import Fact, MemoryLine, RunLine, Share
+
+EMULATED = "emulated"
+VERDICT_TONES = {
+    "baseline": "quiet",
+    "equivalent": "good",
+    "different": "warn",
+    "diverged": "bad",
+    "undecided": "open",
+    "failed": "bad",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Hold a quantity of one policy beside the baseline's."""
+
+    value: str
+    difference: str = ""
+    interval: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictLine:
+    """Hold one row of the verdict table."""
+
+    policy: str
+    verdict: str
+    tone: str
+    step: str
+    speedup: str
+    spread: str
+    memory: str
+    memory_ratio: str
+    loss: Compared
+    metric: Compared
+    skipped: str
+    final_scale: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectiveLine:
+    """Hold what one policy really ran in which format."""
+
+    policy: str
+    emulated: bool
+    shares: list[Share]
+    left_alone: list[Fact]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Hold one policy in sentences."""
+
+    policy: str
+    facts: list[Fact]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareSheet:
+    """Hold what a view says of a comparison."""
+
+    title: str
+    script: str
+    headline: str
+    details: str
+    method: str
+    metric_name: str
+    lines: list[VerdictLine]
+    memory: list[MemoryLine]
+    effective: list[EffectiveLine]
+    effective_note: str
+    runs: list[RunLine]
+    explanations: list[Explanation]
+    environment: list[Fact]
+    command: str
+
+
+def compare_sheet(record: CompareRecord) -> CompareSheet:
+    """Return what a view says of ``record``."""
+    script = record.runs[0].script if record.runs else ""
+    policies = fmt.listed([fmt.clean(row.policy) for row in record.rows] or ["no policy"])
+    headline, details = _headline(record)
+    return CompareSheet(
+        title=f"{fmt.clean(PurePath(script).name) or 'comparison'}: {policies}",
+        script=fmt.clean(script),
+        headline=headline,
+        details=details,
+        method=_method(record),
+        metric_name=_metric_name(record),
+        lines=[_verdict_line(row) for row in record.rows],
+        memory=[sheets.memory_line(row.policy, row.memory) for row in record.rows],
+        effective=_effective(record),
+        effective_note=_effective_note(record),
+        runs=[sheets.run_line(run) for run in record.runs],
+        explanations=_explanations(record),
+        environment=sheets.environment_facts(record.environment),
+        command=sheets.command_text(record.command),
+    )
+
+
+def runs_of(record: CompareRecord, policy: str) -> list[RunRecord]:
+    """Return the runs of ``policy``."""
+    return [run for run in record.runs if run.policy == policy]
+
+
+def _headline(record: CompareRecord) -> tuple[str, str]:
+    others = [row for row in record.rows if row.verdict != "baseline"]
+    if not others:
+        return "Only the baseline ran, so there is nothing to compare.", ""
+    baseline = fmt.clean(record.baseline)
+    equal = [row for row in others if row.verdict == "equivalent"]
+    lead = _equal_sentence(equal, baseline) if equal else f"No policy is shown to train like {baseline}."
+    rest = [
+        _named(others, "different", f"to another result than {baseline}", one="trains", many="train"),
+        _named(others, "diverged", "", one="diverged", many="diverged"),
+        _named(others, "failed", "", one="failed to run", many="failed to run"),
+        _named(others, "undecided", "", one="is undecided", many="are undecided"),
+    ]
+    return lead, " ".join(sentence for sentence in rest if sentence)
+
+
+def _named(rows: Sequence[Row], verdict: str, tail: str, *, one: str, many: str) -> str:
+    names = [fmt.clean(row.policy) for row in rows if row.verdict == verdict]
+    if not names:
+        return ""
+    return f"{fmt.listed(names)} {one if len(names) == 1 else many} {tail}".strip() + "."
+
+
+def _equal_sentence(rows: Sequence[Row], baseline: str) -> str:
+    names = fmt.listed([fmt.clean(row.policy) for row in rows])
+    verb = "trains" if len(rows) == 1 else "train"
+    return f"{names} {verb} like {baseline}{_speed_clause(rows)}."
+
+
+def _speed_clause(rows: Sequence[Row]) -> str:
+    timed = [row for row in rows if not row.emulated and row.speedup is not None]
+    if not timed:
+        return "; emulated, so no speed is claimed" if any(r.emulated for r in rows) else ""
+    faster = [row for row in timed if row.speedup_low is not None and row.speedup_low > 1]
+    if not faster:
+        return ", but no faster than the spread of the times"
+    best = max(faster, key=lambda row: row.speedup or 0.0)
+    speed = f"{fmt.ratio_text(best.speedup)} as fast"
+    spread = f"({fmt.spread_text(best.speedup_low, best.speedup_high)})"
+    if len(rows) == 1:
+        return f", {speed} {spread}"
+    return f"; {fmt.clean(best.policy)} is fastest, {speed} {spread}"
+
+
+def _method(record: CompareRecord) -> str:
+    num_seeds = max((row.num_runs for row in record.rows), default=0)
+    metric = " and of the baseline's metric" if _metric_name(record) else ""
+    return (
+        f"Equivalent means that the 95% interval of the difference lies within a margin of "
+        f"{fmt.number_text(100 * record.margin)}% of the loss that training took off{metric}. "
+        f"{fmt.plural(num_seeds, 'seed')} a policy, paired with {fmt.clean(record.baseline)}."
+    )
+
+
+def _metric_name(record: CompareRecord) -> str:
+    if all(row.metric is None for row in record.rows):
+        return ""
+    names = [run.metric.name for run in record.runs if run.metric is not None]
+    return fmt.clean(names[0]) if names else "metric"
+
+
+def _verdict_line(row: Row) -> VerdictLine:
+    is_baseline = row.verdict == "baseline"
+    return VerdictLine(
+        policy=fmt.clean(row.policy),
+        verdict=row.verdict,
+        tone=VERDICT_TONES[row.verdict],
+        step=fmt.ms_text(row.step_ms),
+        speedup=EMULATED if row.emulated else fmt.ratio_text(row.speedup),
+        spread="" if row.emulated or is_baseline else fmt.spread_text(row.speedup_low, row.speedup_high),
+        memory=fmt.bytes_text(row.memory.total_bytes or None),
+        memory_ratio=fmt.ratio_text(row.memory_ratio),
+        loss=_compared(row.loss, alone=is_baseline),
+        metric=_compared(row.metric, alone=is_baseline),
+        skipped=fmt.mean_text(row.num_skipped),
+        final_scale=fmt.scale_text(row.final_scale),
+        reason=_reason(row),
+    )
+
+
+def _compared(difference: Difference | None, *, alone: bool) -> Compared:
+    if difference is None:
+        return Compared(value=fmt.MISSING)
+    value = fmt.number_text(difference.value)
+    if alone or not math.isfinite(difference.difference):
+        return Compared(value=value)
+    return Compared(
+        value=value,
+        difference=fmt.signed_text(difference.difference),
+        interval=fmt.interval_text(difference.low, difference.high),
+    )
+
+
+def _reason(row: Row) -> str:
+    parts = [fmt.clean(row.reason).rstrip(".")]
+    if row.num_failed:
+        parts.append(f"{row.num_failed} of {fmt.plural(row.num_runs, 'run')} failed")
+    if row.verdict == "undecided" and row.seeds_needed is not None:
+        parts.append(f"{fmt.plural(row.seeds_needed, 'seed')} would decide at the spread seen")
+    return "; ".join(part for part in parts if part)
+
+
+def _effective(record: CompareRecord) -> list[EffectiveLine]:
+    formats = list(dict.fromkeys(name for row in record.rows for name in row.share_by_format))
+    return [
+        EffectiveLine(
+            policy=fmt.clean(row.policy),
+            emulated=row.emulated,
+            shares=sheets.shares(row.share_by_format, formats=formats),
+            left_alone=_left_alone(runs_of(record, row.policy)),
+        )
+        for row in record.rows
+    ]
+
+
+def _left_alone(runs: Sequence[RunRecord]) -> list[Fact]:
+    found = [fact for run in runs for fact in sheets.facts(run.effective.left_alone)]
+    return list(dict.fromkeys(found))  # every seed says the same
+
+
+def _effective_note(record: CompareRecord) -> str:
+    counted = [run for run in record.runs if run.effective.flops_by_format]
+    emulated = [run for run in counted if run.effective.emulated]
+    chosen = (emulated or counted or record.runs)[:1]
+    return sheets.shares_note(chosen[0]) if chosen else ""
+
+
+def _explanations(record: CompareRecord) -> list[Explanation]:
+    found: dict[str, Explanation] = {}
+    for run in record.runs:
+        if run.explanation and run.policy not in found:
+            lines = sheets.facts(run.explanation)
+            found[run.policy] = Explanation(policy=fmt.clean(run.policy), facts=lines)
+    return list(found.values())
