@@ -131,11 +131,13 @@ class CastMode(TorchFunctionMode):
     def __init__(self, casting: Casting) -> None:
         super().__init__()
         self.device_type = casting.device_type
-        self.low = casting.policy.storage.dtype
+        self.low, self.low_name = casting.policy.storage.dtype, casting.policy.storage.name
         self.keeps_kernels = casting.way == "overlay"
         self.rules = rules_for(casting.policy, emulate=casting.emulates, overlay=self.keeps_kernels)
         self.casts_operands = casting.policy.casting == "ops"
         self.weights: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+        self.emulating: Function | None = None
+        """The emulation that is running: FLOP counts ask."""
         self.depth = 0
 
     def __enter__(self) -> CastMode:
@@ -189,7 +191,7 @@ class CastMode(TorchFunctionMode):
             if self.casts_operands:
                 args, kwargs = self._lower(args), {k: self._lower(v) for k, v in kwargs.items()}
             if rule.run is not None and _all_half((*args, *kwargs.values())):
-                return rule.run(*args, **kwargs)
+                return self._emulate(rule.run, args, kwargs)
         elif rule.precision == "fp32":
             # An explicit dtype (softmax, sum, ...) is the author's own choice.
             if kwargs.get("dtype") is None:
@@ -198,6 +200,13 @@ class CastMode(TorchFunctionMode):
             widest = _widest((*args, *kwargs.values()))
             args, kwargs = _cast(args, widest), _cast(kwargs, widest)
         return func(*args, **kwargs)
+
+    def _emulate(self, run: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.emulating = run
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.emulating = None
 
     def _lower(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -170,7 +170,7 @@ def _skip_marks(run: RunRecord, *, colour: str, limit: int) -> list[Figure]:
 
 
 def _layout(runs: Sequence[RunRecord], *, height: int, yaxis: Figure) -> Figure:
-    num_steps = max(len(run.steps) for run in runs)
+    num_steps = max(max(len(run.steps), len(run.steps.loss_scale)) for run in runs)
     margin = max(0.5, 0.015 * num_steps)
     xaxis = {"title": {"text": "step"}, "range": [1 - margin, num_steps + margin]}
     layout = base_layout(height=height, xaxis=xaxis, yaxis=yaxis)

@@ -58,8 +58,10 @@ def _plots(
     timed: Sequence[Timed],
     colours: Mapping[str, str],
 ) -> list[Plot]:
-    loss = loss_figure(runs, colours=colours)
-    scale = scale_figure(runs, colours=colours)
+    order = list(colours)
+    in_order = sorted(runs, key=lambda run: order.index(run.policy))
+    loss = loss_figure(in_order, colours=colours)
+    scale = scale_figure(in_order, colours=colours)
     bars = memory_figure(memory)
     times = time_figure(timed, colours=colours)
     return [

@@ -159,5 +159,8 @@ def listed(words: Sequence[str]) -> str:
 
 
 def shortened(text: str, *, length: int) -> str:
-    """Return ``text`` in at most ``length`` characters, with dots where it was cut."""
-    return text if len(text) <= length else text[: length - 3] + "..."
+    """Return ``text`` in at most ``length`` characters, cut in the middle: policies differ at their ends."""
+    if len(text) <= length:
+        return text
+    tail = (length - 3) // 2
+    return f"{text[: length - 3 - tail]}...{text[-tail:]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from mezzo.records import CompareRecord, DoctorRecord, RunRecord
 from mezzo.report import figures, sheets, verdicts
@@ -30,14 +30,12 @@ def render_html(record: RunRecord | CompareRecord | DoctorRecord) -> str:
 def write_html(record: RunRecord | CompareRecord | DoctorRecord, path: Path) -> None:
     """Write ``record`` as a page to ``path``, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(render_html(record))
+        temporary.write_text(render_html(record), encoding="utf-8")
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _page(record: RunRecord | CompareRecord | DoctorRecord) -> tuple[str, dict[str, Any]]:
@@ -75,7 +73,13 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = _JSON  # and tojson escapes <, > and & for a script element
+    environment.filters["breakable"] = _breakable
     return environment
+
+
+def _breakable(policy: str) -> Markup:
+    # A long policy text wraps between its fields, not inside a word.
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[:=+.,])", policy))
 
 
 @cache

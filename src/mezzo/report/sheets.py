@@ -89,7 +89,7 @@ class RunSheet:
     error: str
     facts: list[Fact]
     explanation: list[Fact]
-    memory: MemoryLine
+    memory: list[MemoryLine]
     shares: list[Share]
     shares_note: str
     left_alone: list[Fact]
@@ -135,7 +135,7 @@ def run_sheet(record: RunRecord) -> RunSheet:
         error=_error(record),
         facts=_run_facts(record),
         explanation=facts(record.explanation),
-        memory=memory_line(record.policy, record.memory),
+        memory=memory_lines([(record.policy, record.memory)]),
         shares=shares(share_by_format, formats=sorted(share_by_format, key=share_by_format.__getitem__)),
         shares_note=shares_note(record),
         left_alone=facts(record.effective.left_alone),
@@ -186,14 +186,19 @@ def memory_peaks(memory: Memory) -> dict[str, int]:
     return {k: v for k, v in peaks.items() if v is not None}
 
 
-def memory_line(policy: str, memory: Memory) -> MemoryLine:
-    """Return the memory of one policy in words."""
-    sizes = memory_kinds(memory) | memory_peaks(memory)
-    return MemoryLine(
-        policy=fmt.clean(policy),
-        kinds=[Fact(what=k, value=fmt.bytes_text(v)) for k, v in sizes.items()],
-        total=fmt.bytes_text(memory.total_bytes),
-    )
+def memory_lines(measured: Sequence[tuple[str, Memory]]) -> list[MemoryLine]:
+    """Return the memory of each policy in words, all with the same kinds."""
+    sizes = [memory_kinds(memory) | memory_peaks(memory) for _, memory in measured]
+    kinds = list(dict.fromkeys(kind for known in sizes for kind in known))
+    return [
+        MemoryLine(
+            policy=fmt.clean(policy),
+            # A run that failed early leaves zeros, which are not a measurement.
+            kinds=[Fact(what=k, value=fmt.bytes_text(known.get(k) if any(known.values()) else None)) for k in kinds],
+            total=fmt.bytes_text(memory.total_bytes or None),
+        )
+        for (policy, memory), known in zip(measured, sizes, strict=True)
+    ]
 
 
 def shares(share_by_format: Mapping[str, float], *, formats: Sequence[str]) -> list[Share]:
@@ -277,7 +282,7 @@ def _run_facts(record: RunRecord) -> list[Fact]:
         Fact(what="skipped steps", value=line.skipped, tone="warn" if steps.num_skipped else ""),
         Fact(what="final loss scale", value=line.final_scale),
         Fact(what="time a step", value=fmt.ms_text(median_ms(steps.time_ms)), reason=emulated),
-        Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes)),
+        Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes or None)),
         Fact(what="duration", value=line.duration),
     ]
     if record.metric is not None and record.metric.values:

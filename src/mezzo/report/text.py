@@ -44,7 +44,7 @@ def _render_run(record: RunRecord, console: Console) -> None:
         _line(console, f"error: {sheet.error}", style=_STYLES["bad"])
     _section(console, "Result", _fact_table(sheet.facts))
     _section(console, "Policy", _fact_table(sheet.explanation))
-    _section(console, "Memory of a step", _memory_table([sheet.memory]))
+    _section(console, "Memory of a step", _memory_table(sheet.memory))
     _section(console, "Effective formats", _share_lines([(sheet.policy, sheet.shares)]))
     _note(console, sheet.shares_note)
     _section(console, "Left alone", _fact_table(sheet.left_alone))
@@ -139,15 +139,15 @@ def _fact_table(facts: Sequence[Fact], *, heads: Sequence[str] = ()) -> Table | 
     return table
 
 
-def _memory_table(lines: Sequence[MemoryLine]) -> Table:
-    # A peak is only known on some devices, and a failed policy may lack what the others have.
-    kinds = list(dict.fromkeys(kind.what for line in lines for kind in line.kinds))
-    table = _table("policy", *(kind.replace(" ", "\n") for kind in kinds), "total of\nthe four")
+def _memory_table(lines: Sequence[MemoryLine]) -> Table | None:
+    if not lines:
+        return None
+    heads = [kind.what.replace(" ", "\n") for kind in lines[0].kinds]
+    table = _table("policy", *heads, "total of\nthe four")
     for column in table.columns[1:]:
         column.justify = "right"
     for line in lines:
-        sizes = {kind.what: kind.value for kind in line.kinds}
-        table.add_row(Text(line.policy), *(sizes.get(kind, "-") for kind in kinds), line.total)
+        table.add_row(Text(line.policy), *(kind.value for kind in line.kinds), line.total)
     return table
 
 

@@ -102,7 +102,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         method=_method(record),
         metric_name=_metric_name(record),
         lines=[_verdict_line(row) for row in record.rows],
-        memory=[sheets.memory_line(row.policy, row.memory) for row in record.rows],
+        memory=sheets.memory_lines([(row.policy, row.memory) for row in record.rows]),
         effective=_effective(record),
         effective_note=_effective_note(record),
         runs=[sheets.run_line(run) for run in record.runs],

@@ -1,0 +1,139 @@
+"""Count the floating-point operations that really ran, by the format of their operands.
+
+A dispatch mode sees every operation below autograd and autocast: what reaches it is what the device computes. Counted are matrix products,
+convolutions and attention, forward and backward, two operations (multiply and add) a product::
+
+    (m, k) x (k, n)                                    2 m k n
+    convolution, weight (out, in / groups, *kernel)    2 * batch * out * in / groups * kernel * positions
+    its gradients                                      as much for the input, as much for the weight
+    attention, lengths L and S, widths E and V         2 L S E + 2 L S V a head; backward 2.5 times that
+
+The positions of a convolution are its output's, of a transposed one its input's. torch 2.13's own counter leaves ``groups`` out of
+the backward count, which makes a depthwise convolution 65 times too expensive. Causal attention is counted in full.
+
+What an emulated operation multiplies in FP32 counts for the format it stands for. Not seen: operations inside compiled kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mezzo.engine import emulation, float8
+from mezzo.engine.casting import CastMode
+from mezzo.formats import E4M3, FP32, TF32, format_of
+
+Count: TypeAlias = Callable[..., int]
+aten: Any = torch.ops.aten
+
+
+class FlopCounter(TorchDispatchMode):
+    """Count operations by format while the mode is on."""
+
+    def __init__(self, cast_mode: CastMode | None = None) -> None:
+        """Begin at zero; ``cast_mode`` tells what is being emulated."""
+        super().__init__()
+        self.by_format: Counter[str] = Counter()
+        self.cast_mode = cast_mode
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation and count it."""
+        result = func(*args, **(kwargs or {}))
+        count = _COUNTS.get(func.overloadpacket)
+        if count is not None:
+            self.by_format[self._format(args)] += count(result, *args)
+        return result
+
+    def _format(self, args: Sequence[Any]) -> str:
+        emulates = self._emulated()
+        if emulates is not None:
+            return emulates
+        operand = next(a for a in args if isinstance(a, Tensor) and a.is_floating_point())
+        found = format_of(operand.dtype)
+        if found is FP32 and operand.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            return TF32.name
+        return found.name if found is not None else str(operand.dtype)
+
+    def _emulated(self) -> str | None:
+        """Return the format that the running operation stands for, or None where nothing is emulated."""
+        if self.cast_mode is None:
+            return None
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() in _EMULATED_NODES:
+            return E4M3.name if node.name() in _FLOAT8_NODES else self.cast_mode.low_name
+        running = self.cast_mode.emulating
+        if running is None:
+            return None
+        return E4M3.name if running is float8.float8_linear else self.cast_mode.low_name
+
+
+def _matmul(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
+    return 2 * result.numel() * a.shape[-1]
+
+
+def _addmm(result: Tensor, _bias: Tensor, a: Tensor, b: Tensor, *rest: Any) -> int:
+    return _matmul(result, a, b)
+
+
+def _convolution(
+    result: Tensor, x: Tensor, weight: Tensor, _bias: Any, _s: Any, _p: Any, _d: Any, transposed: bool, *_: Any
+) -> int:
+    return _convolved(x.shape, weight.shape, result.shape, transposed)
+
+
+def _convolved(x: Sequence[int], weight: Sequence[int], y: Sequence[int], transposed: bool) -> int:
+    # Every element of the weight meets every position once a batch entry: groups are already in the weight's shape.
+    positions = math.prod((x if transposed else y)[2:])
+    return 2 * x[0] * math.prod(weight) * positions
+
+
+def _convolution_backward(
+    result: Sequence[Tensor | None], grad: Tensor, x: Tensor, weight: Tensor, _b: Any, *settings: Any
+) -> int:
+    transposed, mask = settings[3], settings[-1]
+    return sum(mask[:2]) * _convolved(x.shape, weight.shape, grad.shape, transposed)
+
+
+def _attention(result: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    heads = math.prod(q.shape[:-2])
+    return 2 * heads * q.shape[-2] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def _attention_backward(result: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    # Five products of the forward's two kinds: the scores again, and the gradients of v, the probabilities, q and k.
+    return _attention(result, q, k, v) * 5 // 2
+
+
+_COUNTS: dict[Any, Count] = {
+    aten.mm: _matmul,
+    aten.bmm: _matmul,
+    aten.addmm: _addmm,
+    aten.baddbmm: _addmm,
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention: _attention,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    aten._scaled_dot_product_efficient_attention: _attention,
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+    aten._scaled_dot_product_cudnn_attention: _attention,
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
+}
+
+
+def _nodes(module: Any) -> frozenset[str]:
+    classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, torch.autograd.Function)]
+    return frozenset(f"{c.__name__}Backward" for c in classes if c is not torch.autograd.Function)
+
+
+_FLOAT8_NODES = _nodes(float8)
+_EMULATED_NODES = _nodes(emulation) | _FLOAT8_NODES

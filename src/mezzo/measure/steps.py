@@ -1,0 +1,95 @@
+"""Take down every training step: loss, loss scale, skipped or not, gradient norm, time.
+
+Losses and norms are kept as tensors on their device and read once at the end: a read a step would make every step wait for the device.
+What is kept is two numbers a step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mezzo.records import Steps
+
+
+class StepRecorder:
+    """Collect what one run's steps show; a step is everything between two updates."""
+
+    def __init__(self) -> None:
+        self._loss: list[Tensor | float] = []
+        self._norm: list[Tensor | float] = []
+        self._scale: list[float] = []
+        self._skipped: list[bool] = []
+        self._time_ms: list[float] = []
+        self._cpu_ms: list[float] = []
+        self._open_loss: Tensor | None = None
+        self._open_norms: list[Tensor] = []
+        self._started = self._now()
+        self._ended: tuple[float, float] | None = None
+
+    def __len__(self) -> int:
+        return len(self._loss)
+
+    def loss(self, loss: Tensor) -> None:
+        """Add a backward pass's loss to the open step: micro-batches and several losses add up."""
+        value = loss.detach().sum()
+        self._open_loss = value if self._open_loss is None else self._open_loss + value.to(self._open_loss.device)
+
+    def has_loss(self) -> bool:
+        """Return whether the open step has a loss yet."""
+        return self._open_loss is not None
+
+    def norm(self, norm: Tensor) -> None:
+        """Add the gradient norm of one optimizer's update to the open step."""
+        self._open_norms.append(norm.detach())
+
+    def updated(self) -> None:
+        """Take the time of an update; the last one before the step closes counts."""
+        self._ended = self._now()
+
+    def close(self, *, skipped: bool, scale: float) -> None:
+        """Close the open step."""
+        ended = self._ended or self._now()
+        self._loss.append(math.nan if self._open_loss is None else self._open_loss)
+        self._norm.append(_together(self._open_norms))
+        self._skipped.append(skipped)
+        self._scale.append(scale)
+        self._time_ms.append((ended[0] - self._started[0]) * 1e3)
+        self._cpu_ms.append((ended[1] - self._started[1]) * 1e3)
+        self._started, self._ended = ended, None
+        self._open_loss, self._open_norms = None, []
+
+    def steps(self) -> Steps:
+        """Return all closed steps; waits for the device once."""
+        return Steps(
+            loss=_read(self._loss),
+            loss_scale=self._scale,
+            skipped=self._skipped,
+            grad_norm=_read(self._norm),
+            time_ms=self._time_ms,
+            cpu_ms=self._cpu_ms,
+        )
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+
+def _together(norms: list[Tensor]) -> Tensor | float:
+    if not norms:
+        return math.nan
+    if len(norms) == 1:
+        return norms[0]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.float().to(norms[0].device) for n in norms]))
+    return total
+
+
+def _read(values: Sequence[Tensor | float]) -> list[float]:
+    tensors = [v.float() for v in values if isinstance(v, Tensor)]
+    device = tensors[0].device if tensors else None
+    numbers = iter(torch.stack([t.to(device) for t in tensors]).tolist() if tensors else [])
+    return [next(numbers) if isinstance(v, Tensor) else v for v in values]

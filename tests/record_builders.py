@@ -1,0 +1,291 @@
+"""Realistic records for the tests of the views."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from mezzo.records import (
+    CompareRecord,
+    DeviceReport,
+    Difference,
+    DoctorRecord,
+    Effective,
+    Environment,
+    FormatSupport,
+    Memory,
+    Metric,
+    Reason,
+    Row,
+    RunRecord,
+    Steps,
+    Verdict,
+)
+
+MIB = 1024**2
+NAN = float("nan")
+STEP_MS = {"fp32": 41.2, "bf16": 25.6, "fp16": 24.9, "fp16-pure": 23.8}
+SHARES = {
+    "fp32": {"fp32": 1_000_000},
+    "bf16": {"bf16": 973_000, "fp32": 27_000},
+    "fp16": {"fp16": 973_000, "fp32": 27_000},
+    "fp16-pure": {"fp16": 1_000_000},
+}
+MEMORY = {
+    "fp32": Memory(
+        parameters_bytes=324 * MIB,
+        gradients_bytes=324 * MIB,
+        optimizer_bytes=648 * MIB,
+        activations_bytes=1210 * MIB,
+    ),
+    "bf16": Memory(
+        parameters_bytes=324 * MIB,
+        gradients_bytes=324 * MIB,
+        optimizer_bytes=648 * MIB,
+        activations_bytes=742 * MIB,
+    ),
+    "fp16": Memory(
+        parameters_bytes=324 * MIB,
+        gradients_bytes=324 * MIB,
+        optimizer_bytes=648 * MIB,
+        activations_bytes=742 * MIB,
+    ),
+    "fp16-pure": Memory(
+        parameters_bytes=162 * MIB,
+        gradients_bytes=162 * MIB,
+        optimizer_bytes=324 * MIB,
+        activations_bytes=601 * MIB,
+    ),
+}
+
+
+def environment(**fields: object) -> Environment:
+    known: dict[str, object] = {
+        "date": "2026-02-03 14:05:09 UTC",
+        "mezzo": "0.1.0",
+        "python": "3.11.9",
+        "torch": "2.13.0",
+        "os": "Linux 6.8",
+        "cpu": "AMD EPYC 9554",
+        "threads": 16,
+        "device": "cuda",
+        "gpu": "NVIDIA H100 80GB HBM3",
+        "driver": "570.86.15",
+        "cuda": "12.8",
+    }
+    return Environment.model_validate(known | fields)
+
+
+def explanation(policy: str) -> list[Reason]:
+    if policy == "fp32":
+        value, reason = "fp32", "the policy casts nothing; TF32 is off"
+        return [Reason(what="compute", value=value, reason=reason)]
+    return [
+        Reason(
+            what="compute",
+            value=f"{policy}, native on NVIDIA H100 80GB HBM3",
+            reason="compute capability 9.0; matrix units take it from 8.0",
+        ),
+        Reason(
+            what="weights",
+            value="fp32",
+            reason="the optimizer updates them in FP32, so small updates are kept",
+        ),
+        Reason(
+            what="loss scale",
+            value="dynamic from 65536, grows every 2000 updates",
+            reason="small gradients would become zero in fp16",
+        ),
+    ]
+
+
+def steps(policy: str, seed: int, *, num_steps: int = 200) -> Steps:
+    """Return a falling loss; ``fp16`` skips three early steps, ``fp16-pure`` turns to NaN after 60%."""
+    dice = random.Random(f"{policy} {seed}")
+    loss = [2.3 * math.exp(-i / (num_steps / 4)) + 0.35 + dice.gauss(0, 0.03) for i in range(num_steps)]
+    scale, scales, skipped = 65536.0, [], []
+    for i in range(num_steps):
+        skip = policy == "fp16" and i in (0, 1, num_steps // 2 + seed)
+        scale = scale / 2 if skip else scale
+        scales.append(scale)
+        skipped.append(skip)
+    if policy == "fp16-pure":
+        start = int(num_steps * 0.6) + 5 * seed
+        loss = [v * (1 + max(0, i - start + 12) ** 2 / 4) for i, v in enumerate(loss)]
+        loss[start:] = [NAN] * (num_steps - start)
+    times = [STEP_MS.get(policy, 30.0) * (1 + abs(dice.gauss(0, 0.04))) for _ in range(num_steps)]
+    return Steps(
+        loss=loss,
+        loss_scale=scales if policy == "fp16" else [],
+        skipped=skipped,
+        grad_norm=[1.0] * num_steps,
+        time_ms=times,
+        cpu_ms=times,
+    )
+
+
+def run_record(policy: str = "fp16", *, seed: int = 0, num_steps: int = 200, **fields: object) -> RunRecord:
+    effective = Effective(
+        flops_by_format=SHARES.get(policy, {}),
+        counted_on_step=2,
+        left_alone=[
+            Reason(
+                what="encoder.attention.flash_attn",
+                value="fp32",
+                reason="a custom autograd function with no autocast rule",
+            )
+        ]
+        if policy in ("fp16", "bf16")
+        else [],
+    )
+    known: dict[str, object] = {
+        "command": ["mezzo", "run", "--policy", policy, "train.py", "--epochs", "3"],
+        "script": "examples/train.py",
+        "script_sha256": "0" * 64,
+        "policy": policy,
+        "explanation": explanation(policy),
+        "seed": seed,
+        "environment": environment(),
+        "steps": steps(policy, seed, num_steps=num_steps),
+        "memory": MEMORY.get(policy, Memory()),
+        "effective": effective,
+        "metric": Metric(name="accuracy", pattern="accuracy (.*)", steps=[num_steps], values=[0.91 + 0.001 * seed]),
+        "duration_s": 12.34,
+    }
+    return RunRecord.model_validate(known | fields)
+
+
+def difference(value: float, baseline: float, *, spread: float, margin: float) -> Difference:
+    return Difference(
+        value=value,
+        baseline=baseline,
+        difference=value - baseline,
+        low=value - baseline - spread,
+        high=value - baseline + spread,
+        margin=margin,
+    )
+
+
+def row(policy: str, verdict: Verdict, **fields: object) -> Row:
+    memory = MEMORY.get(policy, MEMORY["fp32"])
+    known: dict[str, object] = {
+        "policy": policy,
+        "num_runs": 3,
+        "step_ms": STEP_MS.get(policy, 30.0),
+        "memory": memory,
+        "memory_ratio": memory.total_bytes / MEMORY["fp32"].total_bytes,
+        "share_by_format": run_record(policy, num_steps=2).effective.share_by_format,
+        "verdict": verdict,
+        "reason": f"{policy} is {verdict}.",
+    }
+    return Row.model_validate(known | fields)
+
+
+def compare_rows() -> list[Row]:
+    return [
+        row(
+            "fp32",
+            "baseline",
+            speedup=1.0,
+            loss=difference(0.3921, 0.3921, spread=0.0, margin=0.02),
+            metric=difference(0.911, 0.911, spread=0.0, margin=0.009),
+            reason="all others are compared with it",
+        ),
+        row(
+            "bf16",
+            "equivalent",
+            speedup=1.609,
+            speedup_low=1.572,
+            speedup_high=1.655,
+            loss=difference(0.3934, 0.3921, spread=0.0052, margin=0.02),
+            metric=difference(0.9104, 0.911, spread=0.002, margin=0.009),
+            reason="the loss differs by +0.0013 (-0.0039 to +0.0065), inside the margin of 0.02",
+        ),
+        row(
+            "fp16",
+            "undecided",
+            speedup=1.655,
+            speedup_low=1.61,
+            speedup_high=1.702,
+            loss=difference(0.4012, 0.3921, spread=0.0215, margin=0.02),
+            metric=difference(0.9098, 0.911, spread=0.004, margin=0.009),
+            num_skipped=3.0,
+            final_scale=8192.0,
+            seeds_needed=7,
+            reason="the loss differs by +0.0091 (-0.0124 to +0.0306), across the margin of 0.02",
+        ),
+        row(
+            "fp16-pure",
+            "diverged",
+            speedup=1.731,
+            speedup_low=1.68,
+            speedup_high=1.79,
+            loss=Difference(value=NAN, baseline=0.3921, difference=NAN, low=NAN, high=NAN, margin=0.02),
+            metric=None,
+            reason="the loss is NaN from step 121, in 3 of 3 runs",
+        ),
+    ]
+
+
+def compare_record(*, num_seeds: int = 3, num_steps: int = 200, **fields: object) -> CompareRecord:
+    """Return four policies on one script; one skips steps, one ends in NaN."""
+    rows = compare_rows()
+    policies = ",".join(row.policy for row in rows)
+    known: dict[str, object] = {
+        "command": ["mezzo", "compare", "--policies", policies, "train.py", "--epochs", "3"],
+        "baseline": "fp32",
+        "margin": 0.01,
+        "rows": rows,
+        "runs": [run_record(row.policy, seed=seed, num_steps=num_steps) for seed in range(num_seeds) for row in rows],
+        "environment": environment(),
+    }
+    return CompareRecord.model_validate(known | fields)
+
+
+def emulated_record(*, num_steps: int = 60) -> CompareRecord:
+    """Return a comparison on a CPU that emulates 16-bit formats; the rows carry numbers that must not be shown."""
+    whole = compare_record(num_steps=num_steps)
+    claims = {"emulated": True, "speedup": 9.87, "speedup_low": 9.86, "speedup_high": 9.88}
+    rows = [row if row.verdict == "baseline" else row.model_copy(update=claims) for row in whole.rows]
+    runs = [
+        run.model_copy(update={"effective": run.effective.model_copy(update={"emulated": run.policy != "fp32"})})
+        for run in whole.runs
+    ]
+    cpu = environment(device="cpu", gpu=None, driver=None, cuda=None)
+    return whole.model_copy(update={"rows": rows, "runs": runs, "environment": cpu})
+
+
+def doctor_record() -> DoctorRecord:
+    formats = [
+        FormatSupport(format="fp32", level="native", reason="every device computes in it"),
+        FormatSupport(
+            format="fp16",
+            level="emulated",
+            reason="the CPU has neither avx512_fp16 nor amx_fp16",
+        ),
+        FormatSupport(format="e4m3", level="impossible", reason="no rule for it on this device"),
+    ]
+    gpu = [
+        FormatSupport(format="fp16", level="native", reason="compute capability 9.0; matrix units take it"),
+    ]
+    return DoctorRecord(
+        environment=environment(),
+        devices=[
+            DeviceReport(kind="cpu", name="AMD EPYC 9554", formats=formats),
+            DeviceReport(
+                kind="cuda",
+                name="NVIDIA H100 80GB HBM3",
+                compute_capability="9.0",
+                memory_bytes=80 * 1024**3,
+                formats=gpu,
+            ),
+        ],
+        tf32=[Reason(what="matrix products", value="off", reason="torch's default is 'highest'")],
+        advice=[
+            Reason(
+                what="TF32",
+                value="turn it on",
+                reason="matrix products in FP32 models then use the matrix units",
+            )
+        ],
+    )

@@ -1,0 +1,296 @@
+"""What the views say, word for word, as data and in the terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+import record_builders as build
+from mezzo.records import CompareRecord, DoctorRecord, Memory, RunRecord, Steps
+from mezzo.report import formatting, sampling, sheets, text, verdicts
+from mezzo.report.html import render_html
+
+NAN, INF = float("nan"), float("inf")
+
+
+def rendered(record: RunRecord | CompareRecord | DoctorRecord, *, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    text.render(record, console)
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in output.splitlines())
+
+
+# Formatting
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (formatting.bytes_text(0), "0 B"),
+        (formatting.bytes_text(1023), "1023 B"),
+        (formatting.bytes_text(1024), "1.00 KiB"),
+        (formatting.bytes_text(1024 * 1024 - 1), "1.00 MiB"),
+        (formatting.bytes_text(80 * 1024**3), "80.0 GiB"),
+        (formatting.bytes_text(None), "-"),
+        (formatting.ms_text(12.345), "12.3 ms"),
+        (formatting.ms_text(999.6), "1.00 s"),
+        (formatting.ms_text(0.04567), "0.0457 ms"),
+        (formatting.ms_text(NAN), "NaN"),
+        (formatting.ms_text(None), "-"),
+        (formatting.ratio_text(1.6094), "1.61x"),
+        (formatting.ratio_text(0.0), "0x"),
+        (formatting.ratio_text(12.34), "12.3x"),
+        (formatting.ratio_text(9.999), "10.0x"),
+        (formatting.ratio_text(1234.4), "1234x"),
+        (formatting.ratio_text(None), "-"),
+        (formatting.spread_text(1.5, 1.7), "1.50x to 1.70x"),
+        (formatting.spread_text(None, 1.7), ""),
+        (formatting.spread_text(NAN, 1.7), ""),
+        (formatting.interval_text(-0.00392, 0.0065), "-0.0039 to +0.0065"),
+        (formatting.interval_text(NAN, NAN), "no interval"),
+        (formatting.signed_text(0.0), "0"),
+        (formatting.signed_text(-INF), "-Infinity"),
+        (formatting.number_text(0.392134), "0.3921"),
+        (formatting.number_text(INF), "Infinity"),
+        (formatting.share_text(0.0004), "<0.1%"),
+        (formatting.share_text(0.9996), ">99.9%"),
+        (formatting.share_text(0.973), "97.3%"),
+        (formatting.share_text(1.0), "100%"),
+        (formatting.scale_text(65536.0), "65536"),
+        (formatting.scale_text(2.0**24), "2^24"),
+        (formatting.scale_text(2.0**-24), "2^-24"),
+        (formatting.scale_text(1000.0), "1000"),
+        (formatting.scale_text(0.0), "0"),
+        (formatting.scale_text(None), "none"),
+        (formatting.mean_text(3.0), "3"),
+        (formatting.mean_text(2.3333), "2.3"),
+        (formatting.duration_text(12.34), "12.3 s"),
+        (formatting.duration_text(3599.6), "1 h 00 min"),
+        (formatting.duration_text(200), "3 min 20 s"),
+        (formatting.shortened("fp16:fp32_modules=head.*", length=20), "fp16:fp32...s=head.*"),
+        (formatting.listed(["a", "b", "c"]), "a, b and c"),
+        (formatting.clean("a\x1b[31m\u202eb\nc"), "a\ufffd[31m\ufffdb c"),
+        (formatting.clean("a\nb", keep_lines=True), "a\nb"),
+    ],
+)
+def test_formatting(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+# Sampling
+
+
+def test_sampling_keeps_spikes_nans_and_ends() -> None:
+    values = [1.0] * 50_000
+    values[777], values[40_001], values[31_234] = 99.0, -5.0, NAN
+    kept = sampling.kept_indices(values)
+    assert len(kept) <= sampling.SERIES_LIMIT
+    assert {0, 777, 31_234, 40_001, 49_999} <= set(kept)
+    assert kept == sorted(set(kept))
+
+
+def test_sampling_leaves_short_series_alone() -> None:
+    assert sampling.kept_indices([NAN, 1.0, 2.0]) == [0, 1, 2]
+    assert sampling.thinned(range(9), limit=3) == [0, 4, 8]
+
+
+def test_stretches_and_changes() -> None:
+    stretches = sampling.broken_stretches([NAN, 1.0, INF, -INF, 2.0, NAN])
+    assert [(s.start, s.stop, s.before) for s in stretches] == [(0, 1, None), (2, 4, 1.0), (5, 6, 2.0)]
+    assert sampling.changes([4.0, 4.0, 4.0, 2.0, 2.0]) == [0, 3, 4]
+    assert sampling.changes([]) == []
+
+
+def test_quantile_interpolates() -> None:
+    assert sampling.quantile([1.0, 2.0, 3.0, 5.0], 0.5) == 2.5
+    assert sampling.quantile([7.0], 0.95) == 7.0
+
+
+# Sheets
+
+
+def test_compare_sheet_says_the_verdict_first() -> None:
+    sheet = verdicts.compare_sheet(build.compare_record())
+    assert sheet.headline == "bf16 trains like fp32, 1.61x as fast (1.57x to 1.66x)."
+    assert sheet.details == "fp16-pure diverged. fp16 is undecided."
+    assert sheet.title == "train.py: fp32, bf16, fp16 and fp16-pure"
+    assert sheet.command == "mezzo compare --policies fp32,bf16,fp16,fp16-pure train.py --epochs 3"
+
+
+def test_verdict_line_word_for_word() -> None:
+    line = verdicts.compare_sheet(build.compare_record()).lines[2]
+    assert line == verdicts.VerdictLine(
+        policy="fp16",
+        verdict="undecided",
+        tone="open",
+        step="24.9 ms",
+        speedup="1.66x",
+        spread="1.61x to 1.70x",
+        memory="1.99 GiB",
+        memory_ratio="0.813x",
+        loss=verdicts.Compared(value="0.4012", difference="+0.0091", interval="-0.012 to +0.031"),
+        metric=verdicts.Compared(value="0.9098", difference="-0.0012", interval="-0.0052 to +0.0028"),
+        skipped="3",
+        final_scale="8192",
+        reason="the loss differs by +0.0091 (-0.0124 to +0.0306), across the margin of 0.02; "
+        "7 seeds would decide at the spread seen",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"speedup_low": 0.98}, "bf16 trains like fp32, but no faster than the spread of the times."),
+        ({"speedup_low": None}, "bf16 trains like fp32, but no faster than the spread of the times."),
+        ({"emulated": True}, "bf16 trains like fp32; emulated, so no speed is claimed."),
+        ({"speedup": None}, "bf16 trains like fp32."),
+        ({"verdict": "different"}, "No policy is shown to train like fp32."),
+    ],
+)
+def test_headline(changes: dict[str, object], expected: str) -> None:
+    rows = build.compare_rows()
+    rows[1] = rows[1].model_copy(update=changes)
+    assert verdicts.compare_sheet(build.compare_record(rows=rows)).headline == expected
+
+
+def test_headline_of_several_equivalent_policies() -> None:
+    rows = build.compare_rows()
+    rows[2] = rows[2].model_copy(update={"verdict": "equivalent"})
+    headline = verdicts.compare_sheet(build.compare_record(rows=rows)).headline
+    assert headline == "bf16 and fp16 train like fp32; fp16 is fastest, 1.66x as fast (1.61x to 1.70x)."
+
+
+def test_single_seed_has_no_interval_and_failures_are_told() -> None:
+    rows = build.compare_rows()
+    assert rows[1].loss is not None
+    loss = rows[1].loss.model_copy(update={"low": NAN, "high": NAN})
+    rows[1] = rows[1].model_copy(update={"loss": loss, "num_failed": 1})
+    line = verdicts.compare_sheet(build.compare_record(rows=rows)).lines[1]
+    assert line.loss.interval == "no interval"
+    assert line.reason.endswith("; 1 of 3 runs failed")
+
+
+def test_comparison_without_rows_or_runs_is_shown() -> None:
+    record = build.compare_record(rows=[], runs=[])
+    assert verdicts.compare_sheet(record).headline.startswith("Only the baseline ran")
+    assert "Only the baseline ran" in render_html(record)
+    assert "Only the baseline ran" in rendered(record)
+
+
+def test_run_sheet_word_for_word() -> None:
+    sheet = sheets.run_sheet(build.run_record())
+    assert sheet.headline == "train.py trained 200 steps under fp16, to a loss of 0.3677"
+    assert [(f.what, f.value) for f in sheet.facts] == [
+        ("steps", "200"),
+        ("final loss", "0.3677"),
+        ("accuracy", "0.91"),
+        ("skipped steps", "3"),
+        ("final loss scale", "8192"),
+        ("time a step", "25.7 ms"),
+        ("memory", "1.99 GiB"),
+        ("duration", "12.3 s"),
+    ]
+    assert [(s.format, s.text) for s in sheet.shares] == [("fp16", "97.3%"), ("fp32", "2.7%")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "headline", "error"),
+    [
+        ({"error": "out of memory"}, "train.py failed under fp16 after 200 steps", "out of memory"),
+        (
+            {"exit_code": 3},
+            "train.py failed under fp16 after 200 steps",
+            "the script ended with exit code 3",
+        ),
+        ({"steps": Steps()}, "train.py ran under fp16; no training step was seen", ""),
+    ],
+)
+def test_run_that_did_not_train(fields: dict[str, object], headline: str, error: str) -> None:
+    sheet = sheets.run_sheet(build.run_record(**fields))
+    assert (sheet.headline, sheet.error) == (headline, error)
+
+
+def test_memory_lines_share_their_kinds_and_never_show_zeros_for_no_measurement() -> None:
+    measured = Memory(parameters_bytes=1024, cuda_allocated_bytes=2048)
+    lines = sheets.memory_lines([("fp32", measured), ("bf16", Memory())])
+    assert [kind.value for kind in lines[0].kinds] == ["1.00 KiB", "0 B", "0 B", "0 B", "2.00 KiB"]
+    assert [kind.value for kind in lines[1].kinds] == ["-"] * 5
+    assert lines[1].total == "-"
+
+
+def test_doctor_sheet() -> None:
+    sheet = sheets.doctor_sheet(build.doctor_record())
+    assert sheet.headline == "NVIDIA H100 80GB HBM3 computes natively in fp16"
+    assert sheet.devices[1].details == "cuda, compute capability 9.0, 80.0 GiB"
+    levels = [(f.value, f.tone) for f in sheet.devices[0].formats]
+    assert levels == [("native", "good"), ("emulated", "warn"), ("impossible", "bad")]
+
+
+def test_emulated_rows_never_show_a_speed() -> None:
+    record = build.emulated_record()
+    lines = verdicts.compare_sheet(record).lines
+    assert [(line.speedup, line.spread) for line in lines[1:]] == [("emulated", "")] * 3
+    for shown in (rendered(record), render_html(record)):
+        assert not re.search(r"9\.8\d?x", shown)
+
+
+# The terminal
+
+
+def test_text_of_a_comparison_fits_100_columns() -> None:
+    shown = rendered(build.compare_record())
+    assert max(map(len, shown.splitlines())) <= 100
+    table = """\
+                                           final loss            accuracy
+                        step   memory      difference          difference       final
+policy    verdict   speed-up    ratio    95% interval        95% interval skips scale"""
+    assert [line.split() for line in table.splitlines()] == [line.split() for line in shown.splitlines()[3:6]]
+    for words in (
+        "bf16 trains like fp32, 1.61x as fast (1.57x to 1.66x).",
+        "-0.0039 to +0.0065",
+        "1.57x to 1.66x",
+        "7 seeds",
+        "97.3% bf16, 2.7% fp32",
+    ):
+        assert words in shown
+
+
+def test_text_of_a_run() -> None:
+    shown = rendered(build.run_record(error="the loss was NaN", environment=build.environment()))
+    assert shown.splitlines()[:6] == [
+        "train.py failed under fp16 after 200 steps",
+        "error: the loss was NaN",
+        "",
+        "Result",
+        "  steps             200",
+        "  final loss        0.3677",
+    ]
+    assert "encoder.attention.flash_attn" in shown
+    assert shown.endswith("Reproduce\n  mezzo run --policy fp16 train.py --epochs 3")
+
+
+def test_text_of_a_machine() -> None:
+    shown = rendered(build.doctor_record())
+    expected = """\
+NVIDIA H100 80GB HBM3 computes natively in fp16
+
+AMD EPYC 9554 (cpu)
+  format   level        reason
+ ────────────────────────────────────────────────────────────────
+  fp32     native       every device computes in it
+  fp16     emulated     the CPU has neither avx512_fp16 nor amx_fp16
+  e4m3     impossible   no rule for it on this device
+"""
+    assert [line.split() for line in shown.splitlines()[:8] if "\u2500" not in line] == [
+        line.split() for line in expected.splitlines() if "\u2500" not in line
+    ]
+    assert "torch's default is 'highest'" in shown
+
+
+def test_text_shows_markup_as_it_is_written() -> None:
+    shown = rendered(build.run_record(policy="[bold]x[/bold]\x1b[31m"))
+    assert "[bold]x[/bold]\ufffd[31m" in shown
+    assert "\x1b" not in shown
