@@ -281,6 +281,17 @@ def _check_combination(policy: Policy) -> None:
             f"compute={policy.compute} and casting={policy.casting} contradict each other",
             hint="fp32 and tf32 cast nothing (casting=none); the others cast ops or the model",
         )
+    if policy.casting != "model" and (policy.master_weights or policy.norms != "fp32"):
+        raise PolicyError(
+            f"casting={policy.casting} keeps weights and norms in FP32, and master_weights={policy.master_weights}, "
+            f"norms={policy.norms} contradict it",
+            hint="set casting=model, or start from a preset ending in -master or -pure",
+        )
+    if policy.loss_scale == "dynamic" and not policy.min_scale <= policy.init_scale <= policy.max_scale:
+        raise PolicyError(
+            f"init_scale={policy.init_scale:g} is outside min_scale={policy.min_scale:g} to max_scale={policy.max_scale:g}",
+            hint="choose init_scale between the floor and the ceiling of the loss scale",
+        )
     if policy.op_lists == "device" and policy.arithmetic == "emulated":
         raise PolicyError(
             "op_lists=device and arithmetic=emulated contradict each other",

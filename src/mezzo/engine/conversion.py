@@ -7,7 +7,8 @@ pickles, deep-copies and compiles, and ``del module.forward`` takes it back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -41,17 +42,32 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     Raises:
         PolicyError: a pattern matches no module; the nearest names are offered.
     """
-    names = dict(model.named_modules())
-    found: dict[nn.Module, None] = {}
+    matched = matching_patterns(model, policy.fp32_modules)
     for pattern in policy.fp32_modules:
-        matches = [module for name, module in names.items() if name and fnmatchcase(name, pattern)]
-        if not matches:
-            raise PolicyError(
-                f"no module is named {pattern!r}; {nearest(pattern, [n for n in names if n][:200])}",
-                hint="patterns match whole names as model.named_modules() gives them, with * and ?",
-            )
-        found.update(dict.fromkeys(matches))
-    return list(found)
+        if pattern not in matched:
+            raise no_such_module(pattern, module_names(model))
+    named = module_names(model).items()
+    return [module for name, module in named if any(fnmatchcase(name, p) for p in policy.fp32_modules)]
+
+
+def matching_patterns(model: nn.Module, patterns: Iterable[str]) -> set[str]:
+    """Return those of ``patterns`` that match a module's name."""
+    names = module_names(model)
+    return {pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)}
+
+
+def module_names(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules inside ``model`` by name, without what torch.compile and DistributedDataParallel put before it."""
+    names = {name: module for name, module in model.named_modules() if name}
+    return {re.sub(r"^((_orig_mod|module)\.)+", "", name): module for name, module in names.items()}
+
+
+def no_such_module(pattern: str, names: Iterable[str]) -> PolicyError:
+    """Return the error of a pattern that matches none of ``names``."""
+    return PolicyError(
+        f"no module is named {pattern!r}; {nearest(pattern, list(names)[:100])}",
+        hint="patterns match whole names as model.named_modules() gives them, with * and ?",
+    )
 
 
 def keep_fp32(model: nn.Module, policy: Policy, device_type: str) -> None:

@@ -106,6 +106,8 @@ class Session:
         self._norm: Tensor | None = None
         self._found: Tensor | None = None
         self._unscaled = False
+        self._first_weight = 0.0
+        self._shares: list[float] = []
         self._zero = torch.zeros((), dtype=FP32.dtype, device=self.device)
         self._open_window()
         self._watch_rounding = self.policy.casting == "model" and self.masters is None

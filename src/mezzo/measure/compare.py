@@ -46,9 +46,7 @@ _CONFIDENCE = 0.95
 _TOST_CONFIDENCE = 0.90
 
 
-def compare(
-    runs: list[RunRecord], *, baseline: str, margin: float, command: list[str]
-) -> CompareRecord:
+def compare(runs: list[RunRecord], *, baseline: str, margin: float, command: list[str]) -> CompareRecord:
     """Return a row and a verdict for each policy among ``runs``, in order of first appearance.
 
     Args:
@@ -101,10 +99,7 @@ class Paired:
         return [value - baseline for value, baseline in self.pairs]
 
     def interval(self, confidence: float, *, num_pairs: int) -> tuple[float, float]:
-        """Return the interval of the mean difference, had ``num_pairs`` pairs shown this spread.
-
-        NaN where a single pair shows none.
-        """
+        """Return the interval of the mean had ``num_pairs`` this spread; NaN for a single pair."""
         if len(self) < 2:
             return math.nan, math.nan
         mean, spread = statistics.fmean(self.differences), statistics.stdev(self.differences)
@@ -151,12 +146,9 @@ class Paired:
 
 
 def seeds_needed(quantities: Sequence[Paired]) -> int | None:
-    """Return the smallest number of pairs, above the present one, that would decide.
-
-    None where ``MAX_SEEDS`` would not.
-    """
+    """Return the smallest larger number of pairs that would decide; None above ``MAX_SEEDS``."""
     counts = range(max(map(len, quantities)) + 1, MAX_SEEDS + 1)
-    # Intervals only narrow as pairs are added, so what is decided stays decided: bisection is exact.
+    # Intervals only narrow as pairs are added: what is decided stays so, and bisection is exact.
     found = bisect_left(counts, True, key=lambda n: _decided(quantities, num_pairs=n) is not None)
     return counts[found] if found < len(counts) else None
 
@@ -281,13 +273,12 @@ def _divergences(group: _Group, *, base: _Baseline) -> list[str]:
 
 
 def _row(group: _Group, *, base: _Baseline) -> Row:
-    num_failed = len(group.failures)
     row = Row(
         policy=group.policy,
         num_runs=len(group.seeds),
-        num_failed=num_failed,
+        num_failed=len(group.failures),
         verdict="failed",
-        reason=group.failures[0] if num_failed else "",
+        reason=group.failures[0] if group.failures else "",
     )
     if not group.trained:
         return row
@@ -341,7 +332,8 @@ def _judge(group: _Group, *, base: _Baseline) -> dict[str, object]:
     verdict, reason, needed = _verdict(group, base=base, quantities=quantities)
     notes = [reason]
     if group.failures:
-        notes.append(f"{len(group.failures)} of {_num_runs(group)} failed: {group.failures[0]}")
+        counts = f"{len(group.failures)} of {len(group.seeds)} runs failed"
+        notes.append(f"{counts}: {group.failures[0]}")
     if group.is_emulated:
         notes.append("its formats are emulated here, so its times say nothing of a speed-up")
     return {
@@ -358,11 +350,9 @@ def _paired(name: str, pairs: Sequence[tuple[float, float]], margin: float) -> P
     return Paired(name=name, pairs=known, margin=margin)
 
 
-def _verdict(
-    group: _Group, *, base: _Baseline, quantities: Sequence[Paired]
-) -> tuple[Verdict, str, int | None]:
+def _verdict(group: _Group, *, base: _Baseline, quantities: Sequence[Paired]) -> tuple[Verdict, str, int | None]:
     ways = _divergences(group, base=base)
-    how = f"{len(ways)} of {_num_runs(group)} diverged: {ways[0]}" if ways else ""
+    how = f"{len(ways)} of {len(group.seeds)} runs diverged: {ways[0]}" if ways else ""
     if group.policy == base.group.policy:
         sizes = " and ".join(f"{q.name} {_short(q.record().value)}" for q in quantities)
         return "baseline", how or f"the others are compared with its {sizes}", None
@@ -394,10 +384,6 @@ def _decide(quantities: Sequence[Paired]) -> tuple[Verdict, str, int | None]:
     would = f"{needed} would" if needed else f"nor would {MAX_SEEDS}"
     text += f"; {num_seeds} seeds do not decide, {would} at the same mean and spread"
     return "undecided", text, needed
-
-
-def _num_runs(group: _Group) -> str:
-    return "1 run" if len(group.seeds) == 1 else f"{len(group.seeds)} runs"
 
 
 def _short(value: float) -> str:

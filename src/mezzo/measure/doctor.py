@@ -132,14 +132,14 @@ def _missing_gpu_advice(facts: Facts) -> Iterator[Reason]:
         yield Reason(
             what="a GPU that torch cannot use",
             value="install a CUDA build of torch: https://pytorch.org/get-started/locally",
-            reason=f"nvidia-smi finds a GPU (driver {facts.driver}), but this torch was built without CUDA;"
-            " with CUDA, training runs on that GPU",
+            reason=f"nvidia-smi finds a GPU (driver {facts.driver}), but this torch was built without"
+            " CUDA; with it, training runs on that GPU",
         )
     elif facts.driver is not None:
         yield Reason(
             what="a GPU that torch cannot use",
-            value="check that CUDA_VISIBLE_DEVICES is not empty and that the driver is new enough for"
-            f" CUDA {facts.cuda_build}",
+            value="check that CUDA_VISIBLE_DEVICES is not empty and that the driver is new enough"
+            f" for CUDA {facts.cuda_build}",
             reason=f"nvidia-smi finds a GPU (driver {facts.driver}), but torch sees none;"
             " once it does, training runs on that GPU",
         )
@@ -169,19 +169,19 @@ def _half_precision_advice(gpu: Device) -> Reason:
         return Reason(
             what="the 16-bit format to begin with",
             value=f"mezzo run --policy {BF16.name}",
-            reason=f"{gpu.name} computes in it natively, and it has the range of {FP32.name.upper()}:"
-            " no loss scale to tune and no overflow to skip",
+            reason=f"{gpu.name} computes in it natively, and it has the range of"
+            f" {FP32.name.upper()}: no loss scale to tune",
         )
     if _is_native(gpu, FP16):
         return Reason(
             what="the 16-bit format to begin with",
             value=f"mezzo run --policy {FP16.name}",
-            reason=f"it is the only one that {gpu.name} computes in natively; its dynamic loss scale"
-            " keeps small gradients from becoming zero",
+            reason=f"it is the only one that {gpu.name} computes in natively; its dynamic loss"
+            " scale keeps small gradients from becoming zero",
         )
     return Reason(
         what="no matrix units for half precision",
-        value="compare losses and memory here, and times on a GPU of compute capability 7.0 or later",
+        value="compare losses and memory here, times on a GPU of compute capability 7.0 or later",
         reason=f"half precision is emulated on {gpu.name}: {gpu.support(FP16).reason}",
     )
 
@@ -199,7 +199,7 @@ def _cpu_advice(facts: Facts) -> Iterator[Reason]:
         yield Reason(
             what="no C++ compiler",
             value="install g++ or clang++ (on Windows: Visual Studio Build Tools)",
-            reason="torch.compile needs one to generate CPU kernels, and fails on the CPU without it",
+            reason="torch.compile needs one to generate CPU kernels and fails there without it",
         )
 
 

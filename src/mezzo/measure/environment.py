@@ -5,6 +5,7 @@ Importing this module imports no torch; ``environment`` does.
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -45,16 +46,28 @@ def environment(device_kind: str) -> Environment:
     )
 
 
+def environment_without_torch() -> Environment:
+    """Return what is known of the environment without importing torch: for a run whose process died."""
+    return Environment(
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        mezzo=package_version("mezzo") or "not installed",
+        python=platform.python_version(),
+        torch=package_version("torch") or "not installed",
+        os=platform.platform(),
+        cpu=devices.cpu_name(),
+        threads=os.cpu_count() or 1,
+        device="unknown",
+    )
+
+
 def nvidia_driver() -> str | None:
-    """Return the version of NVIDIA's driver; None where ``nvidia-smi`` is missing or finds no GPU."""
+    """Return the version of NVIDIA's driver, or None where ``nvidia-smi`` finds no GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return next(iter(done.stdout.split()), None)  # one line a GPU, all alike
@@ -64,7 +77,7 @@ def package_version(*names: str) -> str | None:
     """Return the version of the first installed package among ``names``, or None."""
     for name in names:
         try:
-            return metadata.version(name)
+            return str(metadata.version(name))  # type: ignore[no-untyped-call,unused-ignore]
         except metadata.PackageNotFoundError:
             continue
     return None

@@ -36,20 +36,28 @@ aten: Any = torch.ops.aten
 class FlopCounter(TorchDispatchMode):
     """Count operations by format while the mode is on."""
 
-    def __init__(self, cast_mode: CastMode | None = None) -> None:
-        """Begin at zero; ``cast_mode`` tells what is being emulated."""
+    def __init__(self, cast_mode: CastMode | None, *, in_region: Callable[[], bool]) -> None:
+        """Begin at zero.
+
+        Args:
+            cast_mode: tells what is being emulated.
+            in_region: whether the code that runs is under a policy.
+        """
         super().__init__()
         self.by_format: Counter[str] = Counter()
-        self.cast_mode = cast_mode
+        self.outside_region = 0
+        """Operations of forward code that no region covered."""
+        self.cast_mode, self._in_region = cast_mode, in_region
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and count it."""
         result = func(*args, **(kwargs or {}))
         count = _COUNTS.get(func.overloadpacket)
         if count is not None:
-            self.by_format[self._format(args)] += count(result, *args)
+            flops = count(result, *args)
+            self.by_format[self._format(args)] += flops
+            if torch._C._current_autograd_node() is None and not self._in_region():
+                self.outside_region += flops
         return result
 
     def _format(self, args: Sequence[Any]) -> str:
@@ -76,7 +84,8 @@ class FlopCounter(TorchDispatchMode):
 
 
 def _matmul(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
-    return 2 * result.numel() * a.shape[-1]
+    flops: int = 2 * result.numel() * a.shape[-1]
+    return flops
 
 
 def _addmm(result: Tensor, _bias: Tensor, a: Tensor, b: Tensor, *rest: Any) -> int:

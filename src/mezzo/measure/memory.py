@@ -6,8 +6,8 @@ optimizer   tensors in the optimizers' state after it
 activations what the forward pass keeps for the backward pass: storages that autograd saves, and the inputs of checkpointed functions,
             each storage once and parameters left out
 
-The count of activations is the largest over the backward passes of the step. Reference: "saved tensors hooks" see what autograd keeps; hooks of
-activation checkpointing lie inside ours, so what it drops is not counted.
+The count of activations is the largest over the backward passes of the step. Autograd's hooks for saved tensors see what it keeps;
+those of activation checkpointing lie inside ours, so what it drops is not counted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._count(tensor)
-        return tensor.detach()  # the tensor itself could be the output of the node that keeps it: a cycle that is never freed
+        return (
+            tensor.detach()
+        )  # the tensor itself could be the output of the node that keeps it: a cycle that is never freed
 
     def _count(self, tensor: Tensor) -> None:
         if tensor.layout is torch.strided and _storage(tensor) not in self._parameters:

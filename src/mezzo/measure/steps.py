@@ -22,7 +22,7 @@ class StepRecorder:
     def __init__(self) -> None:
         self._loss: list[Tensor | float] = []
         self._norm: list[Tensor | float] = []
-        self._scale: list[float] = []
+        self._scale: list[float | None] = []
         self._skipped: list[bool] = []
         self._time_ms: list[float] = []
         self._cpu_ms: list[float] = []
@@ -51,8 +51,8 @@ class StepRecorder:
         """Take the time of an update; the last one before the step closes counts."""
         self._ended = self._now()
 
-    def close(self, *, skipped: bool, scale: float) -> None:
-        """Close the open step."""
+    def close(self, *, skipped: bool, scale: float | None) -> None:
+        """Close the open step; ``scale`` is the loss scale after it, None where there is none."""
         ended = self._ended or self._now()
         self._loss.append(math.nan if self._open_loss is None else self._open_loss)
         self._norm.append(_together(self._open_norms))
@@ -67,7 +67,7 @@ class StepRecorder:
         """Return all closed steps; waits for the device once."""
         return Steps(
             loss=_read(self._loss),
-            loss_scale=self._scale,
+            loss_scale=[s for s in self._scale if s is not None],
             skipped=self._skipped,
             grad_norm=_read(self._norm),
             time_ms=self._time_ms,

@@ -1,0 +1,142 @@
+"""``mezzo compare``: a script under several policies, interleaved, with a verdict on each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mezzo.cli import options
+from mezzo.errors import PolicyError, ScriptError
+
+if TYPE_CHECKING:
+    from mezzo.launch.request import Request
+    from mezzo.records import RunRecord
+
+_INTERRUPTED = 130
+
+
+def compare(
+    target: options.Target,
+    arguments: options.Arguments = None,
+    policies: Annotated[
+        str,
+        typer.Option(help="Policies, separated by commas; the baseline is fp32 if it is among them, else the first."),
+    ] = "fp32,bf16,fp16",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each policy, each with its own seed.")] = 3,
+    margin: Annotated[
+        float,
+        typer.Option(
+            min=1e-9,
+            help="Up to which difference a policy is equivalent: a share of the loss that training took off, "
+            "and of the baseline's metric.",
+        ),
+    ] = 0.02,
+    as_module: options.AsModule = False,
+    metric: options.Metric = None,
+    out: options.Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Compare a training script across precision policies: speed, memory, loss, and a verdict on each.
+
+    Policies and seeds are interleaved, so that a machine that drifts drifts for all of them.
+    """
+    from mezzo.launch.runner import check_target
+    from mezzo.measure.compare import compare as judge
+
+    options.check_metric(metric)
+    texts = _texts(policies)
+    baseline = "fp32" if "fp32" in texts else texts[0]
+    check_target(target, module=as_module)
+    folder = options.new_folder(out, f"{Path(target).stem}-compare")
+    requests = [
+        _request(target, arguments, text, seed, metric=metric, as_module=as_module, folder=folder)
+        for text, seed in _interleaved(texts, seeds)
+    ]
+    runs = _run_all(requests, folder)
+    runs.sort(key=lambda r: (texts.index(r.policy), r.seed))
+    _check_baseline(runs, baseline, folder)
+    record = judge(runs, baseline=baseline, margin=margin, command=["mezzo", *sys.argv[1:]])
+    options.finish(record, folder, as_json=as_json)
+    raise typer.Exit(_INTERRUPTED if len(runs) < len(requests) else 0)
+
+
+def _texts(policies: str) -> list[str]:
+    from mezzo.launch.request import AS_IS
+    from mezzo.policy import Policy
+
+    named = [p.strip() for p in policies.split(",") if p.strip()]
+    texts = list(dict.fromkeys(p if p == AS_IS else str(Policy.of(p)) for p in named))
+    if not texts:
+        raise PolicyError(f"--policies {policies!r} names no policy", hint="name some: --policies fp32,bf16,fp16")
+    return texts
+
+
+def _interleaved(texts: list[str], seeds: int) -> Iterator[tuple[str, int]]:
+    """Yield every policy with every seed; each seed begins with another policy, so that none is always first."""
+    for seed in range(seeds):
+        first = seed % len(texts)
+        for text in texts[first:] + texts[:first]:
+            yield text, seed
+
+
+def _request(
+    target: str,
+    arguments: list[str] | None,
+    text: str,
+    seed: int,
+    *,
+    metric: str | None,
+    as_module: bool,
+    folder: Path,
+) -> Request:
+    from mezzo.launch.request import Request
+
+    place = folder / f"{text.replace(':', '_').replace('*', '_')[:80]}-seed{seed}"
+    return Request(
+        target=target,
+        kind="module" if as_module else "script",
+        arguments=tuple(arguments or ()),
+        policy=text,
+        seed=seed,
+        metric=metric,
+        record_path=str(place / "record.json"),
+        command=("mezzo", *sys.argv[1:]),
+    )
+
+
+def _run_all(requests: list[Request], folder: Path) -> list[RunRecord]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from mezzo.launch.runner import run_child
+
+    runs: list[RunRecord] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=options.console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(requests))
+        for request in requests:
+            progress.update(task, description=f"{request.policy}, seed {request.seed}")
+            output = Path(request.record_path).with_name("output.log")
+            output.parent.mkdir(parents=True, exist_ok=True)
+            record = run_child(request, output=output)
+            if record.exit_code == _INTERRUPTED:
+                break
+            runs.append(record)
+            progress.advance(task)
+            if record.error:
+                progress.console.print(f"{request.policy}, seed {request.seed}: {record.error}", markup=False)
+        progress.update(task, description=f"{len(runs)} runs")
+    return runs
+
+
+def _check_baseline(runs: list[RunRecord], baseline: str, folder: Path) -> None:
+    own = [r for r in runs if r.policy == baseline]
+    if all(r.error or not len(r.steps) for r in own):
+        why = own[0].error if own else "it was interrupted before its first run ended"
+        raise ScriptError(
+            f"no run of the baseline {baseline} succeeded: {why or 'it recorded no step'}",
+            hint=f"run the script by itself first; what it printed is in {folder}/*/output.log",
+        )

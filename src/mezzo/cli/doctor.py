@@ -1,0 +1,12 @@
+"""``mezzo doctor``: what this machine can do."""
+
+from __future__ import annotations
+
+from mezzo.cli import options
+
+
+def doctor(out: options.Out = None, as_json: options.Json = False) -> None:
+    """Show what this machine can compute, format by format, why, and what to change."""
+    from mezzo.measure.doctor import examine
+
+    options.finish(examine(), options.new_folder(out, "doctor"), as_json=as_json)

@@ -1,0 +1,91 @@
+"""Options that several commands share, and what they all do with a record."""
+
+from __future__ import annotations
+
+import re
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mezzo.records import CompareRecord, DoctorRecord, RunRecord
+
+Target: TypeAlias = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: a module's name).")
+]
+Arguments: TypeAlias = Annotated[
+    list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")
+]
+AsModule: TypeAlias = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, as python -m does.")]
+Metric: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REGEX", help="Take a number from the script's output: the first group, as in 'acc=([0-9.]+)'."
+    ),
+]
+Out: TypeAlias = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where record and report go. [default: a new folder under runs/]")
+]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
+
+WIDTH_WITHOUT_TERMINAL = 110
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that does not squeeze tables when it writes to a pipe or a file."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
+    return Console(stderr=stderr, width=width, highlight=False)
+
+
+def new_folder(out: Path | None, name: str) -> Path:
+    """Return the folder for records: ``out``, or a new one under runs/ with date and ``name`` in its name."""
+    stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:60]
+    folder = out or _unused(Path("runs") / f"{stamp}-{plain}")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _unused(folder: Path) -> Path:
+    candidates = (folder.with_name(f"{folder.name}-{n}") for n in range(2, 10_000))
+    return folder if not folder.exists() else next(c for c in candidates if not c.exists())
+
+
+def finish(
+    record: RunRecord | CompareRecord | DoctorRecord, folder: Path, *, as_json: bool, stderr: bool = False
+) -> None:
+    """Write ``record.json`` and ``report.html``, and show the record as text or as JSON."""
+    from mezzo.records import write_record
+    from mezzo.report.html import write_html
+    from mezzo.report.text import render
+
+    write_record(record, folder / "record.json")
+    write_html(record, folder / "report.html")
+    if as_json:
+        print(record.model_dump_json(indent=1))
+        return
+    screen = console(stderr=stderr)
+    render(record, screen)
+    screen.print(f"record and report: {folder / 'record.json'}, {folder / 'report.html'}", soft_wrap=True)
+
+
+def check_metric(pattern: str | None) -> None:
+    """Refuse a metric's pattern that is no regular expression with a group."""
+    if pattern is None:
+        return
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise typer.BadParameter(f"{pattern!r} is not a regular expression: {error}", param_hint="--metric") from None
+    if groups == 0:
+        raise typer.BadParameter(
+            f"{pattern!r} has no group; put the number in brackets: 'acc=([0-9.]+)'", param_hint="--metric"
+        )

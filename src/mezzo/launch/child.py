@@ -1,0 +1,162 @@
+"""The child process: run one script under one policy and write one record, whatever the script does.
+
+Called as ``python -m mezzo.launch.child REQUEST`` with the request as JSON. The script sees what it would see under ``python``:
+``__main__``, ``sys.argv``, ``sys.path[0]``, its own exit code. Its traceback begins at its own first line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from mezzo.errors import MezzoError, ScriptError
+from mezzo.launch.output import MetricReader, Watched
+from mezzo.launch.request import AS_IS, Request
+from mezzo.policy import Policy
+from mezzo.records import Reason, RunRecord, write_record
+
+INTERRUPTED = 130
+
+
+def main(argv: list[str]) -> int:
+    """Run the script of the request in ``argv`` and return the exit code."""
+    request = Request.model_validate_json(argv[0])
+    if request.output_to_stderr:
+        sys.stdout = sys.stderr
+    from mezzo.launch.torch import switched  # after the request is read: errors in it need no torch
+
+    policy = None if request.policy == AS_IS else Policy.of(request.policy)
+    started = time.perf_counter()
+    with switched(policy, seed=request.seed) as (run, look):
+        reader = MetricReader(request.metric, lambda: len(run.recorder)) if request.metric else None
+        exit_code, error = _run_script(request, reader)
+        if exit_code == 0 and error is None:
+            exit_code, error = _guarded(run.close_update)
+        if exit_code == 0 and not len(run.recorder):
+            error = _never_trained(request)
+            exit_code = error.exit_code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cost the record
+    from mezzo.measure.environment import environment
+
+    device = run.device_type or "cpu"
+    explanation = [] if policy is None else policy.explain(device)
+    record = RunRecord(
+        command=list(request.command),
+        script=request.target,
+        script_sha256=_digest(request),
+        policy=str(policy) if policy is not None else AS_IS,
+        explanation=[Reason(what=c.what, value=c.value, reason=c.reason) for c in explanation],
+        seed=request.seed,
+        environment=environment(device),
+        steps=run.recorder.steps(),
+        memory=look.memory(),
+        effective=look.effective(),
+        metric=reader.metric() if reader else None,
+        duration_s=time.perf_counter() - started,
+        exit_code=exit_code,
+        error=_sentence(error),
+    )
+    write_record(record, Path(request.record_path))
+    if isinstance(error, MezzoError):
+        print(f"mezzo: {error}", file=sys.stderr)
+    return exit_code
+
+
+def _run_script(request: Request, reader: MetricReader | None) -> tuple[int, BaseException | None]:
+    sys.argv = [request.target, *request.arguments]
+    streams = sys.stdout, sys.stderr
+    if reader is not None:
+        sys.stdout, sys.stderr = (cast(Any, Watched(stream, reader.line)) for stream in streams)
+    try:
+        return _guarded(lambda: _execute(request))
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, Watched):
+                stream.finish()
+            stream.flush()
+        sys.stdout, sys.stderr = streams
+
+
+def _execute(request: Request) -> None:
+    if request.kind == "module":
+        sys.path[0] = os.getcwd()
+        runpy.run_module(request.target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(request.target).resolve().parent)
+        runpy.run_path(request.target, run_name="__main__")
+
+
+def _guarded(action: Callable[[], None]) -> tuple[int, BaseException | None]:
+    """Run somebody's code; return the exit code that python would give, and the error that ended it."""
+    try:
+        action()
+    except SystemExit as leaving:
+        return _exit_code(leaving), None
+    except MezzoError as error:
+        return error.exit_code, error
+    except KeyboardInterrupt as error:
+        _print_traceback(error)
+        return INTERRUPTED, error
+    except BaseException as error:
+        _print_traceback(error)
+        return 1, error
+    return 0, None
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    if leaving.code is None:
+        return 0
+    if isinstance(leaving.code, int):
+        return leaving.code
+    print(leaving.code, file=sys.stderr)
+    return 1
+
+
+def _print_traceback(error: BaseException) -> None:
+    own: TracebackType | None = error.__traceback__
+    while own is not None and own.tb_frame.f_code.co_filename.endswith(
+        ("launch/child.py", "<frozen runpy>", "runpy.py")
+    ):
+        own = own.tb_next
+    text = io.StringIO()
+    traceback.print_exception(type(error), error, own or error.__traceback__, file=text)
+    sys.stderr.write(text.getvalue())
+
+
+def _sentence(error: BaseException | None) -> str | None:
+    if error is None:
+        return None
+    return error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _never_trained(request: Request) -> ScriptError:
+    return ScriptError(
+        f"{request.target} ended without a training step: it never called backward()",
+        hint="pass the script that trains, with the arguments that make it train",
+    )
+
+
+def _digest(request: Request) -> str:
+    path: str | None = request.target
+    if request.kind == "module":
+        spec = importlib.util.find_spec(request.target)
+        path = None if spec is None else spec.origin
+    try:
+        return hashlib.sha256(Path(path or "").read_bytes()).hexdigest()
+    except OSError:  # a frozen or built-in module has no file
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

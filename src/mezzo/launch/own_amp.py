@@ -1,0 +1,108 @@
+"""Take over a script's own mixed precision: its ``torch.autocast`` and its ``GradScaler``.
+
+Under ``fp32`` both are turned off. Under another policy an ``autocast`` of the script is a region of that policy, an
+``autocast(enabled=False)`` stays what it is, and the scaler is turned off, because the policy scales the loss itself. A scaler
+that is off passes losses and steps through, so the script's calls stay valid. With ``as-is`` both are only listened to.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.autocast_mode import autocast
+from torch.amp.grad_scaler import GradScaler
+
+from mezzo.launch.patches import Patches
+from mezzo.launch.run import Run
+
+
+def take_over(run: Run, patches: Patches) -> None:
+    """Replace what the script's autocast and GradScaler do until ``patches`` are undone."""
+    if run.applied is None:
+        patches.wrap(GradScaler, "scale", lambda original: _remember(run, original))
+        patches.wrap(GradScaler, "update", lambda original: _listen(run, original))
+        return
+    dtype = run.applied.storage.dtype if run.applied.lowers else None
+    patches.wrap(autocast, "__init__", lambda original: _in_policy(original, dtype))
+    patches.wrap(autocast, "__enter__", lambda original: _with_mode(run, original))
+    patches.wrap(autocast, "__exit__", _without_mode)
+    patches.wrap(GradScaler, "__init__", _turned_off)
+
+
+def _in_policy(original: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(
+        self: Any,
+        device_type: str,
+        dtype_asked: Any = None,
+        enabled: bool = True,
+        cache_enabled: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        asked = kwargs.pop("dtype", dtype_asked)
+        on = enabled and dtype is not None
+        original(self, device_type, dtype=dtype if on else asked, enabled=on, cache_enabled=cache_enabled, **kwargs)
+
+    return init
+
+
+def _with_mode(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        result = original(self)
+        self._mezzo_mode = None
+        if self._enabled and not torch.compiler.is_compiling():
+            casting = run.casting(self.device)
+            if casting is not None and casting.mode is not None and casting.mode.depth == 0:
+                self._mezzo_mode = casting.mode
+                casting.mode.__enter__()
+        return result
+
+    return enter
+
+
+def _without_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def leave(self: Any, *error: Any) -> Any:
+        mode = getattr(self, "_mezzo_mode", None)
+        if mode is not None:
+            mode.__exit__(None, None, None)
+        return original(self, *error)
+
+    return leave
+
+
+def _turned_off(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args[:5], **{**kwargs, "enabled": False})
+
+    return init
+
+
+def _remember(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if self.is_enabled():
+            run.local.script_scale = self._scale
+        return scaled
+
+    return scale
+
+
+def _listen(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self.get_scale()
+        result = original(self, *args, **kwargs)
+        if self.is_enabled():
+            after = self.get_scale()
+            run.update_made(None)
+            run.script_scaled(skipped=after < before, scale=after)
+        return result
+
+    return update

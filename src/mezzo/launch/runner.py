@@ -1,0 +1,116 @@
+"""Run somebody's script in a child process and bring back its record, its output, its exit code.
+
+The child is the person's own python with the person's own environment. Its output goes where ours goes, byte for byte, or to a
+file. Ctrl-C reaches it, and what it had learned by then is in its record. A child that dies without writing one (a crash in native
+code, a kill) gets a record that says so. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from mezzo.errors import RecordError, ScriptError
+from mezzo.launch.request import Request
+from mezzo.measure.environment import environment_without_torch
+from mezzo.records import RunRecord, read_record, write_record
+
+
+def check_target(target: str, *, module: bool) -> None:
+    """Refuse a script or module that is not there.
+
+    Raises:
+        ScriptError: nothing can be found under that name.
+    """
+    if not module:
+        if not Path(target).is_file():
+            raise ScriptError(
+                f"there is no script {target!r}",
+                hint="pass the path of a Python file, or -m and the name of a module",
+            )
+        return
+    sys.path.insert(0, "")
+    try:
+        found = importlib.util.find_spec(target)
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise ScriptError(
+            f"there is no module {target!r}",
+            hint="check that python -m finds it from this folder, or pass the path of a script",
+        )
+
+
+def run_child(request: Request, *, output: Path | None = None) -> RunRecord:
+    """Run the script of ``request`` to its end and return its record; the record's ``exit_code`` is the script's.
+
+    Args:
+        request: what to run, and where the child writes the record.
+        output: a file for what the script prints; None passes it through.
+    """
+    path = Path(request.record_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "mezzo.launch.child", request.model_dump_json()]
+    with _sink(output) as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=None if sink is None else subprocess.STDOUT)
+        with _passing_signals_to(process):
+            returned = process.wait()
+    try:
+        record = read_record(path)
+        assert isinstance(record, RunRecord)
+        return record
+    except RecordError:
+        record = _died(request, returned)
+        write_record(record, path)
+        return record
+
+
+@contextmanager
+def _sink(output: Path | None) -> Iterator[IO[bytes] | None]:
+    if output is None:
+        yield None
+        return
+    with output.open("wb") as file:
+        yield file
+
+
+@contextmanager
+def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass signals on while the child runs. A terminal sends Ctrl-C to both by itself, so that one is not sent twice."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if not (number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()):
+            process.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _died(request: Request, returned: int) -> RunRecord:
+    how = f"exit code {returned}"
+    if returned < 0:
+        how = f"signal {signal.Signals(-returned).name}"
+    return RunRecord(
+        command=list(request.command),
+        script=request.target,
+        script_sha256="",
+        policy=request.policy,
+        seed=request.seed,
+        environment=environment_without_torch(),
+        exit_code=128 - returned if returned < 0 else returned or 1,
+        error=f"the process died with {how} before it could write a record",
+    )

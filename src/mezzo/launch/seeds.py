@@ -1,0 +1,69 @@
+"""Shift every seed that a script sets, so that one script gives several independent runs.
+
+Seed k adds k to what the script passes to ``torch.manual_seed``, ``torch.cuda.manual_seed[_all]``, ``torch.Generator.manual_seed``,
+``random.seed``, ``numpy.random.seed`` and ``numpy.random.default_rng``. Before the script begins the global generators get seed k,
+so that a script which sets none is repeatable as well. Not shifted: seeds that a library turns into generators by other
+ways (``random.Random(3)``, ``numpy.random.RandomState(3)`` and what scikit-learn makes of ``random_state=3``): data sets and their splits
+stay the same for all seeds.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from mezzo.launch.patches import Patches
+
+
+def shift_seeds(seed: int, patches: Patches) -> None:
+    """Seed the global generators with ``seed``, and add it to every seed set from now until ``patches`` are undone."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    places: list[tuple[Any, str]] = [
+        (torch, "manual_seed"),
+        (torch.random, "manual_seed"),
+        (torch.cuda, "manual_seed"),
+        (torch.cuda, "manual_seed_all"),
+        (random, "seed"),
+        (np.random, "seed"),
+        (np.random, "default_rng"),
+    ]
+    shift = _Shift(seed)
+    for owner, name in places:
+        patches.wrap(owner, name, shift.wrap)
+    patches.replace(torch, "Generator", _shifted_generator(seed))
+
+
+class _Shift:
+    """Add a number to the seed of the outermost call: ``torch.manual_seed`` calls ``torch.cuda.manual_seed_all`` itself."""
+
+    def __init__(self, by: int) -> None:
+        self._by, self._inside = by, False
+
+    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def seed(value: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return original(value, *args, **kwargs)
+            self._inside = True
+            try:
+                return original(value + self._by if isinstance(value, int) else value, *args, **kwargs)
+            finally:
+                self._inside = False
+
+        return seed
+
+
+def _shifted_generator(by: int) -> type:
+    # torch's class is immutable: a subclass stands in for its name.
+    class Generator(torch.Generator):
+        def manual_seed(self, seed: int) -> torch.Generator:
+            return super().manual_seed(seed + by)
+
+    return Generator

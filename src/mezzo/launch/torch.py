@@ -1,0 +1,62 @@
+"""Run PyTorch code that knows nothing of Mezzo under a policy: every patch of torch is made here and undone here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.utils.checkpoint
+
+from mezzo.launch.backward import BackwardPasses
+from mezzo.launch.forward import Regions
+from mezzo.launch.own_amp import take_over
+from mezzo.launch.patches import Patches
+from mezzo.launch.run import Run
+from mezzo.launch.seeds import shift_seeds
+from mezzo.launch.updates import Updates
+from mezzo.launch.watch import CloseLook
+from mezzo.policy import Policy
+
+
+@contextmanager
+def switched(policy: Policy | None, *, seed: int | None = None) -> Iterator[tuple[Run, CloseLook]]:
+    """Run the code inside under ``policy`` (None: its own precision) and take down every training step.
+
+    Args:
+        policy: what to apply.
+        seed: added to every seed that the code sets; None leaves seeds alone.
+    """
+    run, patches = Run(policy), Patches()
+    regions = Regions(run)
+    look = CloseLook(run, in_region=lambda: regions.depth() > 0 or _in_autocast(run))
+    try:
+        if seed is not None:
+            shift_seeds(seed, patches)
+        if policy is not None and policy.casting == "none":
+            _set_tf32(policy, patches)
+        take_over(run, patches)
+        regions.install(patches)
+        BackwardPasses(run).install(patches)
+        Updates(run).install(patches)
+        look.install(patches)
+        with warnings.catch_warnings():
+            # Our hooks skip what torch.compile traces and count depth, so firing once more for the wrapper is harmless.
+            warnings.filterwarnings("ignore", message=".*there are global hooks on modules.*")
+            yield run, look
+        run.close_update()
+    finally:
+        patches.undo()
+
+
+def _in_autocast(run: Run) -> bool:
+    return run.device_type is not None and torch.is_autocast_enabled(run.device_type)
+
+
+def _set_tf32(policy: Policy, patches: Patches) -> None:
+    # Convolutions compute in TF32 by default where the GPU has it: FP32 has to be asked for.
+    precision = "tf32" if policy.compute == "tf32" else "ieee"
+    if torch.cuda.is_available():
+        patches.replace(torch.backends.cuda.matmul, "fp32_precision", precision)
+        patches.replace(torch.backends.cudnn.conv, "fp32_precision", precision)  # type: ignore[attr-defined]

@@ -1,0 +1,128 @@
+"""Watch a script's optimizers and schedulers: skip an update that overflowed, hold the schedule, run closures again.
+
+A hook before every optimizer step takes the norm of its gradients and, where the loss is scaled, reads one flag: on overflow
+the gradients are set to None while the optimizer steps, so that any torch optimizer does nothing, its step count included.
+
+A scheduler is held when every update since its last call was skipped: that holds a schedule stepped every update, and never one
+stepped every epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mezzo.engine.gradients import all_finite, set_aside, total_norm
+from mezzo.launch.patches import Patches
+from mezzo.launch.run import Run
+
+Optimizer = torch.optim.Optimizer
+_MAX_EVALUATIONS = 64  # halving from 2**24 reaches the smallest floor sooner
+
+
+class Updates:
+    """Stand before and after every optimizer step of a script."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
+        self._made = WeakIdKeyDictionary()
+        """Updates made and skipped, by optimizer."""
+        self._seen = WeakIdKeyDictionary()
+        """The same at the last call of a scheduler, by scheduler."""
+        self._scheduling = False
+
+    def install(self, patches: Patches) -> None:
+        """Set the hooks until ``patches`` are undone."""
+        patches.on_undo(register_optimizer_step_pre_hook(self._before).remove)
+        patches.on_undo(register_optimizer_step_post_hook(self._after).remove)
+        patches.wrap(Optimizer, "__init__", self._noting)
+        for scheduler in _classes(LRScheduler):
+            if "step" in vars(scheduler):
+                patches.wrap(scheduler, "step", self._held)
+
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._run.optimizers[optimizer] = None
+            original(optimizer, *args, **kwargs)
+
+        return init
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._run.optimizers[optimizer] = None  # a copy or an unpickled one was never constructed
+        self._run.check_patterns()
+        closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
+        if closure is not None:
+            again = self._until_finite(optimizer, closure)
+            rest = tuple(again if a is closure else a for a in args)
+            return rest, {k: again if v is closure else v for k, v in kwargs.items()}
+        gradients = _gradients(optimizer)
+        skip = self._run.updated(total_norm(gradients) if gradients else None)
+        if skip:
+            self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
+        made, skipped = self._made.get(optimizer, (0, 0))
+        self._made[optimizer] = (made + 1, skipped + int(skip))
+        return None
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside = []
+        self._run.update_made(optimizer)
+
+    def _until_finite(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that lowers the loss scale and evaluates again until the gradients are finite."""
+
+        def evaluate() -> Any:
+            run = self._run
+            for _ in range(_MAX_EVALUATIONS):
+                loss = closure()
+                gradients = _gradients(optimizer)
+                if not run.scale.checks or all_finite(gradients):
+                    run.updated(total_norm(gradients) if gradients else None)
+                    return loss
+                if run.scale.at_floor():
+                    raise run.floor_error()
+                run.scale.update(torch.ones((), device=gradients[0].device))
+            return loss
+
+        return evaluate
+
+    def _held(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._scheduling:  # a chain of schedulers steps its parts
+                return original(scheduler, *args, **kwargs)
+            now = self._made.get(getattr(scheduler, "optimizer", None), (0, 0))
+            then = self._seen.get(scheduler, (0, 0))
+            self._seen[scheduler] = now
+            made, skipped = now[0] - then[0], now[1] - then[1]
+            if made and made == skipped:
+                return None
+            self._scheduling = True
+            try:
+                return original(scheduler, *args, **kwargs)
+            finally:
+                self._scheduling = False
+
+        return step
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    groups = (group["params"] for group in optimizer.param_groups)
+    gradients = (p.grad for group in groups for p in group if p.grad is not None)
+    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
+
+
+def _classes(base: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
+    yield base
+    for derived in base.__subclasses__():
+        yield from _classes(derived)

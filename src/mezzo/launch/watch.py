@@ -1,0 +1,127 @@
+"""Look closely at the second step of a run: which formats its operations ran in, and the bytes of each kind.
+
+The second step, because in the first the optimizer has no state yet; and one step, because a look costs time (the first tenth of the steps
+is left out of all timing). Compiled code is run eagerly for that step: what happens inside compiled kernels cannot be counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.launch.patches import Patches
+from mezzo.launch.run import Run
+from mezzo.measure import memory
+from mezzo.measure.flops import FlopCounter
+from mezzo.records import Effective, Memory
+
+WATCHED_STEP = 1
+
+
+class CloseLook:
+    """Count one step's operations and bytes."""
+
+    def __init__(self, run: Run, *, in_region: Callable[[], bool]) -> None:
+        self._run, self._in_region = run, in_region
+        self._saved = memory.SavedTensors()
+        self._flops: FlopCounter | None = None
+        self._stack: contextlib.ExitStack | None = None
+        self._gradients_bytes: dict[int, int] = {}
+        self._optimizer_bytes: dict[int, int] = {}
+
+    def install(self, patches: Patches) -> None:
+        """Watch until ``patches`` are undone."""
+        self._run.watchers.append(self)
+        patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
+        patches.on_undo(self._end)
+
+    def step_closed(self, num_steps: int) -> None:
+        """End the look after the watched step."""
+        if num_steps > WATCHED_STEP:
+            self._end()
+
+    def backward_begins(self) -> None:
+        """Take the count of what the forward pass kept."""
+        if self._stack is not None:
+            self._saved.backward_begins()
+
+    def backward_ended(self) -> None:
+        """Forget what the backward pass freed."""
+        if self._stack is not None:
+            self._saved.backward_ended()
+
+    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Begin the look after the first update; count gradients and optimizer state (None: the script updated by hand)."""
+        if self._flops is None:
+            self._begin()
+        elif self._stack is not None and optimizer is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            gradients = (p.grad for p in parameters if p.grad is not None)
+            self._gradients_bytes[id(optimizer)] = memory.total_bytes(gradients)
+            self._optimizer_bytes[id(optimizer)] = memory.optimizer_bytes(optimizer)
+
+    def memory(self) -> Memory:
+        """Return the bytes of the watched step, and the allocator's peaks over the run."""
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return Memory(
+            parameters_bytes=memory.total_bytes(self._parameters()),
+            gradients_bytes=sum(self._gradients_bytes.values()),
+            optimizer_bytes=sum(self._optimizer_bytes.values()),
+            activations_bytes=self._saved.peak_bytes,
+            cuda_allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
+            cuda_reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
+        )
+
+    def effective(self) -> Effective:
+        """Return what the watched step ran in, and what could not be switched."""
+        counted = {} if self._flops is None else dict(self._flops.by_format)
+        if self._flops is not None and self._run.applied is not None and self._run.applied.lowers:
+            outside, total = self._flops.outside_region, sum(counted.values())
+            if outside:
+                why = "forward code outside any module: only modules, autocast regions and compiled functions are switched"
+                self._run.leave("FP32 code", f"{outside / total:.0%} of FLOPs", why)
+        casting = self._run.main_casting
+        return Effective(
+            flops_by_format=counted,
+            emulated=casting is not None and casting.emulates,
+            counted_on_step=None if self._flops is None else WATCHED_STEP,
+            left_alone=list(self._run.left_alone.values()),
+        )
+
+    def _parameters(self) -> Iterable[Tensor]:
+        for root in self._run.roots:
+            yield from root.parameters()
+        for optimizer in self._run.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _begin(self) -> None:
+        casting = self._run.main_casting
+        self._flops = FlopCounter(None if casting is None else casting.mode, in_region=self._in_region)
+        self._stack = contextlib.ExitStack()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.set_stance("force_eager")
+            self._stack.callback(torch.compiler.set_stance, "default")
+        self._stack.enter_context(self._flops)
+        self._saved.start(self._parameters())
+        self._stack.callback(self._saved.stop)
+
+    def _end(self) -> None:
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._stack is not None and torch.is_grad_enabled():
+                self._saved.keep(args)
+            return original(function, *args, **kwargs)
+
+        return checkpoint

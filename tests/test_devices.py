@@ -1,0 +1,141 @@
+"""Support for formats on devices with made-up capabilities and instruction sets."""
+
+from pathlib import Path
+
+import pytest
+
+from mezzo import devices
+from mezzo.devices import Device, Level, device_kinds, this_device
+from mezzo.formats import FORMATS
+
+NAMES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
+LETTERS: dict[str, Level] = {"n": "native", "e": "emulated", "x": "impossible"}
+
+
+def gpu(major: int, minor: int) -> Device:
+    return Device(kind="cuda", name=f"GPU {major}.{minor}", capability=(major, minor))
+
+
+def cpu(*flags: str) -> Device:
+    return Device(kind="cpu", name="a CPU", flags=frozenset(flags))
+
+
+LEVELS = [
+    # device, then fp64 fp32 tf32 fp16 bf16 e4m3 e5m2
+    (gpu(6, 1), "n n x e e e e"),
+    (gpu(7, 0), "n n x n e e e"),
+    (gpu(7, 5), "n n x n e e e"),
+    (gpu(8, 0), "n n n n n e e"),
+    (gpu(8, 6), "n n n n n e e"),
+    (gpu(8, 9), "n n n n n n n"),
+    (gpu(9, 0), "n n n n n n n"),
+    (gpu(12, 0), "n n n n n n n"),
+    (cpu(), "n n x e e e e"),
+    (cpu("avx2", "f16c"), "n n x e e e e"),
+    (cpu("avx512_bf16"), "n n x e n e e"),
+    (cpu("amx_bf16"), "n n x e n e e"),
+    (cpu("avx512_fp16"), "n n x n e e e"),
+    (cpu("amx_fp16", "amx_bf16"), "n n x n n e e"),
+    (Device(kind="mps", name="Apple"), "n n x n e e e"),
+    (Device(kind="xpu", name="Intel"), "n n x n n e e"),
+    (Device(kind="cuda", name="absent"), "n n x x x x x"),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "letters"), LEVELS, ids=[f"{d.name}-{'+'.join(sorted(d.flags))}" for d, _ in LEVELS]
+)
+def test_level_of_every_format(device: Device, letters: str) -> None:
+    supports = [device.support(FORMATS[name]) for name in NAMES]
+
+    assert [s.level for s in supports] == [LETTERS[letter] for letter in letters.split()]
+    assert [s.format for s in supports] == list(NAMES)
+    assert all(s.reason for s in supports)
+
+
+REASONS = [
+    (gpu(7, 5), "fp32", "every device computes in it"),
+    (gpu(7, 5), "fp16", "compute capability 7.5; matrix units take fp16 from 7.0"),
+    (gpu(7, 5), "bf16", "compute capability 7.5, and matrix units take bf16 only from 8.0"),
+    (gpu(8, 6), "e4m3", "compute capability 8.6, and matrix units take e4m3 only from 8.9"),
+    (cpu("amx_bf16", "avx512_bf16"), "bf16", "this CPU has avx512_bf16 and amx_bf16"),
+    (
+        cpu("avx2"),
+        "fp16",
+        "this CPU lacks avx512_fp16 or amx_fp16; native kernels would be many times slower than FP32",
+    ),
+    (
+        cpu("avx512_fp16"),
+        "e5m2",
+        "this CPU lacks units for 8-bit floating point; native kernels would be many times slower than FP32",
+    ),
+    (cpu(), "tf32", "TF32 is a mode of NVIDIA's matrix units; FP32 is computed instead"),
+    (Device(kind="xpu", name="Intel"), "bf16", "torch runs it on xpu"),
+    (Device(kind="mps", name="Apple"), "bf16", "no known unit on mps"),
+    (Device(kind="mps", name="Apple"), "tf32", "TF32 is NVIDIA's"),
+    (Device(kind="cuda", name="absent"), "fp16", "torch finds no CUDA device on this machine"),
+]
+
+
+@pytest.mark.parametrize(("device", "name", "reason"), REASONS)
+def test_reason(device: Device, name: str, reason: str) -> None:
+    assert device.support(FORMATS[name]).reason == reason
+
+
+def test_this_cpu_reports_what_the_kernel_reports() -> None:
+    device = this_device("cpu")
+
+    assert (device.kind, device.capability) == ("cpu", None)
+    assert device.name == devices.cpu_name() != ""
+    assert {device.support(FORMATS[n]).level for n in ("fp64", "fp32")} == {"native"}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and "\nflags" in cpuinfo.read_text(encoding="utf-8"):
+        assert "fpu" in device.flags  # every x86-64 processor reports it
+
+
+CPUINFO = """\
+processor\t: 0
+model name\t: Example 9000: Turbo
+flags\t\t: fpu sse2 avx512_fp16
+
+processor\t: 1
+model name\t: another
+flags\t\t: fpu
+"""
+
+
+def test_cpu_is_read_from_the_first_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(CPUINFO, encoding="utf-8")
+    monkeypatch.setattr(devices, "Path", lambda _: path)
+
+    assert this_device("cpu") == Device(
+        kind="cpu",
+        name="Example 9000: Turbo",
+        flags=frozenset({"fpu", "sse2", "avx512_fp16"}),
+    )
+
+
+def test_a_machine_without_cpuinfo_has_a_plain_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "Path", lambda _: tmp_path / "absent")
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+
+    assert this_device("cpu") == Device(kind="cpu", name="riscv64")
+
+
+def test_cuda_reports_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+
+    assert this_device("cuda") == Device(kind="cuda", name="NVIDIA H200", capability=(9, 0))
+    assert device_kinds()[0] == "cuda"
+    assert device_kinds()[-1] == "cpu"
+
+
+def test_cuda_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    assert this_device("cuda") == Device(kind="cuda", name="cuda")
+    assert "cuda" not in device_kinds()

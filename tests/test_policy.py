@@ -1,0 +1,820 @@
+"""Policies: texts and files in and out, wrong ones, and what a policy does on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mezzo.devices import Device
+from mezzo.errors import PolicyError, UnsupportedFormatError
+from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
+from mezzo.oplists import FAMILIES
+from mezzo.policy import ALIASES, PRESETS, Policy
+
+# --- what the presets are ------------------------------------------------------------------------
+
+PRESET_FIELDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "tf32": {"compute": "tf32"},
+    "fp16": {"compute": "fp16", "casting": "ops", "loss_scale": "dynamic"},
+    "bf16": {"compute": "bf16", "casting": "ops"},
+    "fp16-master": {
+        "compute": "fp16",
+        "casting": "model",
+        "master_weights": True,
+        "loss_scale": "dynamic",
+    },
+    "bf16-master": {"compute": "bf16", "casting": "model", "master_weights": True},
+    "fp16-pure": {"compute": "fp16", "casting": "model", "norms": "compute"},
+    "bf16-pure": {"compute": "bf16", "casting": "model", "norms": "compute"},
+    "fp8": {"compute": "fp8", "casting": "ops"},
+}
+DEFAULTS: dict[str, Any] = {
+    "compute": "fp32",
+    "casting": "none",
+    "norms": "fp32",
+    "master_weights": False,
+    "loss_scale": "none",
+    "init_scale": 65536.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "hysteresis": 1,
+    "min_scale": 5.960464477539063e-08,
+    "max_scale": 16777216.0,
+    "arithmetic": "auto",
+    "op_lists": "portable",
+    "lower": (),
+    "fp32": (),
+    "widest": (),
+    "fp32_modules": (),
+}
+FORMATS_OF: dict[str, tuple[Format, tuple[Format, ...]]] = {
+    # stored in, computed in
+    "fp32": (FP32, (FP32,)),
+    "tf32": (FP32, (TF32,)),
+    "fp16": (FP16, (FP16,)),
+    "bf16": (BF16, (BF16,)),
+    "fp8": (BF16, (E4M3, E5M2)),
+}
+
+
+@pytest.mark.parametrize("name", PRESET_FIELDS)
+def test_preset(name: str) -> None:
+    policy = Policy.parse(name)
+
+    assert dataclasses.asdict(policy) == {"name": name, **DEFAULTS, **PRESET_FIELDS[name]}
+    assert str(policy) == name
+    assert (policy.storage, policy.required_formats) == FORMATS_OF[policy.compute]
+    assert policy.lowers == (name not in ("fp32", "tf32"))
+
+
+def test_presets_are_those_of_the_table() -> None:
+    assert list(PRESETS) == list(PRESET_FIELDS)
+
+
+OTHER_NAMES = {
+    "O0": "fp32",
+    "O1": "fp16",
+    "O2": "fp16-master",
+    "O3": "fp16-pure",
+    "32-true": "fp32",
+    "16-mixed": "fp16",
+    "bf16-mixed": "bf16",
+    "16-true": "fp16-pure",
+    "bf16-true": "bf16-pure",
+    "no": "fp32",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "fp8": "fp8",
+    "float32": "fp32",
+    "mixed_float16": "fp16",
+    "mixed_bfloat16": "bf16",
+}
+
+
+@pytest.mark.parametrize(("other", "preset"), OTHER_NAMES.items())
+def test_names_of_other_libraries(other: str, preset: str) -> None:
+    assert Policy.parse(other) == PRESETS[preset]
+    assert str(Policy.parse(f"{other}:growth_interval=7")) == f"{preset}:growth_interval=7"
+
+
+def test_every_alias_has_a_row() -> None:
+    assert set(ALIASES) == set(OTHER_NAMES) - set(PRESET_FIELDS)
+
+
+# --- texts and files in and out ------------------------------------------------------------------
+
+CHANGED: list[tuple[str, dict[str, Any]]] = [
+    ("init_scale=1024", {"init_scale": 1024.0}),
+    ("init_scale=1024", {"init_scale": 1024}),
+    ("growth_factor=1.5", {"growth_factor": 1.5}),
+    ("backoff_factor=0.25", {"backoff_factor": 0.25}),
+    ("growth_interval=7", {"growth_interval": 7}),
+    ("hysteresis=3", {"hysteresis": 3}),
+    ("min_scale=1:max_scale=1e+20", {"min_scale": 1.0, "max_scale": 1e20}),
+    ("min_scale=1e-06", {"min_scale": 1e-6}),
+    ("op_lists=device", {"op_lists": "device"}),
+    ("arithmetic=native", {"arithmetic": "native"}),
+    ("loss_scale=static", {"loss_scale": "static"}),
+    ("lower=layer_norm+gelu", {"lower": ("layer_norm", "gelu")}),
+    ("fp32=bmm:widest=add", {"widest": ("add",), "fp32": ("bmm",)}),
+    ("fp32_modules=head.*+norm?", {"fp32_modules": ("head.*", "norm?")}),
+    ("fp32_modules=a=b", {"fp32_modules": ("a=b",)}),
+]
+
+
+@pytest.mark.parametrize("name", PRESET_FIELDS)
+@pytest.mark.parametrize(("text", "fields"), CHANGED, ids=[text for text, _ in CHANGED])
+def test_text_and_file_of_changed_fields(name: str, text: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    policy = PRESETS[name].replace(**fields)
+
+    assert {f: getattr(policy, f) for f in fields} == fields
+    assert dataclasses.replace(policy, **{f: getattr(PRESETS[name], f) for f in fields}) == (PRESETS[name])
+    assert str(policy) == f"{name}:{text}"
+    assert Policy.parse(str(policy)) == policy
+    path = tmp_path / "policy.toml"
+    path.write_text(policy.to_toml(), encoding="utf-8")
+    assert Policy.load(path) == policy
+
+
+def test_switches_that_depend_on_the_preset() -> None:
+    assert str(PRESETS["fp16"].replace(loss_scale="none")) == "fp16:loss_scale=none"
+    assert str(PRESETS["fp16-master"].replace(master_weights=False)) == ("fp16-master:master_weights=false")
+    assert str(PRESETS["bf16-pure"].replace(master_weights=True)) == "bf16-pure:master_weights=true"
+    for text in ("fp16-master:master_weights=false", "bf16-pure:master_weights=true"):
+        assert str(Policy.parse(text)) == text
+
+
+def test_spaces_around_the_parts_do_not_matter() -> None:
+    assert Policy.parse(" O1 : init_scale = 8 ") == PRESETS["fp16"].replace(init_scale=8)
+
+
+FAMILY_LISTS = ("lower", "fp32", "widest")
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    """Draw any valid policy."""
+    scales = st.floats(2.0**-100, 2.0**100) | st.integers(1, 2**53)
+    low, high = sorted((draw(scales), draw(scales)))
+    casting = draw(st.sampled_from(["none", "ops", "model"]))
+    computes = ["fp32", "tf32"] if casting == "none" else ["fp16", "bf16", "fp8"]
+    ways = [("portable", a) for a in ("auto", "native", "emulated")]
+    ways += [("device", a) for a in ("auto", "native")]
+    op_lists, arithmetic = draw(st.sampled_from(ways))
+    lists: dict[str, list[str]] = {name: [] for name in FAMILY_LISTS}
+    for family in draw(st.lists(st.sampled_from(FAMILIES), unique=True, max_size=4)):
+        names = [family.name, *(op.split(".")[-1] for op in family.ops)]
+        lists[draw(st.sampled_from(FAMILY_LISTS))].append(draw(st.sampled_from(names)))
+    characters = st.characters(codec="utf-8").filter(lambda c: c.isprintable() and c not in ":+, ")
+    patterns = st.lists(st.text(characters, min_size=1, max_size=8), max_size=3)
+    return Policy(
+        name=draw(st.sampled_from(list(PRESETS))),
+        compute=draw(st.sampled_from(computes)),
+        casting=casting,
+        norms=draw(st.sampled_from(["fp32", "compute"])),
+        master_weights=draw(st.booleans()),
+        loss_scale=draw(st.sampled_from(["none", "static", "dynamic"])),
+        init_scale=draw(scales),
+        growth_factor=draw(st.floats(1, 2.0**20)),
+        backoff_factor=draw(st.floats(2.0**-20, 1)),
+        growth_interval=draw(st.integers(1, 2**31 - 1)),
+        hysteresis=draw(st.integers(1, 2**31 - 1)),
+        min_scale=low,
+        max_scale=high,
+        op_lists=op_lists,
+        arithmetic=arithmetic,
+        fp32_modules=tuple(draw(patterns)),
+        **{name: tuple(names) for name, names in lists.items()},
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(policy=policies())
+def test_any_policy_survives_its_text(policy: Policy) -> None:
+    assert Policy.parse(str(policy)) == policy
+    assert Policy.of(str(policy)) == policy
+
+
+@settings(max_examples=300, deadline=None)
+@given(policy=policies())
+def test_any_policy_survives_its_file(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "any-policy.toml"
+    path.write_text(policy.to_toml(), encoding="utf-8")
+    assert Policy.load(path) == policy
+
+
+def test_to_toml_writes_what_differs_from_the_preset() -> None:
+    policy = PRESETS["fp16"].replace(
+        init_scale=1024.0, growth_interval=50, fp32_modules=("head.*", 'a"b\\c'), fp32=("bmm",)
+    )
+    assert policy.to_toml() == (
+        'policy = "fp16"\n'
+        "init_scale = 1024.0\n"
+        "growth_interval = 50\n"
+        'fp32 = ["bmm"]\n'
+        'fp32_modules = ["head.*", "a\\"b\\\\c"]\n'
+    )
+    assert PRESETS["bf16-pure"].replace(master_weights=True).to_toml() == (
+        'policy = "bf16-pure"\nmaster_weights = true\n'
+    )
+
+
+FILES = [
+    ('policy = "O2"\nhysteresis = 2\n', "fp16-master:hysteresis=2"),
+    ('policy = "bf16:growth_interval=5"\nfp32_modules = ["head"]\n', "bf16:growth_interval=5"),
+    ("growth_interval = 9\n", "fp32:growth_interval=9"),
+    ("", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("text", "start"), FILES)
+def test_load(text: str, start: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(text, encoding="utf-8")
+    loaded = Policy.load(str(path))
+    wanted = Policy.parse(start)
+    assert loaded == (wanted.replace(fp32_modules=("head",)) if "head" in text else wanted)
+    assert Policy.of(path) == Policy.of(str(path)) == loaded
+
+
+def test_of_returns_a_policy_itself() -> None:
+    policy = PRESETS["fp16"].replace(hysteresis=2)
+    assert Policy.of(policy) is policy
+
+
+# --- wrong texts, files and fields ---------------------------------------------------------------
+
+NAMES = (
+    "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8, O0, O1, O2, O3, "
+    "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true, no, float32, mixed_float16, mixed_bfloat16"
+)
+NAME_HINT = "name a preset, another library's name for it, or a .toml policy file"
+FIELDS = (
+    "compute, casting, norms, master_weights, loss_scale, init_scale, growth_factor, "
+    "backoff_factor, growth_interval, hysteresis, min_scale, max_scale, arithmetic, op_lists, "
+    "lower, fp32, widest, fp32_modules"
+)
+FIELD_HINT = "see the fields of mezzo.Policy"
+SETTING_HINT = "write name:field=value:field=value, for example fp16:init_scale=1024"
+SCALE_RANGE = "allowed: a number from 7.88861e-31 to 1.26765e+30"
+COUNT_RANGE = "allowed: a whole number from 1 to 2.14748e+09"
+FAMILY_NAMES = ", ".join(family.name for family in FAMILIES)
+OP_HINT = "name a family such as 'softmax' or an operation such as 'log_softmax'"
+COMBINATION_HINT = "fp32 and tf32 cast nothing (casting=none); the others cast ops or the model"
+
+WRONG_TEXTS = [
+    # text, message, hint
+    ("", f"unknown policy ''; allowed: {NAMES}", NAME_HINT),
+    (
+        "FP16",
+        f"unknown policy 'FP16'; did you mean fp16 or bf16? Allowed: {NAMES}",
+        NAME_HINT,
+    ),
+    (
+        "fp16_master",
+        f"unknown policy 'fp16_master'; did you mean fp16-master or bf16-master or fp16? Allowed: {NAMES}",
+        NAME_HINT,
+    ),
+    (
+        "fp16:int_scale=8",
+        f"a policy has no field 'int_scale'; did you mean init_scale or min_scale or max_scale? Allowed: {FIELDS}",
+        FIELD_HINT,
+    ),
+    ("fp16:name=bf16", f"a policy has no field 'name'; allowed: {FIELDS}", FIELD_HINT),
+    (
+        "fp16:init_scale",
+        "policy 'fp16:init_scale' has 'init_scale' where field=value is expected",
+        SETTING_HINT,
+    ),
+    ("fp16:", "policy 'fp16:' has '' where field=value is expected", SETTING_HINT),
+    (
+        "fp16:hysteresis=1:hysteresis=2",
+        "policy 'fp16:hysteresis=1:hysteresis=2' sets hysteresis twice; allowed: once",
+        "leave one of the two",
+    ),
+    (
+        "fp16:compute=fp64",
+        "policy field compute='fp64'; did you mean fp16 or fp8 or fp32? Allowed: fp32, tf32, fp16, bf16, fp8",
+        "set compute to one of them",
+    ),
+    (
+        "fp16:casting=op",
+        "policy field casting='op'; did you mean ops? Allowed: none, ops, model",
+        "set casting to one of them",
+    ),
+    (
+        "fp16-pure:norms=fp16",
+        "policy field norms='fp16'; did you mean fp32? Allowed: fp32, compute",
+        "set norms to one of them",
+    ),
+    (
+        "fp16-pure:master_weights=yes",
+        "policy field master_weights='yes'; allowed: True, False",
+        "set master_weights to one of them",
+    ),
+    (
+        "fp16-pure:master_weights=1",
+        "policy field master_weights='1'; allowed: True, False",
+        "set master_weights to one of them",
+    ),
+    (
+        "fp16:loss_scale=128",
+        "policy field loss_scale='128'; allowed: none, static, dynamic",
+        "set loss_scale to one of them",
+    ),
+    (
+        "fp16:arithmetic=emulate",
+        "policy field arithmetic='emulate'; did you mean emulated? Allowed: auto, native, emulated",
+        "set arithmetic to one of them",
+    ),
+    (
+        "fp16:op_lists=cpu",
+        "policy field op_lists='cpu'; allowed: portable, device",
+        "set op_lists to one of them",
+    ),
+    (
+        "fp16:init_scale=0",
+        f"policy field init_scale=0.0; {SCALE_RANGE}",
+        "choose init_scale inside that range",
+    ),
+    (
+        "fp16:init_scale=inf",
+        f"policy field init_scale=inf; {SCALE_RANGE}",
+        "choose init_scale inside that range",
+    ),
+    (
+        "fp16:init_scale=nan",
+        f"policy field init_scale=nan; {SCALE_RANGE}",
+        "choose init_scale inside that range",
+    ),
+    (
+        "fp16:init_scale=true",
+        f"policy field init_scale='true'; {SCALE_RANGE}",
+        "choose init_scale inside that range",
+    ),
+    (
+        "fp16:init_scale=2**16",
+        f"policy field init_scale='2**16'; {SCALE_RANGE}",
+        "choose init_scale inside that range",
+    ),
+    (
+        "fp16:growth_factor=0.5",
+        "policy field growth_factor=0.5; allowed: a number from 1 to 1.04858e+06",
+        "choose growth_factor inside that range",
+    ),
+    (
+        "fp16:backoff_factor=2",
+        "policy field backoff_factor=2.0; allowed: a number from 9.53674e-07 to 1",
+        "choose backoff_factor inside that range",
+    ),
+    (
+        "fp16:growth_interval=0",
+        f"policy field growth_interval=0; {COUNT_RANGE}",
+        "choose growth_interval inside that range",
+    ),
+    (
+        "fp16:growth_interval=1.5",
+        f"policy field growth_interval='1.5'; {COUNT_RANGE}",
+        "choose growth_interval inside that range",
+    ),
+    (
+        "fp16:hysteresis=-1",
+        f"policy field hysteresis=-1; {COUNT_RANGE}",
+        "choose hysteresis inside that range",
+    ),
+    (
+        "fp16:min_scale=4:max_scale=2",
+        "min_scale=4 is above max_scale=2",
+        "the floor of the loss scale must not be above its ceiling",
+    ),
+    (
+        "fp16:fp32=softmax:lower=log_softmax",
+        "operation torch.log_softmax stands in the lists 'lower' and 'fp32'",
+        "leave 'softmax' in one of the lists lower, fp32, widest",
+    ),
+    (
+        "fp16:fp32=sofmax",
+        "unknown operation or family 'sofmax'; did you mean softmax or log_softmax? "
+        f"Allowed: {FAMILY_NAMES}, and the operations in them",
+        OP_HINT,
+    ),
+    (
+        "fp16:fp32_modules=a b",
+        "policy field fp32_modules=('a b',); allowed: names without any of ':+, '",
+        "write fp32_modules=name+name in a text, a list of strings in a file or in Python",
+    ),
+    ("fp16:compute=fp32", "compute=fp32 and casting=ops contradict each other", COMBINATION_HINT),
+    ("fp16:casting=none", "compute=fp16 and casting=none contradict each other", COMBINATION_HINT),
+    (
+        "fp32:casting=model",
+        "compute=fp32 and casting=model contradict each other",
+        COMBINATION_HINT,
+    ),
+    (
+        "bf16:op_lists=device:arithmetic=emulated",
+        "op_lists=device and arithmetic=emulated contradict each other",
+        "device lists are torch's own native kernels; emulation follows the portable lists",
+    ),
+]
+
+
+def check_error(caught: pytest.ExceptionInfo[PolicyError], message: str, hint: str) -> None:
+    assert caught.value.message == message
+    assert caught.value.hint == hint
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("text", "message", "hint"), WRONG_TEXTS, ids=[text for text, _, _ in WRONG_TEXTS])
+def test_wrong_text(text: str, message: str, hint: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        Policy.parse(text)
+    check_error(caught, message, hint)
+
+
+NAMES_HINT = "write {0}=name+name in a text, a list of strings in a file or in Python"
+WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    # bool and str where a number belongs, and the other way round
+    ({"init_scale": True}, f"init_scale=True; {SCALE_RANGE}", "choose init_scale inside that range"),
+    ({"init_scale": "8"}, f"init_scale='8'; {SCALE_RANGE}", "choose init_scale inside that range"),
+    ({"init_scale": None}, f"init_scale=None; {SCALE_RANGE}", "choose init_scale inside that range"),
+    ({"hysteresis": True}, f"hysteresis=True; {COUNT_RANGE}", "choose hysteresis inside that range"),
+    ({"hysteresis": 2.0}, f"hysteresis=2.0; {COUNT_RANGE}", "choose hysteresis inside that range"),
+    (
+        {"master_weights": 1},
+        "master_weights=1; allowed: True, False",
+        "set master_weights to one of them",
+    ),
+    (
+        {"compute": ["fp16"]},
+        "compute=['fp16']; did you mean fp16 or bf16? Allowed: fp32, tf32, fp16, bf16, fp8",
+        "set compute to one of them",
+    ),
+    (
+        {"fp32_modules": "head"},
+        "fp32_modules='head'; allowed: names without any of ':+, '",
+        NAMES_HINT.format("fp32_modules"),
+    ),
+    (
+        {"fp32_modules": ["head"]},
+        "fp32_modules=['head']; allowed: names without any of ':+, '",
+        NAMES_HINT.format("fp32_modules"),
+    ),
+    ({"fp32": (1,)}, "fp32=(1,); allowed: names without any of ':+, '", NAMES_HINT.format("fp32")),
+    ({"lower": ("",)}, "lower=('',); allowed: names without any of ':+, '", NAMES_HINT.format("lower")),
+    *(
+        (
+            {"fp32_modules": (name,)},
+            f"fp32_modules=({name!r},); allowed: names without any of ':+, '",
+            NAMES_HINT.format("fp32_modules"),
+        )
+        for name in ("a:b", "a+b", "a,b", "a b", "a\tb", "a\nb", "\ud800")
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message", "hint"), WRONG_FIELDS)
+def test_wrong_field_value(fields: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        PRESETS["fp16"].replace(**fields)
+    check_error(caught, f"policy field {message}", hint)
+
+
+def test_unknown_field_in_replace() -> None:
+    with pytest.raises(PolicyError) as caught:
+        PRESETS["fp16"].replace(scale=8)
+    message = f"a policy has no field 'scale'; did you mean min_scale or max_scale or loss_scale? Allowed: {FIELDS}"
+    check_error(caught, message, FIELD_HINT)
+
+
+def test_a_policy_made_by_hand_needs_a_preset_name() -> None:
+    with pytest.raises(PolicyError) as caught:
+        Policy(name="O1", compute="fp16", casting="ops")
+    check_error(
+        caught,
+        "policy field name='O1'; allowed: fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8",
+        "start from Policy.parse(name) and change fields with replace",
+    )
+
+
+WRONG_FILES = [
+    (
+        b'policy = "fp16" # \xff\n',
+        "policy file {path!r} is not TOML: 'utf-8' codec can't decode byte 0xff in position 18: invalid start byte",
+        'start from the line: policy = "fp16"',
+    ),
+    (b"policy = 16\n", f"unknown policy '16'; did you mean fp16 or bf16 or O1? Allowed: {NAMES}", NAME_HINT),
+    (b"[amp]\n", f"a policy has no field 'amp'; allowed: {FIELDS}", FIELD_HINT),
+    (
+        b'policy = "fp16"\ninit_scale = "8"\n',
+        f"policy field init_scale='8'; {SCALE_RANGE}",
+        "choose init_scale inside that range",
+    ),
+    (
+        b'policy = "fp16"\ngrowth_interval = 8.0\n',
+        f"policy field growth_interval=8.0; {COUNT_RANGE}",
+        "choose growth_interval inside that range",
+    ),
+    (
+        b'policy = "fp16"\nfp32 = "softmax"\n',
+        "policy field fp32='softmax'; allowed: names without any of ':+, '",
+        NAMES_HINT.format("fp32"),
+    ),
+    (
+        b'policy = "fp16-pure"\nmaster_weights = "true"\n',
+        "policy field master_weights='true'; did you mean True? Allowed: True, False",
+        "set master_weights to one of them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message", "hint"), WRONG_FILES)
+def test_wrong_file(content: bytes, message: str, hint: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_bytes(content)
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(path)
+    check_error(caught, message.format(path=str(path)), hint)
+
+
+def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text('policy = "fp16\n', encoding="utf-8")
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(path)
+    start, _, place = caught.value.message.rpartition(" (")  # between them: the parser's own words
+    assert start.startswith(f"policy file {str(path)!r} is not TOML: ")
+    assert place == "at line 1, column 15)"
+    assert caught.value.hint == 'start from the line: policy = "fp16"'
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    path = tmp_path / "absent.toml"
+    with pytest.raises(PolicyError) as caught:
+        Policy.of(str(path))
+    check_error(
+        caught,
+        f"cannot read the policy file {str(path)!r}: No such file or directory",
+        'check the path; a policy file is TOML with policy = "fp16" and fields below it',
+    )
+
+
+# --- what a policy does on a device --------------------------------------------------------------
+
+
+def gpu(major: int, minor: int) -> Device:
+    return Device(kind="cuda", name=f"GPU {major}.{minor}", capability=(major, minor))
+
+
+PLAIN = Device(kind="cpu", name="plain CPU", flags=frozenset({"avx2"}))
+RICH = Device(kind="cpu", name="rich CPU", flags=frozenset({"amx_bf16", "avx512_fp16"}))
+ABSENT = Device(kind="cuda", name="cuda")
+
+LACKS_FP16 = "this CPU lacks avx512_fp16 or amx_fp16; native kernels would be many times slower than FP32"
+LACKS_BF16 = "this CPU lacks avx512_bf16 or amx_bf16; native kernels would be many times slower than FP32"
+NO_TF32 = "TF32 is a mode of NVIDIA's matrix units; FP32 is computed instead"
+ASKED = "the policy asks for emulated arithmetic"
+
+ARITHMETIC = [
+    ("fp32", PLAIN, "native", "every device computes in it"),
+    ("fp32", gpu(9, 0), "native", "every device computes in it"),
+    ("fp32:arithmetic=emulated", PLAIN, "native", "every device computes in it"),
+    ("tf32", PLAIN, "native", NO_TF32),
+    ("tf32", gpu(7, 0), "native", "compute capability 7.0, and matrix units take tf32 only from 8.0"),
+    ("tf32", gpu(8, 0), "native", "compute capability 8.0; matrix units take tf32 from 8.0"),
+    ("fp16", PLAIN, "emulated", LACKS_FP16),
+    ("fp16", RICH, "native", "this CPU has avx512_fp16"),
+    ("bf16", PLAIN, "emulated", LACKS_BF16),
+    ("bf16", RICH, "native", "this CPU has amx_bf16"),
+    ("bf16-pure", PLAIN, "emulated", LACKS_BF16),
+    ("fp16:arithmetic=emulated", RICH, "emulated", ASKED),
+    ("fp16:arithmetic=emulated", gpu(9, 0), "emulated", ASKED),
+    ("fp16:arithmetic=native", PLAIN, "native", f"the policy asks for native arithmetic; {LACKS_FP16}"),
+    ("fp16:op_lists=device", PLAIN, "native", f"the policy asks for device lists; {LACKS_FP16}"),
+    (
+        "bf16:arithmetic=native",
+        RICH,
+        "native",
+        "the policy asks for native arithmetic; this CPU has amx_bf16",
+    ),
+    ("fp16", gpu(6, 1), "emulated", "compute capability 6.1, and matrix units take fp16 only from 7.0"),
+    ("fp16", gpu(7, 0), "native", "compute capability 7.0; matrix units take fp16 from 7.0"),
+    ("fp16-master", gpu(8, 0), "native", "compute capability 8.0; matrix units take fp16 from 7.0"),
+    ("bf16", gpu(7, 0), "emulated", "compute capability 7.0, and matrix units take bf16 only from 8.0"),
+    ("bf16", gpu(8, 0), "native", "compute capability 8.0; matrix units take bf16 from 8.0"),
+    (
+        "bf16:op_lists=device",
+        gpu(9, 0),
+        "native",
+        "the policy asks for device lists; compute capability 9.0; matrix units take bf16 from 8.0",
+    ),
+    ("fp8", PLAIN, "emulated", "FP8 linear layers are emulated on plain CPU"),
+    ("fp8", gpu(8, 0), "emulated", "FP8 linear layers are emulated on GPU 8.0"),
+    ("fp8", gpu(9, 0), "emulated", "FP8 linear layers are emulated on GPU 9.0"),
+]
+
+
+@pytest.mark.parametrize(("text", "device", "arithmetic", "reason"), ARITHMETIC)
+def test_arithmetic_on(text: str, device: Device, arithmetic: str, reason: str) -> None:
+    assert Policy.parse(text).arithmetic_on(device) == (arithmetic, reason)
+
+
+OTHER_FORMAT = "use arithmetic=auto or arithmetic=emulated, or another format"
+FP8_HINT = "leave arithmetic=auto and op_lists=portable: FP8 linear layers are emulated"
+REFUSED = [
+    (
+        "fp16:arithmetic=native",
+        gpu(6, 1),
+        "policy fp16:arithmetic=native asks for native fp16 arithmetic on GPU 6.1: "
+        "compute capability 6.1, and matrix units take fp16 only from 7.0",
+        OTHER_FORMAT,
+    ),
+    (
+        "bf16:op_lists=device",
+        gpu(7, 5),
+        "policy bf16:op_lists=device asks for native bf16 arithmetic on GPU 7.5: "
+        "compute capability 7.5, and matrix units take bf16 only from 8.0",
+        OTHER_FORMAT,
+    ),
+    (
+        "fp8:arithmetic=native",
+        gpu(9, 0),
+        "policy fp8:arithmetic=native asks for native FP8 arithmetic on GPU 9.0",
+        FP8_HINT,
+    ),
+    (
+        "fp8:op_lists=device",
+        PLAIN,
+        "policy fp8:op_lists=device asks for native FP8 arithmetic on plain CPU",
+        FP8_HINT,
+    ),
+    (
+        "fp16",
+        ABSENT,
+        "policy fp16 cannot compute in fp16 on cuda: torch finds no CUDA device on this machine",
+        "choose another device: mezzo doctor lists those of this machine",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "device", "message", "hint"), REFUSED)
+def test_arithmetic_that_a_device_cannot_give(text: str, device: Device, message: str, hint: str) -> None:
+    with pytest.raises(UnsupportedFormatError) as caught:
+        Policy.parse(text).explain(device)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+    assert caught.value.exit_code == 3
+
+
+MASTERS = "the optimizer updates FP32 masters; the model computes with their 16-bit copies"
+IN_FP32 = ("weights", "fp32", "the optimizer updates them in FP32, so small updates are kept")
+LOST = "updates smaller than half a unit in the last place are lost"
+DYNAMIC = (
+    "loss scale",
+    "dynamic from 65536, grows every 2000 updates",
+    "small gradients would become zero in fp16",
+)
+UNSCALED_FP16 = ("loss scale", "none", "the policy sets none; small gradients become zero")
+UNSCALED_BF16 = ("loss scale", "none", "gradients in bf16 have FP32's range")
+UNSCALED_FP32 = ("loss scale", "none", "gradients in fp32 have FP32's range")
+LISTS = (
+    "op lists",
+    ", ".join(f"{sum(f.precision == p for f in FAMILIES)} families {p}" for p in ("lower", "fp32", "widest")),
+    "CUDA autocast's lists, the same on every device",
+)
+NORMS_FP32 = ("normalisation layers", "fp32", "sums of squares leave 16-bit range or precision")
+
+EXPLAINED = [
+    (
+        "fp32",
+        PLAIN,
+        [("compute", "fp32", "the policy casts nothing; TF32 is off"), IN_FP32, UNSCALED_FP32],
+    ),
+    ("tf32", PLAIN, [("compute", "fp32 matrix products", NO_TF32), IN_FP32, UNSCALED_FP32]),
+    (
+        "tf32",
+        gpu(8, 0),
+        [
+            (
+                "compute",
+                "tf32 matrix products",
+                "compute capability 8.0; matrix units take tf32 from 8.0",
+            ),
+            IN_FP32,
+            UNSCALED_FP32,
+        ],
+    ),
+    (
+        "fp16",
+        PLAIN,
+        [("compute", "fp16, emulated on plain CPU", LACKS_FP16), IN_FP32, DYNAMIC, LISTS],
+    ),
+    (
+        "bf16",
+        RICH,
+        [
+            ("compute", "bf16, native on rich CPU", "this CPU has amx_bf16"),
+            IN_FP32,
+            UNSCALED_BF16,
+            LISTS,
+        ],
+    ),
+    (
+        "fp16-master",
+        PLAIN,
+        [
+            ("compute", "fp16, emulated on plain CPU", LACKS_FP16),
+            ("weights", "fp16 with fp32 masters", MASTERS),
+            DYNAMIC,
+            NORMS_FP32,
+        ],
+    ),
+    (
+        "bf16-master",
+        PLAIN,
+        [
+            ("compute", "bf16, emulated on plain CPU", LACKS_BF16),
+            ("weights", "bf16 with fp32 masters", MASTERS),
+            UNSCALED_BF16,
+            NORMS_FP32,
+        ],
+    ),
+    (
+        "fp16-pure",
+        gpu(7, 0),
+        [
+            (
+                "compute",
+                "fp16, native on GPU 7.0",
+                "compute capability 7.0; matrix units take fp16 from 7.0",
+            ),
+            ("weights", "fp16 only", LOST),
+            UNSCALED_FP16,
+            ("normalisation layers", "fp16", "the policy casts the whole model"),
+        ],
+    ),
+    (
+        "bf16-pure",
+        PLAIN,
+        [
+            ("compute", "bf16, emulated on plain CPU", LACKS_BF16),
+            ("weights", "bf16 only", LOST),
+            UNSCALED_BF16,
+            ("normalisation layers", "bf16", "the policy casts the whole model"),
+        ],
+    ),
+    (
+        "fp8",
+        gpu(9, 0),
+        [
+            ("compute", "fp8, emulated on GPU 9.0", "FP8 linear layers are emulated on GPU 9.0"),
+            IN_FP32,
+            UNSCALED_BF16,
+            LISTS,
+        ],
+    ),
+    (
+        "fp16:loss_scale=static:init_scale=128:op_lists=device:lower=gelu:fp32=bmm+mm:fp32_modules=head+norm*",
+        gpu(8, 0),
+        [
+            (
+                "compute",
+                "fp16, native on GPU 8.0",
+                "the policy asks for device lists; compute capability 8.0; matrix units take fp16 from 7.0",
+            ),
+            IN_FP32,
+            ("loss scale", "static 128", "the policy fixes it"),
+            ("op lists", "the device's", "whatever torch.autocast does on this device"),
+            ("user op lists", "gelu: lower", "the policy names them"),
+            ("user op lists", "bmm, mm: fp32", "the policy names them"),
+            ("modules", "head, norm* in fp32", "the policy keeps them in FP32"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "device", "choices"), EXPLAINED)
+def test_explain(text: str, device: Device, choices: list[tuple[str, str, str]]) -> None:
+    found = Policy.parse(text).explain(device)
+    assert [(c.what, c.value, c.reason) for c in found] == choices
+
+
+def test_every_preset_is_explained() -> None:
+    assert {text.split(":")[0] for text, _, _ in EXPLAINED} == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESET_FIELDS)
+def test_explain_on_this_cpu(name: str) -> None:
+    policy = PRESETS[name]
+    choices = policy.explain("cpu")
+
+    assert choices == policy.explain()
+    assert [c.what for c in choices][:3] == ["compute", "weights", "loss scale"]
+    assert all(c.value and c.reason for c in choices)
+    named = [word for word in ("emulated", "native") if f", {word} on " in choices[0].value]
+    assert len(named) == (1 if policy.lowers else 0)
