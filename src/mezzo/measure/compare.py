@@ -72,13 +72,14 @@ def compare(runs: list[RunRecord], *, baseline: str, margin: float, command: lis
             hint="0.02 stands for 2% of the loss that training took off",
         )
     base = _baseline(groups[baseline], margin=margin)
+    trained = next((run for group in groups.values() for run in group.trained.values()), runs[0])
     return CompareRecord(
         command=command,
         baseline=baseline,
         margin=margin,
         rows=[_row(group, base=base) for group in groups.values()],
         runs=runs,
-        environment=runs[0].environment,
+        environment=trained.environment,
     )
 
 

@@ -108,7 +108,7 @@ def _convolution_backward(
     result: Sequence[Tensor | None], grad: Tensor, x: Tensor, weight: Tensor, _b: Any, *settings: Any
 ) -> int:
     transposed, mask = settings[3], settings[-1]
-    return sum(mask[:2]) * _convolved(x.shape, weight.shape, grad.shape, transposed)
+    return int(sum(mask[:2])) * _convolved(x.shape, weight.shape, grad.shape, transposed)
 
 
 def _attention(result: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
