@@ -165,6 +165,7 @@ def test_runs_that_share_a_seed_pair_in_order(seed: int | None) -> None:
         (falling(-5.0, start=-5.0), 0.02 * 5.0),
         ([8.0, 6.0, *[4.0] * 27, 1.0, 2.0, 3.0], 0.02 * (18 / 3 - 2.0)),  # means of three of 32 steps
         ([3.0], 0.02 * 3.0),
+        ([6.0, 5.0, *[2.0] * 16, 1.0], 0.02 * 5.0),  # a tenth of 19 steps is one
         ([INF, 6.0, *[1.0] * 18], 0.02 * 5.0),  # finite losses only
     ],
 )
@@ -242,13 +243,19 @@ def paired(differences: list[float], margin: float) -> Paired:
         ([paired([0.0, -3.0, -6.0], 1.0)], 12),
         ([paired([0.0, 0.5, 1.0], 1.0), paired([0.0, 3.0, 6.0], 1.0)], 12),
         ([paired([0.0, 0.5, 1.0], 1.0), paired([-0.9, 0.1, 1.1], 0.5)], 19),
-        ([paired([-0.9, 1.0, 2.8], 1.1)], 953),
+        ([paired([-0.9, 1.0, 2.8], 1.1)], 523),
         ([paired([-1.0, 1.0, 3.0], 1.1)], None),
         ([paired([0.0, 1.0, 2.0], 1.0)], None),
     ],
 )
 def test_seeds_needed_is_the_smallest_number_that_decides(quantities: list[Paired], expected: int | None) -> None:
     assert (seeds_needed(quantities), brute_force(quantities)) == (expected, expected)
+
+
+def test_seeds_needed_is_more_than_there_are() -> None:
+    wide, narrow = paired([-9.0, 9.0, 0.0, 5.0, -5.0], 1.0), paired([2.0, 3.0, 4.0], 1.0)
+    assert seeds_needed([narrow]) == 4
+    assert seeds_needed([wide, narrow]) == 6
 
 
 def test_a_quantity_with_one_pair_can_never_be_shown_to_be_equal() -> None:
@@ -356,4 +363,215 @@ def test_a_baseline_that_did_not_train_leaves_the_others_undecided(base: RunReco
 def test_the_records_environment_is_that_of_a_run_that_trained() -> None:
     dead = run("fp32", [], error="killed", environment=ENVIRONMENT.model_copy(update={"device": "unknown"}))
     assert judge([dead, run("fp32", falling(1.0), seed=1)]).environment.device == "cpu"
+    assert judge([dead, run("bf16", falling(1.0))]).environment.device == "cpu"
     assert judge([dead]).environment.device == "unknown"
+
+
+# --- time, memory and what ran ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("times", "step_ms"),
+    [
+        ([100.0, 100.0, 100.0, 2.0, 4.0, 3.0], 3.0),  # three steps of warm-up
+        ([100.0] * 4 + [2.0] * 35 + [100.0], 2.0),  # the fourth of 40 counts as warm-up, a late outlier as nothing
+        ([9.0] * 3 + [1.0, 7.0], 4.0),
+        ([9.0, 9.0, 9.0, 1.0], 1.0),  # what is left, however little
+        ([9.0, 1.0, 5.0], 5.0),  # warm-up is all there is
+        ([9.0, 9.0, 9.0, NAN, 3.0], 3.0),
+        ([], None),
+        ([NAN], None),
+    ],
+)
+def test_the_time_of_a_step_leaves_warm_up_out(times: list[float], step_ms: float | None) -> None:
+    assert row_of([run("fp32", falling(1.0), time_ms=times)], "fp32").step_ms == step_ms
+
+
+def test_a_tenth_of_a_long_run_is_warm_up() -> None:
+    times = [9.0] * 10 + [1.0] * 46 + [9.0] * 44  # of 90 steps after warm-up most take 1 ms, of 97 most take 9
+    assert row_of([run("fp32", falling(1.0), time_ms=times)], "fp32").step_ms == 1.0
+
+
+def timed(policy: str, medians: list[float], **fields: Any) -> list[RunRecord]:
+    return [run(policy, falling(1.0), seed=i, time_ms=[ms] * 8, **fields) for i, ms in enumerate(medians)]
+
+
+def times_of(row: Row) -> tuple[float | None, ...]:
+    return row.step_ms, row.speedup, row.speedup_low, row.speedup_high
+
+
+def test_the_speedup_is_the_median_of_the_seeds_ratios() -> None:
+    rows = judge(timed("fp32", [8.0, 6.0, 12.0]) + timed("bf16", [4.0, 2.0, 8.0, 1.0])).rows
+    assert times_of(rows[0]) == (8.0, 1.0, 1.0, 1.0)
+    assert times_of(rows[1]) == (3.0, 2.0, 1.5, 3.0)  # the fourth seed has no partner
+
+
+EMULATED = Effective(flops_by_format={"bf16": 3, "fp32": 1}, emulated=True)
+EMULATED_NOTE = "its formats are emulated here, so its times say nothing of a speed-up"
+
+
+def test_an_emulated_row_claims_no_speed() -> None:
+    half = [*timed("bf16", [2.0]), run("bf16", falling(1.0), seed=1, time_ms=[2.0] * 8, effective=EMULATED)]
+    base, row = judge(timed("fp32", [8.0, 8.0]) + half).rows
+    assert (base.emulated, row.emulated) == (False, True)
+    assert times_of(row) == (2.0, None, None, None)
+    assert row.reason.endswith(f"; {EMULATED_NOTE}")
+    assert EMULATED_NOTE not in base.reason
+
+
+def test_no_row_claims_speed_over_an_emulated_baseline() -> None:
+    rows = judge(timed("fp32", [2.0]) + timed("bf16", [8.0], effective=EMULATED), baseline="bf16").rows
+    assert [times_of(row) for row in rows] == [(2.0, None, None, None), (8.0, None, None, None)]
+
+
+def test_runs_without_times_give_no_speedup() -> None:
+    row = row_of(timed("fp32", [8.0]) + series("bf16", [1.0]))
+    assert times_of(row) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ratio"),
+    [
+        (Memory(parameters_bytes=6, activations_bytes=6), Memory(parameters_bytes=8, gradients_bytes=16), 0.5),
+        (
+            Memory(parameters_bytes=6, cuda_allocated_bytes=30),
+            Memory(parameters_bytes=8, cuda_allocated_bytes=40),
+            0.75,
+        ),
+        (Memory(parameters_bytes=2, cuda_allocated_bytes=30), Memory(parameters_bytes=8), 0.25),
+        (Memory(parameters_bytes=2), Memory(parameters_bytes=8, cuda_allocated_bytes=30), 0.25),
+        (Memory(parameters_bytes=6), Memory(), None),
+        (Memory(), Memory(parameters_bytes=6), None),
+    ],
+)
+def test_the_memory_ratio_takes_what_both_sides_have(ours: Memory, theirs: Memory, ratio: float | None) -> None:
+    row = row_of([run("fp32", falling(1.0), memory=theirs), run("bf16", falling(1.0), memory=ours)])
+    assert (row.memory, row.memory_ratio) == (ours, ratio)
+
+
+def test_a_failed_baseline_gives_no_memory_ratio() -> None:
+    memory = Memory(parameters_bytes=4)
+    row = row_of([run("fp32", [], memory=memory), run("bf16", falling(1.0), memory=memory)])
+    assert row.memory_ratio is None
+
+
+def test_a_row_shows_what_its_first_good_run_did_and_the_mean_of_skips() -> None:
+    other = [
+        run("bf16", [], seed=0, effective=Effective(flops_by_format={"fp32": 1})),
+        run("bf16", falling(1.0), seed=1, effective=EMULATED, skipped=[True, True, True, False], loss_scale=[8.0, 4.0]),
+        run("bf16", falling(1.0), seed=2, skipped=[True, True, False, False], loss_scale=[2.0]),
+    ]
+    row = row_of(series("fp32", [1.0]) + other)
+    assert (row.share_by_format, row.num_skipped, row.final_scale) == ({"bf16": 0.75, "fp32": 0.25}, 2.5, 4.0)
+
+
+# --- the record and wrong calls -----------------------------------------------------------------------------------
+
+
+def test_the_record_keeps_what_it_was_given() -> None:
+    runs = series("bf16", [1.0]) + series("fp32", [1.0])
+    record = compare(runs, baseline="bf16", margin=0.5, command=["mezzo", "compare", "train.py"])
+    assert (record.baseline, record.margin, record.runs) == ("bf16", 0.5, runs)
+    assert (record.command, record.environment) == (["mezzo", "compare", "train.py"], ENVIRONMENT)
+    assert CompareRecord.model_validate_json(record.model_dump_json()).rows[1].reason == record.rows[1].reason
+
+
+@pytest.mark.parametrize(
+    ("runs", "baseline", "margin", "error", "message", "hint"),
+    [
+        (
+            series("bf16", [1.0]) + series("fp16", [1.0]),
+            "fp32",
+            0.02,
+            PolicyError,
+            "baseline 'fp32' is not a policy that was run; did you mean fp16? Allowed: bf16, fp16",
+            "add it to --policies, or choose a baseline among them",
+        ),
+        (
+            [],
+            "fp32",
+            0.02,
+            PolicyError,
+            "baseline 'fp32' is not a policy that was run; there is no run at all",
+            "add it to --policies, or choose a baseline among them",
+        ),
+        *(
+            (
+                series("fp32", [1.0]),
+                "fp32",
+                margin,
+                MezzoError,
+                f"margin={margin!r}; allowed: a number above 0",
+                "0.02 stands for 2% of the loss that training took off",
+            )
+            for margin in (0.0, -0.1, NAN, INF)
+        ),
+    ],
+)
+def test_wrong_calls(
+    runs: list[RunRecord], baseline: str, margin: float, error: type[MezzoError], message: str, hint: str
+) -> None:
+    with pytest.raises(error) as caught:
+        judge(runs, baseline=baseline, margin=margin)
+    assert (type(caught.value), caught.value.message, caught.value.hint) == (error, message, hint)
+
+
+# --- for any runs -------------------------------------------------------------------------------------------------
+
+finals = st.lists(st.floats(0.1, 4.0), min_size=2, max_size=6)
+many = settings(max_examples=60, deadline=None)
+
+
+@many
+@given(finals=finals)
+def test_a_policy_identical_to_the_baseline_is_equivalent(finals: list[float]) -> None:
+    row = row_of(series("fp32", finals) + series("bf16", finals))
+    assert (row.verdict, row.reason) == ("equivalent", "every step's loss is identical to fp32's")
+
+
+@many
+@given(finals=finals, shift=st.sampled_from([-1.0, 1.0]), noise=st.lists(st.floats(-0.01, 0.01), min_size=6))
+def test_a_shift_far_beyond_the_margin_is_different(finals: list[float], shift: float, noise: list[float]) -> None:
+    moved = [[loss + shift + d for loss in falling(final)] for final, d in zip(finals, noise, strict=False)]
+    other = [run("bf16", losses, seed=seed) for seed, losses in enumerate(moved)]
+    row = row_of(series("fp32", finals) + other, margin=0.02)
+    assert row.verdict == "different"
+    assert row.loss is not None
+    assert math.copysign(1.0, row.loss.low) == math.copysign(1.0, row.loss.high) == shift
+
+
+differences = st.lists(st.integers(-64, 64).map(lambda n: n / 16), min_size=2, max_size=8)
+
+
+@many
+@given(differences=differences, margin=st.integers(1, 64).map(lambda n: n / 16))
+def test_the_sign_of_the_difference_does_not_matter(differences: list[float], margin: float) -> None:
+    q, mirrored = paired(differences, margin), paired([-d for d in differences], margin)
+    n = len(differences)
+    low, high = q.interval(0.95, num_pairs=n)
+    assert mirrored.interval(0.95, num_pairs=n) == (-high, -low)
+    assert (q.is_inside(num_pairs=n), q.is_outside(num_pairs=n)) == (
+        mirrored.is_inside(num_pairs=n),
+        mirrored.is_outside(num_pairs=n),
+    )
+    assert seeds_needed([q]) == seeds_needed([mirrored])
+
+
+@many
+@given(
+    differences=differences.filter(lambda d: len(set(d)) > 1), margin=st.integers(1, 64).map(lambda n: n / 16 + 0.01)
+)
+def test_equivalence_is_two_one_sided_tests_at_five_percent(differences: list[float], margin: float) -> None:
+    above = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
+    below = stats.ttest_1samp(differences, margin, alternative="less").pvalue
+    q = paired(differences, margin)
+    assert q.is_inside(num_pairs=len(q)) == (max(above, below) <= 0.05)
+
+
+@many
+@given(policies=st.lists(st.sampled_from(["fp32", "bf16", "fp16", "fp8", "as-is"]), min_size=1, max_size=12))
+def test_rows_keep_the_order_of_first_appearance(policies: list[str]) -> None:
+    rows = judge([run(policy, falling(1.0)) for policy in policies], baseline=policies[-1]).rows
+    assert [row.policy for row in rows] == list(dict.fromkeys(policies))
+    assert [row.num_runs for row in rows] == [policies.count(row.policy) for row in rows]
+    assert [row.verdict == "baseline" for row in rows] == [row.policy == policies[-1] for row in rows]

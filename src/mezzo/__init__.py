@@ -1,6 +1,7 @@
 """Mixed-precision training that people can turn on, trust and prove.
 
-The names below are the library; everything is imported on first use, so ``import mezzo`` costs nothing and needs no torch.
+The names below are the library; everything is imported on first use, so ``import mezzo`` costs nothing and needs no
+torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mezzo.engine.checks import PrecisionWarning
+    from mezzo.engine.optimizers import SGD, AdamW
     from mezzo.engine.scaling import DynamicScale, NoScale, StaticScale
     from mezzo.engine.session import Session
     from mezzo.errors import (
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from mezzo.records import read_record
 
 _HOMES = {
+    "AdamW": "mezzo.engine.optimizers",
     "Choice": "mezzo.explain",
     "DynamicScale": "mezzo.engine.scaling",
     "MezzoError": "mezzo.errors",
@@ -36,6 +39,7 @@ _HOMES = {
     "PolicyError": "mezzo.errors",
     "PrecisionWarning": "mezzo.engine.checks",
     "RecordError": "mezzo.errors",
+    "SGD": "mezzo.engine.optimizers",
     "ScaleFloorError": "mezzo.errors",
     "ScriptError": "mezzo.errors",
     "Session": "mezzo.engine.session",
@@ -46,6 +50,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdamW",
     "Choice",
     "DynamicScale",
     "MezzoError",
@@ -55,6 +60,7 @@ __all__ = [
     "PolicyError",
     "PrecisionWarning",
     "RecordError",
+    "SGD",
     "ScaleFloorError",
     "ScriptError",
     "Session",

@@ -2,13 +2,13 @@
 
 Support for a format on a device is one of
 
-``native``      the hardware multiplies in it faster than in FP32
-``emulated``    Mezzo rounds operands, results and gradients to it and multiplies in FP32: the numerics of a GPU at about FP32 speed
-``impossible``  neither
+``native``      the hardware multiplies in it faster than in FP32 ``emulated``    Mezzo rounds operands, results and
+gradients to it and multiplies in FP32: the numerics of a GPU at about FP32 speed ``impossible``  neither
 
-NVIDIA's matrix units take FP16 from compute capability 7.0, BF16 and TF32 from 8.0, FP8 from 8.9 (NVIDIA CUDA C++ Programming Guide,
-"Arithmetic Instructions" and "Compute Capabilities"). An x86 CPU has matrix or vector units for BF16 with AVX512-BF16 or AMX-BF16
-and for FP16 with AVX512-FP16 or AMX-FP16; without them torch's half-precision kernels are 6 to 25 times slower than FP32 ones.
+NVIDIA's matrix units take FP16 from compute capability 7.0, BF16 and TF32 from 8.0, FP8 from 8.9 (NVIDIA CUDA C++
+Programming Guide, "Arithmetic Instructions" and "Compute Capabilities"). An x86 CPU has matrix or vector units for
+BF16 with AVX512-BF16 or AMX-BF16 and for FP16 with AVX512-FP16 or AMX-FP16; without them torch's half-precision
+kernels are 6 to 25 times slower than FP32 ones.
 
 Importing this module imports no torch; the functions do.
 """

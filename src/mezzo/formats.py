@@ -1,10 +1,10 @@
 """What a number format can hold.
 
-A binary floating-point format is a sign, ``exponent_bits`` and ``mantissa_bits``; its range and spacing follow. With bias
-``b = 2**(exponent_bits - 1) - 1`` the smallest normal is ``2**(1 - b)``, the smallest subnormal ``2**(1 - b - mantissa_bits)`` and
-the largest value ``(2 - 2**-mantissa_bits) * 2**b`` where the top exponent is kept for infinity and NaN (IEEE 754-2019,
-section 3.3). E4M3 keeps only one bit pattern for NaN and none for infinity, so its top exponent holds numbers: the largest is
-448 (Micikevicius et al., arXiv:2209.05433, table 1).
+A binary floating-point format is a sign, ``exponent_bits`` and ``mantissa_bits``; its range and spacing follow. With
+bias ``b = 2**(exponent_bits - 1) - 1`` the smallest normal is ``2**(1 - b)``, the smallest subnormal ``2**(1 - b -
+mantissa_bits)`` and the largest value ``(2 - 2**-mantissa_bits) * 2**b`` where the top exponent is kept for infinity
+and NaN (IEEE 754-2019, section 3.3). E4M3 keeps only one bit pattern for NaN and none for infinity, so its top
+exponent holds numbers: the largest is 448 (Micikevicius et al., arXiv:2209.05433, table 1).
 
 TF32 is a compute format: values are stored as FP32 and the matrix unit reads 10 of their 23 mantissa bits.
 """

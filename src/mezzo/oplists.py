@@ -1,20 +1,21 @@
 """Which operation runs in which precision: the portable op lists, as data.
 
-The lists are those that ``torch.autocast("cuda")`` applies (pytorch ``aten/src/ATen/autocast_mode.h``, torch 2.13), written down
-by family so that they can be read, changed by a policy and applied on every device. torch's own CPU lists are other lists
-(softmax, layer_norm, sum and pow stay in 16 bits there), so a CPU run under ``torch.autocast("cpu")`` says little about a GPU run.
+The lists are those that ``torch.autocast("cuda")`` applies (pytorch ``aten/src/ATen/autocast_mode.h``, torch 2.13),
+written down by family so that they can be read, changed by a policy and applied on every device. torch's own CPU
+lists are other lists (softmax, layer_norm, sum and pow stay in 16 bits there), so a CPU run under
+``torch.autocast("cpu")`` says little about a GPU run.
 
-``lower``   the operands are cast to the policy's compute format
-``fp32``    16-bit operands are cast to FP32, and so the result is FP32
-``widest``  mixed operands are cast to the widest format among them
-``follow``  nothing is cast; the operation runs in the format of its operands. Only a policy that names the family changes it.
+``lower``   the operands are cast to the policy's compute format ``fp32``    16-bit operands are cast to FP32, and so
+the result is FP32 ``widest``  mixed operands are cast to the widest format among them ``follow``  nothing is cast;
+the operation runs in the format of its operands. Only a policy that names the family changes it.
 
-An operation is named by the place where torch exposes it: ``torch.``, ``F.`` (torch.nn.functional), ``Tensor.``, ``_nn.``
-(torch._C._nn, where most losses end), ``_VF.`` (torch._C._VariableFunctions), ``linalg.`` and ``special.``. A name that a torch
-version lacks is left out when the table is built.
+An operation is named by the place where torch exposes it: ``torch.``, ``F.`` (torch.nn.functional), ``Tensor.``,
+``_nn.`` (torch._C._nn, where most losses end), ``_VF.`` (torch._C._VariableFunctions), ``linalg.`` and ``special.``.
+A name that a torch version lacks is left out when the table is built.
 
-Two deliberate differences from CUDA: ``binary_cross_entropy`` runs in FP32 (CUDA's autocast refuses it), and whole recurrent layers
-(``torch.lstm``, ``gru``, ``rnn_tanh``, ``rnn_relu``) are listed by the name that Python calls rather than by the cuDNN kernel.
+Two deliberate differences from CUDA: ``binary_cross_entropy`` runs in FP32 (CUDA's autocast refuses it), and whole
+recurrent layers (``torch.lstm``, ``gru``, ``rnn_tanh``, ``rnn_relu``) are listed by the name that Python calls rather
+than by the cuDNN kernel.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ Grammar of a policy text::
     policy  = name *(":" field "=" value)          fp16:init_scale=1024:fp32_modules=head.*+norm
     value   = number | word | name *("+" name)
 
-``name`` is a preset or what another library calls it (``O1``, ``16-mixed``, ``mixed_float16`` ...). ``str(policy)`` is the
-shortest such text, and ``Policy.parse(str(policy)) == policy`` for every policy. The separator is a colon because the
-command line lists policies with commas.
+``name`` is a preset or what another library calls it (``O1``, ``16-mixed``, ``mixed_float16`` ...). ``str(policy)``
+is the shortest such text, and ``Policy.parse(str(policy)) == policy`` for every policy. The separator is a colon
+because the command line lists policies with commas.
 """
 
 from __future__ import annotations

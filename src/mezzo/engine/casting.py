@@ -1,10 +1,10 @@
 """Apply a policy to the operations of a region of code.
 
-``torch.autocast`` is two things: a state (on or off, in which dtype; nestable, kept by activation checkpointing for its recompute,
-guarded by torch.compile) and an implementation (C++ kernels with one fixed list a device). Here the state stays torch's, and
-where the policy wants what the kernels do not do, another implementation acts on it: a function mode that looks every call up
-in a table. So a nested ``torch.autocast(enabled=False)`` in a model works as it always did, and ``torch.is_autocast_enabled``
-tells the truth.
+``torch.autocast`` is two things: a state (on or off, in which dtype; nestable, kept by activation checkpointing for
+its recompute, guarded by torch.compile) and an implementation (C++ kernels with one fixed list a device). Here the
+state stays torch's, and where the policy wants what the kernels do not do, another implementation acts on it: a
+function mode that looks every call up in a table. So a nested ``torch.autocast(enabled=False)`` in a model works as
+it always did, and ``torch.is_autocast_enabled`` tells the truth.
 
 Three ways, chosen once by ``Casting.choose`` with its reason:
 
@@ -12,12 +12,14 @@ Three ways, chosen once by ``Casting.choose`` with its reason:
 ``overlay``  the kernels, and the mode for the operations that the policy changes
 ``table``    the mode alone: portable lists on a device with other lists, or emulated arithmetic
 
-What the mode costs: a Python call for each torch call in the region, 2 to 5 microseconds. What it does not see: operations inside
-C++ composites (their families are listed whole) and TorchScript. Python functions of torch that are made of other torch
-calls (``F.multi_head_attention_forward``) are entered rather than looked up, so what they call is seen.
+What the mode costs: a Python call for each torch call in the region, 2 to 5 microseconds. What it does not see:
+operations inside C++ composites (their families are listed whole) and TorchScript. Python functions of torch that are
+made of other torch calls (``F.multi_head_attention_forward``) are entered rather than looked up, so what they call is
+seen.
 
-Casts of weights are kept until the outermost region ends: one cast a weight and forward, however often it is used. A cast made
-under ``no_grad`` is kept apart from one made with gradients, so validation inside a region does not cut the graph.
+Casts of weights are kept until the outermost region ends: one cast a weight and forward, however often it is used. A
+cast made under ``no_grad`` is kept apart from one made with gradients, so validation inside a region does not cut the
+graph.
 """
 
 from __future__ import annotations

@@ -137,3 +137,12 @@ def check_shares(shares: Sequence[float]) -> None:
             f"the losses of this window have different total weights ({listed} of a full window)",
             hint="give every loss of a micro-batch that micro-batch's weight",
         )
+
+
+def refuse_half_gradients(gradients: Sequence[Tensor]) -> None:
+    """Refuse to unscale 16-bit gradients in place: what the loss scale kept from underflow would be lost."""
+    if any(g.element_size() == 2 for g in gradients):
+        raise SessionError(
+            "unscale() with gradients in 16 bits, which one-pass optimizers read as they are",
+            hint="use clip_norm, or torch's optimizer, whose masters get FP32 gradients",
+        )

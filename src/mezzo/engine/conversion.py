@@ -1,7 +1,7 @@
 """Change a model's modules to what a policy keeps: weights in 16 bits, norms and named modules in FP32.
 
-A module's behaviour is changed by giving the instance a ``forward`` of its own, a partial of a function in this file: it
-pickles, deep-copies and compiles, and ``del module.forward`` takes it back.
+A module's behaviour is changed by giving the instance a ``forward`` of its own, a partial of a function in this file:
+it pickles, deep-copies and compiles, and ``del module.forward`` takes it back.
 """
 
 from __future__ import annotations

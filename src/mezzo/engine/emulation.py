@@ -1,18 +1,19 @@
 """The arithmetic of 16-bit matrix units, done in FP32.
 
-A matrix unit reads 16-bit operands, multiplies them exactly (a product of two 11-bit significands fits FP32's 24 bits), adds in FP32 and
-rounds each result once. So rounding the operands, multiplying in FP32 and rounding the result gives the same numbers up to the
-order of the FP32 sums: 99.7% of elements and more are equal to the bit to native half kernels, the rest differ by one unit in the
-last place (``benchmarks/emulation.py``). The gradients with respect to both operands are such products too and are rounded likewise.
+A matrix unit reads 16-bit operands, multiplies them exactly (a product of two 11-bit significands fits FP32's 24
+bits), adds in FP32 and rounds each result once. So rounding the operands, multiplying in FP32 and rounding the result
+gives the same numbers up to the order of the FP32 sums: 99.7% of elements and more are equal to the bit to native
+half kernels, the rest differ by one unit in the last place (``benchmarks/emulation.py``). The gradients with respect
+to both operands are such products too and are rounded likewise.
 
-What is kept for the backward pass is the 16-bit operands, as on a GPU: the FP32 copies are temporary. Operations with a
-closed-form gradient (linear, matmul, convolution, attention on a CPU) keep only that; for the rest (``einsum``, ``addmm``,
-recurrent layers) the backward pass runs the forward again, one more product in FP32 instead of twice the memory. With dropout
-inside, running again would draw other numbers, so there FP32 copies are kept.
+What is kept for the backward pass is the 16-bit operands, as on a GPU: the FP32 copies are temporary. Operations with
+a closed-form gradient (linear, matmul, convolution, attention on a CPU) keep only that; for the rest (``einsum``,
+``addmm``, recurrent layers) the backward pass runs the forward again, one more product in FP32 instead of twice the
+memory. With dropout inside, running again would draw other numbers, so there FP32 copies are kept.
 
-Covered: products, convolutions, attention, recurrent layers; results beyond the format's range become infinite and those below its smallest
-subnormal zero, as on a GPU. Not covered: split-k sums in FP16, FP16 accumulation, the 16-bit hidden state between the time steps of a
-recurrent layer, and the 16-bit probabilities inside fused attention kernels.
+Covered: products, convolutions, attention, recurrent layers; results beyond the format's range become infinite and
+those below its smallest subnormal zero, as on a GPU. Not covered: split-k sums in FP16, FP16 accumulation, the 16-bit
+hidden state between the time steps of a recurrent layer, and the 16-bit probabilities inside fused attention kernels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Linear layers in FP8, emulated in FP32.
 
-The recipe is that of "FP8 Formats for Deep Learning" (arXiv:2209.05433) with one scale a tensor, taken from its largest magnitude at
-each use: operands in E4M3, gradients in E5M2, sums in FP32, results in BF16. What is kept for the backward pass is the 8-bit
-operands and their scales.
+The recipe is that of "FP8 Formats for Deep Learning" (arXiv:2209.05433) with one scale a tensor, taken from its
+largest magnitude at each use: operands in E4M3, gradients in E5M2, sums in FP32, results in BF16. What is kept for
+the backward pass is the 8-bit operands and their scales.
 """
 
 from __future__ import annotations

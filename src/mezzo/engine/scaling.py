@@ -1,7 +1,8 @@
 """Loss scales: none, static, dynamic. Their state lives on the device.
 
-FP16 holds nothing below 2**-24, and many gradients are smaller. The loss is multiplied by a scale, so that every gradient is, and
-the gradients are divided by it in FP32 before the optimizer sees them (Micikevicius et al., arXiv:1710.03740, section 3.2).
+FP16 holds nothing below 2**-24, and many gradients are smaller. The loss is multiplied by a scale, so that every
+gradient is, and the gradients are divided by it in FP32 before the optimizer sees them (Micikevicius et al.,
+arXiv:1710.03740, section 3.2).
 
 The dynamic scale is found by trying, update by update::
 
@@ -17,8 +18,8 @@ The dynamic scale is found by trying, update by update::
             scale = min(scale * growth_factor, max_scale)
             growth_tracker = 0
 
-With ``hysteresis=1`` and no floor or ceiling that is ``torch.amp.GradScaler``, number for number. All three classes have the same
-methods: the training step never asks whether there is a scale.
+With ``hysteresis=1`` and no floor or ceiling that is ``torch.amp.GradScaler``, number for number. All three classes
+have the same methods: the training step never asks whether there is a scale.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class NoScale:
         """Return ``loss``."""
         return loss
 
-    def inverse(self) -> Tensor | float:
-        """Return the factor that takes the scale out of a gradient."""
-        return 1.0
+    def inverse(self) -> Tensor | None:
+        """Return the factor that takes the scale out of a gradient, None for 1."""
+        return None
 
     def value(self) -> float:
         """Return the scale."""
@@ -57,6 +58,10 @@ class NoScale:
     def at_floor(self) -> bool:
         """Return whether the scale can get no smaller."""
         return False
+
+    def floor_flag(self) -> Tensor | float:
+        """Return 1 where the scale can get no smaller, else 0, without waiting for the device."""
+        return 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state."""
@@ -78,7 +83,7 @@ class StaticScale(NoScale):
         """Return ``loss`` times the scale."""
         return loss * self._scale
 
-    def inverse(self) -> Tensor | float:
+    def inverse(self) -> Tensor | None:
         """Return 1 / scale as an FP32 tensor on the device, rounded once (by way of FP64)."""
         return self._scale.double().reciprocal().float()
 
@@ -144,6 +149,10 @@ class DynamicScale(StaticScale):
     def at_floor(self) -> bool:
         """Return whether the scale can get no smaller; waits for the device."""
         return self.value() <= self.min_scale
+
+    def floor_flag(self) -> Tensor | float:
+        """Return 1 where the scale can get no smaller, else 0, without waiting for the device."""
+        return (self._scale <= self.min_scale).float()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state that ``torch.amp.GradScaler.load_state_dict`` takes too; waits for the device."""

@@ -10,12 +10,12 @@
                masters are rounded into the model, schedulers step (not after a skip), gradients are dropped
                the loss scale learns what was found
 
-The norm of the scaled gradients is not finite exactly when a gradient is not finite, or when their squares leave FP32's range;
-the second is told apart before anything is skipped. Scales are powers of two unless you choose others, so multiplying by one
-factor gives bit for bit what unscaling and clipping one after the other give.
+The norm of the scaled gradients is not finite exactly when a gradient is not finite, or when their squares leave
+FP32's range; the second is told apart before anything is skipped. Scales are powers of two unless you choose others,
+so multiplying by one factor gives bit for bit what unscaling and clipping one after the other give.
 
-Host reads: the flag once an update (only with a loss scale); the loss once, at the very first ``backward``; and whatever you read
-(``loss_scale``, ``grad_norm``). Nothing else waits for the device.
+Host reads: the flag once an update (only with a loss scale); the loss once, at the very first ``backward``; and
+whatever you read (``loss_scale``, ``grad_norm``). Nothing else waits for the device.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine import checks, conversion
+from mezzo.engine import checks
 from mezzo.engine.casting import Casting
+from mezzo.engine.floor import FloorWatch
 from mezzo.engine.gradients import all_finite, not_finite, put_back, set_aside, total_norm, worst
-from mezzo.engine.master import MasterWeights
+from mezzo.engine.kernels.choice import choose
+from mezzo.engine.optimizers import OnePass
+from mezzo.engine.preparation import choose_update, prepare
 from mezzo.engine.scaling import scale_for
+from mezzo.engine.window import Window
 from mezzo.errors import ScaleFloorError, SessionError
 from mezzo.explain import Choice
-from mezzo.formats import FP32
 from mezzo.policy import Policy
 
 Optimizer = torch.optim.Optimizer
@@ -97,42 +100,21 @@ class Session:
         self.casting = Casting.of(self.policy, self.device.type)
         self.scales = [scale_for(self.policy, self.device) for _ in range(num_losses)]
         self._separate = num_losses > 1
-        self.masters: MasterWeights | None = None
-        self._convert()
-        self.updates = 0
-        """Updates made, skipped ones not counted."""
-        self.skipped = 0
-        """Updates skipped because a gradient was not finite."""
+        self._one_pass, self._way_of_updating = choose_update(self.optimizers, self.device.type, clip_value)
+        self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
+        self._windows = 0
         self._norm: Tensor | None = None
         self._found: Tensor | None = None
-        self._unscaled = False
-        self._first_weight = 0.0
-        self._shares: list[float] = []
-        self._zero = torch.zeros((), dtype=FP32.dtype, device=self.device)
+        self._overflowed = False
+        self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
+        self._skips = torch.zeros((), device=self.device)
+        self._floor = FloorWatch(self.device)
         self._open_window()
-        self._watch_rounding = self.policy.casting == "model" and self.masters is None
-
-    def _convert(self) -> None:
-        if self.policy.casting == "ops":
-            for model in self.models:
-                checks.refuse_half(model, self.policy)
-                conversion.keep_fp32(model, self.policy, self.device.type)
-        elif self.policy.casting == "model":
-            if self.policy.master_weights:
-                self.masters = MasterWeights(self._parameters())
-            for model in self.models:
-                conversion.cast_model(model, self.policy, self.device.type)
-            if self.masters is not None:
-                self.masters.keep_cast()
-                for optimizer in self.optimizers:
-                    self.masters.adopt(optimizer)
-        elif self.policy.compute == "tf32":
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
-            torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        self._watch_rounding = self.policy.casting == "model" and not self.policy.master_weights
 
     def explain(self) -> list[Choice]:
         """Return what the policy does here, each choice with its reason."""
-        return [*self.policy.explain(self.device.type), self.casting.choice]
+        return [*self.policy.explain(self.device.type), self.casting.choice, self._way_of_updating]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass and the loss are computed."""
@@ -149,7 +131,7 @@ class Session:
             loss_id: which of ``num_losses`` scales to use.
         """
         self.backward(loss, weight=weight, loss_id=loss_id)
-        if self._calls == self.accumulate:
+        if self._window.calls == self.accumulate:
             self.update()
 
     def backward(self, loss: Tensor, *, weight: float | None = None, loss_id: int = 0) -> None:
@@ -162,14 +144,15 @@ class Session:
             NonFiniteLossError: the loss is not finite before the first update.
             SessionError: the loss cannot be differentiated, the scale is unknown, or the gradients were unscaled already.
         """
-        checks.check_loss(loss, first=self.updates + self.skipped + self._calls == 0)
+        checks.check_loss(loss, first=self._windows + self._window.calls == 0)
         checks.check_weight(weight, loss_id, len(self.scales))
-        if self._unscaled:
+        if self._window.unscaled:
             raise SessionError(
                 "backward() after unscale(): scaled gradients would be added to unscaled ones",
                 hint="call update() first",
             )
-        weighted = loss * self._share(weight, loss_id) if weight or self.accumulate > 1 else loss
+        share = self._window.share(weight, loss_id)
+        weighted = loss if share == 1.0 else loss * share
         scale = self.scales[loss_id]
         aside = set_aside(self._parameters()) if self._separate else None
         if self.casting.mode is None:
@@ -178,17 +161,9 @@ class Session:
             with self.casting.backward():
                 scale.scale(weighted).backward()
         if aside is not None:
-            self._unscale_one(loss_id)
+            self._to_first_scale(loss_id)
             put_back(aside)
-        self._calls += 1
-
-    def _share(self, weight: float | None, loss_id: int) -> float:
-        """Return the share of the window that a micro-batch of ``weight`` is, as if the rest were like its first."""
-        given = 1.0 if weight is None else float(weight)
-        self._first_weight = self._first_weight or given
-        share = given / (self._first_weight * self.accumulate)
-        self._shares[loss_id] += share
-        return share
+        self._window.calls += 1
 
     def unscale(self) -> None:
         """Divide the scale and the window's weights out of the gradients now, to look at them or change them before ``update``.
@@ -196,23 +171,23 @@ class Session:
         Raises:
             SessionError: there was no backward pass, or the gradients were unscaled already.
         """
-        if self._calls == 0:
+        if self._window.calls == 0:
             raise SessionError(
                 "unscale() without a backward pass since the last update",
                 hint="call step(loss) or backward(loss) first",
             )
-        if self._unscaled:
+        if self._window.unscaled:
             raise SessionError(
                 "unscale() was already called since the last update",
                 hint="call it once a window; unscaling twice would divide the gradients twice",
             )
         gradients = self._gradients(self.optimizers)
+        checks.refuse_half_gradients(gradients)
         self._found = self._reduce(gradients)
         factor = self._factor()
         if factor is not None:
-            self._norm = self._norm * factor if self._norm is not None else None
             torch._foreach_mul_(gradients, factor)
-        self._unscaled = True
+        self._window.unscaled = True
 
     def update(self, *optimizers: Optimizer) -> None:
         """Close the window: clip, step the optimizers or skip, step the schedulers, drop the gradients.
@@ -224,28 +199,71 @@ class Session:
             SessionError: there was no backward pass since the last update.
             ScaleFloorError: the loss scale is at its floor and gradients still overflow; names the worst.
         """
-        if self._calls == 0:
+        if self._window.calls == 0:
             raise SessionError(
                 "update() without a backward pass since the last update",
                 hint="call step(loss) or backward(loss) first; to update several optimizers from one "
                 "backward pass call update() or update(first, second) once",
             )
         chosen = list(optimizers) or self.optimizers
+        before = self._snapshot() if self._watch_rounding else None
         gradients = self._gradients(chosen)
-        found = self._found if self._unscaled else self._reduce(gradients)
-        skip = found is not None and bool(found)  # the one host read; GradScaler waits here as well
-        if skip and not self._separate and all_finite(gradients):
-            skip, found = False, self._zero  # only the sum of squares left FP32's range
-            self._norm = total_norm([g.double() for g in gradients])
-        if skip:
-            self._skip()
-        else:
-            self._clip(gradients)
-            self._apply(chosen)
+        found = self._found if self._window.unscaled else self._reduce(gradients)
+        factor = self._clipped(None if self._window.unscaled else self._factor())
+        at_once, by_step = self._update_at_once, self._update_by_step
+        skipped = at_once(chosen, factor, found) if self._one_pass else by_step(chosen, gradients, factor)
+        if not skipped:
+            for scheduler in self.schedulers:
+                scheduler.step()
         self._teach_scales(found)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        self._windows += 1
         self._open_window()
+        if before is not None and not skipped:
+            self._watch_rounding = False
+            checks.warn_of_lost_updates(before, self._snapshot(), self.policy)
+
+    def _update_at_once(self, chosen: list[Optimizer], factor: Tensor | None, found: Tensor | None) -> bool:
+        """Hand factor and flag to the kernels; the host reads the flag only where a scheduler has to know."""
+        flag = self._zero if found is None else found
+        for optimizer in chosen:
+            assert isinstance(optimizer, OnePass)
+            optimizer.update(self._one if factor is None else factor.float(), flag)
+        if found is None:
+            return False
+        self._skips += flag
+        self._floor.note(flag, self.scales)
+        if self._floor.reached():
+            raise self._floor_error()
+        return bool(self.schedulers) and bool(flag)
+
+    def _update_by_step(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None) -> bool:
+        """Change the gradients and let the optimizers step, or skip."""
+        if self._overflowed:
+            self._skips += 1
+            if any(scale.at_floor() for scale in self.scales):
+                raise self._floor_error()
+            return True
+        if gradients and factor is not None:
+            torch._foreach_mul_(gradients, factor)
+        if gradients and self.clip_value is not None:
+            torch._foreach_clamp_min_(gradients, -self.clip_value)
+            torch._foreach_clamp_max_(gradients, self.clip_value)
+        for optimizer in chosen:
+            optimizer.step()
+        self.masters.push()
+        return False
+
+    @property
+    def updates(self) -> int:
+        """Return how many updates were made, skipped ones not counted; waits for the device."""
+        return self._windows - self.skipped
+
+    @property
+    def skipped(self) -> int:
+        """Return how many updates were skipped because a gradient was not finite; waits for the device."""
+        return int(self._skips)
 
     @property
     def loss_scale(self) -> float:
@@ -263,15 +281,14 @@ class Session:
         Raises:
             SessionError: a window is open; its gradients are not part of the state.
         """
-        if self._calls:
+        if self._window.calls:
             raise SessionError(
-                f"state_dict() after {self._calls} backward passes of an open window",
+                f"state_dict() after {self._window.calls} backward passes of an open window",
                 hint="call update() first: gradients of an open window are not saved",
             )
-        masters = self.masters or MasterWeights(())
         return {
             "policy": str(self.policy),
-            "models": [masters.fp32_state(model) for model in self.models],
+            "models": [self.masters.fp32_state(model) for model in self.models],
             "optimizers": [o.state_dict() for o in self.optimizers],
             "schedulers": [s.state_dict() for s in self.schedulers],
             "scales": [s.state_dict() for s in self.scales],
@@ -288,87 +305,68 @@ class Session:
         checks.check_state(state, self.state_dict())
         for model, saved in zip(self.models, state["models"], strict=True):
             model.load_state_dict(saved)
-        if self.masters is not None:
-            self.masters.load(self.models, state["models"])
         for part in ("optimizers", "schedulers", "scales"):
             for item, saved in zip(getattr(self, part), state[part], strict=True):
                 item.load_state_dict(saved)
-        self.updates, self.skipped = state["updates"], state["skipped"]
+        self.masters.load(self.models, state["models"])
+        self._windows = state["updates"] + state["skipped"]
+        self._skips.fill_(state["skipped"])
 
     def _open_window(self) -> None:
-        self._calls = 0
-        self._first_weight = 0.0
-        self._shares = [0.0] * len(self.scales)
-        self._unscaled = False
+        self._window = Window(self.accumulate, len(self.scales))
         self._found = None
+        self._overflowed = False
         self._found_by_loss = [self._zero] * len(self.scales) if self._separate else []
 
     def _gradients(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
-        if self.masters is not None:
-            self.masters.pull_gradients()
+        self.masters.pull_gradients()
         groups = [group["params"] for o in optimizers for group in o.param_groups]
         return [p.grad for group in groups for p in group if p.grad is not None]
 
     def _reduce(self, gradients: list[Tensor]) -> Tensor | None:
-        """Take the norm of the gradients as they are; return FP32 1 or 0, not finite or so, where the scale asks."""
-        if not gradients:
-            return self._zero if self.scales[0].checks else None
-        self._norm = norm = total_norm(gradients)
+        """Take the norm of the gradients; return FP32 1 or 0, not finite or finite, where the loss is scaled."""
+        self._norm = self._total_norm(gradients) if gradients else self._zero
         if not self.scales[0].checks:
             return None
+        found = not_finite(self._norm)
         if self._separate:
-            return torch.stack(self._found_by_loss).amax()
-        return not_finite(norm)
+            found = torch.maximum(found, torch.stack(self._found_by_loss).amax())
+        if self._one_pass:
+            return found
+        self._overflowed = bool(found)  # the one host read of an update, where GradScaler waits as well
+        if self._overflowed and not self._separate and all_finite(gradients):
+            self._overflowed, found = False, self._zero  # only the sum of squares left FP32's range
+            self._norm = total_norm([g.double() for g in gradients])
+        return found
 
-    def _factor(self) -> Tensor | float | None:
-        """Return the number that takes scale and weights out of the gradients, or None where it is 1."""
-        checks.check_shares(self._shares)
-        share = max(self._shares) or 1.0
-        inverse = 1.0 if self._separate else self.scales[0].inverse()
-        if share == 1.0:
-            return None if isinstance(inverse, float) else inverse
-        factor: Tensor | float = inverse / share
+    def _total_norm(self, gradients: list[Tensor]) -> Tensor:
+        if not self._one_pass:
+            return total_norm(gradients)
+        kernels, _ = choose(self.device.type)
+        squares: Tensor = kernels.sum_of_squares(gradients)
+        return squares.sqrt()
+
+    def _factor(self) -> Tensor | None:
+        """Return the number that takes scale and shares out of the gradients, and take it out of the norm; None where it is 1."""
+        share, inverse = self._window.total(), self.scales[0].inverse()
+        factor = inverse if share == 1.0 else (self._one if inverse is None else inverse) / share
+        if factor is not None and self._norm is not None:
+            self._norm = self._norm * factor
         return factor
 
-    def _clip(self, gradients: list[Tensor]) -> None:
-        if not gradients:
-            return
-        factor = None if self._unscaled else self._factor()
-        assert self._norm is not None
-        if factor is not None:
-            self._norm = self._norm * factor
-        if self.clip_norm is not None:
-            # torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
-            coefficient = torch.clamp(self.clip_norm / (self._norm + 1e-6), max=1.0)
-            factor = coefficient if factor is None else coefficient * factor
-        if factor is not None:
-            torch._foreach_mul_(gradients, factor)
-        if self.clip_value is not None:
-            torch._foreach_clamp_min_(gradients, -self.clip_value)
-            torch._foreach_clamp_max_(gradients, self.clip_value)
+    def _clipped(self, factor: Tensor | None) -> Tensor | None:
+        if self.clip_norm is None or self._norm is None:
+            return factor
+        # torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
+        coefficient = torch.clamp(self.clip_norm / (self._norm + 1e-6), max=1.0)
+        return coefficient if factor is None else coefficient * factor
 
-    def _apply(self, optimizers: list[Optimizer]) -> None:
-        before = self._snapshot() if self._watch_rounding else None
-        for optimizer in optimizers:
-            optimizer.step()
-        if self.masters is not None:
-            self.masters.push()
-        for scheduler in self.schedulers:
-            scheduler.step()
-        self.updates += 1
-        if before is not None:
-            self._watch_rounding = False
-            checks.warn_of_lost_updates(before, self._snapshot(), self.policy)
-
-    def _skip(self) -> None:
-        self.skipped += 1
-        if any(scale.at_floor() for scale in self.scales):
-            raise ScaleFloorError(
-                f"gradients overflow at the loss scale's floor of {self.policy.min_scale:g}; "
-                f"not finite: {worst(self._named_gradients())}",
-                hint="keep the modules of these tensors in FP32 (fp32_modules=...), or use policy bf16, "
-                "which has FP32's range",
-            )
+    def _floor_error(self) -> ScaleFloorError:
+        named = [(n, self.masters.gradient(p)) for m in self.models for n, p in m.named_parameters()]
+        return ScaleFloorError(
+            f"gradients overflow at the loss scale's floor of {self.policy.min_scale:g}; not finite: {worst(named)}",
+            hint="keep the modules of these tensors in FP32 (fp32_modules=...), or use policy bf16, which has FP32's range",
+        )
 
     def _teach_scales(self, found: Tensor | None) -> None:
         if self._separate:
@@ -377,21 +375,19 @@ class Session:
         elif found is not None:
             self.scales[0].update(found)
 
-    def _unscale_one(self, loss_id: int) -> None:
-        """Unscale what one loss's backward pass left and note whether it is finite."""
+    def _to_first_scale(self, loss_id: int) -> None:
+        """Note whether one loss's gradients are finite and bring them from its scale to the first loss's."""
         fresh = [p.grad for p in self._parameters() if p.grad is not None]
         scale = self.scales[loss_id]
         if fresh and scale.checks:
             found = not_finite(total_norm(fresh))
             self._found_by_loss[loss_id] = torch.maximum(self._found_by_loss[loss_id], found)
-            torch._foreach_mul_(fresh, scale.inverse())
+            inverse = scale.inverse()
+            if loss_id and inverse is not None:
+                torch._foreach_mul_(fresh, self.scales[0].scale(inverse))
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for model in self.models for p in model.parameters()]
-
-    def _named_gradients(self) -> list[tuple[str, Tensor | None]]:
-        masters = self.masters or MasterWeights(())
-        return [(n, masters.gradient(p)) for m in self.models for n, p in m.named_parameters()]
 
     def _snapshot(self) -> list[Tensor]:
         return [p.detach().clone() for p in self._parameters() if p.requires_grad]

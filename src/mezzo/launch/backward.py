@@ -1,9 +1,10 @@
 """Scale a script's gradients inside its backward passes, so that the script never sees a scaled one.
 
-``torch.autograd.backward`` (every ``loss.backward()`` ends there) starts from ``gradient * scale`` instead of ``gradient``: the loss that
-the script logs stays true. Every leaf of the graph has a hook that divides by the scale before the gradient is added to ``.grad``,
-so clipping, accumulation, penalties on gradients and DDP's all-reduce see unscaled ones. The leaves are found by walking the graph, since a
-leaf that was missed would get a gradient 65536 times too large: about a microsecond a node, only where the loss is scaled.
+``torch.autograd.backward`` (every ``loss.backward()`` ends there) starts from ``gradient * scale`` instead of
+``gradient``: the loss that the script logs stays true. Every leaf of the graph has a hook that divides by the scale
+before the gradient is added to ``.grad``, so clipping, accumulation, penalties on gradients and DDP's all-reduce see
+unscaled ones. The leaves are found by walking the graph, since a leaf that was missed would get a gradient 65536
+times too large: about a microsecond a node, only where the loss is scaled.
 
 ``torch.autograd.grad`` is scaled and its results are unscaled at once: penalties built on them keep their graph.
 """
@@ -11,18 +12,22 @@ leaf that was missed would get a gradient 65536 times too large: about a microse
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mezzo.engine.casting import ENTERED
 from mezzo.engine.gradients import total_norm
 from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
+from mezzo.launch.views import UnscaledViews
 
 
 class BackwardPasses:
@@ -30,62 +35,75 @@ class BackwardPasses:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._inverse: Tensor | float | None = None
+        self._inverse: Tensor | None = None
         """What gradients are multiplied by at the leaves; None outside a scaled ``backward``."""
         self._hooked = WeakTensorKeyDictionary()
+        self._views = UnscaledViews(lambda: self._inverse)
 
     def install(self, patches: Patches) -> None:
         """Replace both entries until ``patches`` are undone."""
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.wrap(torch.autograd, "grad", self._grad)
+        if self._run.applied is not None and self._run.applied.loss_scale != "none":
+            self._views.install(patches)
         patches.on_undo(self._unhook)
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        run_engine = ENTERED.get(original, original)  # this one does not take the policy's function mode off first
+
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             outputs = _listed(tensors)
             if self._run.in_backward or not all(isinstance(t, Tensor) for t in outputs):
-                original(tensors, grad_tensors, *args, **kwargs)
+                self._hook_recomputed(outputs)
+                run_engine(tensors, grad_tensors, *args, **kwargs)
                 return
             self._begin(outputs)
             by_hand = self._leaves_updated_by_hand(outputs)
-            gradients: Any = grad_tensors
             if self._run.scale.checks:
-                gradients = self._scaled(outputs, grad_tensors)
-                self._hook_leaves(outputs)
-                self._inverse = self._run.scale.inverse()
-            try:
+                self._hook_leaves(leaves_of(outputs))
+                with self._scaling(), self._views.of_inner_gradients(kwargs.get("inputs")), self._under_policy():
+                    run_engine(outputs, self._scaled(outputs, grad_tensors), *args, **kwargs)
+            else:
                 with self._under_policy():
-                    original(outputs, gradients, *args, **kwargs)
-            finally:
-                self._inverse = None
+                    run_engine(outputs, grad_tensors, *args, **kwargs)
             if by_hand:
                 self._update_by_hand([p.grad for p in by_hand if p.grad is not None])
 
         return backward
 
     def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        run_engine = ENTERED.get(original, original)
+
         @functools.wraps(original)
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
             roots, leaves = _listed(outputs), _listed(inputs)
             if self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
-                return original(outputs, inputs, grad_outputs, *args, **kwargs)
-            trains = self._trains(leaves, kwargs)
+                return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
+            trains = self._trains(leaves, args, kwargs)
             if trains:
                 self._begin(roots)
             gradients: Any = grad_outputs
             if self._run.scale.checks and not kwargs.get("is_grads_batched"):
                 gradients = self._scaled(roots, grad_outputs)
             with self._under_policy():
-                found = original(roots, inputs, gradients, *args, **kwargs)
+                found = run_engine(roots, inputs, gradients, *args, **kwargs)
             if gradients is not grad_outputs:
                 inverse = self._run.scale.inverse()
-                found = tuple(None if g is None else g * inverse for g in found)
-            if trains:
-                self._update_by_hand([g for g in found if g is not None])
+                found = _mapped(found, functools.partial(unscaled, inverse=inverse))
+            if trains and not self._run.optimizers:
+                self._update_by_hand([g for g in _listed(found) if g is not None])
             return found
 
         return grad
+
+    @contextmanager
+    def _scaling(self) -> Iterator[None]:
+        self._inverse = self._run.scale.inverse()
+        try:
+            yield
+        finally:
+            self._inverse = None
 
     @contextmanager
     def _under_policy(self) -> Iterator[None]:
@@ -103,35 +121,52 @@ class BackwardPasses:
                 watcher.backward_ended()
 
     def _begin(self, outputs: Sequence[Tensor]) -> None:
-        self._run.close_update()
-        for watcher in self._run.watchers:
+        run = self._run
+        run.close_update()
+        for watcher in run.watchers:
             watcher.backward_begins()
-        losses = [t.detach() for t in outputs if t.numel() == 1]
-        script_scale = getattr(self._run.local, "script_scale", None)
-        for loss in losses:
-            if not len(self._run.recorder) and not self._run.recorder.has_loss() and not bool(loss.isfinite()):
+        for loss in (t.detach() for t in outputs if t.numel() == 1):
+            first = not len(run.recorder) and not run.recorder.has_loss()
+            if first and not run.scaled_by_script and not bool(loss.isfinite()):
                 raise NonFiniteLossError(
                     f"the loss is {loss.item()} before the first update",
                     hint="no loss scale can help: look at the data and at the forward pass; compare with --policy fp32",
                 )
-            self._run.recorder.loss(loss if script_scale is None else loss / script_scale)
+            run.recorder.loss(loss / run.script_scaler.get_scale() if run.scaled_by_script else loss)
 
     def _scaled(self, outputs: Sequence[Tensor], given: Any) -> list[Tensor | None]:
         gradients = [None] * len(outputs) if given is None else _listed(given)
         pairs = zip(outputs, gradients, strict=True)
-        return [self._run.scale.scale(torch.ones_like(t) if g is None else g).to(t.dtype) for t, g in pairs]
+        return [self._run.scaled(torch.ones_like(t) if g is None else g).to(t) for t, g in pairs]
 
-    def _hook_leaves(self, outputs: Sequence[Tensor]) -> None:
-        for leaf in leaves_of(outputs):
+    # --- leaves ----------------------------------------------------------------------------------------------------------------
+
+    def _hook_leaves(self, leaves: Sequence[Tensor]) -> None:
+        for leaf in leaves:
             if leaf not in self._hooked:
-                self._hooked[leaf] = leaf.register_hook(self._unscale)
+                handle = self._hooked[leaf] = leaf.register_hook(self._unscale)
+                # Before the script's own hooks: one that clips has to see what it would see without a scale.
+                cast(OrderedDict[int, Any], leaf._backward_hooks).move_to_end(handle.id, last=False)
+
+    def _hook_recomputed(self, outputs: Sequence[Any]) -> None:
+        """Hook the leaves of a backward pass inside a backward pass, which the walk through the outer graph does not meet.
+
+        Its other leaves are detached inputs: their gradients go on into the outer graph and must stay scaled.
+        """
+        if self._inverse is None:
+            return
+        leaves = leaves_of([t for t in outputs if isinstance(t, Tensor)])
+        self._hook_leaves([t for t in leaves if isinstance(t, torch.nn.Parameter) or self._run.owns([t])])
 
     def _unhook(self) -> None:
         for handle in self._hooked.values():
             handle.remove()
 
+    @unserializable_hook  # type: ignore[untyped-decorator] # torch.save of a whole tensor would warn about it
     def _unscale(self, gradient: Tensor) -> Tensor | None:
-        return None if self._inverse is None else gradient * self._inverse
+        return None if self._inverse is None else unscaled(gradient, self._inverse)
+
+    # --- scripts without an optimizer ------------------------------------------------------------------------------------------
 
     def _leaves_updated_by_hand(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the leaves of a script without any optimizer: it updates them itself, every backward pass is an update."""
@@ -139,9 +174,11 @@ class BackwardPasses:
             return []
         return [leaf for leaf in leaves_of(outputs) if leaf.requires_grad]
 
-    def _trains(self, leaves: Sequence[Tensor], kwargs: dict[str, Any]) -> bool:
-        no_graph = not kwargs.get("create_graph") and not torch.compiler.is_compiling()
-        return no_graph and not self._run.optimizers and all(t.is_leaf for t in leaves)
+    def _trains(self, leaves: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether gradients asked for by ``torch.autograd.grad`` are those of an update."""
+        if kwargs.get("create_graph") or True in args[1:2] or torch.compiler.is_compiling():
+            return False
+        return self._run.owns(leaves) if self._run.optimizers else all(t.is_leaf for t in leaves)
 
     def _update_by_hand(self, gradients: list[Tensor]) -> None:
         self._run.leave("update", "by hand", "no optimizer object: every backward pass counts as an update")
@@ -167,5 +204,21 @@ def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     return leaves
 
 
+def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
+    """Return ``gradient * inverse``, with NaN for infinity: an overflow must outlive a script's clamp of its gradients."""
+    if inverse is None:
+        return gradient
+    result = gradient * inverse.to(gradient.device)
+    return result.add_(gradient, alpha=0) if result.layout is torch.strided else result
+
+
+def _mapped(gradients: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(gradients, dict):
+        return {key: None if g is None else change(g) for key, g in gradients.items()}
+    return tuple(None if g is None else change(g) for g in gradients)
+
+
 def _listed(values: Any) -> list[Any]:
-    return [values] if isinstance(values, Tensor) or not isinstance(values, (list, tuple)) else list(values)
+    if isinstance(values, dict):
+        return list(values.values())
+    return list(values) if isinstance(values, (list, tuple)) else [values]

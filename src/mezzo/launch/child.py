@@ -6,23 +6,23 @@ Called as ``python -m mezzo.launch.child REQUEST`` with the request as JSON. The
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import hashlib
 import importlib.util
-import io
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.output import MetricReader, Watched
 from mezzo.launch.request import AS_IS, Request
+from mezzo.launch.tracebacks import print_error
 from mezzo.policy import Policy
 from mezzo.records import Reason, RunRecord, write_record
 
@@ -32,29 +32,29 @@ INTERRUPTED = 130
 def main(argv: list[str]) -> int:
     """Run the script of the request in ``argv`` and return the exit code."""
     request = Request.model_validate_json(argv[0])
-    if request.output_to_stderr:
-        sys.stdout = sys.stderr
+    process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the folder
     from mezzo.launch.torch import switched  # after the request is read: errors in it need no torch
+    from mezzo.measure.environment import environment
 
     policy = None if request.policy == AS_IS else Policy.of(request.policy)
     started = time.perf_counter()
     with switched(policy, seed=request.seed) as (run, look):
+        digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: len(run.recorder)) if request.metric else None
         exit_code, error = _run_script(request, reader)
-        if exit_code == 0 and error is None:
-            exit_code, error = _guarded(run.close_update)
+        if os.getpid() != process:  # a fork of the script ended here: the record is not its own to write
+            return exit_code
+        exit_code, error = _guarded(run.close_update, before=(exit_code, error))
         if exit_code == 0 and not len(run.recorder):
             error = _never_trained(request)
             exit_code = error.exit_code
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cost the record
-    from mezzo.measure.environment import environment
-
     device = run.device_type or "cpu"
     explanation = [] if policy is None else policy.explain(device)
     record = RunRecord(
         command=list(request.command),
         script=request.target,
-        script_sha256=_digest(request),
+        script_sha256=digest,
         policy=str(policy) if policy is not None else AS_IS,
         explanation=[Reason(what=c.what, value=c.value, reason=c.reason) for c in explanation],
         seed=request.seed,
@@ -67,19 +67,23 @@ def main(argv: list[str]) -> int:
         exit_code=exit_code,
         error=_sentence(error),
     )
-    write_record(record, Path(request.record_path))
+    write_record(record, path)
     if isinstance(error, MezzoError):
         print(f"mezzo: {error}", file=sys.stderr)
     return exit_code
 
 
-def _run_script(request: Request, reader: MetricReader | None) -> tuple[int, BaseException | None]:
+Ending = tuple[int, BaseException | None]
+
+
+def _run_script(request: Request, reader: MetricReader | None) -> Ending:
     sys.argv = [request.target, *request.arguments]
     streams = sys.stdout, sys.stderr
     if reader is not None:
         sys.stdout, sys.stderr = (cast(Any, Watched(stream, reader.line)) for stream in streams)
     try:
-        return _guarded(lambda: _execute(request))
+        ending = _guarded(lambda: _execute(request))
+        return _guarded(_wait_for_threads, before=ending)
     finally:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, Watched):
@@ -97,41 +101,39 @@ def _execute(request: Request) -> None:
         runpy.run_path(request.target, run_name="__main__")
 
 
-def _guarded(action: Callable[[], None]) -> tuple[int, BaseException | None]:
-    """Run somebody's code; return the exit code that python would give, and the error that ended it."""
+def _wait_for_threads() -> None:
+    """Wait for the threads that python would wait for: a script may train in one."""
+    pooled = concurrent.futures.thread._threads_queues  # idle workers wait for python's end themselves
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon and thread not in pooled:
+            thread.join()
+
+
+def _guarded(action: Callable[[], None], *, before: Ending = (0, None)) -> Ending:
+    """Run somebody's code; return the exit code that python would give and the error that ended it, the earlier ones first."""
+    ending: Ending = (0, None)
     try:
         action()
     except SystemExit as leaving:
-        return _exit_code(leaving), None
+        ending = _exit_code(leaving), None
     except MezzoError as error:
-        return error.exit_code, error
+        ending = error.exit_code, error
     except KeyboardInterrupt as error:
-        _print_traceback(error)
-        return INTERRUPTED, error
+        print_error(error)
+        ending = INTERRUPTED, error
     except BaseException as error:
-        _print_traceback(error)
-        return 1, error
-    return 0, None
+        print_error(error)
+        ending = 1, error
+    return ending if before == (0, None) else before
 
 
 def _exit_code(leaving: SystemExit) -> int:
     if leaving.code is None:
         return 0
     if isinstance(leaving.code, int):
-        return leaving.code
+        return leaving.code & 0xFF  # what the system makes of it
     print(leaving.code, file=sys.stderr)
     return 1
-
-
-def _print_traceback(error: BaseException) -> None:
-    own: TracebackType | None = error.__traceback__
-    while own is not None and own.tb_frame.f_code.co_filename.endswith(
-        ("launch/child.py", "<frozen runpy>", "runpy.py")
-    ):
-        own = own.tb_next
-    text = io.StringIO()
-    traceback.print_exception(type(error), error, own or error.__traceback__, file=text)
-    sys.stderr.write(text.getvalue())
 
 
 def _sentence(error: BaseException | None) -> str | None:
@@ -150,6 +152,7 @@ def _never_trained(request: Request) -> ScriptError:
 def _digest(request: Request) -> str:
     path: str | None = request.target
     if request.kind == "module":
+        sys.path[0] = os.getcwd()
         spec = importlib.util.find_spec(request.target)
         path = None if spec is None else spec.origin
     try:

@@ -1,22 +1,31 @@
 """Put a script's forward passes under a policy, without the script knowing.
 
-A module called from outside any module begins a region, its return ends it: optimizer arithmetic, data preparation and metrics stay as
-they were. What leaves a region is FP32 again. Code that ``torch.compile`` traces is skipped by the hooks, because the module or function
-around it has begun the region already. A script's own ``torch.autocast`` is a region as well.
+A module called from outside any module begins a region, its return ends it: optimizer arithmetic, data preparation
+and metrics stay as they were. What leaves a region is FP32 again. Code that ``torch.compile`` traces is skipped by
+the hooks, because the module or function around it has begun the region already. A script's own ``torch.autocast`` is
+a region as well.
 
-Not covered: forward code outside any module, autocast and compiled function. It runs in FP32, and the count of FLOPs says so.
+What activation checkpointing computes again is computed as deep in modules as it was the first time, so it has the
+same formats.
+
+Not covered: forward code outside any module, autocast and compiled function. It runs in FP32, and the count of FLOPs
+says so.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CellType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.conversion import to_format
 from mezzo.formats import FP32
@@ -35,28 +44,37 @@ class Regions:
         patches.on_undo(register_module_forward_pre_hook(self._enter).remove)
         patches.on_undo(register_module_forward_hook(self._leave, always_call=True).remove)
         patches.wrap(torch, "compile", self._compile)
+        patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         if self._run.applied is not None and self._run.applied.lowers:
             patches.wrap(F, "binary_cross_entropy", _in_fp32)
+
+    def covered(self) -> bool:
+        """Return whether the running code is under the policy: in a module, a compiled function or the script's own autocast."""
+        if self.depth() > 0:
+            return True
+        device_type, casting = self._run.device_type, self._run.main_casting
+        mode = None if casting is None else casting.mode
+        # A rule that runs has turned autocast off around itself; the mode is still on.
+        return (mode is not None and mode.depth > 0) or (
+            device_type is not None and torch.is_autocast_enabled(device_type)
+        )
 
     def depth(self) -> int:
         """Return how many modules and compiled functions deep the running code is, in this thread."""
         return getattr(self._run.local, "depth", 0)
 
-    def _enter(self, module: nn.Module, args: Any) -> Any:
+    def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            return None
+            return
         local, depth = self._run.local, self.depth()
         local.depth = depth + 1
         if depth > 0:
-            return None
+            return
         local.region = None
-        device_type = self._run.meet(module, args)
-        casting = self._run.casting(device_type)
-        if casting is None:
-            return None
-        local.region = casting.region()
-        local.region.__enter__()
-        return to_format(args, casting.policy.storage.dtype) if casting.policy.casting == "model" else None
+        casting = self._run.casting(self._run.meet(module, args))
+        if casting is not None:
+            local.region = casting.region()
+            local.region.__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -67,8 +85,33 @@ class Regions:
             return None
         local.region.__exit__(None, None, None)
         local.region = None
-        # What checkpointing computes again must have the format that it had: the module around it has cast the output already.
-        return None if self._run.in_backward else _half_to_fp32(output)
+        return _half_to_fp32(output)
+
+    @contextmanager
+    def _at(self, depth: int) -> Iterator[None]:
+        """Run code as if it were ``depth`` modules deep."""
+        local = self._run.local
+        before = self.depth(), getattr(local, "region", None)
+        local.depth = depth
+        try:
+            yield
+        finally:
+            local.depth, local.region = before
+
+    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(function, *args, **kwargs)
+            depth = self.depth()
+
+            def at_same_depth(*inner: Any, **named: Any) -> Any:
+                with self._at(depth):
+                    return function(*inner, **named)
+
+            return original(at_same_depth, *args, **kwargs)
+
+        return checkpoint
 
     def _compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -76,27 +119,49 @@ class Regions:
             if model is None:
                 return lambda function: compile(function, **kwargs)
             compiled = original(model, **kwargs)
-            return compiled if isinstance(model, nn.Module) else self._compiled_function(compiled)
+            return compiled if isinstance(model, nn.Module) else self._compiled_function(model, compiled)
 
         return compile
 
-    def _compiled_function(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def _compiled_function(self, function: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.depth() > 0 or self._run.in_backward or torch.compiler.is_compiling():
+            if self.depth() > 0 or torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
-            sample = next((a for a in args if isinstance(a, Tensor)), None)
-            casting = self._run.casting("cpu" if sample is None else sample.device.type)
+            casting = self._run.casting(self._device_of(function, [args, kwargs]))
             if casting is None:
                 return compiled(*args, **kwargs)
-            self._run.local.depth = 1
-            try:
-                with casting.region():
-                    return _half_to_fp32(compiled(*args, **kwargs))
-            finally:
-                self._run.local.depth = 0
+            with self._at(1), casting.region():
+                return _half_to_fp32(compiled(*args, **kwargs))
 
         return call
+
+    def _device_of(self, function: Any, args: list[Any]) -> str:
+        """Meet the modules that a compiled function uses, since hooks do not fire in what is compiled; return its device."""
+        leaves = tree_leaves(args)
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        for module in (m for m in (*_used_by(function), *leaves) if isinstance(m, nn.Module)):
+            self._run.meet(module, tensors)
+        if tensors:
+            self._run.begin_on(tensors[0].device)
+        return tensors[0].device.type if tensors else self._run.device_type or "cpu"
+
+
+def _used_by(function: Any) -> list[Any]:
+    """Return the values that a function finds in its object, its closure and by the global names it mentions."""
+    function = getattr(function, "func", function)  # a partial's
+    owner = getattr(function, "__self__", None)
+    function = getattr(function, "__func__", function)
+    code, scope = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    names = () if code is None else code.co_names
+    return [owner, *map(_content, getattr(function, "__closure__", None) or ()), *(scope.get(name) for name in names)]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is assigned later
+        return None
 
 
 def _half_to_fp32(output: Any) -> Any:

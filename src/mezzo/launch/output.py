@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
 from mezzo.records import Metric
@@ -23,8 +23,8 @@ class MetricReader:
         for match in self._compiled.finditer(text):
             try:
                 value = float(match.group(1))
-            except ValueError:
-                continue  # the group took in something that is no number, such as a trailing dot alone
+            except (TypeError, ValueError):
+                continue  # the group took no part in the match, or took in something that is no number
             self._steps.append(self._num_updates())
             self._values.append(value)
 
@@ -48,6 +48,11 @@ class Watched:
         for line in lines:
             self._line(line)
         return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for text in lines:
+            self.write(text)
 
     def finish(self) -> None:
         """Show the last line to the reader, ended or not."""

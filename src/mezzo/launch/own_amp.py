@@ -1,8 +1,9 @@
 """Take over a script's own mixed precision: its ``torch.autocast`` and its ``GradScaler``.
 
 Under ``fp32`` both are turned off. Under another policy an ``autocast`` of the script is a region of that policy, an
-``autocast(enabled=False)`` stays what it is, and the scaler is turned off, because the policy scales the loss itself. A scaler
-that is off passes losses and steps through, so the script's calls stay valid. With ``as-is`` both are only listened to.
+``autocast(enabled=False)`` stays what it is, and the scaler is turned off, because the policy scales the loss itself.
+A scaler that is off passes losses and steps through, so the script's calls stay valid. With ``as-is`` both are only
+listened to.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from mezzo.launch.run import Run
 def take_over(run: Run, patches: Patches) -> None:
     """Replace what the script's autocast and GradScaler do until ``patches`` are undone."""
     if run.applied is None:
-        patches.wrap(GradScaler, "scale", lambda original: _remember(run, original))
-        patches.wrap(GradScaler, "update", lambda original: _listen(run, original))
+        for name, listener in (("scale", _hear_scale), ("step", _hear_step), ("update", _hear_update)):
+            patches.wrap(GradScaler, name, functools.partial(listener, run))
         return
     dtype = run.applied.storage.dtype if run.applied.lowers else None
     patches.wrap(autocast, "__init__", lambda original: _in_policy(original, dtype))
@@ -83,26 +84,34 @@ def _turned_off(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _remember(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+def _hear_scale(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
         scaled = original(self, outputs)
         if self.is_enabled():
-            run.local.script_scale = self._scale
+            run.script_scaler, run.scaled_by_script = self, True
         return scaled
 
     return scale
 
 
-def _listen(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+def _hear_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, optimizer, *args, **kwargs)
+        if self.is_enabled():
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+            if any(bool(f) for f in found):
+                run.script_skipped()
+        return result
+
+    return step
+
+
+def _hear_update(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self.get_scale()
-        result = original(self, *args, **kwargs)
-        if self.is_enabled():
-            after = self.get_scale()
-            run.update_made(None)
-            run.script_scaled(skipped=after < before, scale=after)
-        return result
+        run.scaled_by_script = False
+        return original(self, *args, **kwargs)
 
     return update

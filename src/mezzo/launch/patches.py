@@ -15,9 +15,11 @@ class Patches:
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Set ``owner.name`` to ``new`` until ``undo``."""
         own = name in vars(owner)
-        old = getattr(owner, name)
+        old = vars(owner)[name] if own else getattr(owner, name)
         setattr(owner, name, new)
-        self._undo.append(lambda: setattr(owner, name, old) if own else delattr(owner, name))
+        # Some of torch's settings are computed attributes: they were set without becoming the owner's own.
+        inherited = not own and name in vars(owner)
+        self._undo.append(lambda: delattr(owner, name) if inherited else setattr(owner, name, old))
 
     def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Set ``owner.name`` to ``make(owner.name)`` until ``undo``."""

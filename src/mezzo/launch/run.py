@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,52 +35,72 @@ class Run:
         self.device_type: str | None = None
         self.in_backward = False
         self.left_alone: dict[str, Reason] = {}
-        self.roots: dict[nn.Module, None] = {}
+        # Weak: a script that trains one model after the other must not have them all kept.
+        self.roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         """Modules that were called from outside any module, in order."""
-        self.optimizers: dict[torch.optim.Optimizer, None] = {}
+        self.optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self.local = threading.local()
+        """What each thread has for itself: how deep in modules it is, and its region."""
         self.watchers: list[Any] = []
-        self._castings: dict[str, Casting] = {}
+        self.script_scaler: Any = None
+        """The script's own GradScaler, where it is left alone."""
+        self.scaled_by_script = False
+        """Whether losses are being multiplied by the scale of ``script_scaler``."""
+        self._castings: dict[tuple[str, int], Casting] = {}
+        self._scale_device = torch.device("cpu")
         self._unmatched = set(() if policy is None else policy.fp32_modules)
+        self.in_closure = False
+        """Whether an optimizer is calling its closure: the backward passes in it belong to one update."""
         self._stepped = False
         self._found: Tensor | None = None
         self._script_skipped = False
-        self._script_scale: float | None = None
 
     # --- forward ---------------------------------------------------------------------------------------------------------------
 
     def casting(self, device_type: str) -> Casting | None:
-        """Return how the policy is applied on a device, or None where it casts nothing."""
+        """Return how the policy is applied on a device in this thread, or None where it casts nothing."""
         if self.applied is None or not self.applied.lowers:
             return None
-        if device_type not in self._castings:
-            self._castings[device_type] = Casting.of(self.applied, device_type)
-        return self._castings[device_type]
+        # A casting keeps casts of weights while a region is open: another thread's region must not keep stale ones for this one.
+        key = (device_type, threading.get_ident())
+        if key not in self._castings:
+            self._castings[key] = Casting.of(self.applied, device_type)
+        return self._castings[key]
 
     @property
     def main_casting(self) -> Casting | None:
-        """Return the casting on the device that the first module ran on."""
-        return self._castings.get(self.device_type or "")
+        """Return the casting on the device that the script trains on."""
+        return None if self.device_type is None else self.casting(self.device_type)
 
     def meet(self, module: nn.Module, args: Any) -> str:
         """Take note of a module called from outside any module; return the device type it runs on."""
         parameter = next(module.parameters(), None)
         sample = parameter if parameter is not None else next((a for a in args if isinstance(a, Tensor)), None)
-        device = torch.device("cpu") if sample is None else sample.device
+        if sample is None:
+            return self.device_type or "cpu"
+        if parameter is not None:
+            self.begin_on(parameter.device)
         if module not in self.roots:
             self.roots[module] = None
             if parameter is not None:
-                self._prepare(module, device)
-        return device.type
+                self._prepare(module, parameter.device)
+        return sample.device.type
+
+    def begin_on(self, device: torch.device) -> None:
+        """Take ``device`` as the one the script trains on: the first, or the first that is no CPU; not after the first update."""
+        known = self.device_type
+        if known == device.type or len(self.recorder) or (known is not None and device.type == "cpu"):
+            return
+        self.device_type, self._scale_device = device.type, device
+        if self.applied is not None:
+            self.scale = scale_for(self.applied, device)
 
     def _prepare(self, module: nn.Module, device: torch.device) -> None:
-        if self.device_type is None:
-            self.device_type = device.type
-            if self.applied is not None:
-                self.scale = scale_for(self.applied, device)
-        if self.applied is None or not self.applied.lowers:
+        if self.applied is None:
             return
-        self._note_dtypes(module)
+        self._note_dtypes(module, lowers=self.applied.lowers)
+        if not self.applied.lowers:
+            return
         matched = conversion.matching_patterns(module, self.applied.fp32_modules)
         self._unmatched -= matched
         policy = self.applied.replace(fp32_modules=tuple(matched))
@@ -88,10 +109,10 @@ class Run:
         else:
             conversion.keep_fp32(module, policy, device.type)
 
-    def _note_dtypes(self, module: nn.Module) -> None:
+    def _note_dtypes(self, module: nn.Module, *, lowers: bool) -> None:
         dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
         name = type(module).__name__
-        if torch.double in dtypes:
+        if lowers and torch.double in dtypes:
             self.leave("float64", name, "its weights are float64, and float64 is never cast")
         if any(dtype.itemsize == 2 for dtype in dtypes):
             self.leave("16-bit weights", name, "the script itself keeps its weights in 16 bits")
@@ -115,19 +136,23 @@ class Run:
         return any(id(p) in held for p in parameters)
 
     def updated(self, norm: Tensor | None) -> bool:
-        """Take note of an optimizer's update with gradients of this norm; return whether to skip it.
+        """Take note of an update with gradients of this norm; return whether to skip it.
 
         Reads one flag from the device where the loss is scaled.
         """
-        self._stepped = True
-        if norm is None:
-            return False
-        self.recorder.norm(norm)
-        if not self.scale.checks:
+        self.evaluated(norm)
+        if norm is None or not self.scale.checks:
             return False
         found = not_finite(norm)
-        self._found = found if self._found is None else torch.maximum(self._found, found)
+        self._found = found if self._found is None else torch.maximum(self._found, found.to(self._found.device))
         return bool(found)
+
+    def evaluated(self, norm: Tensor | None) -> None:
+        """Take note of an update whose gradients have this norm and need no check."""
+        self.check_patterns()
+        self._stepped = True
+        if norm is not None:
+            self.recorder.norm(norm)
 
     def update_made(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take the time of an update that is over; None where no optimizer object made it."""
@@ -135,27 +160,35 @@ class Run:
         for watcher in self.watchers:
             watcher.updated(optimizer)
 
-    def script_scaled(self, *, skipped: bool, scale: float) -> None:
-        """Take note of what the script's own GradScaler did at its update."""
-        self._stepped, self._script_skipped, self._script_scale = True, skipped, scale
+    def script_skipped(self) -> None:
+        """Take note that the script's own GradScaler skipped an optimizer's step."""
+        self._stepped = self._script_skipped = True
 
     def close_update(self) -> None:
         """Close the update that is open, if one is: all optimizer steps between two backward passes are one update."""
-        if not self._stepped:
+        if not self._stepped or self.in_closure:
             return
         skipped = self._script_skipped
-        scale = self._script_scale
+        scale = None if self.script_scaler is None else self.script_scaler.get_scale()
         if self.scale.checks:
             skipped = self._found is not None and bool(self._found)
             if skipped and self.scale.at_floor():
                 raise self.floor_error()
             if self._found is not None:
-                self.scale.update(self._found)
+                self.back_off_or_grow(self._found)
             scale = self.scale.value()
         self.recorder.close(skipped=skipped, scale=scale)
         self._stepped, self._found, self._script_skipped = False, None, False
         for watcher in self.watchers:
             watcher.step_closed(len(self.recorder))
+
+    def scaled(self, gradient: Tensor) -> Tensor:
+        """Return ``gradient`` times the loss scale, on the scale's device."""
+        return self.scale.scale(gradient.to(self._scale_device))
+
+    def back_off_or_grow(self, found: Tensor) -> None:
+        """Let the loss scale learn whether a gradient was not finite."""
+        self.scale.update(found.to(self._scale_device))
 
     def floor_error(self) -> ScaleFloorError:
         """Return the error of gradients that overflow at the scale's floor."""

@@ -1,8 +1,8 @@
 """Run somebody's script in a child process and bring back its record, its output, its exit code.
 
-The child is the person's own python with the person's own environment. Its output goes where ours goes, byte for byte, or to a
-file. Ctrl-C reaches it, and what it had learned by then is in its record. A child that dies without writing one (a crash in native
-code, a kill) gets a record that says so. Imports no torch.
+The child is the person's own python with the person's own environment. Its output goes where ours goes, byte for
+byte, or to a file. Ctrl-C reaches it, and what it had learned by then is in its record. A child that dies without
+writing one (a crash in native code, a kill) gets a record that says so. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from mezzo.errors import RecordError, ScriptError
 from mezzo.launch.request import Request
 from mezzo.measure.environment import environment_without_torch
 from mezzo.records import RunRecord, read_record, write_record
+
+_STANDARD_ERROR = 2  # the file descriptor: also for what a script's own child processes print
 
 
 def check_target(target: str, *, module: bool) -> None:
@@ -62,7 +64,8 @@ def run_child(request: Request, *, output: Path | None = None) -> RunRecord:
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "mezzo.launch.child", request.model_dump_json()]
     with _sink(output) as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=None if sink is None else subprocess.STDOUT)
+        stdout = _STANDARD_ERROR if request.output_to_stderr else sink
+        process = subprocess.Popen(command, stdout=stdout, stderr=None if sink is None else subprocess.STDOUT)
         with _passing_signals_to(process):
             returned = process.wait()
     try:

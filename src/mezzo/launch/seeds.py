@@ -1,10 +1,10 @@
 """Shift every seed that a script sets, so that one script gives several independent runs.
 
-Seed k adds k to what the script passes to ``torch.manual_seed``, ``torch.cuda.manual_seed[_all]``, ``torch.Generator.manual_seed``,
-``random.seed``, ``numpy.random.seed`` and ``numpy.random.default_rng``. Before the script begins the global generators get seed k,
-so that a script which sets none is repeatable as well. Not shifted: seeds that a library turns into generators by other
-ways (``random.Random(3)``, ``numpy.random.RandomState(3)`` and what scikit-learn makes of ``random_state=3``): data sets and their splits
-stay the same for all seeds.
+Seed k adds k to what the script passes to ``torch.manual_seed``, ``torch.cuda.manual_seed[_all]``,
+``torch.Generator.manual_seed``, ``random.seed``, ``numpy.random.seed`` and ``numpy.random.default_rng``. Before the
+script begins the global generators get seed k, so that a script which sets none is repeatable as well. Not shifted:
+seeds that a library turns into generators by other ways (``random.Random(3)``, ``numpy.random.RandomState(3)`` and
+what scikit-learn makes of ``random_state=3``): data sets and their splits stay the same for all seeds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from mezzo.launch.patches import Patches
+
+_NAMES = ("seed", "a")  # how the functions below call their first argument
 
 
 def shift_seeds(seed: int, patches: Patches) -> None:
@@ -48,16 +50,23 @@ class _Shift:
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def seed(value: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def seed(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
-                return original(value, *args, **kwargs)
+                return original(*args, **kwargs)
             self._inside = True
             try:
-                return original(value + self._by if isinstance(value, int) else value, *args, **kwargs)
+                return original(
+                    *map(self._shifted, args[:1]),
+                    *args[1:],
+                    **{name: self._shifted(value) if name in _NAMES else value for name, value in kwargs.items()},
+                )
             finally:
                 self._inside = False
 
         return seed
+
+    def _shifted(self, value: Any) -> Any:
+        return value + self._by if isinstance(value, (int, np.integer)) else value
 
 
 def _shifted_generator(by: int) -> type:

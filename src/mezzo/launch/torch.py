@@ -30,7 +30,7 @@ def switched(policy: Policy | None, *, seed: int | None = None) -> Iterator[tupl
     """
     run, patches = Run(policy), Patches()
     regions = Regions(run)
-    look = CloseLook(run, in_region=lambda: regions.depth() > 0 or _in_autocast(run))
+    look = CloseLook(run, in_region=regions.covered)
     try:
         if seed is not None:
             shift_seeds(seed, patches)
@@ -48,10 +48,6 @@ def switched(policy: Policy | None, *, seed: int | None = None) -> Iterator[tupl
         run.close_update()
     finally:
         patches.undo()
-
-
-def _in_autocast(run: Run) -> bool:
-    return run.device_type is not None and torch.is_autocast_enabled(run.device_type)
 
 
 def _set_tf32(policy: Policy, patches: Patches) -> None:

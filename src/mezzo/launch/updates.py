@@ -1,10 +1,11 @@
 """Watch a script's optimizers and schedulers: skip an update that overflowed, hold the schedule, run closures again.
 
-A hook before every optimizer step takes the norm of its gradients and, where the loss is scaled, reads one flag: on overflow
-the gradients are set to None while the optimizer steps, so that any torch optimizer does nothing, its step count included.
+A hook before every optimizer step takes the norm of its gradients and, where the loss is scaled, reads one flag: on
+overflow the gradients are set to None while the optimizer steps, so that any torch optimizer does nothing, its step
+count included.
 
-A scheduler is held when every update since its last call was skipped: that holds a schedule stepped every update, and never one
-stepped every epoch.
+A scheduler is held when the one update since its last call was skipped: that holds a schedule stepped every update,
+and never one stepped every epoch.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Updates:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._stepping: Optimizer | None = None
         self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._made = WeakIdKeyDictionary()
         """Updates made and skipped, by optimizer."""
@@ -44,7 +46,7 @@ class Updates:
         patches.on_undo(register_optimizer_step_pre_hook(self._before).remove)
         patches.on_undo(register_optimizer_step_post_hook(self._after).remove)
         patches.wrap(Optimizer, "__init__", self._noting)
-        for scheduler in _classes(LRScheduler):
+        for scheduler in dict.fromkeys(_classes(LRScheduler)):
             if "step" in vars(scheduler):
                 patches.wrap(scheduler, "step", self._held)
 
@@ -57,15 +59,18 @@ class Updates:
         return init
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._stepping not in (None, optimizer):  # an optimizer around others steps them: one update
+            return None
+        self._stepping = optimizer
         self._run.optimizers[optimizer] = None  # a copy or an unpickled one was never constructed
-        self._run.check_patterns()
         closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
         if closure is not None:
+            self._run.close_update()
+            self._run.in_closure = True
             again = self._until_finite(optimizer, closure)
             rest = tuple(again if a is closure else a for a in args)
             return rest, {k: again if v is closure else v for k, v in kwargs.items()}
-        gradients = _gradients(optimizer)
-        skip = self._run.updated(total_norm(gradients) if gradients else None)
+        skip = self._run.updated(_norm(optimizer))
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
         made, skipped = self._made.get(optimizer, (0, 0))
@@ -73,25 +78,40 @@ class Updates:
         return None
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        self._run.in_closure = False
+        self._run.recorder.measures = True
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
         self._run.update_made(optimizer)
 
     def _until_finite(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that lowers the loss scale and evaluates again until the gradients are finite."""
+        """Return a closure that lowers the loss scale and evaluates again until the gradients are finite.
+
+        What is taken down for the update is the first evaluation that counts, as an optimizer returns it.
+        """
+        run = self._run
 
         def evaluate() -> Any:
-            run = self._run
             for _ in range(_MAX_EVALUATIONS):
+                if run.recorder.measures:
+                    run.recorder.forget()
                 loss = closure()
+                # A loss that is infinite itself is the optimizer's own affair: a line search went too far.
+                lost = isinstance(loss, Tensor) and not bool(loss.isfinite().all())
                 gradients = _gradients(optimizer)
-                if not run.scale.checks or all_finite(gradients):
-                    run.updated(total_norm(gradients) if gradients else None)
-                    return loss
+                if not run.scale.checks or lost or all_finite(gradients):
+                    break
                 if run.scale.at_floor():
                     raise run.floor_error()
-                run.scale.update(torch.ones((), device=gradients[0].device))
+                run.back_off_or_grow(torch.ones((), device=gradients[0].device))
+            if run.recorder.measures:
+                note = run.evaluated if lost else run.updated
+                note(_norm(optimizer))
+                run.recorder.measures = False
             return loss
 
         return evaluate
@@ -102,10 +122,9 @@ class Updates:
             if self._scheduling:  # a chain of schedulers steps its parts
                 return original(scheduler, *args, **kwargs)
             now = self._made.get(getattr(scheduler, "optimizer", None), (0, 0))
-            then = self._seen.get(scheduler, (0, 0))
+            then = self._seen.get(scheduler)
             self._seen[scheduler] = now
-            made, skipped = now[0] - then[0], now[1] - then[1]
-            if made and made == skipped:
+            if then is not None and (now[0] - then[0], now[1] - then[1]) == (1, 1):
                 return None
             self._scheduling = True
             try:
@@ -114,6 +133,15 @@ class Updates:
                 self._scheduling = False
 
         return step
+
+
+def _norm(optimizer: Optimizer) -> Tensor | None:
+    """Return the norm of an optimizer's gradients, unscaled where a fused optimizer is to unscale them itself."""
+    gradients = _gradients(optimizer)
+    if not gradients:
+        return None
+    norm, scale = total_norm(gradients), getattr(optimizer, "grad_scale", None)
+    return norm if scale is None else norm / scale
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """Look closely at the second step of a run: which formats its operations ran in, and the bytes of each kind.
 
-The second step, because in the first the optimizer has no state yet; and one step, because a look costs time (the first tenth of the steps
-is left out of all timing). Compiled code is run eagerly for that step: what happens inside compiled kernels cannot be counted.
+The second step, because in the first the optimizer has no state yet; and one step, because a look costs time (the
+first tenth of the steps is left out of all timing). Compiled code is run eagerly for that step: what happens inside
+compiled kernels cannot be counted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from mezzo.launch.patches import Patches
@@ -32,8 +34,9 @@ class CloseLook:
         self._saved = memory.SavedTensors()
         self._flops: FlopCounter | None = None
         self._stack: contextlib.ExitStack | None = None
-        self._gradients_bytes: dict[int, int] = {}
-        self._optimizer_bytes: dict[int, int] = {}
+        self._by_format: dict[str, int] = {}
+        self._outside_region = 0
+        self._bytes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
 
     def install(self, patches: Patches) -> None:
         """Watch until ``patches`` are undone."""
@@ -57,22 +60,24 @@ class CloseLook:
             self._saved.backward_ended()
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Begin the look after the first update; count gradients and optimizer state (None: the script updated by hand)."""
+        """Begin the look after the first update; take the counts at the next ones until the step closes.
+
+        A step closes at the next backward pass: what runs until then is the next step's forward pass, or an evaluation.
+        """
+        self._weigh()
         if self._flops is None:
             self._begin()
-        elif self._stack is not None and optimizer is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            gradients = (p.grad for p in parameters if p.grad is not None)
-            self._gradients_bytes[id(optimizer)] = memory.total_bytes(gradients)
-            self._optimizer_bytes[id(optimizer)] = memory.optimizer_bytes(optimizer)
+        elif self._stack is not None:
+            self._by_format = dict(self._flops.by_format)
+            self._outside_region = self._flops.outside_region
 
     def memory(self) -> Memory:
         """Return the bytes of the watched step, and the allocator's peaks over the run."""
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return Memory(
-            parameters_bytes=memory.total_bytes(self._parameters()),
-            gradients_bytes=sum(self._gradients_bytes.values()),
-            optimizer_bytes=sum(self._optimizer_bytes.values()),
+            parameters_bytes=self._bytes["parameters"],
+            gradients_bytes=self._bytes["gradients"],
+            optimizer_bytes=self._bytes["optimizer"],
             activations_bytes=self._saved.peak_bytes,
             cuda_allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
             cuda_reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
@@ -80,26 +85,38 @@ class CloseLook:
 
     def effective(self) -> Effective:
         """Return what the watched step ran in, and what could not be switched."""
-        counted = {} if self._flops is None else dict(self._flops.by_format)
-        if self._flops is not None and self._run.applied is not None and self._run.applied.lowers:
-            outside, total = self._flops.outside_region, sum(counted.values())
-            if outside:
-                why = "forward code outside any module: only modules, autocast regions and compiled functions are switched"
-                self._run.leave("FP32 code", f"{outside / total:.0%} of FLOPs", why)
+        lowers = self._run.applied is not None and self._run.applied.lowers
+        if lowers and self._outside_region:
+            share = self._outside_region / sum(self._by_format.values())
+            why = "forward code outside any module: only modules, autocast regions and compiled functions are switched"
+            self._run.leave("FP32 code", f"{share:.0%} of FLOPs", why)
         casting = self._run.main_casting
         return Effective(
-            flops_by_format=counted,
+            flops_by_format=self._by_format,
             emulated=casting is not None and casting.emulates,
-            counted_on_step=None if self._flops is None else WATCHED_STEP,
+            counted_on_step=WATCHED_STEP if self._by_format else None,
             left_alone=list(self._run.left_alone.values()),
         )
 
     def _parameters(self) -> Iterable[Tensor]:
-        for root in self._run.roots:
+        for root in list(self._run.roots):
             yield from root.parameters()
-        for optimizer in self._run.optimizers:
+        for optimizer in list(self._run.optimizers):
             for group in optimizer.param_groups:
                 yield from group["params"]
+
+    def _weigh(self) -> None:
+        """Take the bytes of parameters, gradients and optimizer state at an update of the first two steps."""
+        if self._flops is not None and self._stack is None:
+            return
+        parameters = list(self._parameters())
+        optimizers = list(self._run.optimizers)
+        found = {
+            "parameters": memory.total_bytes(parameters),
+            "gradients": memory.total_bytes(p.grad for p in parameters if p.grad is not None),
+            "optimizer": sum(memory.optimizer_bytes(optimizer) for optimizer in optimizers),
+        }
+        self._bytes = {kind: max(found[kind], self._bytes[kind]) for kind in found}
 
     def _begin(self) -> None:
         casting = self._run.main_casting

@@ -1,17 +1,19 @@
 """Count the floating-point operations that really ran, by the format of their operands.
 
-A dispatch mode sees every operation below autograd and autocast: what reaches it is what the device computes. Counted are matrix products,
-convolutions and attention, forward and backward, two operations (multiply and add) a product::
+A dispatch mode sees every operation below autograd and autocast: what reaches it is what the device computes. Counted
+are matrix products, convolutions and attention, forward and backward, two operations (multiply and add) a product::
 
     (m, k) x (k, n)                                    2 m k n
     convolution, weight (out, in / groups, *kernel)    2 * batch * out * in / groups * kernel * positions
     its gradients                                      as much for the input, as much for the weight
     attention, lengths L and S, widths E and V         2 L S E + 2 L S V a head; backward 2.5 times that
 
-The positions of a convolution are its output's, of a transposed one its input's. torch 2.13's own counter leaves ``groups`` out of
-the backward count, which makes a depthwise convolution 65 times too expensive. Causal attention is counted in full.
+The positions of a convolution are its output's, of a transposed one its input's. torch 2.13's own counter leaves
+``groups`` out of the backward count, which makes a depthwise convolution 65 times too expensive. Causal attention is
+counted in full.
 
-What an emulated operation multiplies in FP32 counts for the format it stands for. Not seen: operations inside compiled kernels.
+What an emulated operation multiplies in FP32 counts for the format it stands for. Not seen: operations inside
+compiled kernels.
 """
 
 from __future__ import annotations

@@ -6,13 +6,16 @@ optimizer   tensors in the optimizers' state after it
 activations what the forward pass keeps for the backward pass: storages that autograd saves, and the inputs of checkpointed functions,
             each storage once and parameters left out
 
-The count of activations is the largest over the backward passes of the step. Autograd's hooks for saved tensors see what it keeps;
-those of activation checkpointing lie inside ours, so what it drops is not counted.
+The count of activations is the largest over the backward passes of the step. Autograd's hooks for saved tensors see
+what it keeps; those of activation checkpointing lie inside ours, so what it drops is not counted. What a graph kept
+that was thrown away without a backward pass (an evaluation with gradients on) is not counted either: only what is
+alive when the backward pass begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +28,8 @@ class SavedTensors:
 
     def __init__(self) -> None:
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
-        self._bytes_by_storage: dict[int, int] = {}
+        self._saved: list[weakref.ref[Tensor]] = []
+        self._inputs: list[Tensor] = []
         self._parameters: set[int] = set()
         self.peak_bytes = 0
 
@@ -37,30 +41,27 @@ class SavedTensors:
     def stop(self) -> None:
         """Take the hooks off."""
         self._hooks.__exit__(None, None, None)
+        self._saved, self._inputs = [], []
 
     def keep(self, values: Any) -> None:
         """Count the tensors in ``values`` as kept: the inputs of a checkpointed function."""
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, Tensor):
-                self._count(tensor)
+        self._inputs += [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
     def backward_begins(self) -> None:
         """Take the count: everything the forward pass kept is alive now."""
-        self.peak_bytes = max(self.peak_bytes, sum(self._bytes_by_storage.values()))
+        alive = [tensor for tensor in (reference() for reference in self._saved) if tensor is not None]
+        activations = (t for t in (*alive, *self._inputs) if _storage(t) not in self._parameters)
+        self.peak_bytes = max(self.peak_bytes, total_bytes(activations))
 
     def backward_ended(self) -> None:
-        """Forget what was kept: the backward pass has freed it."""
-        self._bytes_by_storage.clear()
+        """Forget the inputs of checkpointed functions, which the backward pass has freed."""
+        self._inputs = []
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self._count(tensor)
-        return (
-            tensor.detach()
-        )  # the tensor itself could be the output of the node that keeps it: a cycle that is never freed
-
-    def _count(self, tensor: Tensor) -> None:
-        if tensor.layout is torch.strided and _storage(tensor) not in self._parameters:
-            self._bytes_by_storage[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        # The tensor itself could be the output of the node that keeps it: a cycle that is never freed.
+        kept = tensor.detach()
+        self._saved.append(weakref.ref(kept))
+        return kept
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -68,13 +69,20 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages under ``tensors``, each counted once."""
-    sizes = {_storage(t): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
-    return sum(sizes.values())
+    parts = (part for tensor in tensors for part in _strided(tensor))
+    return sum({_storage(part): part.untyped_storage().nbytes() for part in parts}.values())
+
+
+def _strided(tensor: Tensor) -> Iterator[Tensor]:
+    if tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

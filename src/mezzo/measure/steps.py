@@ -1,7 +1,7 @@
 """Take down every training step: loss, loss scale, skipped or not, gradient norm, time.
 
-Losses and norms are kept as tensors on their device and read once at the end: a read a step would make every step wait for the device.
-What is kept is two numbers a step.
+Losses and norms are kept as tensors on their device and read once at the end: a read a step would make every step
+wait for the device. What is kept is two numbers a step.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class StepRecorder:
         self._cpu_ms: list[float] = []
         self._open_loss: Tensor | None = None
         self._open_norms: list[Tensor] = []
+        self.measures = True
+        """Whether backward passes add to the open step; not while an optimizer evaluates its closure once more."""
         self._started = self._now()
         self._ended: tuple[float, float] | None = None
 
@@ -36,12 +38,18 @@ class StepRecorder:
 
     def loss(self, loss: Tensor) -> None:
         """Add a backward pass's loss to the open step: micro-batches and several losses add up."""
+        if not self.measures:
+            return
         value = loss.detach().sum()
         self._open_loss = value if self._open_loss is None else self._open_loss + value.to(self._open_loss.device)
 
     def has_loss(self) -> bool:
         """Return whether the open step has a loss yet."""
         return self._open_loss is not None
+
+    def forget(self) -> None:
+        """Forget the open step's losses: they are evaluated again."""
+        self._open_loss = None
 
     def norm(self, norm: Tensor) -> None:
         """Add the gradient norm of one optimizer's update to the open step."""
@@ -67,7 +75,7 @@ class StepRecorder:
         """Return all closed steps; waits for the device once."""
         return Steps(
             loss=_read(self._loss),
-            loss_scale=[s for s in self._scale if s is not None],
+            loss_scale=_known(self._scale),
             skipped=self._skipped,
             grad_norm=_read(self._norm),
             time_ms=self._time_ms,
@@ -86,6 +94,13 @@ def _together(norms: list[Tensor]) -> Tensor | float:
         return norms[0]
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.float().to(norms[0].device) for n in norms]))
     return total
+
+
+def _known(scales: list[float | None]) -> list[float]:
+    """Return one scale a step, NaN where there was none yet; nothing for a run that never had one."""
+    if all(scale is None for scale in scales):
+        return []
+    return [math.nan if scale is None else scale for scale in scales]
 
 
 def _read(values: Sequence[Tensor | float]) -> list[float]:

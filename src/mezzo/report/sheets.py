@@ -1,6 +1,7 @@
 """Records as display strings: everything that a view says in words, built once for the terminal and the page.
 
-A sheet holds no markup. Text that came from a script or a model passes ``clean`` here; the views escape it for their medium.
+A sheet holds no markup. Text that came from a script or a model passes ``clean`` here; the views escape it for their
+medium.
 """
 
 from __future__ import annotations

@@ -1,0 +1,34 @@
+"""Notice without waiting that the loss scale is stuck at its floor.
+
+A flag on the device rises when gradients overflow at the floor. It is copied towards the host without waiting, and
+what is looked at is the copy that has arrived: on a GPU perhaps an update or two late, which changes nothing, since a
+scale at its floor stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from mezzo.engine.scaling import Scale
+
+
+class FloorWatch:
+    """Keep a flag on the device and its last known value on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stuck = torch.zeros((), device=device)
+        pinned = torch.zeros((), pin_memory=device.type == "cuda")
+        self._arrived, self._value = pinned, pinned.numpy()
+
+    def note(self, found_inf: Tensor, scales: Iterable[Scale]) -> None:
+        """Raise the flag where ``found_inf`` is set and a scale is at its floor."""
+        for scale in scales:
+            self._stuck += found_inf * scale.floor_flag()
+        self._arrived.copy_(self._stuck, non_blocking=True)
+
+    def reached(self) -> bool:
+        """Return whether the flag was up in the copy that has arrived."""
+        return bool(self._value > 0)

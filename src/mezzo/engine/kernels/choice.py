@@ -1,0 +1,21 @@
+"""Choose the kernels for a device once, with the reason."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+from mezzo.engine.kernels import cpu, fused, reference
+
+_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+@functools.cache
+def choose(device_type: str) -> tuple[ModuleType, str]:
+    """Return the module with the kernels for torch's device type, and why."""
+    if device_type == "cpu":
+        library, reason = cpu.library()
+        return (cpu, reason) if library is not None else (fused, f"torch's fused kernels: {reason}")
+    if device_type in _FUSED_DEVICES:
+        return fused, f"torch's fused kernels, with clipping and scale in grad_scale: none of our own for {device_type}"
+    return reference, f"plain torch operations: no fused kernels for {device_type}"

@@ -1,0 +1,80 @@
+"""The specification of the kernels, in plain PyTorch: what is computed, not how fast.
+
+``factor`` takes scale, averaging and clipping out of the gradients in one multiplication. Where ``found_inf`` is
+above 0 nothing changes, the step counts included; no line waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.split import join, split
+
+
+def sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
+    squares = [g.double().square().sum() for g in gradients]
+    return torch.stack([s.to(squares[0].device) for s in squares]).sum()
+
+
+def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
+    """Update as ``torch.optim.AdamW`` does (Loshchilov & Hutter, arXiv:1711.05101)."""
+    s = settings
+    for i, weight in enumerate(batch.weights):
+        moments = {name: tensors[i] for name, tensors in batch.moments.items()}
+        gradient = batch.gradients[i].float() * (-factor if s.maximize else factor)
+        step = batch.steps[i] + 1
+        master = _open(weight, batch.masters[i])
+        mean = torch.lerp(moments["exp_avg"], gradient, 1 - s.beta1)
+        square = moments["exp_avg_sq"] * s.beta2 + (1 - s.beta2) * gradient * gradient
+        new = {"exp_avg": mean, "exp_avg_sq": square}
+        if s.amsgrad:
+            square = new["max_exp_avg_sq"] = torch.maximum(moments["max_exp_avg_sq"], square)
+        exact = step.double()
+        root = (1 - s.beta2**exact).sqrt().float()
+        length = (s.lr / (1 - s.beta1**exact)).float()
+        updated = master * (1 - s.lr * s.weight_decay) - length * (mean / (square.sqrt() / root + s.eps))
+        _close(batch, i, updated, step, new, found_inf)
+
+
+def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) -> None:
+    """Update as ``torch.optim.SGD`` does, momentum and Nesterov's included."""
+    s = settings
+    for i, weight in enumerate(batch.weights):
+        master = _open(weight, batch.masters[i])
+        gradient = batch.gradients[i].float() * (-factor if s.maximize else factor) + s.weight_decay * master
+        step = batch.steps[i] + 1
+        new = {}
+        direction = gradient
+        if s.momentum:
+            old = batch.moments["momentum_buffer"][i]
+            buffer = torch.where(step == 1, gradient, s.momentum * old + (1 - s.dampening) * gradient)
+            new["momentum_buffer"] = buffer
+            direction = gradient + s.momentum * buffer if s.nesterov else buffer
+        _close(batch, i, master - s.lr * direction, step, new, found_inf)
+
+
+def _open(weight: Tensor, master: Tensor) -> Tensor:
+    return join(weight, master) if master.dtype is torch.int16 else master.float()
+
+
+def _close(batch: Batch, i: int, updated: Tensor, step: Tensor, new: dict[str, Tensor], found_inf: Tensor) -> None:
+    keeps = found_inf > 0
+
+    def put(into: Tensor, value: Tensor) -> None:
+        into.copy_(torch.where(keeps, into, value.to(into.dtype)))
+
+    weight, master = batch.weights[i], batch.masters[i]
+    if master.dtype is torch.int16:
+        high, low = split(updated)
+        put(weight, high)
+        put(master, low)
+    else:
+        put(master, updated)
+        if weight is not master:
+            put(weight, updated)
+    put(batch.steps[i], step)
+    for name, value in new.items():
+        put(batch.moments[name][i], value)
