@@ -44,5 +44,5 @@ def test_options_exist(page: Path) -> None:
     for command, rest in re.findall(r"^\s*(?:\$ )?mezzo (\w+)(.*)$", page.read_text(encoding="utf-8"), re.M):
         assert command in commands, f"{page.name} names mezzo {command}"
         known = {o for p in commands[command].params for o in p.opts}
-        before_script = re.split(r"\s\S+\.py\b", rest)[0]
+        before_script = re.split(r"\s\S+\.py\b|(?<=-m) \S+", rest)[0]
         assert set(re.findall(r"(?<=\s)--?[a-z]+", before_script)) <= known, f"{page.name}: mezzo {command}{rest}"

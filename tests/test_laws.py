@@ -24,7 +24,7 @@ SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") f
 
 # --- the laws as data: change them deliberately --------------------------------------------------
 
-FACTS = "errors formats devices oplists policy explain records"
+FACTS = "errors formats devices oplists policyfields policy explain records"
 MAY_IMPORT = {
     # room: the rooms of mezzo that its files may import, also inside functions; a room names itself for its own files
     "errors": "",
@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "devices": "formats",
     "oplists": "errors",
     "explain": "oplists devices",
-    "policy": "errors formats devices oplists explain",
+    "policyfields": "errors policy",  # the policy as a type only
+    "policy": "errors formats devices oplists policyfields explain",
     "records": "errors",
     "engine": f"{FACTS} engine",
     "measure": f"{FACTS} engine measure",
@@ -44,6 +45,7 @@ MAY_IMPORT = {
 }
 
 PINNED_EXPORTS = [
+    "AdamW",
     "Choice",
     "DynamicScale",
     "MezzoError",
@@ -53,6 +55,7 @@ PINNED_EXPORTS = [
     "PolicyError",
     "PrecisionWarning",
     "RecordError",
+    "SGD",
     "ScaleFloorError",
     "ScriptError",
     "Session",

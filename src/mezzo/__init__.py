@@ -50,6 +50,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "SGD",
     "AdamW",
     "Choice",
     "DynamicScale",
@@ -60,7 +61,6 @@ __all__ = [
     "PolicyError",
     "PrecisionWarning",
     "RecordError",
-    "SGD",
     "ScaleFloorError",
     "ScriptError",
     "Session",

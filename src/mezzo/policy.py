@@ -16,23 +16,28 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from mezzo import formats, oplists
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, UnsupportedFormatError, nearest
 from mezzo.explain import Choice, explain
+from mezzo.policyfields import (
+    COUNTS,
+    NAMES,
+    RANGES,
+    Arithmetic,
+    Casting,
+    Compute,
+    LossScale,
+    OpLists,
+    check_policy,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-Compute = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
-Casting = Literal["none", "ops", "model"]
-LossScale = Literal["none", "static", "dynamic"]
-Arithmetic = Literal["auto", "native", "emulated"]
-OpLists = Literal["portable", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +83,12 @@ class Policy:
     """Name patterns (``*`` and ``?``) of modules that are kept in FP32."""
 
     def __post_init__(self) -> None:
-        _check_words(self)
-        _check_numbers(self)
-        _check_combination(self)
+        if PRESETS and self.name not in PRESETS:  # PRESETS is empty while they are built
+            raise PolicyError(
+                f"policy field name={self.name!r}; {nearest(str(self.name), PRESETS)}",
+                hint="start from Policy.parse(name) and change fields with replace",
+            )
+        check_policy(self)
         oplists.assign(self.lower, self.fp32, self.widest)
 
     def __str__(self) -> str:
@@ -229,76 +237,6 @@ class Policy:
         return explain(self, device)
 
 
-def _check_words(policy: Policy) -> None:
-    if PRESETS and policy.name not in PRESETS:  # PRESETS is empty while they are built
-        raise PolicyError(
-            f"policy field name={policy.name!r}; {nearest(str(policy.name), PRESETS)}",
-            hint="start from Policy.parse(name) and change fields with replace",
-        )
-    for field, allowed in _WORDS.items():
-        value = getattr(policy, field)
-        if not any(value == word and type(value) is type(word) for word in allowed):  # 1 == True
-            raise PolicyError(
-                f"policy field {field}={value!r}; {nearest(str(value), map(str, allowed))}",
-                hint=f"set {field} to one of them",
-            )
-
-
-def _check_numbers(policy: Policy) -> None:
-    for field, (low, high) in _RANGES.items():
-        value = getattr(policy, field)
-        kinds, noun = ((int,), "whole number") if field in _COUNTS else ((int, float), "number")
-        number = isinstance(value, kinds) and not isinstance(value, bool)
-        if not number or not low <= value <= high:
-            raise PolicyError(
-                f"policy field {field}={value!r}; allowed: a {noun} from {low:g} to {high:g}",
-                hint=f"choose {field} inside that range",
-            )
-    for field in _NAMES:
-        value = getattr(policy, field)
-        if not isinstance(value, tuple) or not all(_is_name(v) for v in value):
-            raise PolicyError(
-                f"policy field {field}={value!r}; allowed: names without any of {_SEPARATORS!r}",
-                hint=f"write {field}=name+name in a text, a list of strings in a file or in Python",
-            )
-    if policy.min_scale > policy.max_scale:
-        raise PolicyError(
-            f"min_scale={policy.min_scale:g} is above max_scale={policy.max_scale:g}",
-            hint="the floor of the loss scale must not be above its ceiling",
-        )
-
-
-def _is_name(value: object) -> bool:
-    # A name must not hold what ends it in a policy text, or ends the text in a list of policies.
-    if not isinstance(value, str) or not value:
-        return False
-    return value.isprintable() and not set(value) & set(_SEPARATORS)
-
-
-def _check_combination(policy: Policy) -> None:
-    if (policy.casting == "none") != (policy.compute in ("fp32", "tf32")):
-        raise PolicyError(
-            f"compute={policy.compute} and casting={policy.casting} contradict each other",
-            hint="fp32 and tf32 cast nothing (casting=none); the others cast ops or the model",
-        )
-    if policy.casting != "model" and (policy.master_weights or policy.norms != "fp32"):
-        raise PolicyError(
-            f"casting={policy.casting} keeps weights and norms in FP32, and master_weights={policy.master_weights}, "
-            f"norms={policy.norms} contradict it",
-            hint="set casting=model, or start from a preset ending in -master or -pure",
-        )
-    if policy.loss_scale == "dynamic" and not policy.min_scale <= policy.init_scale <= policy.max_scale:
-        raise PolicyError(
-            f"init_scale={policy.init_scale:g} is outside min_scale={policy.min_scale:g} to max_scale={policy.max_scale:g}",
-            hint="choose init_scale between the floor and the ceiling of the loss scale",
-        )
-    if policy.op_lists == "device" and policy.arithmetic == "emulated":
-        raise PolicyError(
-            "op_lists=device and arithmetic=emulated contradict each other",
-            hint="device lists are torch's own native kernels; emulation follows the portable lists",
-        )
-
-
 def _preset(name: str) -> Policy:
     found = PRESETS.get(ALIASES.get(name, name))
     if found is None:
@@ -310,13 +248,13 @@ def _preset(name: str) -> Policy:
 
 
 def _read(field: str, text: str) -> Any:
-    if field in _NAMES:
+    if field in NAMES:
         return tuple(part for part in text.split("+") if part)
     if field == "master_weights":
         return {"true": True, "false": False}.get(text.lower(), text)
-    if field in _RANGES:
+    if field in RANGES:
         try:
-            return int(text) if field in _COUNTS else float(text)
+            return int(text) if field in COUNTS else float(text)
         except ValueError:
             return text  # refused with its range by _check_numbers
     return text
@@ -339,28 +277,6 @@ def _toml(value: Any) -> str:
 
 
 _SETTABLE = tuple(f.name for f in dataclasses.fields(Policy) if f.name != "name")
-_COUNTS = ("growth_interval", "hysteresis")
-_SEPARATORS = ":+, "
-_NAMES = ("lower", "fp32", "widest", "fp32_modules")
-_WORDS: dict[str, tuple[object, ...]] = {
-    "compute": get_args(Compute),
-    "casting": get_args(Casting),
-    "norms": ("fp32", "compute"),
-    "master_weights": (True, False),
-    "loss_scale": get_args(LossScale),
-    "arithmetic": get_args(Arithmetic),
-    "op_lists": get_args(OpLists),
-}
-_RANGES: dict[str, tuple[float, float]] = {
-    "init_scale": (2.0**-100, 2.0**100),
-    "growth_factor": (1.0, 2.0**20),
-    "backoff_factor": (2.0**-20, 1.0),
-    "growth_interval": (1, 2**31 - 1),
-    "hysteresis": (1, 2**31 - 1),
-    "min_scale": (2.0**-100, 2.0**100),
-    "max_scale": (2.0**-100, 2.0**100),
-}
-
 PRESETS: dict[str, Policy] = {}
 
 

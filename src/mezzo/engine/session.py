@@ -134,10 +134,13 @@ class Session:
         if self._window.calls == self.accumulate:
             self.update()
 
-    def backward(self, loss: Tensor, *, weight: float | None = None, loss_id: int = 0) -> None:
+    def backward(
+        self, loss: Tensor, *, weight: float | None = None, loss_id: int = 0, retain_graph: bool = False
+    ) -> None:
         """Run a backward pass and add its gradients to the window's.
 
-        In a window, calls with one ``loss_id`` are averaged by weight when ``accumulate`` is above 1 or weights are given; otherwise, and
+        Takes what ``step`` takes, and ``retain_graph`` for several losses that share a part of the forward pass. In a window, calls
+        with one ``loss_id`` are averaged by weight when ``accumulate`` is above 1 or weights are given; otherwise, and
         between different losses, gradients add up as they do in torch.
 
         Raises:
@@ -156,10 +159,10 @@ class Session:
         scale = self.scales[loss_id]
         aside = set_aside(self._parameters()) if self._separate else None
         if self.casting.mode is None:
-            scale.scale(weighted).backward()
+            scale.scale(weighted).backward(retain_graph=retain_graph)
         else:
             with self.casting.backward():
-                scale.scale(weighted).backward()
+                scale.scale(weighted).backward(retain_graph=retain_graph)
         if aside is not None:
             self._to_first_scale(loss_id)
             put_back(aside)
@@ -210,8 +213,7 @@ class Session:
         gradients = self._gradients(chosen)
         found = self._found if self._window.unscaled else self._reduce(gradients)
         factor = self._clipped(None if self._window.unscaled else self._factor())
-        at_once, by_step = self._update_at_once, self._update_by_step
-        skipped = at_once(chosen, factor, found) if self._one_pass else by_step(chosen, gradients, factor)
+        skipped = self._at_once(chosen, factor, found) if self._one_pass else self._by_step(chosen, gradients, factor)
         if not skipped:
             for scheduler in self.schedulers:
                 scheduler.step()
@@ -224,7 +226,7 @@ class Session:
             self._watch_rounding = False
             checks.warn_of_lost_updates(before, self._snapshot(), self.policy)
 
-    def _update_at_once(self, chosen: list[Optimizer], factor: Tensor | None, found: Tensor | None) -> bool:
+    def _at_once(self, chosen: list[Optimizer], factor: Tensor | None, found: Tensor | None) -> bool:
         """Hand factor and flag to the kernels; the host reads the flag only where a scheduler has to know."""
         flag = self._zero if found is None else found
         for optimizer in chosen:
@@ -238,7 +240,7 @@ class Session:
             raise self._floor_error()
         return bool(self.schedulers) and bool(flag)
 
-    def _update_by_step(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None) -> bool:
+    def _by_step(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None) -> bool:
         """Change the gradients and let the optimizers step, or skip."""
         if self._overflowed:
             self._skips += 1

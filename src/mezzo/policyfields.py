@@ -1,0 +1,114 @@
+"""What a policy's fields may hold, and what may stand together; everything else is refused with what is allowed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from mezzo.errors import PolicyError, nearest
+
+if TYPE_CHECKING:
+    from mezzo.policy import Policy
+
+Compute = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+Casting = Literal["none", "ops", "model"]
+LossScale = Literal["none", "static", "dynamic"]
+Arithmetic = Literal["auto", "native", "emulated"]
+OpLists = Literal["portable", "device"]
+
+COUNTS = ("growth_interval", "hysteresis")
+SEPARATORS = ":+, "
+NAMES = ("lower", "fp32", "widest", "fp32_modules")
+WORDS: dict[str, tuple[object, ...]] = {
+    "compute": get_args(Compute),
+    "casting": get_args(Casting),
+    "norms": ("fp32", "compute"),
+    "master_weights": (True, False),
+    "loss_scale": get_args(LossScale),
+    "arithmetic": get_args(Arithmetic),
+    "op_lists": get_args(OpLists),
+}
+RANGES: dict[str, tuple[float, float]] = {
+    "init_scale": (2.0**-100, 2.0**100),
+    "growth_factor": (1.0, 2.0**20),
+    "backoff_factor": (2.0**-20, 1.0),
+    "growth_interval": (1, 2**31 - 1),
+    "hysteresis": (1, 2**31 - 1),
+    "min_scale": (2.0**-100, 2.0**100),
+    "max_scale": (2.0**-100, 2.0**100),
+}
+
+
+def check_policy(policy: Policy) -> None:
+    """Refuse values outside what a field allows, and fields that contradict each other.
+
+    Raises:
+        PolicyError: says the field, the value and what is allowed.
+    """
+    _check_words(policy)
+    _check_numbers(policy)
+    _check_combination(policy)
+
+
+def _check_words(policy: Policy) -> None:
+    for field, allowed in WORDS.items():
+        value = getattr(policy, field)
+        if not any(value == word and type(value) is type(word) for word in allowed):  # 1 == True
+            raise PolicyError(
+                f"policy field {field}={value!r}; {nearest(str(value), map(str, allowed))}",
+                hint=f"set {field} to one of them",
+            )
+
+
+def _check_numbers(policy: Policy) -> None:
+    for field, (low, high) in RANGES.items():
+        value = getattr(policy, field)
+        kinds, noun = ((int,), "whole number") if field in COUNTS else ((int, float), "number")
+        number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not number or not low <= value <= high:
+            raise PolicyError(
+                f"policy field {field}={value!r}; allowed: a {noun} from {low:g} to {high:g}",
+                hint=f"choose {field} inside that range",
+            )
+    for field in NAMES:
+        value = getattr(policy, field)
+        if not isinstance(value, tuple) or not all(_is_name(v) for v in value):
+            raise PolicyError(
+                f"policy field {field}={value!r}; allowed: names without any of {SEPARATORS!r}",
+                hint=f"write {field}=name+name in a text, a list of strings in a file or in Python",
+            )
+    if policy.min_scale > policy.max_scale:
+        raise PolicyError(
+            f"min_scale={policy.min_scale:g} is above max_scale={policy.max_scale:g}",
+            hint="the floor of the loss scale must not be above its ceiling",
+        )
+
+
+def _is_name(value: object) -> bool:
+    # A name must not hold what ends it in a policy text, or ends the text in a list of policies.
+    if not isinstance(value, str) or not value:
+        return False
+    return value.isprintable() and not set(value) & set(SEPARATORS)
+
+
+def _check_combination(policy: Policy) -> None:
+    if (policy.casting == "none") != (policy.compute in ("fp32", "tf32")):
+        raise PolicyError(
+            f"compute={policy.compute} and casting={policy.casting} contradict each other",
+            hint="fp32 and tf32 cast nothing (casting=none); the others cast ops or the model",
+        )
+    if policy.casting != "model" and (policy.master_weights or policy.norms != "fp32"):
+        raise PolicyError(
+            f"casting={policy.casting} keeps weights and norms in FP32, and master_weights={policy.master_weights}, "
+            f"norms={policy.norms} contradict it",
+            hint="set casting=model, or start from a preset ending in -master or -pure",
+        )
+    if policy.loss_scale == "dynamic" and not policy.min_scale <= policy.init_scale <= policy.max_scale:
+        raise PolicyError(
+            f"init_scale={policy.init_scale:g} is outside min_scale={policy.min_scale:g} to max_scale={policy.max_scale:g}",
+            hint="choose init_scale between the floor and the ceiling of the loss scale",
+        )
+    if policy.op_lists == "device" and policy.arithmetic == "emulated":
+        raise PolicyError(
+            "op_lists=device and arithmetic=emulated contradict each other",
+            hint="device lists are torch's own native kernels; emulation follows the portable lists",
+        )
