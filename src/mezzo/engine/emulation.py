@@ -176,7 +176,9 @@ def _general(op: Op, *args: Any, **kwargs: Any) -> Any:
         return _keeping_copies(op, *args, **kwargs)
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dtype in _HALF]
-    low = leaves[places[0]].dtype
+    given = [leaves[i] for i in places]
+    for place in places:
+        leaves[place] = None  # the call below must not keep alive what a checkpoint or an offloading hook lets go
 
     def call(*tensors: Tensor) -> Any:
         filled = list(leaves)
@@ -185,7 +187,7 @@ def _general(op: Op, *args: Any, **kwargs: Any) -> Any:
         inner_args, inner_kwargs = tree_unflatten(filled, spec)
         return op(*inner_args, **inner_kwargs)
 
-    return _Recomputed.apply(call, low, *(leaves[i] for i in places))
+    return _Recomputed.apply(call, given[0].dtype, *given)
 
 
 def _keeping_copies(op: Op, *args: Any, **kwargs: Any) -> Any:
@@ -200,6 +202,9 @@ def _keeping_copies(op: Op, *args: Any, **kwargs: Any) -> Any:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Emulate ``torch.nn.functional.linear`` on 16-bit tensors."""
+    if weight.dim() == 1:  # one output feature, without a dimension of its own
+        result: Tensor = _general(F.linear, x, weight, bias)
+        return result
     y: Tensor = _Linear.apply(x, weight, bias)
     return y
 

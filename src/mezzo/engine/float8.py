@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mezzo.formats import E4M3, E5M2, Format
 
@@ -27,6 +28,7 @@ class _Float8Linear(torch.autograd.Function):
         return y if bias is None else y + bias
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         g8, g_scale = quantise(grad, E5M2)

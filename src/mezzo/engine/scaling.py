@@ -169,17 +169,16 @@ class DynamicScale(StaticScale):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state of this class or of ``torch.amp.GradScaler``, settings included.
+        """Take a state of this class or of ``torch.amp.GradScaler``, settings included, or the scale of a static one.
 
         Raises:
-            PolicyError: the state is not one of a dynamic loss scale.
+            PolicyError: the state is not one of a loss scale.
         """
         if not state:  # a disabled GradScaler's state, or NoScale's
             return
-        missing = {"scale", "growth_factor", "backoff_factor", "growth_interval"} - state.keys()
-        if missing:
+        if "scale" not in state:
             raise PolicyError(
-                f"the state of a dynamic loss scale lacks {', '.join(sorted(missing))}",
+                f"the state of a loss scale has no 'scale', only {', '.join(sorted(map(str, state)))}",
                 hint="pass what state_dict() of a mezzo scale or of torch.amp.GradScaler returned",
             )
         for name in _SETTINGS:

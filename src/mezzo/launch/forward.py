@@ -43,10 +43,13 @@ class Regions:
         """Set the hooks until ``patches`` are undone."""
         patches.on_undo(register_module_forward_pre_hook(self._enter).remove)
         patches.on_undo(register_module_forward_hook(self._leave, always_call=True).remove)
+        patches.on_undo(self._end)
         patches.wrap(torch, "compile", self._compile)
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         if self._run.applied is not None and self._run.applied.lowers:
             patches.wrap(F, "binary_cross_entropy", _in_fp32)
+        if self._run.applied is not None and self._run.applied.casting == "model":
+            patches.wrap(nn.Module, "__call__", self._converting)
 
     def covered(self) -> bool:
         """Return whether the running code is under the policy: in a module, a compiled function or the script's own autocast."""
@@ -79,13 +82,27 @@ class Regions:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
             return None
-        local = self._run.local
-        local.depth -= 1
-        if local.depth > 0 or local.region is None:
-            return None
-        local.region.__exit__(None, None, None)
-        local.region = None
-        return _half_to_fp32(output)
+        self._run.local.depth = max(self.depth() - 1, 0)
+        return _half_to_fp32(output) if self.depth() == 0 and self._end() else None
+
+    def _end(self) -> bool:
+        """End this thread's region; return whether there was one."""
+        region = getattr(self._run.local, "region", None)
+        self._run.local.region = None
+        if region is not None:
+            region.__exit__(None, None, None)
+        return region is not None
+
+    def _converting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Convert a module before its first call: torch looks its ``forward`` up before any hook runs."""
+
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and self.depth() == 0:
+                self._run.meet(module, args)
+            return original(module, *args, **kwargs)
+
+        return call
 
     @contextmanager
     def _at(self, depth: int) -> Iterator[None]:

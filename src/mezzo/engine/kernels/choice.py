@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from types import ModuleType
+
+import torch
 
 from mezzo.engine.kernels import cpu, fused, reference
 
-_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_FUSED_DEVICES = ("mps", "xpu")
 
 
 @functools.cache
@@ -16,6 +19,19 @@ def choose(device_type: str) -> tuple[ModuleType, str]:
     if device_type == "cpu":
         library, reason = cpu.library()
         return (cpu, reason) if library is not None else (fused, f"torch's fused kernels: {reason}")
+    if device_type == "cuda":
+        return _triton()
     if device_type in _FUSED_DEVICES:
         return fused, f"torch's fused kernels, with clipping and scale in grad_scale: none of our own for {device_type}"
     return reference, f"plain torch operations: no fused kernels for {device_type}"
+
+
+def _triton() -> tuple[ModuleType, str]:
+    try:
+        kernels = importlib.import_module("mezzo.engine.kernels.gpu")
+        kernels.sum_of_squares(
+            [torch.ones(1, device="cuda")]
+        )  # a Triton that cannot compile shows here, not in the first update
+    except Exception as error:  # whatever its compiler raises
+        return fused, f"torch's fused kernels: Triton does not work here ({type(error).__name__}: {error})"
+    return kernels, "Triton kernels, one launch a group"
