@@ -1,0 +1,77 @@
+"""Time pieces of code against each other on a machine that is not quiet.
+
+Interleaved rounds: every piece runs once a round, in turn, and ratios are taken within a round, so that a machine that slows down slows
+all of them down. Times are CPU times of the one thread, which another process's load changes least. Quoted are medians, with the
+smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mezzo.measure.environment import environment
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleave(pieces: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Return the milliseconds of thread CPU time of every piece in every round."""
+    torch.set_num_threads(1)
+    times: dict[str, list[float]] = {name: [] for name in pieces}
+    for number in range(warmup + rounds):
+        for name, run in pieces.items():
+            started = time.thread_time()
+            run()
+            if number >= warmup:
+                times[name].append((time.thread_time() - started) * 1e3)
+    return times
+
+
+def ratio(times: Mapping[str, list[float]], of: str, to: str) -> dict[str, float]:
+    """Return median, least and largest of the ratio of two pieces, round by round."""
+    ratios = [a / b for a, b in zip(times[of], times[to], strict=True)]
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+
+
+def median_ms(times: Mapping[str, list[float]]) -> dict[str, float]:
+    """Return the median milliseconds of every piece."""
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def spread(value: Mapping[str, float], unit: str = "x") -> str:
+    """Return a ratio as text: median (least to largest)."""
+    return f"{value['median']:.2f}{unit} ({value['min']:.2f} to {value['max']:.2f})"
+
+
+def report(name: str, rows: list[tuple[str, str, str]], data: dict[str, Any]) -> None:
+    """Print rows of (what, measured, target) and write them with the environment to ``results/NAME.json``."""
+    width = max(len(what) for what, _, _ in rows)
+    print(f"\n{name}")
+    for what, measured, target in rows:
+        print(f"  {what:{width}}  {measured:34}  {target}")
+    RESULTS.mkdir(exist_ok=True)
+    record = {
+        "name": name,
+        "command": f"python -m benchmarks {name}",
+        "environment": environment("cuda" if torch.cuda.is_available() else "cpu").model_dump(),
+        "rows": [{"what": what, "measured": measured, "target": target} for what, measured, target in rows],
+        **data,
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def chosen(argv: list[str]) -> list[str]:
+    """Return the names of the benchmarks to run: those in ``argv``, or all that need no GPU."""
+    return argv or ["emulation", "session_overhead", "startup", "optimizers", "whole_step"]
+
+
+if __name__ == "__main__":
+    sys.exit("run python -m benchmarks")
