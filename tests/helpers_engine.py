@@ -124,3 +124,20 @@ def batches(count: int, *, size: int = 8, width: int = 6, classes: int = 3, seed
 
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class _Spoil(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def spoil(x: Tensor, factor: float = float("inf")) -> Tensor:
+    """Return ``x``; its gradient is multiplied by ``factor``."""
+    y: Tensor = _Spoil.apply(x, factor)
+    return y

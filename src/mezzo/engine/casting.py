@@ -327,7 +327,8 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 def _python_functions() -> dict[Function, Function]:
-    homes = [vars(torch.nn.functional), vars(torch.functional), vars(Tensor)]
+    # Not those of torch.functional: what they are made of is in no list, and torch.compile traces none of their twins.
+    homes = [vars(torch.nn.functional), vars(Tensor)]
     found: list[Any] = [f for home in homes for f in home.values() if isinstance(f, types.FunctionType)]
     found += [torch.autograd.backward, torch.autograd.grad]
     looks_up = [f for f in found if set(_LOOKUPS) & set(f.__code__.co_names)]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.errors import NonFiniteLossError, SessionError
+from mezzo.engine.gradients import worst
+from mezzo.errors import NonFiniteLossError, ScaleFloorError, SessionError
 from mezzo.formats import FP32, FP64
 from mezzo.policy import Policy
 
@@ -52,6 +53,17 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], schedulers: It
                 "ReduceLROnPlateau steps on a metric that the session does not know",
                 hint="leave it out of the session and call scheduler.step(metric) yourself",
             )
+
+
+def known(chosen: Sequence[torch.optim.Optimizer], own: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers ``chosen`` for an update; refuse one that the session was not built with."""
+    for optimizer in chosen:
+        if optimizer not in own:
+            raise SessionError(
+                f"update() got {type(optimizer).__name__}, which is none of this session's {len(own)} optimizers",
+                hint="name optimizers that the session was built with, or none to update all",
+            )
+    return list(chosen)
 
 
 def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -137,6 +149,14 @@ def check_shares(shares: Sequence[float]) -> None:
             f"the losses of this window have different total weights ({listed} of a full window)",
             hint="give every loss of a micro-batch that micro-batch's weight",
         )
+
+
+def floor_error(policy: Policy, named: Iterable[tuple[str, Tensor | None]]) -> ScaleFloorError:
+    """Return the error of gradients that overflow at the loss scale's floor; names the worst of the ``named`` ones."""
+    return ScaleFloorError(
+        f"gradients overflow at the loss scale's floor of {policy.min_scale:g}; not finite: {worst(named)}",
+        hint="keep the modules of these tensors in FP32 (fp32_modules=...), or use policy bf16, which has FP32's range",
+    )
 
 
 def refuse_half_gradients(gradients: Sequence[Tensor]) -> None:

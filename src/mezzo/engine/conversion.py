@@ -80,7 +80,8 @@ def cast_model(model: nn.Module, policy: Policy, device_type: str) -> None:
     """Cast a model's weights and buffers in place to the policy's format, and its inputs; outputs become FP32.
 
     Norms stay in FP32 where the policy says so. BatchNorm takes 16-bit input beside FP32 weights by itself; the other norms get
-    their input cast and give back the format that they were given.
+    their input cast and give back the format that they were given. Modules that the policy names give FP32 on, out of 16 bits'
+    range as it may be; what has 16-bit weights behind them casts its own inputs.
     """
     low = policy.storage.dtype
     kept = set(fp32_modules(model, policy))
@@ -90,6 +91,9 @@ def cast_model(model: nn.Module, policy: Policy, device_type: str) -> None:
     for tensor in _state(model):
         if id(tensor) not in stays and tensor.dtype is FP32.dtype:
             tensor.data = tensor.data.to(low)
+    for module in model.modules() if kept else ():
+        if any(p.dtype is low for p in module.parameters(recurse=False)):
+            _wrap(module, _cast_inputs, low)
     for norm in norms:
         if not isinstance(norm, _BATCH_NORMS):
             _wrap(norm, _norm_in_fp32)
@@ -114,6 +118,10 @@ def _in_fp32(call: Callable[..., Any], device_type: str, *args: Any, **kwargs: A
 
 def _norm_in_fp32(call: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return to_format(call(x.float(), *args, **kwargs), x.dtype)
+
+
+def _cast_inputs(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    return call(*to_format(args, low), **to_format(kwargs, low))
 
 
 def _cast_ends(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs: Any) -> Any:

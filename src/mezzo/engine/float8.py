@@ -28,7 +28,7 @@ class _Float8Linear(torch.autograd.Function):
         return y if bias is None else y + bias
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         g8, g_scale = quantise(grad, E5M2)

@@ -23,12 +23,16 @@ class FloorWatch:
         pinned = torch.zeros((), pin_memory=device.type == "cuda")
         self._arrived, self._value = pinned, pinned.numpy()
 
-    def note(self, found_inf: Tensor, scales: Iterable[Scale]) -> None:
-        """Raise the flag where ``found_inf`` is set and a scale is at its floor."""
-        for scale in scales:
+    def note(self, learned: Iterable[tuple[Scale, Tensor]]) -> None:
+        """Raise the flag where a scale is at its floor and what it learns of an update, 1 for overflow or 0, is set."""
+        for scale, found_inf in learned:
             self._stuck += found_inf * scale.floor_flag()
         self._arrived.copy_(self._stuck, non_blocking=True)
 
     def reached(self) -> bool:
-        """Return whether the flag was up in the copy that has arrived."""
-        return bool(self._value > 0)
+        """Return whether the flag was up in the copy that has arrived, and lower it: who goes on is told of the next time only."""
+        if not self._value > 0:
+            return False
+        self._stuck.zero_()
+        self._arrived.zero_()
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -24,6 +25,12 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 def not_finite(norm: Tensor) -> Tensor:
     """Return 1 where ``norm`` is not finite, else 0, in FP32 and without waiting for the device."""
     return (~norm.isfinite()).float()
+
+
+def any_not_finite(gradients: list[Tensor]) -> Tensor:
+    """Return 1 where an element of a gradient is not finite, else 0, in FP32 and without waiting for the device."""
+    largest = torch._foreach_norm(gradients, ord=math.inf)  # of magnitudes: no square that leaves FP32's range
+    return (~torch.stack([n.float() for n in largest]).isfinite()).any().float()
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:

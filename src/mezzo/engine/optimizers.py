@@ -21,11 +21,14 @@ from torch import Tensor, nn
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.choice import choose
+from mezzo.engine.kernels.layout import dense, has_gaps, laid_out_as
 from mezzo.engine.kernels.split import join, split
 from mezzo.errors import PolicyError, SessionError
 from mezzo.formats import BF16, FP16, FP32
 
-_HALF = (FP16.dtype, BF16.dtype)
+_MASTERS = {FP16.dtype: FP32.dtype, BF16.dtype: torch.int16}
+"""What the masters of 16-bit weights are kept as."""
+_ALLOWED = (FP32.dtype, *_MASTERS)
 
 
 class OnePass(torch.optim.Optimizer):
@@ -38,19 +41,49 @@ class OnePass(torch.optim.Optimizer):
         """Whether 16-bit weights have FP32 masters; without, updates are rounded into the weights."""
         self._sources: dict[nn.Parameter, Tensor] = {}
         """FP32 values of weights that are about to be cast: masters begin from them."""
+        self._layouts: dict[nn.Parameter, tuple[Any, ...]] = {}
+        """Format and strides that a parameter's state was made for."""
         super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "master_weights": self.master_weights}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # from a pickle, a deep copy or load_state_dict
+        self._sources, self._layouts = {}, {}
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do.
+
+        Raises:
+            SessionError: a parameter has a format that the kernels do not know.
+        """
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype not in _ALLOWED:
+                del self.param_groups[-1]
+                raise SessionError(
+                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; "
+                    f"allowed: {', '.join(str(d) for d in _ALLOWED)}",
+                    hint=f"use torch.optim.{type(self).__name__} for it",
+                )
 
     def keep_masters(self) -> None:
         """Take the FP32 weights down, before the model is cast to 16 bits."""
         for parameter in self.parameters():
             if parameter.dtype is FP32.dtype:
                 self._sources[parameter] = parameter.detach().clone()
+        self._layouts.clear()
 
     def begin_masters(self) -> None:
         """Begin the masters of weights that were cast since ``keep_masters``."""
-        for parameter in self.parameters():
-            if parameter in self._sources and parameter.dtype is not FP32.dtype:
-                self._state_of(parameter)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._sources and parameter.dtype is not FP32.dtype:
+                    self._state_of(parameter, self._moments(group))
         self._sources.clear()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -63,7 +96,7 @@ class OnePass(torch.optim.Optimizer):
         Raises:
             SessionError: a gradient is sparse.
         """
-        return [_dense(p.grad) for p in self.parameters() if p.grad is not None]
+        return [dense(p.grad) for p in self.parameters() if p.grad is not None]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -89,6 +122,7 @@ class OnePass(torch.optim.Optimizer):
             factor: FP32, no dimensions: what every gradient is multiplied by.
             found_inf: FP32, no dimensions: above 0 nothing changes. Neither is read by the host.
         """
+        self._opt_called = True  # what learning rate schedulers look at to see that the optimizer came first
         for group in self.param_groups:
             for device in dict.fromkeys(p.device for p in group["params"]):
                 batch = self._batch(group, device)
@@ -99,26 +133,40 @@ class OnePass(torch.optim.Optimizer):
 
     def _batch(self, group: dict[str, Any], device: torch.device) -> Batch:
         parameters = [p for p in group["params"] if p.grad is not None and p.numel() and p.device == device]
-        states = [self._state_of(p) for p in parameters]
+        moments = self._moments(group)
+        states = [self._state_of(p, moments) for p in parameters]
         return Batch(
             weights=parameters,
-            gradients=[_laid_out_as(p) for p in parameters],
+            gradients=[laid_out_as(p, dense(p.grad)) for p in parameters],
             masters=[s.get("master", p) for s, p in zip(states, parameters, strict=True)],
             steps=[s["step"] for s in states],
-            moments={name: [s[name] for s in states] for name in self._moments(group)},
+            moments={name: [s[name] for s in states] for name in moments},
         )
 
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def _state_of(self, parameter: nn.Parameter, moments: Iterable[str]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
-        if "step" not in state:
-            group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        layout = (parameter.dtype, parameter.stride())
+        if self._layouts.get(parameter) != layout or not all(name in state for name in moments):
+            self._fit(parameter, state, moments)
+            self._layouts[parameter] = layout
+        return state
+
+    def _fit(self, parameter: nn.Parameter, state: dict[str, Any], moments: Iterable[str]) -> None:
+        """Begin a parameter's state, or bring it to the parameter's present format and strides."""
+        _refuse_gaps(parameter)
+        missing = [name for name in moments if name not in state]
+        if "step" not in state or "momentum_buffer" in missing:  # SGD tells a first buffer by its step
             state["step"] = torch.zeros((), device=parameter.device)
-            for name in self._moments(group):
-                state[name] = torch.zeros_like(parameter, dtype=FP32.dtype, memory_format=torch.preserve_format)
-        if self.master_weights and "master" not in state and parameter.dtype in _HALF:
+        for name in missing:
+            state[name] = torch.zeros_like(parameter, dtype=FP32.dtype, memory_format=torch.preserve_format)
+        kept_as = _MASTERS.get(parameter.dtype)
+        if "master" in state and state["master"].dtype is not kept_as:  # of a format that the weight had before
+            del state["master"]
+        if self.master_weights and kept_as is not None and "master" not in state:
             source = self._sources.get(parameter)
             self._set_master(parameter, parameter.detach().float() if source is None else source)
-        return state
+        for name in (*moments, *(["master"] if "master" in state else [])):
+            state[name] = laid_out_as(parameter, state[name])
 
     def _set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
         if parameter.dtype is BF16.dtype:
@@ -152,7 +200,8 @@ class OnePass(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state that this class or torch's optimizer of the same name saved; moments and masters stay FP32."""
         super().load_state_dict(state_dict)
-        for number, parameter in enumerate(self.parameters()):
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, self.parameters(), strict=True):
             given = state_dict["state"].get(number)
             if given is None:
                 continue
@@ -161,9 +210,10 @@ class OnePass(torch.optim.Optimizer):
             for name in [n for n, v in given.items() if isinstance(v, Tensor) and n not in ("step", "master")]:
                 # torch casts state to the parameter's format: in 16 bits the moments would lose what they are kept for.
                 state[name] = given[name].to(parameter.device, FP32.dtype, copy=True)
-            step = torch.as_tensor(given.get("step", 0.0), dtype=FP32.dtype)
+            # torch's SGD counts no steps: with a buffer, the first is over.
+            step = torch.as_tensor(given.get("step", float("momentum_buffer" in state)), dtype=FP32.dtype)
             state["step"] = step.to(parameter.device, copy=True)
-            if self.master_weights and parameter.dtype in _HALF:
+            if self.master_weights and parameter.dtype in _MASTERS:
                 master = given.get("master")
                 values = parameter.detach().float() if master is None else master
                 self._set_master(parameter, values.to(parameter.device, FP32.dtype, copy=True))
@@ -271,19 +321,10 @@ def _check_range(**settings: tuple[float, float, float | None]) -> None:
             raise PolicyError(f"{name}={value!r}; allowed: {allowed}", hint=f"choose {name} inside that range")
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    if gradient.layout is not torch.strided:
+def _refuse_gaps(parameter: nn.Parameter) -> None:
+    if has_gaps(parameter):
         raise SessionError(
-            f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}; allowed: dense gradients",
-            hint="build the embedding with sparse=False, or use torch.optim.SparseAdam for it",
+            f"a parameter of shape {tuple(parameter.shape)} has strides {parameter.stride()}; "
+            "allowed: weights that fill one stretch of memory",
+            hint="make it one of its own: parameter.data = parameter.data.contiguous()",
         )
-    return gradient
-
-
-def _laid_out_as(parameter: nn.Parameter) -> Tensor:
-    """Return the parameter's gradient with the parameter's strides: the kernels go through memory, not through indices."""
-    assert parameter.grad is not None
-    gradient = _dense(parameter.grad)
-    if gradient.stride() == parameter.stride() or parameter.numel() == 1:
-        return gradient
-    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from mezzo.engine import checks
 from mezzo.engine.casting import Casting
 from mezzo.engine.floor import FloorWatch
-from mezzo.engine.gradients import all_finite, not_finite, put_back, set_aside, total_norm, worst
+from mezzo.engine.gradients import all_finite, any_not_finite, not_finite, put_back, set_aside, total_norm
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.optimizers import OnePass
 from mezzo.engine.preparation import choose_update, prepare
 from mezzo.engine.scaling import scale_for
-from mezzo.engine.window import Window
+from mezzo.engine.window import Learned, Window
 from mezzo.errors import ScaleFloorError, SessionError
 from mezzo.explain import Choice
 from mezzo.policy import Policy
@@ -65,7 +65,7 @@ class Session:
         accumulate: micro-batches in a window. Their gradients are averaged by the weights given to ``step`` or ``backward``.
         clip_norm: largest norm of the gradients of one update, over all parameters of the optimizers updated.
         clip_value: largest magnitude of a gradient's element.
-        scheduler: a learning rate scheduler, or several; stepped once an update, held on a skipped one.
+        scheduler: a learning rate scheduler, or several; stepped once an update of its optimizer, held on a skipped one.
         num_losses: how many losses have a scale of their own; ``backward(loss, loss_id=k)`` chooses one.
 
     Raises:
@@ -157,7 +157,7 @@ class Session:
         share = self._window.share(weight, loss_id)
         weighted = loss if share == 1.0 else loss * share
         scale = self.scales[loss_id]
-        aside = set_aside(self._parameters()) if self._separate else None
+        aside = set_aside(self._trained()) if self._separate else None
         if self.casting.mode is None:
             scale.scale(weighted).backward(retain_graph=retain_graph)
         else:
@@ -186,8 +186,7 @@ class Session:
             )
         gradients = self._gradients(self.optimizers)
         checks.refuse_half_gradients(gradients)
-        self._found = self._reduce(gradients)
-        factor = self._factor()
+        self._found, factor = self._reduce(gradients), self._factor()
         if factor is not None:
             torch._foreach_mul_(gradients, factor)
         self._window.unscaled = True
@@ -199,25 +198,31 @@ class Session:
             *optimizers: those to update; all if none is named. Gradients of the others are dropped.
 
         Raises:
-            SessionError: there was no backward pass since the last update.
+            SessionError: there was no backward pass since the last update, or an optimizer is not the session's.
             ScaleFloorError: the loss scale is at its floor and gradients still overflow; names the worst.
         """
         if self._window.calls == 0:
             raise SessionError(
                 "update() without a backward pass since the last update",
-                hint="call step(loss) or backward(loss) first; to update several optimizers from one "
-                "backward pass call update() or update(first, second) once",
+                hint="call step(loss) or backward(loss) first; to update several optimizers from one backward pass "
+                "call update() or update(first, second) once",
             )
-        chosen = list(optimizers) or self.optimizers
+        chosen = checks.known(optimizers, self.optimizers) or self.optimizers
         before = self._snapshot() if self._watch_rounding else None
         gradients = self._gradients(chosen)
-        found = self._found if self._window.unscaled else self._reduce(gradients)
+        if self._window.unscaled:  # the gradients may have been changed since, or be more than those updated
+            self._norm = self._total_norm(gradients)
+        else:
+            self._found = self._reduce(gradients)
         factor = self._clipped(None if self._window.unscaled else self._factor())
-        skipped = self._at_once(chosen, factor, found) if self._one_pass else self._by_step(chosen, gradients, factor)
-        if not skipped:
-            for scheduler in self.schedulers:
+        learned = self._window.learned(self.scales, self._found)
+        run = self._at_once if self._one_pass else self._by_step
+        skipped = run(chosen, gradients, factor, learned)
+        for scheduler in self.schedulers:
+            if not skipped and getattr(scheduler, "optimizer", chosen[0]) in chosen:
                 scheduler.step()
-        self._teach_scales(found)
+        for scale, one in learned:
+            scale.update(one)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         self._windows += 1
@@ -226,25 +231,25 @@ class Session:
             self._watch_rounding = False
             checks.warn_of_lost_updates(before, self._snapshot(), self.policy)
 
-    def _at_once(self, chosen: list[Optimizer], factor: Tensor | None, found: Tensor | None) -> bool:
+    def _at_once(self, chosen: list[Optimizer], _: list[Tensor], factor: Tensor | None, to: Learned) -> bool:
         """Hand factor and flag to the kernels; the host reads the flag only where a scheduler has to know."""
-        flag = self._zero if found is None else found
+        flag = self._zero if self._found is None else self._found
         for optimizer in chosen:
             assert isinstance(optimizer, OnePass)
             optimizer.update(self._one if factor is None else factor.float(), flag)
-        if found is None:
+        if self._found is None:
             return False
         self._skips += flag
-        self._floor.note(flag, self.scales)
+        self._floor.note(to)
         if self._floor.reached():
             raise self._floor_error()
         return bool(self.schedulers) and bool(flag)
 
-    def _by_step(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None) -> bool:
+    def _by_step(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None, to: Learned) -> bool:
         """Change the gradients and let the optimizers step, or skip."""
         if self._overflowed:
             self._skips += 1
-            if any(scale.at_floor() for scale in self.scales):
+            if any(bool(one) and scale.at_floor() for scale, one in to):
                 raise self._floor_error()
             return True
         if gradients and factor is not None:
@@ -318,7 +323,6 @@ class Session:
         self._window = Window(self.accumulate, len(self.scales))
         self._found = None
         self._overflowed = False
-        self._found_by_loss = [self._zero] * len(self.scales) if self._separate else []
 
     def _gradients(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
         self.masters.pull_gradients()
@@ -327,21 +331,23 @@ class Session:
 
     def _reduce(self, gradients: list[Tensor]) -> Tensor | None:
         """Take the norm of the gradients; return FP32 1 or 0, not finite or finite, where the loss is scaled."""
-        self._norm = self._total_norm(gradients) if gradients else self._zero
+        self._norm = self._total_norm(gradients)
         if not self.scales[0].checks:
             return None
         found = not_finite(self._norm)
-        if self._separate:
-            found = torch.maximum(found, torch.stack(self._found_by_loss).amax())
+        if self._window.found:
+            found = torch.maximum(found, self._window.found_any())
         if self._one_pass:
             return found
         self._overflowed = bool(found)  # the one host read of an update, where GradScaler waits as well
-        if self._overflowed and not self._separate and all_finite(gradients):
+        if self._overflowed and all_finite(gradients):
             self._overflowed, found = False, self._zero  # only the sum of squares left FP32's range
             self._norm = total_norm([g.double() for g in gradients])
         return found
 
     def _total_norm(self, gradients: list[Tensor]) -> Tensor:
+        if not gradients:
+            return self._zero
         if not self._one_pass:
             return total_norm(gradients)
         kernels, _ = choose(self.device.type)
@@ -365,31 +371,25 @@ class Session:
 
     def _floor_error(self) -> ScaleFloorError:
         named = [(n, self.masters.gradient(p)) for m in self.models for n, p in m.named_parameters()]
-        return ScaleFloorError(
-            f"gradients overflow at the loss scale's floor of {self.policy.min_scale:g}; not finite: {worst(named)}",
-            hint="keep the modules of these tensors in FP32 (fp32_modules=...), or use policy bf16, which has FP32's range",
-        )
-
-    def _teach_scales(self, found: Tensor | None) -> None:
-        if self._separate:
-            for scale, one in zip(self.scales, self._found_by_loss, strict=True):
-                scale.update(one)
-        elif found is not None:
-            self.scales[0].update(found)
+        return checks.floor_error(self.policy, named)
 
     def _to_first_scale(self, loss_id: int) -> None:
         """Note whether one loss's gradients are finite and bring them from its scale to the first loss's."""
-        fresh = [p.grad for p in self._parameters() if p.grad is not None]
+        fresh = [p.grad for p in self._trained() if p.grad is not None]
         scale = self.scales[loss_id]
         if fresh and scale.checks:
-            found = not_finite(total_norm(fresh))
-            self._found_by_loss[loss_id] = torch.maximum(self._found_by_loss[loss_id], found)
+            self._window.note(loss_id, any_not_finite(fresh))
             inverse = scale.inverse()
             if loss_id and inverse is not None:
                 torch._foreach_mul_(fresh, self.scales[0].scale(inverse))
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [p for model in self.models for p in model.parameters()]
+        return list(dict.fromkeys(p for model in self.models for p in model.parameters()))
+
+    def _trained(self) -> list[nn.Parameter]:
+        """Return the models' parameters and those that only an optimizer has."""
+        groups = [group["params"] for o in self.optimizers for group in o.param_groups]
+        return list(dict.fromkeys([*self._parameters(), *(p for group in groups for p in group)]))
 
     def _snapshot(self) -> list[Tensor]:
         return [p.detach().clone() for p in self._parameters() if p.requires_grad]

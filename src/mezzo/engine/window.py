@@ -1,12 +1,22 @@
-"""An accumulation window: the backward passes between two updates, and what share of it each micro-batch is."""
+"""An accumulation window: the backward passes between two updates, what share of it each is and what each loss found."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
 from mezzo.engine import checks
+from mezzo.engine.scaling import Scale
+
+Learned: TypeAlias = list[tuple[Scale, Tensor]]
+"""Scales, each with what an update tells it: FP32 1 for overflow, else 0."""
 
 
 class Window:
-    """Count a window's backward passes and weigh them.
+    """Count a window's backward passes, weigh them and keep apart what several losses found.
 
     A micro-batch of weight ``w`` counts as ``w / (first * accumulate)`` of the window, as if all were like its first, and the
     update divides by the sum of what really came: equal full windows need no division at all, and short or uneven ones are
@@ -17,6 +27,8 @@ class Window:
         self.accumulate = accumulate
         self.calls = 0
         self.unscaled = False
+        self.found: dict[int, Tensor] = {}
+        """With several scales: for each loss that had a backward pass, 1 where its gradients overflowed, else 0."""
         self._first_weight = 0.0
         self._shares = [0.0] * num_losses
 
@@ -38,3 +50,21 @@ class Window:
         """
         checks.check_shares(self._shares)
         return max(self._shares) or 1.0
+
+    def note(self, loss_id: int, found: Tensor) -> None:
+        """Note what a backward pass of one of several losses left: 1 where a gradient is not finite, else 0."""
+        before = self.found.get(loss_id)
+        self.found[loss_id] = found if before is None else torch.maximum(before, found)
+
+    def found_any(self) -> Tensor:
+        """Return 1 where any loss's gradients overflowed, else 0."""
+        return torch.stack(list(self.found.values())).amax()
+
+    def learned(self, scales: Sequence[Scale], found: Tensor | None) -> Learned:
+        """Return what the update tells which scales: those of this window's losses, all where only the losses' sum overflows."""
+        if found is None:
+            return []
+        if not self.found:
+            return [(scales[0], found)]
+        only_sum = found * (self.found_any() == 0)
+        return [(scales[loss_id], torch.maximum(one, only_sum)) for loss_id, one in self.found.items()]

@@ -7,6 +7,7 @@ unscaled ones. The leaves are found by walking the graph, since a leaf that was 
 times too large: about a microsecond a node, only where the loss is scaled.
 
 ``torch.autograd.grad`` is scaled and its results are unscaled at once: penalties built on them keep their graph.
+Where these are not the gradients of an update, the pass has a scale of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.casting import ENTERED
-from mezzo.engine.gradients import total_norm
+from mezzo.engine.gradients import all_finite, total_norm
+from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
@@ -60,13 +62,8 @@ class BackwardPasses:
                 return
             self._begin(outputs)
             by_hand = self._leaves_updated_by_hand(outputs)
-            if self._run.scale.checks:
-                self._hook_leaves(leaves_of(outputs))
-                with self._scaling(), self._views.of_inner_gradients(kwargs.get("inputs")), self._under_policy():
-                    run_engine(outputs, self._scaled(outputs, grad_tensors), *args, **kwargs)
-            else:
-                with self._under_policy():
-                    run_engine(outputs, grad_tensors, *args, **kwargs)
+            with self._scaling(outputs, kwargs.get("inputs")), self._under_policy():
+                run_engine(outputs, self._scaled(outputs, grad_tensors, self._run.scale), *args, **kwargs)
             if by_hand:
                 self._update_by_hand([p.grad for p in by_hand if p.grad is not None])
 
@@ -78,30 +75,53 @@ class BackwardPasses:
         @functools.wraps(original)
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
             roots, leaves = _listed(outputs), _listed(inputs)
-            if self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
+            tracing = torch._guards.TracingContext.try_get() is not None  # torch.compile derives a backward pass
+            if tracing or self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
                 return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
-            trains = self._trains(leaves, args, kwargs)
-            if trains:
-                self._begin(roots)
-            gradients: Any = grad_outputs
-            if self._run.scale.checks and not kwargs.get("is_grads_batched"):
-                gradients = self._scaled(roots, grad_outputs)
+            if not self._trains(leaves, args, kwargs):
+                return self._inner_gradients(run_engine, roots, inputs, grad_outputs, *args, **kwargs)
+            self._begin(roots)
             with self._under_policy():
-                found = run_engine(roots, inputs, gradients, *args, **kwargs)
-            if gradients is not grad_outputs:
-                inverse = self._run.scale.inverse()
-                found = _mapped(found, functools.partial(unscaled, inverse=inverse))
-            if trains and not self._run.optimizers:
+                found = run_engine(roots, inputs, self._scaled(roots, grad_outputs, self._run.scale), *args, **kwargs)
+            found = self._unscaled(found, self._run.scale)
+            if not self._run.optimizers:
                 self._update_by_hand([g for g in _listed(found) if g is not None])
             return found
 
         return grad
 
+    def _inner_gradients(
+        self, run_engine: Callable[..., Any], roots: list[Tensor], inputs: Any, given: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return gradients that the script computes with, as a penalty does.
+
+        One that overflows would make the loss itself infinite, where no skipped update can help. So these passes have
+        a loss scale of their own, and one that overflows is made again with a smaller one.
+        """
+        scale = self._run.inner_scale
+        if not scale.checks or kwargs.get("is_grads_batched"):
+            with self._under_policy():
+                return run_engine(roots, inputs, given, *args, **kwargs)
+        retain_graph, *rest = args or [kwargs.pop("retain_graph", None)]
+        while True:
+            with self._under_policy():
+                found = run_engine(roots, inputs, self._scaled(roots, given, scale), True, *rest, **kwargs)
+            found = self._unscaled(found, scale)
+            overflow = not all_finite(g.detach() for g in _listed(found) if g is not None)
+            if not overflow or scale.at_floor() or not all_finite(roots):
+                return found
+            self._run.back_off_or_grow(torch.ones(()), scale)
+
     @contextmanager
-    def _scaling(self) -> Iterator[None]:
+    def _scaling(self, outputs: Sequence[Tensor], inputs: Any) -> Iterator[None]:
+        if not self._run.scale.checks:
+            yield
+            return
+        self._hook_leaves(leaves_of(outputs))
         self._inverse = self._run.scale.inverse()
         try:
-            yield
+            with self._views.of_inner_gradients(inputs):
+                yield
         finally:
             self._inverse = None
 
@@ -134,10 +154,20 @@ class BackwardPasses:
                 )
             run.recorder.loss(loss / run.script_scaler.get_scale() if run.scaled_by_script else loss)
 
-    def _scaled(self, outputs: Sequence[Tensor], given: Any) -> list[Tensor | None]:
+    def _scaled(self, outputs: Sequence[Tensor], given: Any, scale: Scale) -> Any:
+        if not scale.checks:
+            return given
         gradients = [None] * len(outputs) if given is None else _listed(given)
         pairs = zip(outputs, gradients, strict=True)
-        return [self._run.scaled(torch.ones_like(t) if g is None else g).to(t) for t, g in pairs]
+        return [self._run.scaled(torch.ones_like(t) if g is None else g, scale).to(t) for t, g in pairs]
+
+    def _unscaled(self, found: Any, scale: Scale) -> Any:
+        if not scale.checks:
+            return found
+        change = functools.partial(unscaled, inverse=scale.inverse())
+        if isinstance(found, dict):
+            return {key: None if g is None else change(g) for key, g in found.items()}
+        return tuple(None if g is None else change(g) for g in found)
 
     # --- leaves ----------------------------------------------------------------------------------------------------------------
 
@@ -210,12 +240,6 @@ def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
         return gradient
     result = gradient * inverse.to(gradient.device)
     return result.add_(gradient, alpha=0) if result.layout is torch.strided else result
-
-
-def _mapped(gradients: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(gradients, dict):
-        return {key: None if g is None else change(g) for key, g in gradients.items()}
-    return tuple(None if g is None else change(g) for g in gradients)
 
 
 def _listed(values: Any) -> list[Any]:

@@ -10,7 +10,7 @@ class Patches:
     """Remember what was replaced; ``undo`` restores it in reverse order."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], Any]] = []
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Set ``owner.name`` to ``new`` until ``undo``."""
@@ -25,7 +25,7 @@ class Patches:
         """Set ``owner.name`` to ``make(owner.name)`` until ``undo``."""
         self.replace(owner, name, make(getattr(owner, name)))
 
-    def on_undo(self, action: Callable[[], None]) -> None:
+    def on_undo(self, action: Callable[[], Any]) -> None:
         """Run ``action`` at ``undo``."""
         self._undo.append(action)
 

@@ -32,6 +32,8 @@ class Run:
         self.applied = None if policy is None else _for_scripts(policy)
         self.recorder = StepRecorder()
         self.scale: Scale = NoScale()
+        self.inner_scale: Scale = NoScale()
+        """The scale of gradients that the script computes with, as in a penalty."""
         self.device_type: str | None = None
         self.in_backward = False
         self.left_alone: dict[str, Reason] = {}
@@ -52,6 +54,7 @@ class Run:
         self.in_closure = False
         """Whether an optimizer is calling its closure: the backward passes in it belong to one update."""
         self._stepped = False
+        self._lock = threading.Lock()
         self._found: Tensor | None = None
         self._script_skipped = False
 
@@ -78,12 +81,12 @@ class Run:
         sample = parameter if parameter is not None else next((a for a in args if isinstance(a, Tensor)), None)
         if sample is None:
             return self.device_type or "cpu"
-        if parameter is not None:
-            self.begin_on(parameter.device)
-        if module not in self.roots:
-            self.roots[module] = None
+        with self._lock:  # another thread must not call a module that is half prepared
             if parameter is not None:
-                self._prepare(module, parameter.device)
+                self.begin_on(parameter.device)
+                if module not in self.roots:
+                    self._prepare(module, parameter.device)
+            self.roots[module] = None
         return sample.device.type
 
     def begin_on(self, device: torch.device) -> None:
@@ -93,7 +96,7 @@ class Run:
             return
         self.device_type, self._scale_device = device.type, device
         if self.applied is not None:
-            self.scale = scale_for(self.applied, device)
+            self.scale, self.inner_scale = scale_for(self.applied, device), scale_for(self.applied, device)
 
     def _prepare(self, module: nn.Module, device: torch.device) -> None:
         if self.applied is None:
@@ -101,6 +104,7 @@ class Run:
         self._note_dtypes(module, lowers=self.applied.lowers)
         if not self.applied.lowers:
             return
+        self._leave_sparse_embeddings(module)
         matched = conversion.matching_patterns(module, self.applied.fp32_modules)
         self._unmatched -= matched
         policy = self.applied.replace(fp32_modules=tuple(matched))
@@ -116,6 +120,14 @@ class Run:
             self.leave("float64", name, "its weights are float64, and float64 is never cast")
         if any(dtype.itemsize == 2 for dtype in dtypes):
             self.leave("16-bit weights", name, "the script itself keeps its weights in 16 bits")
+
+    def _leave_sparse_embeddings(self, module: nn.Module) -> None:
+        sparse = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules())
+        if self.applied is not None and sparse and "embedding" in self.applied.lower:
+            self.applied = self.applied.replace(lower=tuple(f for f in self.applied.lower if f != "embedding"))
+            self._castings.clear()
+            why = "torch cannot cast a sparse gradient, so its weight is looked up in FP32"
+            self.leave("sparse embedding", type(module).__name__, why)
 
     def check_patterns(self) -> None:
         """Refuse patterns of the policy that matched no module by the time of the first update."""
@@ -182,13 +194,13 @@ class Run:
         for watcher in self.watchers:
             watcher.step_closed(len(self.recorder))
 
-    def scaled(self, gradient: Tensor) -> Tensor:
-        """Return ``gradient`` times the loss scale, on the scale's device."""
-        return self.scale.scale(gradient.to(self._scale_device))
+    def scaled(self, gradient: Tensor, scale: Scale) -> Tensor:
+        """Return ``gradient`` times a loss scale of this run, on the scale's device."""
+        return scale.scale(gradient.to(self._scale_device))
 
-    def back_off_or_grow(self, found: Tensor) -> None:
-        """Let the loss scale learn whether a gradient was not finite."""
-        self.scale.update(found.to(self._scale_device))
+    def back_off_or_grow(self, found: Tensor, scale: Scale | None = None) -> None:
+        """Let a loss scale of this run learn whether a gradient was not finite."""
+        (scale or self.scale).update(found.to(self._scale_device))
 
     def floor_error(self) -> ScaleFloorError:
         """Return the error of gradients that overflow at the scale's floor."""

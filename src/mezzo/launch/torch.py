@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ def switched(policy: Policy | None, *, seed: int | None = None) -> Iterator[tupl
         BackwardPasses(run).install(patches)
         Updates(run).install(patches)
         look.install(patches)
+        _keep_autocast(patches)
         with warnings.catch_warnings():
             # Our hooks skip what torch.compile traces and count depth, so firing once more for the wrapper is harmless.
             warnings.filterwarnings("ignore", message=".*there are global hooks on modules.*")
@@ -48,6 +50,14 @@ def switched(policy: Policy | None, *, seed: int | None = None) -> Iterator[tupl
         run.close_update()
     finally:
         patches.undo()
+
+
+def _keep_autocast(patches: Patches) -> None:
+    """Put autocast's state back at the end: code that torch.compile failed to compile leaves it as it was in the middle."""
+    for device_type in ("cpu", "cuda"):
+        patches.on_undo(
+            functools.partial(torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type))
+        )
 
 
 def _set_tf32(policy: Policy, patches: Patches) -> None:

@@ -34,6 +34,7 @@ class CloseLook:
         self._saved = memory.SavedTensors()
         self._flops: FlopCounter | None = None
         self._stack: contextlib.ExitStack | None = None
+        self._due = False
         self._by_format: dict[str, int] = {}
         self._outside_region = 0
         self._bytes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
@@ -55,9 +56,11 @@ class CloseLook:
             self._saved.backward_begins()
 
     def backward_ended(self) -> None:
-        """Forget what the backward pass freed."""
+        """Forget what the backward pass freed; begin the look if the first update was made inside it."""
         if self._stack is not None:
             self._saved.backward_ended()
+        if self._due:
+            self._begin()
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Begin the look after the first update; take the counts at the next ones until the step closes.
@@ -65,7 +68,9 @@ class CloseLook:
         A step closes at the next backward pass: what runs until then is the next step's forward pass, or an evaluation.
         """
         self._weigh()
-        if self._flops is None:
+        if self._flops is None and self._run.in_backward:
+            self._due = True  # the engine puts back the modes that it found
+        elif self._flops is None:
             self._begin()
         elif self._stack is not None:
             self._by_format = dict(self._flops.by_format)
@@ -119,6 +124,7 @@ class CloseLook:
         self._bytes = {kind: max(found[kind], self._bytes[kind]) for kind in found}
 
     def _begin(self) -> None:
+        self._due = False
         casting = self._run.main_casting
         self._flops = FlopCounter(None if casting is None else casting.mode, in_region=self._in_region)
         self._stack = contextlib.ExitStack()

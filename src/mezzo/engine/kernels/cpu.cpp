@@ -179,16 +179,22 @@ void for_blocks(int64_t count, const int64_t* sizes, int64_t threads, const Work
 }
 
 struct AdamWFloats {
-  float scale, keep, to_mean, beta2, to_square, step, root, eps;
+  float scale, keep, beta1, to_mean, beta2, to_square, step, root, eps;
 };
 
+// torch.lerp's two forms: with a small beta1 a large old mean must leave no rounding error behind.
+template <bool kMostlyOld>
+inline float mean_of(float old, float fresh, const AdamWFloats& c) {
+  return kMostlyOld ? old + (fresh - old) * c.to_mean : fresh - (fresh - old) * c.beta1;
+}
+
 // A function of its own with plain pointers: inside a lambda compilers do not turn this loop into vector instructions.
-template <bool kAmsgrad>
+template <bool kAmsgrad, bool kMostlyOld>
 void adamw_block(const float* __restrict__ g, float* __restrict__ p, float* __restrict__ m, float* __restrict__ v,
                  float* __restrict__ top, int64_t n, const AdamWFloats c) {
   for (int64_t i = 0; i < n; ++i) {
     const float gradient = g[i] * c.scale;
-    const float mean = m[i] + (gradient - m[i]) * c.to_mean;
+    const float mean = mean_of<kMostlyOld>(m[i], gradient, c);
     const float square = v[i] * c.beta2 + c.to_square * gradient * gradient;
     float under = square;
     if (kAmsgrad) top[i] = under = square > top[i] ? square : top[i];
@@ -253,11 +259,15 @@ void mezzo_adamw(int64_t count, void* const* weights, const void* const* gradien
                  const float* found_inf, int64_t threads) {
   if (*found_inf > 0.0f) return;
   const AdamW s = *settings;
+  const bool mostly_old = 1.0 - s.beta1 < 0.5;
+  const auto block = s.amsgrad ? (mostly_old ? adamw_block<true, true> : adamw_block<true, false>)
+                               : (mostly_old ? adamw_block<false, true> : adamw_block<false, false>);
   std::vector<AdamWFloats> constants(static_cast<size_t>(count));
   for (int64_t t = 0; t < count; ++t) {
     const double step = *steps[t] += 1.0f;
     constants[static_cast<size_t>(t)] = {s.maximize ? -*factor : *factor,
                                          static_cast<float>(1.0 - s.lr * s.weight_decay),
+                                         static_cast<float>(s.beta1),
                                          static_cast<float>(1.0 - s.beta1),
                                          static_cast<float>(s.beta2),
                                          static_cast<float>(1.0 - s.beta2),
@@ -271,11 +281,7 @@ void mezzo_adamw(int64_t count, void* const* weights, const void* const* gradien
     const AdamWFloats c = constants[static_cast<size_t>(t)];
     const float* g = load(gradients[t], gradient_dtypes[t], at, n, space);
     float* p = master.open(weights[t], masters[t], weight_dtypes[t], at, n);
-    if (s.amsgrad) {
-      adamw_block<true>(g, p, means[t] + at, squares[t] + at, largest[t] + at, n, c);
-    } else {
-      adamw_block<false>(g, p, means[t] + at, squares[t] + at, nullptr, n, c);
-    }
+    block(g, p, means[t] + at, squares[t] + at, largest[t] + at, n, c);
     master.close(weights[t], masters[t], weight_dtypes[t], at, n);
   });
 }

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.devices import cpu_name
+from mezzo.devices import this_device
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.layout import dense
 from mezzo.formats import BF16, FP16, FP32
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -76,27 +77,36 @@ def library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _build(compiler: str) -> Path:
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join([compiler, *_FLAGS, cpu_name()]).encode()).hexdigest()[:20]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mezzo"
+    device = this_device("cpu")
+    # The instruction sets too: a home may be shared by machines whose processors go by one name.
+    made_of = " ".join([compiler, *_FLAGS, device.name, *sorted(device.flags)])
+    key = hashlib.sha256(_SOURCE.read_bytes() + made_of.encode()).hexdigest()[:20]
+    folder = _cache_folder()
     path = folder / f"kernels-{key}.so"
     if path.exists():
         return path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written: build for this process alone
-        folder = Path(tempfile.mkdtemp(prefix="mezzo-"))
-        path = folder / path.name
     fresh = path.with_suffix(f".{os.getpid()}.so")
     subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(fresh)], check=True, capture_output=True, text=True)
     os.replace(fresh, path)  # two processes that build at once both end with a whole library
     return path
 
 
+def _cache_folder() -> Path:
+    """Return the user's cache folder, or one for this process alone where there is none to write to."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mezzo"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # pathlib raises RuntimeError for a user without a home
+        return Path(tempfile.mkdtemp(prefix="mezzo-"))
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="mezzo-"))
+
+
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
-    sizes, codes = _sizes(gradients), _codes(gradients)
+    gradients = [dense(g) for g in gradients]
+    addresses, sizes, codes = _addresses(gradients), _sizes(gradients), _codes(gradients)  # alive during the call
     call = _lib().mezzo_sum_of_squares
-    total = call(ctypes.c_int64(len(gradients)), _at(_addresses(gradients)), _at(sizes), _at(codes), _threads())
+    total = call(ctypes.c_int64(len(gradients)), _at(addresses), _at(sizes), _at(codes), _threads())
     return torch.tensor(total, dtype=torch.double)
 
 

@@ -7,17 +7,24 @@ are rounded from their masters after.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
-from mezzo.engine.gradients import total_norm
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.layout import dense
 from mezzo.engine.kernels.split import join, split
+from mezzo.formats import FP16, FP32, FP64
 
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """Return the sum of all squares in FP64, from FP32 norms: infinite too where a norm leaves FP32's range."""
-    return total_norm(gradients).double().square()
+    """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
+    gradients = [dense(g) for g in gradients]
+    # Norms of FP16 gradients cannot leave FP32's range; those of the others can.
+    wide = FP32.dtype if all(g.dtype is FP16.dtype for g in gradients) else FP64.dtype
+    norms = torch._foreach_norm(gradients, dtype=wide)
+    return torch.stack([n.to(norms[0].device, FP64.dtype) for n in norms]).square().sum()
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
@@ -46,15 +53,24 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
 
 
 def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) -> None:
-    """Update as ``torch.optim.SGD(fused=True)`` does; the first update of a buffer needs all parameters to begin together."""
+    """Update as ``torch.optim.SGD(fused=True)`` does; with dampening the host reads the step counts."""
+    if not (settings.momentum and settings.dampening):
+        # A first buffer is the gradient itself, and without dampening a buffer of zeros gives just that.
+        _sgd(batch, settings, factor, found_inf, first=False)
+        return
+    begun = [bool(step > 0) for step in batch.steps]  # torch asks one question for all: is this the first update?
+    for first in (True, False):
+        part = _chosen(batch, [first is not b for b in begun])
+        if part.weights:
+            _sgd(part, settings, factor, found_inf, first=first)
+
+
+def _sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor, *, first: bool) -> None:
     s, masters = settings, _open(batch)
-    buffers = batch.moments.get("momentum_buffer", [])
-    # torch asks one question for all: is this the first update? With dampening 0 a buffer of zeros gives the same answer by itself.
-    first = bool(buffers) and s.dampening != 0 and all(bool(step == 0) for step in batch.steps)
     torch._fused_sgd_(
         masters,
         _wide(batch.gradients),
-        buffers,
+        batch.moments.get("momentum_buffer", []),
         weight_decay=s.weight_decay,
         momentum=s.momentum,
         lr=s.lr,
@@ -69,10 +85,24 @@ def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) 
     _close(batch, masters)
 
 
+def _chosen(batch: Batch, flags: list[bool]) -> Batch:
+    """Return the entries of ``batch`` whose flag is set."""
+
+    def pick(tensors: list[Tensor]) -> list[Tensor]:
+        return list(itertools.compress(tensors, flags))
+
+    return Batch(
+        weights=pick(batch.weights),
+        gradients=pick(batch.gradients),
+        masters=pick(batch.masters),
+        steps=pick(batch.steps),
+        moments={name: pick(tensors) for name, tensors in batch.moments.items()},
+    )
+
+
 def _wide(gradients: list[Tensor]) -> list[Tensor]:
-    return [
-        g.float().clone() if g.element_size() == 4 else g.float() for g in gradients
-    ]  # the kernel unscales in place
+    # The kernel unscales in place: FP32 gradients are copied too.
+    return [g.float().clone() if g.element_size() == 4 else g.float() for g in gradients]
 
 
 def _open(batch: Batch) -> list[Tensor]:

@@ -31,7 +31,7 @@ _ALONE, _MASTER, _SPLIT = 0, 1, 2
 
 
 @triton.jit
-def _place(chunks, sizes, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _place(chunks, sizes, BLOCK: tl.constexpr):
     """Return this program's tensor, its element offsets in it, and which of them exist."""
     program = tl.program_id(0)
     tensor = tl.load(chunks + 2 * program)
@@ -40,19 +40,19 @@ def _place(chunks, sizes, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _read(addresses, tensor, at, inside, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read(addresses, tensor, at, inside, TYPE: tl.constexpr):
     pointer = tl.load(addresses + tensor).to(tl.pointer_type(TYPE))
     return tl.load(pointer + at, mask=inside, other=0)
 
 
 @triton.jit
-def _write(addresses, tensor, at, inside, value, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _write(addresses, tensor, at, inside, value, TYPE: tl.constexpr):
     pointer = tl.load(addresses + tensor).to(tl.pointer_type(TYPE))
     tl.store(pointer + at, value.to(TYPE), mask=inside)
 
 
 @triton.jit
-def _open(weights, masters, tensor, at, inside, TYPE: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _open(weights, masters, tensor, at, inside, TYPE: tl.constexpr, KIND: tl.constexpr):
     if KIND == 0:
         return _read(weights, tensor, at, inside, TYPE).to(tl.float32)
     if KIND == 1:
@@ -63,7 +63,7 @@ def _open(weights, masters, tensor, at, inside, TYPE: tl.constexpr, KIND: tl.con
 
 
 @triton.jit
-def _close(weights, masters, tensor, at, inside, value, TYPE: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _close(weights, masters, tensor, at, inside, value, TYPE: tl.constexpr, KIND: tl.constexpr):
     if KIND == 2:
         bits = value.to(tl.int32, bitcast=True)
         low = bits.to(tl.int16)
@@ -77,14 +77,14 @@ def _close(weights, masters, tensor, at, inside, value, TYPE: tl.constexpr, KIND
 
 
 @triton.jit
-def _square_kernel(gradients, chunks, sizes, partials, TYPE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _square_kernel(gradients, chunks, sizes, partials, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     tensor, at, inside = _place(chunks, sizes, BLOCK)
     g = _read(gradients, tensor, at, inside, TYPE).to(tl.float64)
     tl.store(partials + tl.program_id(0), tl.sum(g * g))
 
 
 @triton.jit
-def _adamw_kernel(  # type: ignore[no-untyped-def]
+def _adamw_kernel(
     weights,
     gradients,
     masters,
@@ -132,7 +132,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sgd_kernel(  # type: ignore[no-untyped-def]
+def _sgd_kernel(
     weights,
     gradients,
     masters,

@@ -27,7 +27,7 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
         gradient = batch.gradients[i].float() * (-factor if s.maximize else factor)
         step = batch.steps[i] + 1
         master = _open(weight, batch.masters[i])
-        mean = torch.lerp(moments["exp_avg"], gradient, 1 - s.beta1)
+        mean = _mean(moments["exp_avg"], gradient, s.beta1)
         square = moments["exp_avg_sq"] * s.beta2 + (1 - s.beta2) * gradient * gradient
         new = {"exp_avg": mean, "exp_avg_sq": square}
         if s.amsgrad:
@@ -35,8 +35,18 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
         exact = step.double()
         root = (1 - s.beta2**exact).sqrt().float()
         length = (s.lr / (1 - s.beta1**exact)).float()
-        updated = master * (1 - s.lr * s.weight_decay) - length * (mean / (square.sqrt() / root + s.eps))
+        updated = master * (1 - s.lr * s.weight_decay) - length * (mean / (_root(square) / root + s.eps))
         _close(batch, i, updated, step, new, found_inf)
+
+
+def _mean(old: Tensor, fresh: Tensor, beta1: float) -> Tensor:
+    # torch.lerp's two forms without its fused multiplication: a small beta1 must leave nothing of a large old mean.
+    mostly_old = 1 - beta1 < 0.5
+    return old + (fresh - old) * (1 - beta1) if mostly_old else fresh - (fresh - old) * beta1
+
+
+def _root(square: Tensor) -> Tensor:
+    return square.double().sqrt().float()  # correctly rounded, which torch's FP32 root on CPUs is not
 
 
 def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) -> None:

@@ -1,0 +1,34 @@
+"""How tensors lie in memory: the compiled kernels go through addresses, not through indices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mezzo.errors import SessionError
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements do not fill one stretch of memory, each place once."""
+    return not (tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return a gradient in one stretch of memory: itself where it is.
+
+    Raises:
+        SessionError: the gradient is sparse.
+    """
+    if gradient.layout is not torch.strided:
+        raise SessionError(
+            f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}; allowed: dense gradients",
+            hint="build the embedding with sparse=False, or use torch.optim.SparseAdam for it",
+        )
+    return gradient.contiguous() if has_gaps(gradient) else gradient
+
+
+def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return ``tensor`` with the strides of ``parameter``, which has no gaps: itself where it has them."""
+    if tensor.stride() == parameter.stride():
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)

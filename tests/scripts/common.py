@@ -1,0 +1,29 @@
+"""What the scenario scripts share; an imported module beside the script, as real scripts have."""
+
+import json
+
+import torch
+from torch import nn
+
+
+def report(**values):
+    print(json.dumps(values), flush=True)
+
+
+def mlp(*widths, seed=0):
+    torch.manual_seed(seed)
+    layers = []
+    for before, after in zip(widths, widths[1:]):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def batches(count, size=8, width=6, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, size, width, generator=generator)
+    weight = torch.randn(width, 2, generator=generator)
+    return [(x, (x @ weight).sin()) for x in inputs]
+
+
+def norm(parameters):
+    return torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm().item()
