@@ -312,7 +312,7 @@ def generic(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     flags = [flag for flag in cpu._FLAGS if flag != "-march=native"]
     subprocess.run([compiler, *flags, "-mno-f16c", str(cpu._SOURCE), "-o", str(path)], check=True)
     library = ctypes.CDLL(str(path))
-    library.mezzo_sum_of_squares.restype = ctypes.c_double
+    cpu._declare(library)
     return library
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 model = nn.Sequential(mlp(6, 16, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 2))
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 losses, evaluated, dtypes = [], [], set()
 held_out = batches(1, seed=9)[0]
 for inputs, targets in batches(12):

@@ -35,7 +35,9 @@ for _ in range(12):
         optimizer.zero_grad()
     loss = F.cross_entropy(model(words), following)
     loss.backward()
-    norm = sum(float(p.grad.coalesce().values().norm() if p.grad.is_sparse else p.grad.norm()) for p in model.parameters())
+    norm = sum(
+        float(p.grad.coalesce().values().norm() if p.grad.is_sparse else p.grad.norm()) for p in model.parameters()
+    )
     for optimizer in optimizers:
         optimizer.step()
     losses.append(loss.item())

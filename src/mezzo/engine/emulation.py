@@ -220,11 +220,20 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 
 
 def _mm(input: Tensor, mat2: Tensor) -> Tensor:
-    y: Tensor = _MatMul.apply(input, mat2)
-    return y
+    if input.dim() != 2 or mat2.dim() != 2:
+        return torch.mm(input, mat2)  # torch's own refusal
+    return matmul(input, mat2)
+
+
+def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
+    if input.dim() != 3 or mat2.dim() != 3 or len(input) != len(mat2):
+        return torch.bmm(input, mat2)
+    return matmul(input, mat2)
 
 
 def _mv(input: Tensor, vec: Tensor) -> Tensor:
+    if input.dim() != 2 or vec.dim() != 1:
+        return torch.mv(input, vec)
     return matmul(input, vec)
 
 
@@ -341,7 +350,7 @@ SPECIAL: dict[str, Op] = {
     "matmul": matmul,
     "__matmul__": matmul,
     "mm": _mm,
-    "bmm": _mm,
+    "bmm": _bmm,
     "mv": _mv,
     "conv1d": _conv,
     "conv2d": _conv,

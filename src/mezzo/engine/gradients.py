@@ -17,8 +17,10 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     16-bit gradients are squared in FP32: their squares leave FP16's range from 256 on.
     """
     widest = None if gradients[0].element_size() > 2 else FP32.dtype
-    norms = torch._foreach_norm(gradients, dtype=widest)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
+    norms = list(torch._foreach_norm(gradients, dtype=widest))
+    if len({n.device for n in norms}) > 1:
+        norms = [n.to(norms[0].device) for n in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
 
@@ -30,7 +32,7 @@ def not_finite(norm: Tensor) -> Tensor:
 def any_not_finite(gradients: list[Tensor]) -> Tensor:
     """Return 1 where an element of a gradient is not finite, else 0, in FP32 and without waiting for the device."""
     largest = torch._foreach_norm(gradients, ord=math.inf)  # of magnitudes: no square that leaves FP32's range
-    return (~torch.stack([n.float() for n in largest]).isfinite()).any().float()
+    return (~torch.stack([n.to(largest[0].device) for n in largest]).isfinite()).any().float()
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:

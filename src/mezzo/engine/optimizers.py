@@ -41,8 +41,8 @@ class OnePass(torch.optim.Optimizer):
         """Whether 16-bit weights have FP32 masters; without, updates are rounded into the weights."""
         self._sources: dict[nn.Parameter, Tensor] = {}
         """FP32 values of weights that are about to be cast: masters begin from them."""
-        self._layouts: dict[nn.Parameter, tuple[Any, ...]] = {}
-        """Format and strides that a parameter's state was made for."""
+        self._layouts: dict[int, tuple[Any, ...]] = {}
+        """By a parameter's id: format, strides and moments that its state was made for."""
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class OnePass(torch.optim.Optimizer):
         """
         self._opt_called = True  # what learning rate schedulers look at to see that the optimizer came first
         for group in self.param_groups:
-            for device in dict.fromkeys(p.device for p in group["params"]):
+            for device in {p.device: None for p in group["params"]}:
                 batch = self._batch(group, device)
                 if batch.weights:
                     kernels, _ = choose(device.type)
@@ -137,21 +137,21 @@ class OnePass(torch.optim.Optimizer):
         states = [self._state_of(p, moments) for p in parameters]
         return Batch(
             weights=parameters,
-            gradients=[laid_out_as(p, dense(p.grad)) for p in parameters],
+            gradients=[_laid_out_as(p, p.grad) for p in parameters],
             masters=[s.get("master", p) for s, p in zip(states, parameters, strict=True)],
             steps=[s["step"] for s in states],
             moments={name: [s[name] for s in states] for name in moments},
         )
 
-    def _state_of(self, parameter: nn.Parameter, moments: Iterable[str]) -> dict[str, Any]:
+    def _state_of(self, parameter: nn.Parameter, moments: tuple[str, ...]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
-        layout = (parameter.dtype, parameter.stride())
-        if self._layouts.get(parameter) != layout or not all(name in state for name in moments):
+        layout = (parameter.dtype, parameter.stride(), moments)
+        if not state or self._layouts.get(id(parameter)) != layout:
             self._fit(parameter, state, moments)
-            self._layouts[parameter] = layout
+            self._layouts[id(parameter)] = layout
         return state
 
-    def _fit(self, parameter: nn.Parameter, state: dict[str, Any], moments: Iterable[str]) -> None:
+    def _fit(self, parameter: nn.Parameter, state: dict[str, Any], moments: tuple[str, ...]) -> None:
         """Begin a parameter's state, or bring it to the parameter's present format and strides."""
         _refuse_gaps(parameter)
         missing = [name for name in moments if name not in state]
@@ -319,6 +319,12 @@ def _check_range(**settings: tuple[float, float, float | None]) -> None:
         if not value >= low or (high is not None and not value < high):
             allowed = f"{low} or more" if high is None else f"from {low} to below {high}"
             raise PolicyError(f"{name}={value!r}; allowed: {allowed}", hint=f"choose {name} inside that range")
+
+
+def _laid_out_as(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    if gradient.layout is torch.strided and gradient.stride() == parameter.stride():
+        return gradient
+    return laid_out_as(parameter, dense(gradient))
 
 
 def _refuse_gaps(parameter: nn.Parameter) -> None:

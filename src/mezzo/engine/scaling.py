@@ -133,7 +133,10 @@ class DynamicScale(StaticScale):
         if self.hysteresis > 1:
             found = found_inf > 0
             self._left.copy_(torch.where(found, self._left - 1, self.hysteresis))
-            backs_off = found_inf * (self._left <= 0)
+            borne = found & (self._left > 0)
+            backs_off = found_inf * ~borne
+            # torch's kernel takes an overflow that the hysteresis bears for a good update and counts it: from -1 to 0.
+            self._growth_tracker.masked_fill_(borne, -1)
         torch._amp_update_scale_(
             self._scale,
             self._growth_tracker,
@@ -142,8 +145,6 @@ class DynamicScale(StaticScale):
             self.backoff_factor,
             self.growth_interval,
         )
-        if self.hysteresis > 1:  # an overflow that the hysteresis bears must not count as a good update
-            self._growth_tracker.mul_(found_inf == 0)
         self._scale.clamp_(self.min_scale, self.max_scale)
 
     def at_floor(self) -> bool:

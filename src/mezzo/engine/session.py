@@ -103,7 +103,7 @@ class Session:
         self._one_pass, self._way_of_updating = choose_update(self.optimizers, self.device.type, clip_value)
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
         self._windows = 0
-        self._norm: Tensor | None = None
+        self._norm = torch.full((), math.nan, device=self.device)
         self._found: Tensor | None = None
         self._overflowed = False
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
@@ -280,7 +280,7 @@ class Session:
     @property
     def grad_norm(self) -> float:
         """Return the norm of the last update's gradients, unscaled and before clipping; waits for the device. NaN before any update."""
-        return math.nan if self._norm is None else float(self._norm)
+        return float(self._norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that training needs to go on: models (in FP32), optimizers, schedulers, scales and counts.
@@ -357,13 +357,13 @@ class Session:
     def _factor(self) -> Tensor | None:
         """Return the number that takes scale and shares out of the gradients, and take it out of the norm; None where it is 1."""
         share, inverse = self._window.total(), self.scales[0].inverse()
-        factor = inverse if share == 1.0 else (self._one if inverse is None else inverse) / share
-        if factor is not None and self._norm is not None:
+        factor = inverse if share == 1.0 else (self._one if inverse is None else inverse).to(self._norm.dtype) / share
+        if factor is not None:
             self._norm = self._norm * factor
         return factor
 
     def _clipped(self, factor: Tensor | None) -> Tensor | None:
-        if self.clip_norm is None or self._norm is None:
+        if self.clip_norm is None:
             return factor
         # torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
         coefficient = torch.clamp(self.clip_norm / (self._norm + 1e-6), max=1.0)

@@ -13,10 +13,9 @@ Where these are not the gradients of an update, the pass has a scale of its own.
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +76,8 @@ class BackwardPasses:
             roots, leaves = _listed(outputs), _listed(inputs)
             tracing = torch._guards.TracingContext.try_get() is not None  # torch.compile derives a backward pass
             if tracing or self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
-                return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
+                with self._inside_node():
+                    return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
             if not self._trains(leaves, args, kwargs):
                 return self._inner_gradients(run_engine, roots, inputs, grad_outputs, *args, **kwargs)
             self._begin(roots)
@@ -140,6 +140,17 @@ class BackwardPasses:
             for watcher in self._run.watchers:
                 watcher.backward_ended()
 
+    @contextmanager
+    def _inside_node(self) -> Iterator[None]:
+        """Tell watchers which node of the graph makes a backward pass of its own."""
+        node = torch._C._current_autograd_node()
+        name = node.name() if node is not None and self._run.inside is None else self._run.inside
+        before, self._run.inside = self._run.inside, name
+        try:
+            yield
+        finally:
+            self._run.inside = before
+
     def _begin(self, outputs: Sequence[Tensor]) -> None:
         run = self._run
         run.close_update()
@@ -174,9 +185,13 @@ class BackwardPasses:
     def _hook_leaves(self, leaves: Sequence[Tensor]) -> None:
         for leaf in leaves:
             if leaf not in self._hooked:
-                handle = self._hooked[leaf] = leaf.register_hook(self._unscale)
-                # Before the script's own hooks: one that clips has to see what it would see without a scale.
-                cast(OrderedDict[int, Any], leaf._backward_hooks).move_to_end(handle.id, last=False)
+                hooks = leaf._backward_hooks
+                earlier = dict(hooks or {})
+                if hooks is not None:
+                    hooks.clear()  # of its order, autograd looks at that of insertion only
+                self._hooked[leaf] = leaf.register_hook(self._unscale)
+                if hooks is not None:  # after ours: a hook that clips has to see what it would see without a scale
+                    hooks.update(earlier)
 
     def _hook_recomputed(self, outputs: Sequence[Any]) -> None:
         """Hook the leaves of a backward pass inside a backward pass, which the walk through the outer graph does not meet.

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo import oplists
 from mezzo.engine import conversion
@@ -36,6 +37,8 @@ class Run:
         """The scale of gradients that the script computes with, as in a penalty."""
         self.device_type: str | None = None
         self.in_backward = False
+        self.inside: str | None = None
+        """Name of the outermost node of the graph that is making a backward pass of its own."""
         self.left_alone: dict[str, Reason] = {}
         # Weak: a script that trains one model after the other must not have them all kept.
         self.roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
@@ -53,7 +56,10 @@ class Run:
         self._unmatched = set(() if policy is None else policy.fp32_modules)
         self.in_closure = False
         """Whether an optimizer is calling its closure: the backward passes in it belong to one update."""
+        self.skips = False
+        """Whether the last update that an optimizer made was one to skip."""
         self._stepped = False
+        self._cast_by_us = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
         self._found: Tensor | None = None
         self._script_skipped = False
@@ -110,11 +116,13 @@ class Run:
         policy = self.applied.replace(fp32_modules=tuple(matched))
         if policy.casting == "model":
             conversion.cast_model(module, policy, device.type)
+            self._cast_by_us.update(dict.fromkeys(module.parameters()))
         else:
             conversion.keep_fp32(module, policy, device.type)
 
     def _note_dtypes(self, module: nn.Module, *, lowers: bool) -> None:
-        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        own = [p for p in module.parameters() if p not in self._cast_by_us]
+        dtypes = {p.dtype for p in own if p.is_floating_point()}
         name = type(module).__name__
         if lowers and torch.double in dtypes:
             self.leave("float64", name, "its weights are float64, and float64 is never cast")
@@ -153,11 +161,12 @@ class Run:
         Reads one flag from the device where the loss is scaled.
         """
         self.evaluated(norm)
-        if norm is None or not self.scale.checks:
-            return False
-        found = not_finite(norm)
-        self._found = found if self._found is None else torch.maximum(self._found, found.to(self._found.device))
-        return bool(found)
+        self.skips = False
+        if norm is not None and self.scale.checks:
+            found = not_finite(norm)
+            self._found = found if self._found is None else torch.maximum(self._found, found.to(self._found.device))
+            self.skips = bool(found)
+        return self.skips
 
     def evaluated(self, norm: Tensor | None) -> None:
         """Take note of an update whose gradients have this norm and need no check."""

@@ -49,6 +49,8 @@ class Updates:
         for scheduler in dict.fromkeys(_classes(LRScheduler)):
             if "step" in vars(scheduler):
                 patches.wrap(scheduler, "step", self._held)
+            if "__init__" in vars(scheduler):
+                patches.wrap(scheduler, "__init__", self._constructed)
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -115,6 +117,20 @@ class Updates:
             return loss
 
         return evaluate
+
+    def _constructed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a scheduler step while it is made: that sets the first learning rate."""
+
+        @functools.wraps(original)
+        def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            before, self._scheduling = self._scheduling, True
+            try:
+                original(scheduler, *args, **kwargs)
+            finally:
+                self._scheduling = before
+            self._seen[scheduler] = self._made.get(scheduler.optimizer, (0, 0))
+
+        return init
 
     def _held(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

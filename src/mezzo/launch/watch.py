@@ -23,7 +23,7 @@ from mezzo.measure import memory
 from mezzo.measure.flops import FlopCounter
 from mezzo.records import Effective, Memory
 
-WATCHED_STEP = 1
+_UPDATES_WEIGHED = 2  # the first one that is made leaves the optimizer's state behind
 
 
 class CloseLook:
@@ -35,6 +35,9 @@ class CloseLook:
         self._flops: FlopCounter | None = None
         self._stack: contextlib.ExitStack | None = None
         self._due = False
+        self._watched: int | None = None
+        """Number of the step that is looked at."""
+        self._num_weighed = 0
         self._by_format: dict[str, int] = {}
         self._outside_region = 0
         self._bytes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
@@ -47,7 +50,7 @@ class CloseLook:
 
     def step_closed(self, num_steps: int) -> None:
         """End the look after the watched step."""
-        if num_steps > WATCHED_STEP:
+        if self._watched is not None and num_steps > self._watched:
             self._end()
 
     def backward_begins(self) -> None:
@@ -92,14 +95,14 @@ class CloseLook:
         """Return what the watched step ran in, and what could not be switched."""
         lowers = self._run.applied is not None and self._run.applied.lowers
         if lowers and self._outside_region:
-            share = self._outside_region / sum(self._by_format.values())
+            share = f"{self._outside_region / sum(self._by_format.values()):.0%} of FLOPs and their backward pass"
             why = "forward code outside any module: only modules, autocast regions and compiled functions are switched"
-            self._run.leave("FP32 code", f"{share:.0%} of FLOPs", why)
+            self._run.leave("FP32 code", share, why)
         casting = self._run.main_casting
         return Effective(
             flops_by_format=self._by_format,
             emulated=casting is not None and casting.emulates,
-            counted_on_step=WATCHED_STEP if self._by_format else None,
+            counted_on_step=self._watched if self._by_format else None,
             left_alone=list(self._run.left_alone.values()),
         )
 
@@ -111,9 +114,11 @@ class CloseLook:
                 yield from group["params"]
 
     def _weigh(self) -> None:
-        """Take the bytes of parameters, gradients and optimizer state at an update of the first two steps."""
-        if self._flops is not None and self._stack is None:
+        """Take the bytes of parameters, gradients and optimizer state at the first updates that are made."""
+        looked = self._flops is not None and self._stack is None
+        if looked and self._num_weighed >= _UPDATES_WEIGHED:
             return
+        self._num_weighed += not self._run.skips
         parameters = list(self._parameters())
         optimizers = list(self._run.optimizers)
         found = {
@@ -124,9 +129,10 @@ class CloseLook:
         self._bytes = {kind: max(found[kind], self._bytes[kind]) for kind in found}
 
     def _begin(self) -> None:
-        self._due = False
+        self._due, self._watched = False, len(self._run.recorder) + 1
         casting = self._run.main_casting
-        self._flops = FlopCounter(None if casting is None else casting.mode, in_region=self._in_region)
+        mode = None if casting is None else casting.mode
+        self._flops = FlopCounter(mode, in_region=self._in_region, inside=lambda: self._run.inside)
         self._stack = contextlib.ExitStack()
         if "torch._dynamo" in sys.modules:
             torch.compiler.set_stance("force_eager")

@@ -6,14 +6,15 @@ are matrix products, convolutions and attention, forward and backward, two opera
     (m, k) x (k, n)                                    2 m k n
     convolution, weight (out, in / groups, *kernel)    2 * batch * out * in / groups * kernel * positions
     its gradients                                      as much for the input, as much for the weight
+    recurrent layer                                    2 a weight and position; backward as much for each of the two
     attention, lengths L and S, widths E and V         2 L S E + 2 L S V a head; backward 2.5 times that
 
 The positions of a convolution are its output's, of a transposed one its input's. torch 2.13's own counter leaves
 ``groups`` out of the backward count, which makes a depthwise convolution 65 times too expensive. Causal attention is
 counted in full.
 
-What an emulated operation multiplies in FP32 counts for the format it stands for. Not seen: operations inside
-compiled kernels.
+What an emulated operation multiplies in FP32 counts for the format it stands for; what it computes again for its
+backward pass, which the device it stands for would not, does not count. Not seen: operations inside compiled kernels.
 """
 
 from __future__ import annotations
@@ -38,29 +39,40 @@ aten: Any = torch.ops.aten
 class FlopCounter(TorchDispatchMode):
     """Count operations by format while the mode is on."""
 
-    def __init__(self, cast_mode: CastMode | None, *, in_region: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        cast_mode: CastMode | None,
+        *,
+        in_region: Callable[[], bool],
+        inside: Callable[[], str | None] = lambda: None,
+    ) -> None:
         """Begin at zero.
 
         Args:
             cast_mode: tells what is being emulated.
             in_region: whether the code that runs is under a policy.
+            inside: name of the autograd node that is making a backward pass of its own, if one is.
         """
         super().__init__()
         self.by_format: Counter[str] = Counter()
         self.outside_region = 0
         """Operations of forward code that no region covered."""
-        self.cast_mode, self._in_region = cast_mode, in_region
+        self.cast_mode, self._in_region, self._inside = cast_mode, in_region, inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and count it."""
         result = func(*args, **(kwargs or {}))
         count = _COUNTS.get(func.overloadpacket)
-        if count is not None:
+        if count is not None and not self._computed_again():
             flops = count(result, *args)
             self.by_format[self._format(args)] += flops
             if torch._C._current_autograd_node() is None and not self._in_region():
                 self.outside_region += flops
         return result
+
+    def _computed_again(self) -> bool:
+        node = torch._C._current_autograd_node()
+        return node is not None and node.name() == _RECOMPUTED and self._inside() is None
 
     def _format(self, args: Sequence[Any]) -> str:
         emulates = self._emulated()
@@ -77,8 +89,9 @@ class FlopCounter(TorchDispatchMode):
         if self.cast_mode is None:
             return None
         node = torch._C._current_autograd_node()
-        if node is not None and node.name() in _EMULATED_NODES:
-            return E4M3.name if node.name() in _FLOAT8_NODES else self.cast_mode.low_name
+        name = self._inside() or (node.name() if node is not None else None)
+        if name in _EMULATED_NODES:
+            return E4M3.name if name in _FLOAT8_NODES else self.cast_mode.low_name
         running = self.cast_mode.emulating
         if running is None:
             return None
@@ -113,6 +126,17 @@ def _convolution_backward(
     return int(sum(mask[:2])) * _convolved(x.shape, weight.shape, grad.shape, transposed)
 
 
+def _recurrent(result: Any, x: Tensor, *rest: Any) -> int:
+    # Every matrix meets every position once: cuDNN takes a list of weights, oneDNN two matrices and two biases.
+    weights = rest[0] if isinstance(rest[0], (list, tuple)) else rest[:2]
+    positions = math.prod(x.shape[:-1])
+    return 2 * positions * int(sum(w.numel() for w in weights if w.dim() == 2))
+
+
+def _recurrent_backward(result: Any, *args: Any) -> int:
+    return 2 * _recurrent(result, *args)
+
+
 def _attention(result: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
     heads = math.prod(q.shape[:-2])
     return 2 * heads * q.shape[-2] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
@@ -130,6 +154,10 @@ _COUNTS: dict[Any, Count] = {
     aten.baddbmm: _addmm,
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
+    aten.mkldnn_rnn_layer: _recurrent,
+    aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+    aten._cudnn_rnn: _recurrent,
+    aten._cudnn_rnn_backward: _recurrent_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten._scaled_dot_product_flash_attention: _attention,
@@ -146,5 +174,6 @@ def _nodes(module: Any) -> frozenset[str]:
     return frozenset(f"{c.__name__}Backward" for c in classes if c is not torch.autograd.Function)
 
 
+_RECOMPUTED = f"{emulation._Recomputed.__name__}Backward"
 _FLOAT8_NODES = _nodes(float8)
 _EMULATED_NODES = _nodes(emulation) | _FLOAT8_NODES

@@ -20,11 +20,13 @@ namespace {
 
 constexpr int64_t kBlock = 1024;  // elements: five FP32 blocks of 4 KiB fit a first-level cache of 32 KiB
 
+constexpr int kLanes = 32;  // sums side by side: with fewer, each addition waits for the one before
+
 constexpr int64_t kBlocksWorthAThread = 256;  // a thread takes some 20 us to start
 
 // What a weight is: FP32, 16 bits beside an FP32 master, BF16 beside its low bits, or 16 bits alone.
-enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kSplit = 3, kFloat16Alone = 4, kBFloat16Alone = 5 };
-constexpr int32_t kAlone = 3;  // between a format and the same alone
+enum Dtype : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kSplit = 3, kFloat16Alone = 4, kBFloat16Alone = 5 };
+constexpr int64_t kAlone = 3;  // between a format and the same alone
 
 inline float bits_to_float(uint32_t bits) {
   float value;
@@ -92,7 +94,7 @@ void narrow_half(const float* from, uint16_t* to, int64_t n) {
 }
 
 // Return FP32 gradients for a block: the tensor's own memory, or `space` with the widened values.
-const float* load(const void* base, int32_t dtype, int64_t at, int64_t n, float* space) {
+const float* load(const void* base, int64_t dtype, int64_t at, int64_t n, float* space) {
   if (dtype == kFloat32) return static_cast<const float*>(base) + at;
   const uint16_t* from = static_cast<const uint16_t*>(base) + at;
   if (dtype == kFloat16) {
@@ -104,7 +106,7 @@ const float* load(const void* base, int32_t dtype, int64_t at, int64_t n, float*
 }
 
 // Round a block of masters into the model's 16-bit weights.
-void store_weights(const float* masters, void* base, int32_t dtype, int64_t at, int64_t n) {
+void store_weights(const float* masters, void* base, int64_t dtype, int64_t at, int64_t n) {
   if (dtype == kFloat32) return;  // the weights are the masters
   uint16_t* to = static_cast<uint16_t*>(base) + at;
   if (dtype == kFloat16) {
@@ -135,7 +137,7 @@ struct Master {
   float space[kBlock];
   float* values;
 
-  float* open(void* weight, void* master, int32_t dtype, int64_t at, int64_t n) {
+  float* open(void* weight, void* master, int64_t dtype, int64_t at, int64_t n) {
     if (dtype == kSplit) {
       join(static_cast<uint16_t*>(weight) + at, static_cast<uint16_t*>(master) + at, space, n);
       return values = space;
@@ -147,7 +149,7 @@ struct Master {
     return values = static_cast<float*>(dtype == kFloat32 ? weight : master) + at;
   }
 
-  void close(void* weight, void* master, int32_t dtype, int64_t at, int64_t n) {
+  void close(void* weight, void* master, int64_t dtype, int64_t at, int64_t n) {
     if (dtype == kSplit) {
       split(values, static_cast<uint16_t*>(weight) + at, static_cast<uint16_t*>(master) + at, n);
     } else {
@@ -228,16 +230,16 @@ void momentum_block(const float* __restrict__ g, float* __restrict__ p, float* _
 extern "C" {
 
 // The sum of all squares, in FP64: it cannot overflow for finite gradients, and is not finite exactly when one of them is not.
-double mezzo_sum_of_squares(int64_t count, const void* const* gradients, const int64_t* sizes, const int32_t* dtypes,
+double mezzo_sum_of_squares(int64_t count, const void* const* gradients, const int64_t* sizes, const int64_t* dtypes,
                             int64_t threads) {
   std::vector<double> totals(static_cast<size_t>(std::max<int64_t>(1, threads)) * 8);  // a cache line each
   for_blocks(count, sizes, threads, [&](int64_t part, int64_t t, int64_t at, int64_t n) {
     float space[kBlock];
     const float* g = load(gradients[t], dtypes[t], at, n, space);
-    double lanes[8] = {0};
+    double lanes[kLanes] = {0};
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8)
-      for (int k = 0; k < 8; ++k) lanes[k] += static_cast<double>(g[i + k]) * g[i + k];
+    for (; i + kLanes <= n; i += kLanes)
+      for (int k = 0; k < kLanes; ++k) lanes[k] += static_cast<double>(g[i + k]) * g[i + k];
     for (; i < n; ++i) lanes[0] += static_cast<double>(g[i]) * g[i];
     for (double lane : lanes) totals[static_cast<size_t>(part) * 8] += lane;
   });
@@ -255,7 +257,7 @@ struct AdamW {
 // tensor's own updates: bias corrections are right for parameters that join later or miss a gradient.
 void mezzo_adamw(int64_t count, void* const* weights, const void* const* gradients, void* const* masters, float* const* means,
                  float* const* squares, float* const* largest, float* const* steps, const int64_t* sizes,
-                 const int32_t* weight_dtypes, const int32_t* gradient_dtypes, const AdamW* settings, const float* factor,
+                 const int64_t* weight_dtypes, const int64_t* gradient_dtypes, const AdamW* settings, const float* factor,
                  const float* found_inf, int64_t threads) {
   if (*found_inf > 0.0f) return;
   const AdamW s = *settings;
@@ -293,7 +295,7 @@ struct Sgd {
 
 // torch.optim.SGD's update, momentum after Sutskever et al. (2013) as torch defines it.
 void mezzo_sgd(int64_t count, void* const* weights, const void* const* gradients, void* const* masters, float* const* buffers,
-               float* const* steps, const int64_t* sizes, const int32_t* weight_dtypes, const int32_t* gradient_dtypes, const Sgd* settings,
+               float* const* steps, const int64_t* sizes, const int64_t* weight_dtypes, const int64_t* gradient_dtypes, const Sgd* settings,
                const float* factor, const float* found_inf, int64_t threads) {
   if (*found_inf > 0.0f) return;
   const Sgd s = *settings;

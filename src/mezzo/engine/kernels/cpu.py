@@ -14,11 +14,11 @@ import os
 import shutil
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +42,7 @@ _FLAGS = [
     "-pthread",
 ]
 _CODES = {FP32.dtype: 0, FP16.dtype: 1, BF16.dtype: 2}
+_FP32 = FP32.dtype
 _SPLIT, _ALONE = 3, 3
 """The code of a split master, and what is added to a 16-bit format's code where there is none."""
 
@@ -72,8 +73,15 @@ def library() -> tuple[ctypes.CDLL | None, str]:
             error.stderr.strip().splitlines()[-1:] if isinstance(error, subprocess.CalledProcessError) else [str(error)]
         )
         return None, f"{compiler} could not build the kernels: {' '.join(detail)}"
-    lib.mezzo_sum_of_squares.restype = ctypes.c_double
+    _declare(lib)
     return lib, f"compiled with {compiler} for this processor"
+
+
+def _declare(lib: ctypes.CDLL) -> None:
+    number, address = ctypes.c_int64, ctypes.c_void_p
+    lib.mezzo_sum_of_squares.restype = ctypes.c_double
+    for function, tables in ((lib.mezzo_sum_of_squares, 3), (lib.mezzo_adamw, 13), (lib.mezzo_sgd, 11)):
+        function.argtypes = [number, *[address] * tables, number]
 
 
 def _build(compiler: str) -> Path:
@@ -103,10 +111,11 @@ def _cache_folder() -> Path:
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
-    gradients = [dense(g) for g in gradients]
-    addresses, sizes, codes = _addresses(gradients), _sizes(gradients), _codes(gradients)  # alive during the call
-    call = _lib().mezzo_sum_of_squares
-    total = call(ctypes.c_int64(len(gradients)), _at(addresses), _at(sizes), _at(codes), _threads())
+    own = [g if g.layout is torch.strided and g.is_contiguous() else dense(g) for g in gradients]
+    rows = [[g.data_ptr() for g in own], [g.numel() for g in own], [_CODES[g.dtype] for g in own]]
+    count, table, row = _table(rows)
+    total = _lib().mezzo_sum_of_squares(count, *row, torch.get_num_threads())
+    del table  # its memory had to live during the call
     return torch.tensor(total, dtype=torch.double)
 
 
@@ -136,54 +145,30 @@ def _call(
     found_inf: Tensor,
 ) -> None:
     lists = (batch.weights, batch.gradients, batch.masters, *moments, batch.steps)
-    tables = [_addresses(tensors) for tensors in lists]
-    sizes, weight_codes, gradient_codes = _sizes(batch.weights), _weight_codes(batch), _codes(batch.gradients)
-    function(
-        ctypes.c_int64(len(batch.weights)),
-        *(_at(table) for table in tables),
-        _at(sizes),
-        _at(weight_codes),
-        _at(gradient_codes),
-        ctypes.byref(settings),
-        ctypes.c_void_p(factor.data_ptr()),
-        ctypes.c_void_p(found_inf.data_ptr()),
-        _threads(),
+    rows = [[t.data_ptr() for t in tensors] for tensors in lists]
+    rows.append([w.numel() for w in batch.weights])
+    rows.append(
+        [
+            _SPLIT if m.dtype is torch.int16 else _CODES[w.dtype] + (_ALONE if w is m and w.dtype is not _FP32 else 0)
+            for w, m in zip(batch.weights, batch.masters, strict=True)
+        ]
     )
+    rows.append([_CODES[g.dtype] for g in batch.gradients])
+    count, table, row = _table(rows)
+    at = ctypes.addressof(settings), factor.data_ptr(), found_inf.data_ptr()
+    function(count, *row, *at, torch.get_num_threads())
+    del table  # its memory had to live during the call
+
+
+def _table(rows: list[list[int]]) -> tuple[int, array[int], list[int]]:
+    """Return the length of the rows, one table that holds them all, and the address of each in it."""
+    count = len(rows[0])
+    table = array("q", [number for row in rows for number in row])
+    start, _ = table.buffer_info()
+    return count, table, [start + 8 * count * i for i in range(len(rows))]
 
 
 def _lib() -> ctypes.CDLL:
     lib, reason = library()
     assert lib is not None, reason
     return lib
-
-
-def _threads() -> ctypes.c_int64:
-    return ctypes.c_int64(torch.get_num_threads())
-
-
-def _at(table: Any) -> ctypes.c_void_p:
-    return ctypes.c_void_p(table.ctypes.data)
-
-
-def _addresses(tensors: list[Tensor]) -> Any:
-    return np.array([t.data_ptr() for t in tensors], dtype=np.int64)
-
-
-def _sizes(tensors: list[Tensor]) -> Any:
-    return np.array([t.numel() for t in tensors], dtype=np.int64)
-
-
-def _codes(tensors: list[Tensor]) -> Any:
-    return np.array([_CODES[t.dtype] for t in tensors], dtype=np.int32)
-
-
-def _weight_codes(batch: Batch) -> Any:
-    pairs = zip(batch.weights, batch.masters, strict=True)
-    return np.array([_weight_code(w, m) for w, m in pairs], dtype=np.int32)
-
-
-def _weight_code(weight: Tensor, master: Tensor) -> int:
-    if master.dtype is torch.int16:
-        return _SPLIT
-    alone = weight is master and weight.dtype is not FP32.dtype
-    return _CODES[weight.dtype] + (_ALONE if alone else 0)

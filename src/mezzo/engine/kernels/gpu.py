@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.layout import dense
 from mezzo.formats import BF16, FP16, FP32
 
 CHUNK = 4096
@@ -98,6 +99,7 @@ def _adamw_kernel(
     found_inf,
     lr,
     keep,
+    beta1,
     to_mean,
     beta2,
     to_square,
@@ -109,6 +111,7 @@ def _adamw_kernel(
     GRADIENT: tl.constexpr,
     KIND: tl.constexpr,
     AMSGRAD: tl.constexpr,
+    MOSTLY_OLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     if tl.load(found_inf) == 0:
@@ -120,7 +123,7 @@ def _adamw_kernel(
         m = _read(means, tensor, at, inside, tl.float32)
         v = _read(squares, tensor, at, inside, tl.float32)
         p = _open(weights, masters, tensor, at, inside, WEIGHT, KIND)
-        m = m + (g - m) * to_mean
+        m = m + (g - m) * to_mean if MOSTLY_OLD else g - (g - m) * beta1  # torch.lerp's two forms
         v = v * beta2 + to_square * g * g
         _write(means, tensor, at, inside, m, tl.float32)
         _write(squares, tensor, at, inside, v, tl.float32)
@@ -172,7 +175,7 @@ def _sgd_kernel(
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
-    parts = []
+    parts, gradients = [], [dense(g) for g in gradients]
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         own = [g for g in gradients if g.dtype is dtype]
         addresses, sizes, chunks = _tables([own])
@@ -197,6 +200,7 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
             found_inf,
             s.lr,
             1.0 - s.lr * s.weight_decay,
+            s.beta1,
             1.0 - s.beta1,
             s.beta2,
             1.0 - s.beta2,
@@ -206,6 +210,7 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
             -1.0 if s.maximize else 1.0,
             **kind,
             AMSGRAD=s.amsgrad,
+            MOSTLY_OLD=1.0 - s.beta1 < 0.5,
             BLOCK=CHUNK,
         )
 

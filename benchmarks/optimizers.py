@@ -1,0 +1,137 @@
+"""One AdamW update of FP16 weights with FP32 masters, clipped and checked: three ways, and against what memory allows.
+
+Every way begins with scaled FP16 gradients and ends with updated FP16 weights. The hand-written way is what a training loop does with
+torch alone: FP32 copies of the gradients, ``GradScaler.unscale_``, ``clip_grad_norm_``, ``AdamW(foreach=True)``, masters copied into the
+weights. Ours reads every gradient twice (norm, update) and everything else once: 30 bytes a parameter, whose rate is compared with
+that of copying a large tensor in the same rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import interleave, median_ms, ratio, report, spread
+from mezzo import AdamW, DynamicScale
+from mezzo.engine import optimizers
+from mezzo.engine.gradients import not_finite
+from mezzo.engine.kernels import fused
+from mezzo.engine.kernels.choice import choose
+
+IDEAL_BYTES = 30
+"""Norm: 2 of gradient. Update: read 2 gradient, 4 master, 8 moments; write 4, 8 and 2 of weight."""
+COPIED = 64 * 2**20
+"""Elements of FP32 that are copied: far beyond any cache."""
+CLIP = 1.0
+ROUNDS = {"bert_base": 5, "resnet50": 9}
+HAND, OURS, FUSED, COPY = (
+    "unscale_ + clip + AdamW(foreach) + copies",
+    "mezzo.AdamW",
+    "mezzo.AdamW, torch's fused",
+    "copy_",
+)
+
+
+def main() -> None:
+    """Measure both lists of tensors."""
+    rows, data = [], {}
+    for name, shapes in (("resnet50", resnet50()), ("bert_base", bert_base())):
+        count = sum(shape.numel() for shape in shapes)
+        pieces = {HAND: hand(shapes), OURS: one_pass(shapes, None), FUSED: one_pass(shapes, fused), COPY: memory_copy()}
+        times = interleave(pieces, rounds=ROUNDS[name])
+        per_ms = {n: statistics.median(times[n]) for n in times}
+        share = [IDEAL_BYTES * count / a / (8 * COPIED / b) for a, b in zip(times[OURS], times[COPY], strict=True)]
+        reach = {"median": 100 * statistics.median(share), "min": 100 * min(share), "max": 100 * max(share)}
+        what = f"{name}, {count / 1e6:.1f} M parameters in {len(shapes)} tensors"
+        rows += [
+            (f"{what}: mezzo.AdamW against the hand-written way", spread(ratio(times, HAND, OURS)), "4x or more"),
+            (f"{what}: torch's fused kernels against it", spread(ratio(times, HAND, FUSED)), ""),
+            (f"{what}: ideal bytes against the rate of copy_", spread(reach, "%"), "100% or more"),
+            (f"{what}: ideal bytes a second", f"{IDEAL_BYTES * count / per_ms[OURS] / 1e6:.1f} GB/s", ""),
+            (f"{what}: copy_, read and write", f"{8 * COPIED / per_ms[COPY] / 1e6:.1f} GB/s", ""),
+        ]
+        data[name] = {"median_ms": median_ms(times), "parameters": count, "percent_of_copy": reach}
+    report("optimizers", rows, {"kernels": choose("cpu")[1], **data})
+
+
+def bert_base() -> list[torch.Size]:
+    """Return the 199 shapes of BERT-base: 109,482,240 parameters."""
+    embeddings = [(30522, 768), (512, 768), (2, 768), (768,), (768,)]
+    layer = [*[(768, 768), (768,)] * 4, (768,), (768,), (3072, 768), (3072,), (768, 3072), (768,), (768,), (768,)]
+    return [torch.Size(s) for s in [*embeddings, *layer * 12, (768, 768), (768,)]]
+
+
+def resnet50() -> list[torch.Size]:
+    """Return the 161 shapes of ResNet-50: 25,557,032 parameters."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    before = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions = [(width, before, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+            convolutions += [(4 * width, before, 1, 1)] if block == 0 else []
+            for shape in convolutions:
+                shapes += [shape, (shape[0],), (shape[0],)]
+            before = 4 * width
+    return [torch.Size(s) for s in [*shapes, (1000, 2048), (1000,)]]
+
+
+def _weights(shapes: list[torch.Size]) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    weights = [nn.Parameter((torch.randn(shape) * 0.02).half()) for shape in shapes]
+    for weight in weights:
+        weight.grad = (torch.randn(weight.shape) * 0.5).half()  # scaled: 2**-11 of it after unscaling
+    return weights
+
+
+def hand(shapes: list[torch.Size]) -> Callable[[], None]:
+    """Return the update as it is written with torch alone."""
+    weights = _weights(shapes)
+    masters = [nn.Parameter(w.detach().float()) for w in weights]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, foreach=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**11)
+    scaler.scale(torch.zeros(()))
+
+    def update() -> None:
+        for master, weight in zip(masters, weights, strict=True):
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(masters, CLIP)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
+
+    return update
+
+
+def one_pass(shapes: list[torch.Size], kernels: object | None) -> Callable[[], None]:
+    """Return the update as a session does it, with the chosen kernels or the given ones."""
+    weights = _weights(shapes)
+    optimizer, scale = AdamW(weights, lr=1e-4), DynamicScale(2.0**11)
+    chosen = choose("cpu")[0] if kernels is None else kernels
+
+    def update() -> None:
+        norm: Tensor = chosen.sum_of_squares([w.grad for w in weights]).sqrt()  # type: ignore[attr-defined]
+        found, inverse = not_finite(norm), scale.inverse()
+        coefficient = torch.clamp(CLIP / (norm * inverse + 1e-6), max=1.0)
+        with mock.patch.object(optimizers, "choose", return_value=(chosen, "")):
+            optimizer.update((coefficient * inverse).float(), found)
+        scale.update(found)
+
+    return update
+
+
+def memory_copy() -> Callable[[], None]:
+    """Return a copy of a large tensor."""
+    source, target = torch.ones(COPIED), torch.ones(COPIED)
+    return lambda: target.copy_(source)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Bytes of a training step against counts made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
+
+from mezzo.launch.torch import switched
+from mezzo.measure import memory
+from mezzo.policy import Policy
+from mezzo.records import Memory
+
+BATCH = 8
+
+
+def weighed(
+    policy: str,
+    model: nn.Module,
+    loss_of: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    build: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    **settings: float,
+) -> Memory:
+    """Train three steps and return the bytes of the second."""
+    optimizer = build(model.parameters(), lr=0.01, **settings)
+    with switched(Policy.parse(policy)) as (_, look):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model(inputs)).backward()
+            optimizer.step()
+    return look.memory()
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def mean_square(predicted: Tensor, *, targets: Tensor = torch.zeros(BATCH, 2)) -> Tensor:  # noqa: B008
+    return F.mse_loss(predicted, targets)
+
+
+MLP_BYTES = {
+    # input of the first layer, tanh's result (and input of the second layer), prediction and target of the loss
+    "fp32": 4 * (BATCH * 6 + BATCH * 16 + BATCH * 2 + BATCH * 2),
+    # the same in 16 bits but for the loss, and the copies of both weights
+    "fp16": 2 * (BATCH * 6 + BATCH * 16) + 4 * (BATCH * 2 + BATCH * 2) + 2 * (6 * 16 + 16 * 2),
+}
+MLP_BYTES["bf16"] = MLP_BYTES["fp16"]
+
+
+@pytest.mark.parametrize("policy", MLP_BYTES)
+def test_activations_of_a_perceptron(policy: str) -> None:
+    assert weighed(policy, mlp(), mean_square, torch.randn(BATCH, 6)).activations_bytes == MLP_BYTES[policy]
+
+
+SIZE = 2 * 4 * 6 * 6  # elements behind the convolution: 2 images, 4 channels, 6 by 6
+CNN_LOSS_BYTES = 4 * 2 * 3 + 8 * 2 + 4  # log-probabilities, labels, the sum of the labels' weights
+CNN_BYTES = {
+    # image; relu's result, which is the pool's input; the pool's places and result; the loss
+    "fp32": 4 * 2 * 36 + 4 * SIZE + (8 + 4) * SIZE // 4 + CNN_LOSS_BYTES,
+    # the same with 16-bit values, and the copies of both weights
+    "fp16": 2 * 2 * 36 + 2 * SIZE + (8 + 2) * SIZE // 4 + CNN_LOSS_BYTES + 2 * (4 * 9 + 36 * 3),
+}
+
+
+@pytest.mark.parametrize("policy", CNN_BYTES)
+def test_activations_of_a_small_convolutional_network(policy: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+    labels = torch.tensor([0, 2])
+    found = weighed(policy, nn.Sequential(*layers), lambda y: F.cross_entropy(y, labels), torch.randn(2, 1, 6, 6))
+    assert found.activations_bytes == CNN_BYTES[policy]
+
+
+class Deep(nn.Module):
+    """Four blocks, checkpointed or not."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 16)
+        blocks = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh()) for _ in range(4)]
+        self.blocks, self.use_reentrant = nn.ModuleList(blocks), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if self.use_reentrant is None:
+                x = block(x)
+            else:
+                x = checkpointing.checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x[:, :2]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_keeps_the_inputs_of_blocks_only(use_reentrant: bool) -> None:
+    inputs = torch.randn(BATCH, 6)
+    plain = weighed("fp32", Deep(None), mean_square, inputs).activations_bytes
+    saved = weighed("fp32", Deep(use_reentrant), mean_square, inputs).activations_bytes
+    assert plain == 4 * BATCH * (6 + 16 + 4 * (64 + 16) + 2)
+    assert saved == 4 * BATCH * (6 + 4 * 16 + 16 + 2)  # the last block's result whole: the loss keeps a view of it
+
+
+COUNT = 6 * 16 + 16 + 16 * 2 + 2  # parameters of the perceptron
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("build", "settings", "state_bytes"),
+    [
+        (torch.optim.AdamW, {}, 2 * 4 * COUNT + 4 * 4),  # two moments, and a step count a parameter
+        (torch.optim.SGD, {"momentum": 0.9}, 4 * COUNT),
+        (torch.optim.SGD, {}, 0),
+    ],
+)
+def test_parameters_gradients_and_state(
+    policy: str, build: Callable[..., torch.optim.Optimizer], settings: dict[str, float], state_bytes: int
+) -> None:
+    found = weighed(policy, mlp(), mean_square, torch.randn(BATCH, 6), build, **settings)
+    assert (found.parameters_bytes, found.gradients_bytes) == (4 * COUNT, 4 * COUNT)
+    assert found.optimizer_bytes == state_bytes
+
+
+def test_a_pure_policy_halves_parameters_gradients_and_state() -> None:
+    found = weighed("fp16-pure", mlp(), mean_square, torch.randn(BATCH, 6), momentum=0.9)
+    assert (found.parameters_bytes, found.gradients_bytes, found.optimizer_bytes) == (2 * COUNT,) * 3
+
+
+def test_a_graph_that_was_thrown_away_is_not_counted() -> None:
+    model, inputs = mlp(), torch.randn(BATCH, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with switched(Policy.parse("fp32")) as (_, look):
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(3):  # with gradients on, and never used
+                model(torch.randn(100, 6))
+            mean_square(model(inputs)).backward()
+            optimizer.step()
+    assert look.memory().activations_bytes == MLP_BYTES["fp32"]
+
+
+def test_the_largest_of_several_backward_passes_counts() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with switched(Policy.parse("fp32")) as (_, look):
+        for _ in range(3):
+            optimizer.zero_grad()
+            for size in (3, BATCH, 5):
+                F.mse_loss(model(torch.randn(size, 6)), torch.zeros(size, 2)).backward()
+            optimizer.step()
+    assert look.memory().activations_bytes == MLP_BYTES["fp32"]
+
+
+def test_several_optimizers_add_up_and_shared_parameters_count_once() -> None:
+    first, second = mlp(), nn.Linear(2, 2, bias=False)
+    second.weight = nn.Parameter(first[2].weight[:, :2].detach().clone())
+    tied = nn.Sequential(first, second, second)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (first, second)]
+    with switched(Policy.parse("fp32")) as (_, look):
+        for _ in range(3):
+            mean_square(tied(torch.randn(BATCH, 6))).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = look.memory()
+    assert found.parameters_bytes == found.optimizer_bytes == 4 * (COUNT + 4)
+
+
+def test_total_bytes_counts_storages_and_both_parts_of_sparse_tensors() -> None:
+    whole = torch.zeros(10)
+    sparse = torch.sparse_coo_tensor([[1, 3]], [1.0, 2.0], (5,), check_invariants=True)
+    assert memory.total_bytes([whole, whole[:3], whole.view(2, 5)]) == 40
+    assert memory.total_bytes([sparse]) == 2 * 8 + 2 * 4
+    assert memory.total_bytes([]) == 0
