@@ -30,7 +30,10 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
     assert not torch.is_autocast_enabled("cpu")
     assert torch.get_autocast_dtype("cpu") is BF16  # torch's default
     assert _get_current_function_mode_stack() == []
@@ -554,6 +557,36 @@ def test_a_custom_function_in_a_region() -> None:
     loss.backward()
     assert Cube.seen == [FP16]  # its forward runs under the policy, as under torch.autocast
     assert (loss.dtype, x.grad.dtype, weight.grad.dtype) == (FP32, FP32, FP32)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("call", ["Tensor.backward", "autograd.backward", "autograd.grad", "casting.backward"])
+def test_nothing_of_a_backward_pass_is_cast(call: str) -> None:
+    seen: list[torch.dtype] = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.extend([(grad @ grad).dtype, grad.half().exp().dtype])
+            return grad
+
+    x, used = randn(3, 3).requires_grad_(), fp16("emulated")
+    with used.region():
+        loss = Watch.apply(x).sum()
+        if call == "Tensor.backward":
+            loss.backward()
+        elif call == "autograd.backward":
+            torch.autograd.backward([loss])
+        elif call == "autograd.grad":
+            torch.autograd.grad(loss, x)
+        else:
+            with used.backward():
+                loss.backward()
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [FP32, FP16]
 
 
 def test_custom_fwd_with_a_dtype_turns_the_policy_off_inside() -> None:

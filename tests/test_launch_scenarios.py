@@ -11,6 +11,7 @@ import functools
 import math
 
 import pytest
+
 from helpers_launch import AS_IS, PLAIN, Ran, ran
 
 # script, arguments, updates that it makes, and what is particular about it:

@@ -578,7 +578,10 @@ def test_ten_thousand_updates_follow_grad_scaler_and_float64() -> None:
     for p in (single, exact):
         p.data.copy_(half.data)  # all begin from the same values
     ours = mezzo.AdamW([half], lr=1e-3)
-    torch_s, oracle = torch.optim.AdamW([single], lr=1e-3, foreach=False), torch.optim.AdamW([exact], lr=1e-3, foreach=False)
+    torch_s, oracle = (
+        torch.optim.AdamW([single], lr=1e-3, foreach=False),
+        torch.optim.AdamW([exact], lr=1e-3, foreach=False),
+    )
     scale = mezzo.DynamicScale(2.0**16, growth_interval=20)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=20)
     scaler.scale(torch.zeros(()))  # a scaler that has scaled nothing does not step

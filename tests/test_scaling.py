@@ -1,153 +1,372 @@
-"""Loss scales against torch.amp.GradScaler and a state machine in plain Python."""
+"""Loss scales against torch.amp.GradScaler, step by step, and against the state machine of the module's docstring in plain Python."""
 
 from __future__ import annotations
 
+import io
+import math
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from mezzo.engine.scaling import DynamicScale, NoScale, StaticScale, scale_for
-from mezzo.errors import PolicyError
+from mezzo import DynamicScale, NoScale, PolicyError, StaticScale
+from mezzo.engine.scaling import scale_for
 from mezzo.policy import Policy
 
-FREE = {"min_scale": 1e-38, "max_scale": 3e38}
+FLAGS = {False: torch.tensor(0.0), True: torch.tensor(1.0)}
+SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+
+# --- the trajectory of GradScaler -------------------------------------------------------------------------------------
 
 
-def flag(value: bool) -> torch.Tensor:
-    return torch.tensor(float(value))
+def grad_scaler(init_scale: float, **chosen: Any) -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, **chosen)
+    scaler.scale(torch.ones(()))  # it makes its tensors on first use
+    return scaler
 
 
-class TorchScaler:
-    """Drive torch's own scaler: what its ``unscale_`` would find is put where it keeps it."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", **settings)
-        self.scaler.scale(torch.ones(()))  # makes the scale and the tracker
-
-    def update(self, found: bool) -> float:
-        state = self.scaler._per_optimizer_states[0]
-        state["found_inf_per_device"] = {torch.device("cpu"): flag(found)}
-        self.scaler.update()
-        return self.scaler.get_scale()
+def advance(scaler: torch.amp.GradScaler, found: Tensor) -> None:
+    """Let GradScaler learn of one update, by the state that ``unscale_`` leaves for ``update``."""
+    scaler._per_optimizer_states[0]["found_inf_per_device"] = {found.device: found}
+    scaler.update()
 
 
-def test_trajectory_is_grad_scalers_over_10000_random_patterns() -> None:
-    draw = random.Random(0)
-    for pattern in range(10_000):
-        setting = {
-            "init_scale": draw.choice([1.0, 2.0, 7.5, 2.0**10, 2.0**16, 2.0**24, 3e30]),
-            "growth_factor": draw.choice([2.0, 1.5, 4.0, 16.0]),
-            "backoff_factor": draw.choice([0.5, 0.25, 0.9]),
-            "growth_interval": draw.choice([1, 2, 3, 5, 2000]),
+def test_ten_thousand_random_trajectories_are_grad_scalers() -> None:
+    draw = random.Random(20261121)
+    updates = grown = backed_off = 0
+    for _ in range(10_000):
+        chosen = {
+            "growth_factor": draw.choice([1.0, 1.5, 2.0, 3.7, 4.0, 1.001]) + draw.choice([0.0, 0.25]),
+            "backoff_factor": draw.choice([0.5, 0.25, 0.75, 0.9, 1 / 3]),
+            "growth_interval": draw.choice([1, 2, 3, 5, 8]),
         }
-        share = draw.choice([0.0, 0.1, 0.5, 0.9, 1.0])
-        theirs = TorchScaler(**setting)
-        ours = DynamicScale(setting.pop("init_scale"), **setting, **FREE)
-        for _ in range(12):
-            found = draw.random() < share
-            ours.update(flag(found))
-            assert ours.value() == theirs.update(found), (pattern, setting)
+        chosen["growth_factor"] = max(chosen["growth_factor"], 1.0001)
+        init_scale = draw.choice([1.0, 65536.0, 2.0**24, 3e-5, 1234.5, 7e9])
+        theirs = grad_scaler(init_scale, **chosen)
+        ours = DynamicScale(init_scale, **chosen, min_scale=2.0**-149, max_scale=math.inf)
+        often = draw.random()
+        for _ in range(draw.randint(4, 16)):
+            found = FLAGS[draw.random() < often]
+            before = ours.value()
+            advance(theirs, found)
+            ours.update(found)
+            after = theirs.get_scale()
+            assert (ours.value(), int(ours._growth_tracker)) == (after, theirs._get_growth_tracker())
+            updates, grown, backed_off = updates + 1, grown + (after > before), backed_off + (after < before)
+    assert updates > 80_000
+    assert grown > 10_000
+    assert backed_off > 10_000
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    pattern=st.lists(st.booleans(), max_size=40),
-    interval=st.integers(1, 5),
-    hysteresis=st.integers(1, 4),
-    floor=st.sampled_from([2.0**-4, 1.0, 2.0**10]),
-    ceiling=st.sampled_from([2.0**10, 2.0**12]),
-)
-def test_hysteresis_floor_and_ceiling(
-    pattern: list[bool], interval: int, hysteresis: int, floor: float, ceiling: float
-) -> None:
-    scale = DynamicScale(2.0**10, growth_interval=interval, hysteresis=hysteresis, min_scale=floor, max_scale=ceiling)
-    value, tracker, left = 2.0**10, 0, hysteresis
-    for found in pattern:
-        scale.update(flag(found))
-        if found:
-            tracker, left = 0, left - 1
-            if left <= 0:
-                value = max(value / 2, floor)
-        else:
-            tracker, left = tracker + 1, hysteresis
-            if tracker == interval:
-                value, tracker = min(value * 2, ceiling), 0
-        assert scale.value() == value
-        assert scale.at_floor() == (value <= floor)
-        assert bool(scale.floor_flag()) == (value <= floor)
-
-
-def test_state_goes_to_torch_and_back() -> None:
-    ours = DynamicScale(2.0**12, growth_factor=4.0, backoff_factor=0.25, growth_interval=3, **FREE)
-    for found in (False, True, False, False):
-        ours.update(flag(found))
-    theirs = TorchScaler()
-    theirs.scaler.load_state_dict(ours.state_dict())
-    assert theirs.scaler.get_scale() == 2.0**10
-    again = DynamicScale()
-    again.load_state_dict(theirs.scaler.state_dict())
-    again.max_scale = FREE["max_scale"]
-    for found in (False, False, True, False, False, False):
-        ours.update(flag(found))
-        again.update(flag(found))
-        assert again.value() == ours.value() == theirs.update(found)
-
-
-def test_state_round_trips_with_values_that_are_not_the_defaults() -> None:
-    scale = DynamicScale(
-        48.0, growth_factor=3.0, backoff_factor=0.125, growth_interval=7, hysteresis=5, min_scale=2.0, max_scale=96.0
+def test_the_scales_of_a_real_step_are_grad_scalers() -> None:
+    """The same with everything of GradScaler in between: scale, unscale, step, update on a parameter of one element."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    chosen = {"growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 2}
+    scaler, ours = (
+        grad_scaler(2.0**10, **chosen),
+        DynamicScale(2.0**10, **chosen, min_scale=2.0**-149, max_scale=math.inf),
     )
-    for found in (False, False, True, False, True, True):
-        scale.update(flag(found))
-    other = DynamicScale()
+    draw = random.Random(1)
+    for _ in range(300):
+        bad = draw.random() < 0.3
+        weight.grad = torch.full((1,), math.inf if bad else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        ours.update(FLAGS[bad])
+        assert ours.value() == scaler.get_scale()
+    assert 0 < ours.value() < math.inf
+
+
+def test_scaling_and_its_inverse_are_grad_scalers() -> None:
+    for value in (1.0, 65536.0, 3.0, 1e-3, 12345.678):
+        theirs, ours = grad_scaler(value), DynamicScale(value)
+        loss = torch.tensor(0.7)
+        assert torch.equal(theirs.scale(loss), ours.scale(loss))
+        inverse = ours.inverse()
+        assert inverse is not None
+        assert torch.equal(inverse, theirs._scale.double().reciprocal().float())  # type: ignore[union-attr]
+
+
+# --- hysteresis, floor and ceiling --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reference:
+    """The state machine of the module's docstring, in Python numbers rounded to FP32."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    min_scale: float
+    max_scale: float
+    growth_tracker: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.growth_tracker = 0
+            self.left -= 1
+            if self.left <= 0:
+                self.scale = max(fp32(self.scale * self.backoff_factor), self.min_scale)
+        else:
+            self.left = self.hysteresis
+            self.growth_tracker += 1
+            if self.growth_tracker == self.growth_interval:
+                self.scale = min(fp32(self.scale * self.growth_factor), self.max_scale)
+                self.growth_tracker = 0
+
+
+def fp32(x: float) -> float:
+    return torch.tensor(x, dtype=torch.float64).float().item()
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    overflows=st.lists(st.booleans(), min_size=1, max_size=40),
+    exponents=st.tuples(st.integers(-4, 4), st.integers(-10, 3), st.integers(4, 10)),
+    factors=st.sampled_from([(2.0, 0.5), (4.0, 0.25), (8.0, 0.5), (1.0, 1.0)]),
+    growth_interval=st.integers(1, 5),
+    hysteresis=st.integers(1, 4),
+)
+def test_the_state_machine(
+    overflows: list[bool],
+    exponents: tuple[int, int, int],
+    factors: tuple[float, float],
+    growth_interval: int,
+    hysteresis: int,
+) -> None:
+    start, low, high = (2.0**e for e in exponents)
+    reference = Reference(max(start, low), *factors, growth_interval, hysteresis, low, high)
+    ours = DynamicScale(
+        start,
+        growth_factor=factors[0],
+        backoff_factor=factors[1],
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        min_scale=low,
+        max_scale=high,
+    )
+    for overflow in overflows:
+        ours.update(FLAGS[overflow])
+        reference.update(overflow)
+        assert ours.value() == reference.scale
+        state = ours.state_dict()
+        assert state["_growth_tracker"] == reference.growth_tracker
+        assert hysteresis == 1 or state["hysteresis_left"] == reference.left  # with 1 there is nothing to count
+        assert ours.at_floor() == (reference.scale <= low)
+        assert float(ours.floor_flag()) == float(reference.scale <= low)
+
+
+TRAJECTORIES: list[tuple[str, dict[str, Any], str, list[float]]] = [
+    # overflows are "x", good updates "."
+    ("backs off at once", {}, "xx.", [4.0, 2.0, 2.0]),
+    ("grows after the interval", {}, "..." * 2, [8.0, 8.0, 16.0, 16.0, 16.0, 32.0]),
+    ("an overflow starts the interval anew", {}, "..x...", [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]),
+    ("hysteresis bears one", {"hysteresis": 2}, "x.x.xx", [8.0, 8.0, 8.0, 8.0, 8.0, 4.0]),
+    ("and backs off at each that follows", {"hysteresis": 2}, "xxxx", [8.0, 4.0, 2.0, 1.0]),
+    ("a borne overflow is no good update", {"hysteresis": 3}, "..x...", [8.0, 8.0, 8.0, 8.0, 8.0, 16.0]),
+    ("floor", {"min_scale": 2.0}, "xxxx...", [4.0, 2.0, 2.0, 2.0, 2.0, 2.0, 4.0]),
+    ("ceiling", {"max_scale": 16.0, "growth_interval": 1}, "...x", [16.0, 16.0, 16.0, 8.0]),
+]
+
+
+@pytest.mark.parametrize(("_name", "chosen", "updates", "scales"), TRAJECTORIES, ids=[t[0] for t in TRAJECTORIES])
+def test_trajectories(_name: str, chosen: dict[str, Any], updates: str, scales: list[float]) -> None:
+    scale = DynamicScale(8.0, **{"growth_interval": 3, **chosen})
+    found = []
+    for update in updates:
+        scale.update(FLAGS[update == "x"])
+        found.append(scale.value())
+    assert found == scales
+
+
+@pytest.mark.parametrize(("asked", "got"), [(1e9, 1024.0), (1e-9, 0.5), (64.0, 64.0)])
+def test_the_first_scale_lies_between_floor_and_ceiling(asked: float, got: float) -> None:
+    assert DynamicScale(asked, min_scale=0.5, max_scale=1024.0).value() == got
+
+
+def test_two_hundred_overflows_leave_a_scale_above_zero() -> None:
+    """torch.amp.GradScaler goes to 0 there, after which every gradient is NaN."""
+    scale, theirs = DynamicScale(), grad_scaler(65536.0)
+    for _ in range(200):
+        scale.update(FLAGS[True])
+        advance(theirs, FLAGS[True])
+    assert (scale.value(), scale.at_floor()) == (2.0**-24, True)
+    assert theirs.get_scale() == 0.0
+
+
+# --- the other two ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_scale_does_nothing() -> None:
+    scale, loss = NoScale(), torch.tensor(3.0)
+    assert scale.scale(loss) is loss
+    assert (scale.inverse(), scale.value(), scale.checks, scale.at_floor()) == (None, 1.0, False, False)
+    scale.update(FLAGS[True])
+    assert scale.value() == 1.0
+    assert scale.state_dict() == {}
+    scale.load_state_dict({"scale": 8.0})
+    assert scale.value() == 1.0
+
+
+def test_a_static_scale_stays() -> None:
+    scale = StaticScale(128.0)
+    scale.update(FLAGS[True])
+    assert (scale.value(), scale.checks, scale.at_floor()) == (128.0, True, False)
+    assert scale.scale(torch.tensor(3.0)).item() == 384.0
+    inverse = scale.inverse()
+    assert inverse is not None
+    assert (inverse.item(), inverse.dtype) == (1 / 128, torch.float32)
+    half = torch.tensor(2.0, dtype=torch.float16)
+    assert StaticScale(2.0**16).scale(half).item() == 2.0**17  # beyond FP16: the product is FP32
+    other = StaticScale(1.0)
     other.load_state_dict(scale.state_dict())
-    assert other.state_dict() == scale.state_dict()
-    assert scale.state_dict() == {
-        "scale": 48.0,
-        "growth_factor": 3.0,
-        "backoff_factor": 0.125,
-        "growth_interval": 7,
+    assert other.value() == 128.0
+
+
+POLICIES = [
+    ("fp32", NoScale, 1.0),
+    ("bf16", NoScale, 1.0),
+    ("fp16", DynamicScale, 65536.0),
+    ("fp16:loss_scale=static:init_scale=128", StaticScale, 128.0),
+    ("fp16:init_scale=8", DynamicScale, 8.0),
+    ("fp16-pure", NoScale, 1.0),
+    ("bf16:loss_scale=dynamic:init_scale=4", DynamicScale, 4.0),
+]
+
+
+@pytest.mark.parametrize(("policy", "kind", "value"), POLICIES)
+def test_the_scale_of_a_policy(policy: str, kind: type, value: float) -> None:
+    scale = scale_for(Policy.parse(policy), "cpu")
+    assert type(scale) is kind
+    assert scale.value() == value
+
+
+def test_every_setting_of_a_policy_reaches_the_scale() -> None:
+    text = (
+        "fp16:init_scale=32:growth_factor=4:backoff_factor=0.25:growth_interval=3:hysteresis=2:min_scale=2:max_scale=64"
+    )
+    state = scale_for(Policy.parse(text), "cpu").state_dict()
+    assert state == {
+        "scale": 32.0,
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 3,
         "_growth_tracker": 0,
-        "hysteresis": 5,
-        "hysteresis_left": 3,
+        "hysteresis": 2,
+        "hysteresis_left": 2,
         "min_scale": 2.0,
-        "max_scale": 96.0,
+        "max_scale": 64.0,
     }
 
 
-def test_a_state_that_is_none_is_refused() -> None:
-    with pytest.raises(PolicyError, match="the state of a loss scale has no 'scale', only a, b"):
-        DynamicScale().load_state_dict({"b": 2.0, "a": 1})
+# --- state -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "value", "checks"),
-    [
-        ("fp32", NoScale, 1.0, False),
-        ("bf16", NoScale, 1.0, False),
-        ("fp16", DynamicScale, 65536.0, True),
-        ("fp16:init_scale=8", DynamicScale, 8.0, True),
-        ("fp16:loss_scale=static:init_scale=128", StaticScale, 128.0, True),
-    ],
-)
-def test_policy_chooses(text: str, kind: type, value: float, checks: bool) -> None:
-    scale = scale_for(Policy.parse(text), "cpu")
-    assert type(scale) is kind
-    assert (scale.value(), scale.checks) == (value, checks)
+def used_scale() -> DynamicScale:
+    scale = DynamicScale(
+        64.0,
+        growth_factor=3.0,
+        backoff_factor=0.25,
+        growth_interval=7,
+        hysteresis=3,
+        min_scale=0.125,
+        max_scale=2048.0,
+    )
+    for update in "....x..":
+        scale.update(FLAGS[update == "x"])
+    scale.update(FLAGS[True])
+    return scale
 
 
-def test_scale_and_inverse() -> None:
-    loss = torch.tensor(1.5)
-    assert NoScale().scale(loss) is loss
-    assert NoScale().inverse() is None
-    scale = StaticScale(3.0)
-    assert scale.scale(loss).item() == 4.5
-    inverse = scale.inverse()
-    assert inverse is not None
-    assert inverse.item() == torch.tensor(1 / 3).item()
-    half = torch.tensor(2.0, dtype=torch.float16)
-    assert StaticScale(2.0**16).scale(half).item() == 2.0**17  # beyond FP16: the product is FP32
+def test_a_state_goes_through_a_file_whole() -> None:
+    scale = used_scale()
+    saved = io.BytesIO()
+    torch.save(scale.state_dict(), saved)
+    saved.seek(0)
+    other = DynamicScale()
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    assert other.state_dict() == scale.state_dict()
+    assert other.state_dict()["hysteresis_left"] == 2
+    for update in "xx......":
+        scale.update(FLAGS[update == "x"])
+        other.update(FLAGS[update == "x"])
+        assert other.state_dict() == scale.state_dict()
+    assert scale.value() != 64.0
+
+
+def test_grad_scaler_takes_our_state() -> None:
+    ours = DynamicScale(512.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=4)
+    for update in "x...":
+        ours.update(FLAGS[update == "x"])
+    theirs = grad_scaler(1.0)
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.get_scale() == 128.0
+    assert theirs._get_growth_tracker() == 3
+    assert (theirs.get_growth_factor(), theirs.get_backoff_factor(), theirs.get_growth_interval()) == (3.0, 0.25, 4)
+    for found in (False, True, True, False):
+        ours.update(FLAGS[found])
+        advance(theirs, FLAGS[found])
+        assert ours.value() == theirs.get_scale()
+
+
+def test_we_take_grad_scalers_state() -> None:
+    theirs = grad_scaler(512.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=4)
+    for found in (True, False, False):
+        advance(theirs, FLAGS[found])
+    ours = DynamicScale()
+    ours.load_state_dict(theirs.state_dict())
+    assert {k: ours.state_dict()[k] for k in theirs.state_dict()} == theirs.state_dict()
+    for found in (False, False, True, False):
+        ours.update(FLAGS[found])
+        advance(theirs, FLAGS[found])
+        assert (ours.value(), int(ours._growth_tracker)) == (theirs.get_scale(), theirs._get_growth_tracker())
+
+
+def test_the_state_of_a_disabled_scaler_changes_nothing() -> None:
+    scale = used_scale()
+    before = scale.state_dict()
+    scale.load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
+    scale.load_state_dict(NoScale().state_dict())
+    assert scale.state_dict() == before
+
+
+def test_a_static_scales_state_sets_the_scale_and_nothing_else() -> None:
+    scale = used_scale()
+    before = scale.state_dict()
+    scale.load_state_dict(StaticScale(128.0).state_dict())
+    assert scale.state_dict() == {**before, "scale": 128.0, "_growth_tracker": 0, "hysteresis_left": 3}
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    with pytest.raises(PolicyError) as caught:
+        DynamicScale().load_state_dict({"step": 3, "lr": 0.1})
+    assert caught.value.message == "the state of a loss scale has no 'scale', only lr, step"
+    assert caught.value.hint == "pass what state_dict() of a mezzo scale or of torch.amp.GradScaler returned"
+
+
+def test_update_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = DynamicScale(64.0, hysteresis=2, growth_interval=3)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host read a tensor")
+
+    for name in ("item", "__bool__", "__float__", "__int__", "tolist", "cpu"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    for found in (False, True, True, False):
+        scale.update(FLAGS[found])
+        scale.scale(FLAGS[True])
+        scale.inverse()
+        scale.floor_flag()
+    monkeypatch.undo()
+    assert scale.value() == 32.0

@@ -38,8 +38,11 @@ HAND = "fp16:op_lists=device:growth_interval=7"
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
     before = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
+    torch.set_num_threads(threads)
     torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = before
 
 
@@ -548,6 +551,7 @@ def test_finite_gradients_of_two_losses_whose_squares_overflow_are_not_skipped()
     session.backward(model(2e25), loss_id=1)
     session.update()
     assert (session.updates, session.skipped) == (1, 0)
+    assert [s.value() for s in session.scales] == [16.0, 16.0]
     assert model.weight.tolist() == pytest.approx([-3e25] * 2, rel=1e-5)
 
 
@@ -705,10 +709,11 @@ def test_a_parameter_outside_the_models_is_trained_too(num_losses: int) -> None:
     optimizer = SGD([*model.parameters(), extra], lr=1.0)
     session = Session(model, optimizer, policy="fp16", num_losses=num_losses)
     session.scales[-1]._scale.fill_(256.0)
-    session.backward(model(1.0) + (extra * 3.0).sum(), loss_id=num_losses - 1)
+    for loss_id in range(num_losses):
+        session.backward(model(1.0) + (extra * 3.0).sum(), loss_id=loss_id)
     session.update()
-    assert model.weight.tolist() == [-1.0, -1.0]
-    assert extra.tolist() == [-3.0, -3.0]
+    assert model.weight.tolist() == [-1.0 * num_losses] * 2
+    assert extra.tolist() == [-3.0 * num_losses] * 2
 
 
 # --- looking at gradients in between ---------------------------------------------------------------------------------------

@@ -158,6 +158,11 @@ class CastMode(TorchFunctionMode):
     ) -> Any:
         """Run one torch call as its rule says."""
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            reflected = _REFLECTED.get(func.__name__)
+            if reflected is not None:
+                return self._enter(func, reflected, args, kwargs)
+            func = _TRACEABLE.get(func.__name__, func)
         rule = self.rules.get(func)
         if rule is None:
             entered = ENTERED.get(func)
@@ -168,8 +173,6 @@ class CastMode(TorchFunctionMode):
         if not torch.is_autocast_enabled(self.device_type):
             return func(*args, **kwargs)
         if torch.compiler.is_compiling():
-            if func.__name__ == "unflatten":
-                func = _VF.unflatten  # torch.compile cannot trace the super() call in Tensor.unflatten
             with torch.autocast(self.device_type, enabled=False):
                 return self._run(func, rule, args, kwargs)
         # The kernels of torch.autocast must not cast on top of ours. Two C++ calls; the context manager would cost 5 us.
@@ -268,6 +271,21 @@ def find_function(op: str) -> Function | None:
     found: Function | None = getattr(_PLACES[place], name, None)
     return found
 
+
+# Methods of Tensor that torch.compile can neither find in a table nor trace: Python wrappers of operators, and one that
+# calls super(). The second table's do what Tensor's own do, with the mode on.
+_TRACEABLE: dict[str, Function] = {
+    "unflatten": _VF.unflatten,
+    "pow": torch.pow,
+    "__floordiv__": torch.floor_divide,
+}
+_REFLECTED: dict[str, Function] = {
+    "__rpow__": lambda x, other: torch.pow(other, x),
+    "__rsub__": lambda x, other: torch.rsub(x, other),
+    "__rdiv__": lambda x, other: x.reciprocal() * other,
+    "__rfloordiv__": lambda x, other: torch.floor_divide(other, x),
+    "__rmod__": lambda x, other: torch.remainder(other, x),
+}
 
 _PLACES: dict[str, Any] = {
     "torch": torch,

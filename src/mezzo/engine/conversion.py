@@ -135,4 +135,8 @@ def to_format(values: Any, dtype: torch.dtype) -> Any:
         castable = tensor.is_floating_point() and tensor.element_size() in (2, 4)
         return tensor.to(dtype) if castable else tensor
 
-    return tree_map_only(Tensor, cast, values)
+    if isinstance(values, Tensor):
+        return cast(values)
+    if type(values) is tuple and len(values) == 1 and isinstance(values[0], Tensor):  # a module's usual arguments
+        return (cast(values[0]),)
+    return tree_map_only(Tensor, cast, values) if values else values

@@ -45,6 +45,10 @@ class BackwardPasses:
         """Replace both entries until ``patches`` are undone."""
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.wrap(torch.autograd, "grad", self._grad)
+        for name in ("backward", "grad"):  # a compiled step that contains a backward pass must not trace ours
+            self._run.before_compiling.append(
+                functools.partial(patches.wrap, torch.autograd, name, torch.compiler.disable)
+            )
         if self._run.applied is not None and self._run.applied.loss_scale != "none":
             self._views.install(patches)
         patches.on_undo(self._unhook)

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     started = time.perf_counter()
     with switched(policy, seed=request.seed) as (run, look):
         digest = _digest(request)  # imports a module's package
-        reader = MetricReader(request.metric, lambda: len(run.recorder)) if request.metric else None
+        reader = MetricReader(request.metric, lambda: run.num_updates) if request.metric else None
         exit_code, error = _run_script(request, reader)
         if os.getpid() != process:  # a fork of the script ended here: the record is not its own to write
             return exit_code

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CellType
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import to_format
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
@@ -135,6 +136,8 @@ class Regions:
         def compile(model: Any = None, **kwargs: Any) -> Any:
             if model is None:
                 return lambda function: compile(function, **kwargs)
+            while self._run.before_compiling:
+                self._run.before_compiling.pop()()
             compiled = original(model, **kwargs)
             return compiled if isinstance(model, nn.Module) else self._compiled_function(model, compiled)
 
@@ -145,23 +148,35 @@ class Regions:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.depth() > 0 or torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
-            casting = self._run.casting(self._device_of(function, [args, kwargs]))
-            if casting is None:
-                return compiled(*args, **kwargs)
-            with self._at(1), casting.region():
-                return _half_to_fp32(compiled(*args, **kwargs))
+            casting = self._casting_of(function, [args, kwargs])
+            self._run.in_compiled = True
+            try:
+                with self._at(1), nullcontext() if casting is None else casting.region():
+                    result = compiled(*args, **kwargs)
+            finally:
+                self._run.in_compiled = False
+                for watcher in self._run.watchers:
+                    watcher.compiled_ended()
+            return result if casting is None else _half_to_fp32(result)
 
         return call
 
-    def _device_of(self, function: Any, args: list[Any]) -> str:
-        """Meet the modules that a compiled function uses, since hooks do not fire in what is compiled; return its device."""
+    def _casting_of(self, function: Any, args: list[Any]) -> Casting | None:
+        """Meet the modules that a compiled function uses, since hooks do not fire in what is compiled; return its casting.
+
+        A compiled update, which uses an optimizer and no module, is left alone.
+        """
         leaves = tree_leaves(args)
+        used = [*_used_by(function), *leaves]
+        modules = [m for m in used if isinstance(m, nn.Module)]
         tensors = [t for t in leaves if isinstance(t, Tensor)]
-        for module in (m for m in (*_used_by(function), *leaves) if isinstance(m, nn.Module)):
+        for module in modules:
             self._run.meet(module, tensors)
+        if not modules and any(isinstance(value, torch.optim.Optimizer) for value in used):
+            return None
         if tensors:
             self._run.begin_on(tensors[0].device)
-        return tensors[0].device.type if tensors else self._run.device_type or "cpu"
+        return self._run.casting(tensors[0].device.type if tensors else self._run.device_type or "cpu")
 
 
 def _used_by(function: Any) -> list[Any]:

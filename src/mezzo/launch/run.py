@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,6 +37,8 @@ class Run:
         """The scale of gradients that the script computes with, as in a penalty."""
         self.device_type: str | None = None
         self.in_backward = False
+        self.in_compiled = False
+        """Whether a compiled function is running, outermost."""
         self.inside: str | None = None
         """Name of the outermost node of the graph that is making a backward pass of its own."""
         self.left_alone: dict[str, Reason] = {}
@@ -47,6 +49,8 @@ class Run:
         self.local = threading.local()
         """What each thread has for itself: how deep in modules it is, and its region."""
         self.watchers: list[Any] = []
+        self.before_compiling: list[Callable[[], Any]] = []
+        """What to do once, before the script first compiles code with torch.compile."""
         self.script_scaler: Any = None
         """The script's own GradScaler, where it is left alone."""
         self.scaled_by_script = False
@@ -168,6 +172,11 @@ class Run:
             self.skips = bool(found)
         return self.skips
 
+    @property
+    def num_updates(self) -> int:
+        """Return how many updates were made, the open one included."""
+        return len(self.recorder) + self._stepped
+
     def evaluated(self, norm: Tensor | None) -> None:
         """Take note of an update whose gradients have this norm and need no check."""
         self.check_patterns()
@@ -189,12 +198,11 @@ class Run:
         """Close the update that is open, if one is: all optimizer steps between two backward passes are one update."""
         if not self._stepped or self.in_closure:
             return
-        skipped = self._script_skipped
+        skipped, floor_error = self._script_skipped, None
         scale = None if self.script_scaler is None else self.script_scaler.get_scale()
         if self.scale.checks:
             skipped = self._found is not None and bool(self._found)
-            if skipped and self.scale.at_floor():
-                raise self.floor_error()
+            floor_error = self.floor_error() if skipped and self.scale.at_floor() else None
             if self._found is not None:
                 self.back_off_or_grow(self._found)
             scale = self.scale.value()
@@ -202,6 +210,8 @@ class Run:
         self._stepped, self._found, self._script_skipped = False, None, False
         for watcher in self.watchers:
             watcher.step_closed(len(self.recorder))
+        if floor_error is not None:
+            raise floor_error
 
     def scaled(self, gradient: Tensor, scale: Scale) -> Tensor:
         """Return ``gradient`` times a loss scale of this run, on the scale's device."""

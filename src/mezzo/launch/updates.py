@@ -43,8 +43,21 @@ class Updates:
 
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
-        patches.on_undo(register_optimizer_step_pre_hook(self._before).remove)
-        patches.on_undo(register_optimizer_step_post_hook(self._after).remove)
+        handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        def shield() -> None:  # a compiled optimizer must not trace the hooks: they read the device
+            remove()
+            handles[:] = [
+                register_optimizer_step_pre_hook(torch.compiler.disable(self._before)),
+                register_optimizer_step_post_hook(torch.compiler.disable(self._after)),
+            ]
+
+        patches.on_undo(remove)
+        self._run.before_compiling.append(shield)
         patches.wrap(Optimizer, "__init__", self._noting)
         for scheduler in dict.fromkeys(_classes(LRScheduler)):
             if "step" in vars(scheduler):

@@ -7,6 +7,7 @@ what it returns is multiplied again; gradients that the script retains are divid
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +39,10 @@ class UnscaledViews:
     def of_inner_gradients(self, inputs: Any) -> Iterator[None]:
         """Unscale what the backward pass inside leaves in ``.grad`` of tensors that are no leaves."""
         asked = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and not t.is_leaf]
-        before = {id(t): (t, t.grad) for t in (*self._retained.keys(), *asked)}
+        with warnings.catch_warnings():
+            if asked:
+                warnings.simplefilter("ignore")  # of reading the .grad of a tensor that does not retain it
+            before = {id(t): (t, t.grad) for t in (*self._retained.keys(), *asked)}
         for tensor, _ in before.values():
             tensor.grad = None
         inverse = self._inverse()

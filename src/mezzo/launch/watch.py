@@ -34,7 +34,7 @@ class CloseLook:
         self._saved = memory.SavedTensors()
         self._flops: FlopCounter | None = None
         self._stack: contextlib.ExitStack | None = None
-        self._due = False
+        self._due = self._over = False
         self._watched: int | None = None
         """Number of the step that is looked at."""
         self._num_weighed = 0
@@ -50,8 +50,8 @@ class CloseLook:
 
     def step_closed(self, num_steps: int) -> None:
         """End the look after the watched step."""
-        if self._watched is not None and num_steps > self._watched:
-            self._end()
+        self._over = self._watched is not None and num_steps > self._watched
+        self._go_on()
 
     def backward_begins(self) -> None:
         """Take the count of what the forward pass kept."""
@@ -62,8 +62,11 @@ class CloseLook:
         """Forget what the backward pass freed; begin the look if the first update was made inside it."""
         if self._stack is not None:
             self._saved.backward_ended()
-        if self._due:
-            self._begin()
+        self._go_on()
+
+    def compiled_ended(self) -> None:
+        """Begin or end the look if it was to happen inside a compiled function."""
+        self._go_on()
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Begin the look after the first update; take the counts at the next ones until the step closes.
@@ -71,10 +74,9 @@ class CloseLook:
         A step closes at the next backward pass: what runs until then is the next step's forward pass, or an evaluation.
         """
         self._weigh()
-        if self._flops is None and self._run.in_backward:
-            self._due = True  # the engine puts back the modes that it found
-        elif self._flops is None:
-            self._begin()
+        if self._flops is None:
+            self._due = True
+            self._go_on()
         elif self._stack is not None:
             self._by_format = dict(self._flops.by_format)
             self._outside_region = self._flops.outside_region
@@ -127,6 +129,16 @@ class CloseLook:
             "optimizer": sum(memory.optimizer_bytes(optimizer) for optimizer in optimizers),
         }
         self._bytes = {kind: max(found[kind], self._bytes[kind]) for kind in found}
+
+    def _go_on(self) -> None:
+        """Begin or end the look where that is due, and possible at this place."""
+        # The engine puts back the modes that it found, and so does compiled code, which cannot be told to run eagerly.
+        if self._run.in_backward or self._run.in_compiled:
+            return
+        if self._over:
+            self._end()
+        elif self._due:
+            self._begin()
 
     def _begin(self) -> None:
         self._due, self._watched = False, len(self._run.recorder) + 1

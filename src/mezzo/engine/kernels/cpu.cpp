@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kBlock = 1024;  // elements: five FP32 blocks of 4 KiB fit a first-level cache of 32 KiB
 
-constexpr int kLanes = 32;  // sums side by side: with fewer, each addition waits for the one before
+constexpr int kLanes = 16;  // sums side by side: with fewer, each addition waits for the one before
 
 constexpr int64_t kBlocksWorthAThread = 256;  // a thread takes some 20 us to start
 
