@@ -91,11 +91,13 @@ class Deep(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
-            if self.use_reentrant is None:
-                x = block(x)
-            else:
-                x = checkpointing.checkpoint(block, x, use_reentrant=self.use_reentrant)
+            x = self.run(block, x)
         return x[:, :2]
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        if self.use_reentrant is None:
+            return block(x)
+        return checkpointing.checkpoint(block, x, use_reentrant=self.use_reentrant)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -177,7 +177,7 @@ def test_calls_a_step_are_at_most_5_percent_above_a_loop_by_hand(
     hand = calls_a_step(lambda d: plain_loop(theirs, optimizer, d, dtype, scaler, clip_norm))
     mezzos = calls_a_step(lambda d: train(session, ours, d))
     if dtype is BF16 and clip_norm is None:  # a loop by hand takes no norm of the gradients; session.grad_norm is one
-        assert mezzos - hand <= 45
+        assert mezzos - hand <= 50
     else:
         assert mezzos <= 1.05 * hand
 
@@ -1148,6 +1148,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[MezzoError], str, str]] = {
         SessionError,
         "optimizers 0 and 1 share a parameter of shape (3,)",
         "give every parameter to one optimizer: it would be updated twice",
+    ),
+    "a model without parameters": (
+        lambda: Session(nn.ReLU(), SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),
+        SessionError,
+        "the model has no parameters; allowed: a module, or several, with at least one",
+        "pass the module whose parameters the optimizer has",
     ),
     "LBFGS": (
         with_optimizer(lambda m: torch.optim.LBFGS(m.parameters())),

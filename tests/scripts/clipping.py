@@ -20,7 +20,7 @@ for _ in range(12):
     loss.backward()
     before.append(norm(model.parameters()))
     if how == "norm":
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
     elif how == "value":
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
     after.append(norm(model.parameters()))

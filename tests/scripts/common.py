@@ -1,6 +1,7 @@
 """What the scenario scripts share; an imported module beside the script, as real scripts have."""
 
 import json
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ def report(**values):
 def mlp(*widths, seed=0):
     torch.manual_seed(seed)
     layers = []
-    for before, after in zip(widths, widths[1:]):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

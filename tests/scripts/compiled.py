@@ -1,4 +1,7 @@
-"""torch.compile of a module, in place, of a function, and of a module with a graph break; backend as the second argument says."""
+"""torch.compile of a module, in place, of a function, of a module with a graph break, of the update and of a whole step.
+
+The second argument names the backend.
+"""
 
 import sys
 
@@ -30,10 +33,6 @@ elif what == "in-place":
     model.compile(backend=backend)
 
 
-def forward_and_loss(x, y):
-    return F.mse_loss(model(x), y)
-
-
 @torch.compile(backend=backend, fullgraph=True)
 def compiled_loss(x, y):
     return F.mse_loss(model(x), y)
@@ -43,13 +42,22 @@ def criterion(x, y):
     return compiled_loss(x, y) if what == "function" else F.mse_loss(called(x), y)
 
 
+update = torch.compile(lambda: optimizer.step(), backend=backend) if what == "update" else optimizer.step
+
+
+def step(x, y):
+    optimizer.zero_grad()
+    loss = criterion(x, y)
+    loss.backward()
+    norms.append(norm(model.parameters()))
+    update()
+    losses.append(loss.item())
+
+
+if what == "step":
+    step = torch.compile(step, backend=backend)
 inputs, targets = batches(1)[0]
 losses, norms = [], []
 for _ in range(8):
-    optimizer.zero_grad()
-    loss = criterion(inputs, targets)
-    loss.backward()
-    norms.append(norm(model.parameters()))
-    optimizer.step()
-    losses.append(loss.item())
+    step(inputs, targets)
 report(losses=losses, norms=norms)

@@ -55,6 +55,16 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], schedulers: It
             )
 
 
+def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
+    """Return the first parameter's device; refuse a model that has no parameter."""
+    if not parameters:
+        raise SessionError(
+            "the model has no parameters; allowed: a module, or several, with at least one",
+            hint="pass the module whose parameters the optimizer has",
+        )
+    return parameters[0].device
+
+
 def known(chosen: Sequence[torch.optim.Optimizer], own: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Return the optimizers ``chosen`` for an update; refuse one that the session was not built with."""
     for optimizer in chosen:

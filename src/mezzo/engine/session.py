@@ -96,7 +96,7 @@ class Session:
             limits={"clip_norm": clip_norm, "clip_value": clip_value},
         )
         checks.check_optimizers(self.optimizers, self.schedulers)
-        self.device = self._parameters()[0].device
+        self.device = checks.device_of(self._parameters())
         self.casting = Casting.of(self.policy, self.device.type)
         self.scales = [scale_for(self.policy, self.device) for _ in range(num_losses)]
         self._separate = num_losses > 1

@@ -106,10 +106,10 @@ class BackwardPasses:
         if not scale.checks or kwargs.get("is_grads_batched"):
             with self._under_policy():
                 return run_engine(roots, inputs, given, *args, **kwargs)
-        retain_graph, *rest = args or [kwargs.pop("retain_graph", None)]
+        kwargs.pop("retain_graph", None)  # kept, so that the pass can be made again
         while True:
             with self._under_policy():
-                found = run_engine(roots, inputs, self._scaled(roots, given, scale), True, *rest, **kwargs)
+                found = run_engine(roots, inputs, self._scaled(roots, given, scale), True, *args[1:], **kwargs)
             found = self._unscaled(found, scale)
             overflow = not all_finite(g.detach() for g in _listed(found) if g is not None)
             if not overflow or scale.at_floor() or not all_finite(roots):

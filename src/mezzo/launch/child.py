@@ -145,7 +145,7 @@ def _sentence(error: BaseException | None) -> str | None:
 def _never_trained(request: Request) -> ScriptError:
     return ScriptError(
         f"{request.target} ended without a training step: it never called backward()",
-        hint="pass the script that trains, with the arguments that make it train",
+        hint="pass the script that trains, with the arguments that make it train; torch.func's gradients are not seen",
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -59,6 +60,8 @@ class Updates:
         patches.on_undo(remove)
         self._run.before_compiling.append(shield)
         patches.wrap(Optimizer, "__init__", self._noting)
+        if self._run.applied is not None and self._run.applied.loss_scale != "none":
+            patches.wrap(clip_grad, "_get_total_norm", _bearing_overflow)
         for scheduler in dict.fromkeys(_classes(LRScheduler)):
             if "step" in vars(scheduler):
                 patches.wrap(scheduler, "step", self._held)
@@ -162,6 +165,16 @@ class Updates:
                 self._scheduling = False
 
         return step
+
+
+def _bearing_overflow(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Clip gradients that overflowed without the error that a script may ask for: the update is skipped."""
+
+    @functools.wraps(original)
+    def norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
+        return original(tensors, norm_type, False, foreach)
+
+    return norm
 
 
 def _norm(optimizer: Optimizer) -> Tensor | None:

@@ -77,7 +77,7 @@ class CloseLook:
         if self._flops is None:
             self._due = True
             self._go_on()
-        elif self._stack is not None:
+        elif self._stack is not None and not self._over:
             self._by_format = dict(self._flops.by_format)
             self._outside_region = self._flops.outside_region
 
