@@ -165,7 +165,7 @@ def _method(record: CompareRecord) -> str:
     num_seeds = max((row.num_runs for row in record.rows), default=0)
     metric = " and of the baseline's metric" if _metric_name(record) else ""
     return (
-        f"Equivalent means that the 95% interval of the difference lies within a margin of "
+        f"Equivalent means that the 90% interval of the difference (two one-sided tests at 5%) lies within a margin of "
         f"{fmt.number_text(100 * record.margin)}% of the loss that training took off{metric}. "
         f"{fmt.plural(num_seeds, 'seed')} a policy, paired with {fmt.clean(record.baseline)}."
     )
