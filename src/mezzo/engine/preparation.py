@@ -58,4 +58,7 @@ def prepare(
     elif policy.compute == "tf32":
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    elif device_type == "cuda":  # fp32: torch computes convolutions in TF32 unless told otherwise
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     return NoMasters()
