@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from mezzo.formats import FP32
 
 
 @dataclass(kw_only=True)
@@ -21,7 +24,17 @@ class Batch:
     steps: list[Tensor]
     """Updates of each parameter so far: FP32, no dimensions."""
     moments: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By torch's name (``exp_avg``): FP32 tensors of the weights' shapes."""
+    """By torch's name (``exp_avg``): FP32 or BF16 tensors of the weights' shapes, or 8-bit ones as ``eightbit`` packs them."""
+    numbers: list[int] = field(default_factory=list)
+    """Each parameter's number in its optimizer: where its random bits begin (``noise``)."""
+    stochastic: bool = False
+    """Whether BF16 weights without a master are rounded stochastically."""
+
+    @property
+    def random(self) -> bool:
+        """Return whether anything is rounded stochastically."""
+        kept = [tensors[0].dtype for tensors in self.moments.values() if tensors]
+        return self.stochastic or any(dtype is not FP32.dtype for dtype in kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +48,8 @@ class AdamWSettings:
     weight_decay: float
     amsgrad: bool
     maximize: bool
+    now: Callable[[], AdamWSettings] | None = field(default=None, compare=False, repr=False)
+    """Return the group's settings as they are when asked: a captured step asks before each replay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +62,5 @@ class SGDSettings:
     weight_decay: float
     nesterov: bool
     maximize: bool
+    now: Callable[[], SGDSettings] | None = field(default=None, compare=False, repr=False)
+    """As in ``AdamWSettings``."""

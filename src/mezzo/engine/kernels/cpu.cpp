@@ -9,130 +9,17 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <thread>
 #include <vector>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
+
+#include "cpu_blocks.h"
+#include "cpu_exponents.h"
+#include "cpu_formats.h"
 
 namespace {
 
-constexpr int64_t kBlock = 1024;  // elements: five FP32 blocks of 4 KiB fit a first-level cache of 32 KiB
-
 constexpr int kLanes = 16;  // sums side by side: with fewer, each addition waits for the one before
 
-constexpr int64_t kBlocksWorthAThread = 256;  // a thread takes some 20 us to start
-
-// What a weight is: FP32, 16 bits beside an FP32 master, BF16 beside its low bits, or 16 bits alone.
-enum Dtype : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kSplit = 3, kFloat16Alone = 4, kBFloat16Alone = 5 };
-constexpr int64_t kAlone = 3;  // between a format and the same alone
-
-inline float bits_to_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-inline uint32_t float_to_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-inline uint16_t to_bfloat16(float value) {
-  const uint32_t bits = float_to_bits(value);
-  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-  return static_cast<uint16_t>(nan ? (bits >> 16) | 0x40u : rounded);
-}
-
-#if !defined(__F16C__)
-inline float half_to_float(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  const uint32_t magnitude = half & 0x7fffu;
-  if (magnitude >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
-  // A half's bits moved into a float's place are the value times 2^-112, subnormals included.
-  return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
-}
-
-inline uint16_t float_to_half(float value) {
-  const uint32_t bits = float_to_bits(value);
-  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return sign | 0x7e00u;
-  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and above round to infinity
-  if (magnitude < 0x38800000u) {                        // below 2^-14: let the adder round to the subnormal's place
-    const float shifted = bits_to_float(magnitude) + 0.5f;
-    return sign | static_cast<uint16_t>(float_to_bits(shifted) - 0x3f000000u);
-  }
-  return sign | static_cast<uint16_t>((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
-}
-#endif
-
-void widen_half(const uint16_t* from, float* to, int64_t n) {
-  int64_t i = 0;
-#if defined(__F16C__)
-  for (; i + 8 <= n; i += 8)
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-  for (; i < n; ++i) to[i] = _cvtsh_ss(from[i]);
-#else
-  for (; i < n; ++i) to[i] = half_to_float(from[i]);
-#endif
-}
-
-void narrow_half(const float* from, uint16_t* to, int64_t n) {
-  int64_t i = 0;
-#if defined(__F16C__)
-  for (; i + 8 <= n; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
-                     _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-  for (; i < n; ++i) to[i] = _cvtss_sh(from[i], _MM_FROUND_TO_NEAREST_INT);
-#else
-  for (; i < n; ++i) to[i] = float_to_half(from[i]);
-#endif
-}
-
-// Return FP32 gradients for a block: the tensor's own memory, or `space` with the widened values.
-const float* load(const void* base, int64_t dtype, int64_t at, int64_t n, float* space) {
-  if (dtype == kFloat32) return static_cast<const float*>(base) + at;
-  const uint16_t* from = static_cast<const uint16_t*>(base) + at;
-  if (dtype == kFloat16) {
-    widen_half(from, space, n);
-  } else {
-    for (int64_t i = 0; i < n; ++i) space[i] = bits_to_float(static_cast<uint32_t>(from[i]) << 16);
-  }
-  return space;
-}
-
-// Round a block of masters into the model's 16-bit weights.
-void store_weights(const float* masters, void* base, int64_t dtype, int64_t at, int64_t n) {
-  if (dtype == kFloat32) return;  // the weights are the masters
-  uint16_t* to = static_cast<uint16_t*>(base) + at;
-  if (dtype == kFloat16) {
-    narrow_half(masters, to, n);
-  } else {
-    for (int64_t i = 0; i < n; ++i) to[i] = to_bfloat16(masters[i]);
-  }
-}
-
-// A split master: the upper 16 bits are the model's BF16 weight (truncated towards the stored low bits), the lower 16 lie beside it.
-void join(const uint16_t* high, const uint16_t* low, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    // The weight was rounded to nearest: where the low half is above the middle, the true upper half is one below.
-    const uint32_t upper = static_cast<uint32_t>(high[i]) - (low[i] >> 15);
-    to[i] = bits_to_float((upper << 16) | low[i]);
-  }
-}
-
-void split(const float* from, uint16_t* high, uint16_t* low, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = float_to_bits(from[i]);
-    low[i] = static_cast<uint16_t>(bits);
-    high[i] = static_cast<uint16_t>((bits >> 16) + (static_cast<uint16_t>(bits) >> 15));  // to nearest, ties away from zero
-  }
-}
-
+// A block of a tensor as FP32: its own memory where it is FP32, else `space`.
 struct Master {
   float space[kBlock];
   float* values;
@@ -143,42 +30,52 @@ struct Master {
       return values = space;
     }
     if (dtype >= kFloat16Alone) {
-      load(weight, dtype - kAlone, at, n, space);
+      load(weight, dtype == kFloat16Alone ? kFloat16 : kBFloat16, at, n, space);
       return values = space;
     }
     return values = static_cast<float*>(dtype == kFloat32 ? weight : master) + at;
   }
 
-  void close(void* weight, void* master, int64_t dtype, int64_t at, int64_t n) {
+  void close(void* weight, void* master, int64_t dtype, int64_t at, int64_t n, uint32_t seed) {
     if (dtype == kSplit) {
       split(values, static_cast<uint16_t*>(weight) + at, static_cast<uint16_t*>(master) + at, n);
+    } else if (dtype == kBFloat16Stochastic) {
+      uint32_t bits16[kBlock];
+      noise(seed, kForWeight, at, n, bits16);
+      narrow_bfloat16_by(bits16, values, static_cast<uint16_t*>(weight) + at, n);
     } else {
       store_weights(values, weight, dtype >= kFloat16Alone ? dtype - kAlone : dtype, at, n);
     }
   }
 };
 
-// Call `work(tensor, at, n)` for every block of every tensor, in `threads` parts of equal numbers of blocks.
-template <typename Work>
-void for_blocks(int64_t count, const int64_t* sizes, int64_t threads, const Work& work) {
-  int64_t blocks = 0;
-  for (int64_t t = 0; t < count; ++t) blocks += (sizes[t] + kBlock - 1) / kBlock;
-  const int64_t parts = std::max<int64_t>(1, std::min(threads, blocks / kBlocksWorthAThread));
-  auto part = [&](int64_t number) {
-    const int64_t begin = blocks * number / parts, end = blocks * (number + 1) / parts;
-    int64_t passed = 0;
-    for (int64_t t = 0; t < count && passed < end; ++t) {
-      const int64_t own = (sizes[t] + kBlock - 1) / kBlock;
-      for (int64_t b = std::max<int64_t>(0, begin - passed); b < own && passed + b < end; ++b)
-        work(number, t, b * kBlock, std::min(kBlock, sizes[t] - b * kBlock));
-      passed += own;
+template <bool kSigned>
+struct Moment {
+  float space[kBlock];
+
+  float* open(void* base, int64_t dtype, int64_t at, int64_t n, int64_t size) {
+    if (dtype == kFloat32) return static_cast<float*>(base) + at;
+    if (dtype == kPacked) {
+      const uint8_t* codes = static_cast<uint8_t*>(base);
+      unpack<kSigned>(codes + at, codes + size + at / kPackedBlock, space, n);
+    } else {
+      load(base, dtype, at, n, space);
     }
-  };
-  std::vector<std::thread> others;
-  for (int64_t number = 1; number < parts; ++number) others.emplace_back(part, number);
-  part(0);
-  for (std::thread& other : others) other.join();
-}
+    return space;
+  }
+
+  void close(void* base, int64_t dtype, int64_t at, int64_t n, int64_t size, uint32_t seed) {
+    if (dtype == kFloat32) return;
+    uint32_t bits16[kBlock];
+    noise(seed, kSigned ? kForFirst : kForSecond, at, n, bits16);
+    if (dtype == kPacked) {
+      uint8_t* codes = static_cast<uint8_t*>(base);
+      pack<kSigned>(space, bits16, codes + at, codes + size + at / kPackedBlock, n);
+    } else {
+      narrow_bfloat16_by(bits16, space, static_cast<uint16_t*>(base) + at, n);
+    }
+  }
+};
 
 struct AdamWFloats {
   float scale, keep, beta1, to_mean, beta2, to_square, step, root, eps;
@@ -255,10 +152,10 @@ struct AdamW {
 
 // torch.optim.AdamW's update (Loshchilov & Hutter, arXiv:1711.05101), in FP32 in torch's order of operations. `steps` counts every
 // tensor's own updates: bias corrections are right for parameters that join later or miss a gradient.
-void mezzo_adamw(int64_t count, void* const* weights, const void* const* gradients, void* const* masters, float* const* means,
-                 float* const* squares, float* const* largest, float* const* steps, const int64_t* sizes,
-                 const int64_t* weight_dtypes, const int64_t* gradient_dtypes, const AdamW* settings, const float* factor,
-                 const float* found_inf, int64_t threads) {
+void mezzo_adamw(int64_t count, void* const* weights, const void* const* gradients, void* const* masters, void* const* means,
+                 void* const* squares, void* const* largest, float* const* steps, const int64_t* sizes,
+                 const int64_t* weight_dtypes, const int64_t* gradient_dtypes, const int64_t* moment_dtypes, const int64_t* numbers,
+                 const AdamW* settings, const float* factor, const float* found_inf, int64_t threads) {
   if (*found_inf > 0.0f) return;
   const AdamW s = *settings;
   const bool mostly_old = 1.0 - s.beta1 < 0.5;
@@ -280,11 +177,20 @@ void mezzo_adamw(int64_t count, void* const* weights, const void* const* gradien
   for_blocks(count, sizes, threads, [&](int64_t, int64_t t, int64_t at, int64_t n) {
     float space[kBlock];
     Master master;
+    Moment<true> mean;
+    Moment<false> square, top;
     const AdamWFloats c = constants[static_cast<size_t>(t)];
+    const int64_t kind = moment_dtypes[t], size = sizes[t];
+    const uint32_t seed = seed_of(numbers[t], *steps[t]);
     const float* g = load(gradients[t], gradient_dtypes[t], at, n, space);
     float* p = master.open(weights[t], masters[t], weight_dtypes[t], at, n);
-    block(g, p, means[t] + at, squares[t] + at, largest[t] + at, n, c);
-    master.close(weights[t], masters[t], weight_dtypes[t], at, n);
+    float* m = mean.open(means[t], kind, at, n, size);
+    float* v = square.open(squares[t], kind, at, n, size);
+    block(g, p, m, v, s.amsgrad ? top.open(largest[t], kind, at, n, size) : v, n, c);
+    mean.close(means[t], kind, at, n, size, seed);
+    square.close(squares[t], kind, at, n, size, seed);
+    if (s.amsgrad) top.close(largest[t], kind, at, n, size, seed);
+    master.close(weights[t], masters[t], weight_dtypes[t], at, n, seed);
   });
 }
 
@@ -294,9 +200,10 @@ struct Sgd {
 };
 
 // torch.optim.SGD's update, momentum after Sutskever et al. (2013) as torch defines it.
-void mezzo_sgd(int64_t count, void* const* weights, const void* const* gradients, void* const* masters, float* const* buffers,
-               float* const* steps, const int64_t* sizes, const int64_t* weight_dtypes, const int64_t* gradient_dtypes, const Sgd* settings,
-               const float* factor, const float* found_inf, int64_t threads) {
+void mezzo_sgd(int64_t count, void* const* weights, const void* const* gradients, void* const* masters, void* const* buffers,
+               float* const* steps, const int64_t* sizes, const int64_t* weight_dtypes, const int64_t* gradient_dtypes,
+               const int64_t* moment_dtypes, const int64_t* numbers, const Sgd* settings, const float* factor, const float* found_inf,
+               int64_t threads) {
   if (*found_inf > 0.0f) return;
   const Sgd s = *settings;
   const float scale = s.maximize ? -*factor : *factor;
@@ -309,14 +216,17 @@ void mezzo_sgd(int64_t count, void* const* weights, const void* const* gradients
     Master master;
     const float* g = load(gradients[t], gradient_dtypes[t], at, n, space);
     float* p = master.open(weights[t], masters[t], weight_dtypes[t], at, n);
+    const uint32_t seed = seed_of(numbers[t], *steps[t]);
     if (s.momentum == 0.0) {
       sgd_block(g, p, n, scale, lr, decay);
-    } else if (first[static_cast<size_t>(t)]) {
-      momentum_block(g, p, buffers[t] + at, n, {scale, lr, decay, momentum, 0.0f, 1.0f, s.nesterov});
     } else {
-      momentum_block(g, p, buffers[t] + at, n, {scale, lr, decay, momentum, momentum, fresh, s.nesterov});
+      Moment<true> buffer;
+      float* b = buffer.open(buffers[t], moment_dtypes[t], at, n, sizes[t]);
+      const bool begins = first[static_cast<size_t>(t)] != 0;
+      momentum_block(g, p, b, n, {scale, lr, decay, momentum, begins ? 0.0f : momentum, begins ? 1.0f : fresh, s.nesterov});
+      buffer.close(buffers[t], moment_dtypes[t], at, n, sizes[t], seed);
     }
-    master.close(weights[t], masters[t], weight_dtypes[t], at, n);
+    master.close(weights[t], masters[t], weight_dtypes[t], at, n, seed);
   });
 }
 

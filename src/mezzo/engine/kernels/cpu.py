@@ -28,6 +28,7 @@ from mezzo.engine.kernels.layout import dense
 from mezzo.formats import BF16, FP16, FP32
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
+_HEADERS = tuple(Path(__file__).with_name(f"cpu_{part}.h") for part in ("blocks", "exponents", "formats"))
 _COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: it would drop the checks for NaN and infinity. Without contraction a*b+c rounds twice, as torch's kernels do.
 _FLAGS = [
@@ -43,8 +44,8 @@ _FLAGS = [
 ]
 _CODES = {FP32.dtype: 0, FP16.dtype: 1, BF16.dtype: 2}
 _FP32 = FP32.dtype
-_SPLIT, _ALONE = 3, 3
-"""The code of a split master, and what is added to a 16-bit format's code where there is none."""
+_SPLIT, _ALONE, _STOCHASTIC, _PACKED = 3, 3, 6, 7
+"""The codes of a split master, of what is added to a 16-bit format's where there is none, of stochastic BF16 and of 8-bit moments."""
 
 
 class _AdamW(ctypes.Structure):
@@ -80,15 +81,17 @@ def library() -> tuple[ctypes.CDLL | None, str]:
 def _declare(lib: ctypes.CDLL) -> None:
     number, address = ctypes.c_int64, ctypes.c_void_p
     lib.mezzo_sum_of_squares.restype = ctypes.c_double
-    for function, tables in ((lib.mezzo_sum_of_squares, 3), (lib.mezzo_adamw, 13), (lib.mezzo_sgd, 11)):
-        function.argtypes = [number, *[address] * tables, number]
+    arguments = {"sum_of_squares": 3, "adamw": 15, "sgd": 13, "exponents": 5}
+    for name, tables in arguments.items():
+        getattr(lib, f"mezzo_{name}").argtypes = [number, *[address] * tables, number]
 
 
 def _build(compiler: str) -> Path:
     device = this_device("cpu")
     # The instruction sets too: a home may be shared by machines whose processors go by one name.
     made_of = " ".join([compiler, *_FLAGS, device.name, *sorted(device.flags)])
-    key = hashlib.sha256(_SOURCE.read_bytes() + made_of.encode()).hexdigest()[:20]
+    source = b"".join(file.read_bytes() for file in (_SOURCE, *_HEADERS))
+    key = hashlib.sha256(source + made_of.encode()).hexdigest()[:20]
     folder = _cache_folder()
     path = folder / f"kernels-{key}.so"
     if path.exists():
@@ -119,6 +122,16 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     return torch.tensor(total, dtype=torch.double)
 
 
+def exponents(tensors: list[Tensor], tables: list[Tensor], cuts: Sequence[int]) -> None:
+    """Count the elements of contiguous tensors into their tables as ``exponents.reference`` does."""
+    rows = [[t.data_ptr() for t in tensors], [t.data_ptr() for t in tables]]
+    rows += [[t.numel() for t in tensors], [_CODES[t.dtype] for t in tensors]]
+    count, table, row = _table(rows)
+    mantissas = (ctypes.c_int32 * len(cuts))(*cuts)
+    _lib().mezzo_exponents(count, *row, ctypes.addressof(mantissas), torch.get_num_threads())
+    del table  # its memory had to live during the call
+
+
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
     """Update as ``reference.adamw`` says, in one pass."""
     s = settings
@@ -147,17 +160,22 @@ def _call(
     lists = (batch.weights, batch.gradients, batch.masters, *moments, batch.steps)
     rows = [[t.data_ptr() for t in tensors] for tensors in lists]
     rows.append([w.numel() for w in batch.weights])
-    rows.append(
-        [
-            _SPLIT if m.dtype is torch.int16 else _CODES[w.dtype] + (_ALONE if w is m and w.dtype is not _FP32 else 0)
-            for w, m in zip(batch.weights, batch.masters, strict=True)
-        ]
-    )
+    rows.append([_kind(w, m, batch.stochastic) for w, m in zip(batch.weights, batch.masters, strict=True)])
     rows.append([_CODES[g.dtype] for g in batch.gradients])
+    rows.append([_CODES.get(m.dtype, _PACKED) for m in moments[0]])
+    rows.append(batch.numbers or [0] * len(batch.weights))
     count, table, row = _table(rows)
     at = ctypes.addressof(settings), factor.data_ptr(), found_inf.data_ptr()
     function(count, *row, *at, torch.get_num_threads())
     del table  # its memory had to live during the call
+
+
+def _kind(weight: Tensor, master: Tensor, stochastic: bool) -> int:
+    if weight is not master:
+        return _SPLIT if master.dtype is torch.int16 else _CODES[weight.dtype]
+    if weight.dtype is _FP32:
+        return _CODES[_FP32]
+    return _STOCHASTIC if stochastic else _CODES[weight.dtype] + _ALONE
 
 
 def _table(rows: list[list[int]]) -> tuple[int, array[int], list[int]]:

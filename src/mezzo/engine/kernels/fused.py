@@ -2,7 +2,7 @@
 
 The clip and the unscale factor go into ``grad_scale``, so no pass of their own is needed. Two passes more than ours:
 16-bit gradients are widened into FP32 copies first (4 bytes a parameter while the update runs), and 16-bit weights
-are rounded from their masters after.
+are rounded from their masters after. Moments of fewer bits are widened, too, and rounded back after.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.layout import dense
+from mezzo.engine.kernels.moments import SIGNED, closed, flat, opened
+from mezzo.engine.kernels.noise import round_to_bf16, streams
 from mezzo.engine.kernels.split import join, split
-from mezzo.formats import FP16, FP32, FP64
+from mezzo.formats import BF16, FP16, FP32, FP64
 
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
@@ -29,14 +31,14 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
     """Update as ``torch.optim.AdamW(fused=True)`` does."""
-    s, masters = settings, _open(batch)
+    s, masters, moments = settings, _open(batch), _moments(batch)
     torch._foreach_add_(batch.steps, 1)
     torch._fused_adamw_(
         masters,
         _wide(batch.gradients),
-        batch.moments["exp_avg"],
-        batch.moments["exp_avg_sq"],
-        batch.moments.get("max_exp_avg_sq", []),
+        moments["exp_avg"],
+        moments["exp_avg_sq"],
+        moments.get("max_exp_avg_sq", []),
         batch.steps,
         amsgrad=s.amsgrad,
         lr=s.lr,
@@ -49,7 +51,7 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
         found_inf=found_inf,
     )
     torch._foreach_sub_(batch.steps, [found_inf] * len(batch.steps))
-    _close(batch, masters)
+    _close(batch, masters, moments)
 
 
 def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) -> None:
@@ -66,11 +68,11 @@ def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) 
 
 
 def _sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor, *, first: bool) -> None:
-    s, masters = settings, _open(batch)
+    s, masters, moments = settings, _open(batch), _moments(batch)
     torch._fused_sgd_(
         masters,
         _wide(batch.gradients),
-        batch.moments.get("momentum_buffer", []),
+        moments.get("momentum_buffer", []),
         weight_decay=s.weight_decay,
         momentum=s.momentum,
         lr=s.lr,
@@ -82,7 +84,7 @@ def _sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor,
         found_inf=found_inf,
     )
     torch._foreach_add_(batch.steps, [1 - found_inf] * len(batch.steps))
-    _close(batch, masters)
+    _close(batch, masters, moments)
 
 
 def _chosen(batch: Batch, flags: list[bool]) -> Batch:
@@ -97,24 +99,43 @@ def _chosen(batch: Batch, flags: list[bool]) -> Batch:
         masters=pick(batch.masters),
         steps=pick(batch.steps),
         moments={name: pick(tensors) for name, tensors in batch.moments.items()},
+        numbers=list(itertools.compress(batch.numbers, flags)),
+        stochastic=batch.stochastic,
     )
 
 
 def _wide(gradients: list[Tensor]) -> list[Tensor]:
     # The kernel unscales in place: FP32 gradients are copied too.
-    return [g.float().clone() if g.element_size() == 4 else g.float() for g in gradients]
+    return [flat(g).float().clone() if g.element_size() == 4 else flat(g).float() for g in gradients]
 
 
 def _open(batch: Batch) -> list[Tensor]:
-    pairs = zip(batch.weights, batch.masters, strict=True)
+    pairs = [(flat(w), flat(m)) for w, m in zip(batch.weights, batch.masters, strict=True)]
     return [join(w, m) if m.dtype is torch.int16 else m.float() for w, m in pairs]
 
 
-def _close(batch: Batch, masters: list[Tensor]) -> None:
-    for weight, kept, updated in zip(batch.weights, batch.masters, masters, strict=True):
+def _moments(batch: Batch) -> dict[str, list[Tensor]]:
+    sizes = [w.numel() for w in batch.weights]
+    return {
+        name: [opened(kept, size, signed=name in SIGNED) for kept, size in zip(tensors, sizes, strict=True)]
+        for name, tensors in batch.moments.items()
+    }
+
+
+def _close(batch: Batch, masters: list[Tensor], moments: dict[str, list[Tensor]]) -> None:
+    # A skipped update needs no care: what it leaves unchanged is rounded to what it was, whatever the noise.
+    for i, (weight, kept, updated) in enumerate(zip(batch.weights, batch.masters, masters, strict=True)):
+        step = batch.steps[i]
+        noise = streams(weight.numel(), batch.numbers[i], step) if batch.random else (step, step, step)
         if kept.dtype is torch.int16:
             high, low = split(updated)
-            weight.copy_(high)
-            kept.copy_(low)
-        elif weight is not updated:
-            weight.copy_(updated)
+            flat(weight).copy_(high)
+            flat(kept).copy_(low)
+        elif batch.stochastic and weight.dtype is BF16.dtype:
+            flat(weight).copy_(round_to_bf16(updated, noise[0]))
+        elif weight.dtype is not FP32.dtype:
+            flat(weight).copy_(updated)
+        for name, tensors in batch.moments.items():
+            signed, to = name in SIGNED, tensors[i]
+            if to.dtype is not FP32.dtype:
+                flat(to).copy_(closed(moments[name][i], to.dtype, noise[1 if signed else 2], signed=signed))

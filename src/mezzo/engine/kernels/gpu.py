@@ -1,10 +1,12 @@
 """The Triton way for NVIDIA and AMD GPUs: all tensors of a group in one launch, by tables of addresses.
 
-A program works on one chunk of one tensor. It finds the chunk in a table, the tensor's memory in tables of addresses, and reads
-gradient, master and moments once and writes them once. ``factor`` and ``found_inf`` are read on the device: where
-``found_inf`` is above 0 a program ends before it loads anything else. The host only sends the tables, through pinned memory.
+A program finds its chunk in a table, the tensor's memory in tables of addresses, and the group's settings at the table's head;
+``factor`` and ``found_inf`` are read on the device, and where ``found_inf`` is above 0 a program ends before it loads
+anything else. The host only sends the table, through pinned memory: a captured step sends its tables once and
+from then on nothing but settings that changed.
 
-Tensors of different kinds (formats of weight, gradient and master) go in a launch each, because formats are compiled in.
+Tensors of different kinds (formats of weight, gradient, moments and master) go in a launch each, because formats are
+compiled in.
 
 On a CPU these kernels run under Triton's interpreter (``TRITON_INTERPRET=1``), which is how they are tested; what they reach on
 a GPU is for ``benchmarks/`` to show.
@@ -12,165 +14,121 @@ a GPU is for ``benchmarks/`` to show.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.gpu_kernels import adamw_kernel, sgd_kernel, square_kernel
 from mezzo.engine.kernels.layout import dense
+from mezzo.engine.kernels.moments import KINDS
+from mezzo.errors import SessionError
 from mezzo.formats import BF16, FP16, FP32
 
 CHUNK = 4096
 """Elements a program works on: 64 to 120 KB of memory traffic, enough to hide the table look-ups."""
-_TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16}
-_ALONE, _MASTER, _SPLIT = 0, 1, 2
+_TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, KINDS["8bit"]: tl.uint8}
+_ALONE, _MASTER, _SPLIT, _STOCHASTIC = 0, 1, 2, 3
+_SETTINGS = 8
+"""Places at a table's head."""
+
+Settings = AdamWSettings | SGDSettings
 
 
-@triton.jit
-def _place(chunks, sizes, BLOCK: tl.constexpr):
-    """Return this program's tensor, its element offsets in it, and which of them exist."""
-    program = tl.program_id(0)
-    tensor = tl.load(chunks + 2 * program)
-    at = tl.load(chunks + 2 * program + 1) + tl.arange(0, BLOCK).to(tl.int64)
-    return tensor, at, at < tl.load(sizes + tensor)
+class Table:
+    """Hold what a launch reads on the device: settings, then addresses of every list, numbers, sizes and chunks; all int64."""
+
+    def __init__(
+        self,
+        lists: Sequence[Sequence[Tensor]],
+        numbers: Sequence[int],
+        settings: Settings | None,
+        memory: Tensor | None = None,
+    ) -> None:
+        """Lay the table out in new memory, or in that of another table of this length."""
+        first = lists[0]
+        sizes = [t.numel() for t in first]
+        chunks = [number for i, size in enumerate(sizes) for start in range(0, size, CHUNK) for number in (i, start)]
+        rows = [t.data_ptr() for tensors in lists for t in tensors]
+        self.settings = settings
+        self.programs = len(chunks) // 2
+        self._rows = [*_head(settings), *rows, *numbers, *sizes, *chunks]
+        self.memory = (
+            torch.empty(len(self._rows), dtype=torch.int64, device=first[0].device) if memory is None else memory
+        )
+        assert len(self.memory) == len(self._rows)
+        self.head, rest = self.memory[:_SETTINGS], self.memory[_SETTINGS:]
+        count = len(first)
+        self.addresses = [rest[i * count : (i + 1) * count] for i in range(len(lists))]
+        rest = rest[len(lists) * count :]
+        self.numbers, self.sizes, self.chunks = rest[:count], rest[count : 2 * count], rest[2 * count :]
+
+    def send(self) -> None:
+        """Send everything to the device, without waiting for it."""
+        _send(self._rows, self.memory)
+
+    def refresh(self) -> None:
+        """Send the group's settings again if they changed.
+
+        Raises:
+            SessionError: a setting changed that is compiled into the launch.
+        """
+        if self.settings is None or self.settings.now is None:
+            return
+        fresh = self.settings.now()
+        if fresh == self.settings:
+            return
+        if _compiled_in(fresh) != _compiled_in(self.settings):
+            raise SessionError(
+                f"settings of a captured step changed from {self.settings} to {fresh}; allowed: other numbers, but not "
+                "amsgrad, nesterov, momentum from or to 0, or beta1 across 0.5",
+                hint="capture the step anew after such a change",
+            )
+        self.settings = fresh
+        _send(_head(fresh), self.head)
 
 
-@triton.jit
-def _read(addresses, tensor, at, inside, TYPE: tl.constexpr):
-    pointer = tl.load(addresses + tensor).to(tl.pointer_type(TYPE))
-    return tl.load(pointer + at, mask=inside, other=0)
+_recorded: list[Table] | None = None
+_memories: Iterator[Tensor] | None = None
 
 
-@triton.jit
-def _write(addresses, tensor, at, inside, value, TYPE: tl.constexpr):
-    pointer = tl.load(addresses + tensor).to(tl.pointer_type(TYPE))
-    tl.store(pointer + at, value.to(TYPE), mask=inside)
+@contextlib.contextmanager
+def recording(rehearsed: Sequence[Table] = ()) -> Iterator[list[Table]]:
+    """Collect the tables of the launches inside.
+
+    Args:
+        rehearsed: tables of the same launches, collected before. With them the launches are captured: their tables are laid out in
+            the memory of these, which no graph's pool owns, and are for the caller to send afterwards. A copy that
+            is captured would be replayed, from host memory that is long used for something else.
+    """
+    global _recorded, _memories
+    _recorded, _memories = [], iter([table.memory for table in rehearsed]) if rehearsed else None
+    try:
+        yield _recorded
+    finally:
+        _recorded = _memories = None
 
 
-@triton.jit
-def _open(weights, masters, tensor, at, inside, TYPE: tl.constexpr, KIND: tl.constexpr):
-    if KIND == 0:
-        return _read(weights, tensor, at, inside, TYPE).to(tl.float32)
-    if KIND == 1:
-        return _read(masters, tensor, at, inside, tl.float32)
-    low = _read(masters, tensor, at, inside, tl.int16)
-    high = _read(weights, tensor, at, inside, tl.int16).to(tl.int32) - (low < 0).to(tl.int32)
-    return ((high << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _close(weights, masters, tensor, at, inside, value, TYPE: tl.constexpr, KIND: tl.constexpr):
-    if KIND == 2:
-        bits = value.to(tl.int32, bitcast=True)
-        low = bits.to(tl.int16)
-        high = (bits >> 16) + (low < 0).to(tl.int32)
-        _write(weights, tensor, at, inside, high, tl.int16)
-        _write(masters, tensor, at, inside, low, tl.int16)
+def _table(lists: Sequence[Sequence[Tensor]], numbers: Sequence[int], settings: Settings | None = None) -> Table:
+    if _memories is not None:
+        table = Table(lists, numbers, settings, next(_memories))
     else:
-        if KIND == 1:
-            _write(masters, tensor, at, inside, value, tl.float32)
-        _write(weights, tensor, at, inside, value, TYPE)
+        table = Table(lists, numbers, settings)
+        table.send()
+    if _recorded is not None:
+        _recorded.append(table)
+    return table
 
 
-@triton.jit
-def _square_kernel(gradients, chunks, sizes, partials, TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    tensor, at, inside = _place(chunks, sizes, BLOCK)
-    g = _read(gradients, tensor, at, inside, TYPE).to(tl.float64)
-    tl.store(partials + tl.program_id(0), tl.sum(g * g))
-
-
-@triton.jit
-def _adamw_kernel(
-    weights,
-    gradients,
-    masters,
-    means,
-    squares,
-    largest,
-    steps,
-    chunks,
-    sizes,
-    factor,
-    found_inf,
-    lr,
-    keep,
-    beta1,
-    to_mean,
-    beta2,
-    to_square,
-    log_beta1,
-    log_beta2,
-    eps,
-    sign,
-    WEIGHT: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    KIND: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    MOSTLY_OLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if tl.load(found_inf) == 0:
-        tensor, at, inside = _place(chunks, sizes, BLOCK)
-        step = tl.load(tl.load(steps + tensor).to(tl.pointer_type(tl.float32))).to(tl.float64)
-        length = (lr / (1.0 - tl.exp(step * log_beta1))).to(tl.float32)
-        root = tl.sqrt(1.0 - tl.exp(step * log_beta2)).to(tl.float32)
-        g = _read(gradients, tensor, at, inside, GRADIENT).to(tl.float32) * (tl.load(factor) * sign)
-        m = _read(means, tensor, at, inside, tl.float32)
-        v = _read(squares, tensor, at, inside, tl.float32)
-        p = _open(weights, masters, tensor, at, inside, WEIGHT, KIND)
-        m = m + (g - m) * to_mean if MOSTLY_OLD else g - (g - m) * beta1  # torch.lerp's two forms
-        v = v * beta2 + to_square * g * g
-        _write(means, tensor, at, inside, m, tl.float32)
-        _write(squares, tensor, at, inside, v, tl.float32)
-        if AMSGRAD:
-            v = tl.maximum(v, _read(largest, tensor, at, inside, tl.float32))
-            _write(largest, tensor, at, inside, v, tl.float32)
-        p = p * keep - length * (m / (tl.sqrt(v) / root + eps))
-        _close(weights, masters, tensor, at, inside, p, WEIGHT, KIND)
-
-
-@triton.jit
-def _sgd_kernel(
-    weights,
-    gradients,
-    masters,
-    buffers,
-    steps,
-    chunks,
-    sizes,
-    factor,
-    found_inf,
-    lr,
-    decay,
-    momentum,
-    fresh,
-    sign,
-    WEIGHT: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    KIND: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if tl.load(found_inf) == 0:
-        tensor, at, inside = _place(chunks, sizes, BLOCK)
-        p = _open(weights, masters, tensor, at, inside, WEIGHT, KIND)
-        g = _read(gradients, tensor, at, inside, GRADIENT).to(tl.float32) * (tl.load(factor) * sign) + decay * p
-        direction = g
-        if MOMENTUM:
-            first = tl.load(tl.load(steps + tensor).to(tl.pointer_type(tl.float32))) == 1.0
-            b = _read(buffers, tensor, at, inside, tl.float32)
-            b = tl.where(first, g, momentum * b + fresh * g)
-            _write(buffers, tensor, at, inside, b, tl.float32)
-            direction = b
-            if NESTEROV:
-                direction = g + momentum * b
-        _close(weights, masters, tensor, at, inside, p - lr * direction, WEIGHT, KIND)
+def _send(numbers: Sequence[int], to: Tensor) -> None:
+    # Through pinned memory: a pageable copy would make the host wait.
+    to.copy_(torch.tensor(numbers, dtype=torch.int64, pin_memory=to.is_cuda), non_blocking=True)
 
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
@@ -178,93 +136,79 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     parts, gradients = [], [dense(g) for g in gradients]
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         own = [g for g in gradients if g.dtype is dtype]
-        addresses, sizes, chunks = _tables([own])
-        partials = torch.empty(len(chunks) // 2, dtype=torch.double, device=own[0].device)
-        _square_kernel[(len(partials),)](addresses[0], chunks, sizes, partials, TYPE=_TYPES[dtype], BLOCK=CHUNK)
+        table = _table([own], [0] * len(own))
+        partials = torch.empty(table.programs, dtype=torch.double, device=own[0].device)
+        square_kernel[(table.programs,)](
+            table.addresses[0], table.chunks, table.sizes, partials, TYPE=_TYPES[dtype], BLOCK=CHUNK
+        )
         parts.append(partials.sum())
     return torch.stack(parts).sum()
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
     """Update as ``reference.adamw`` says, in one pass."""
-    s = settings
-    torch._foreach_add_(batch.steps, [1 - found_inf] * len(batch.steps))
-    for kind, numbers in _kinds(batch):
-        lists = _chosen(batch, numbers, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq" if s.amsgrad else "exp_avg_sq"))
-        addresses, sizes, chunks = _tables(lists)
-        _adamw_kernel[(len(chunks) // 2,)](
-            *addresses,
-            chunks,
-            sizes,
-            factor,
-            found_inf,
-            s.lr,
-            1.0 - s.lr * s.weight_decay,
-            s.beta1,
-            1.0 - s.beta1,
-            s.beta2,
-            1.0 - s.beta2,
-            math.log(s.beta1) if s.beta1 else -math.inf,
-            math.log(s.beta2) if s.beta2 else -math.inf,
-            s.eps,
-            -1.0 if s.maximize else 1.0,
-            **kind,
-            AMSGRAD=s.amsgrad,
-            MOSTLY_OLD=1.0 - s.beta1 < 0.5,
-            BLOCK=CHUNK,
-        )
+    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq" if settings.amsgrad else "exp_avg_sq")
+    amsgrad, mostly_old = _compiled_in(settings)
+    _launch(adamw_kernel, batch, moments, settings, factor, found_inf, AMSGRAD=amsgrad, MOSTLY_OLD=mostly_old)
 
 
 def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) -> None:
     """Update as ``reference.sgd`` says, in one pass."""
-    s = settings
+    momentum, nesterov = _compiled_in(settings)
+    moments = ("momentum_buffer",) if momentum else ("",)
+    _launch(sgd_kernel, batch, moments, settings, factor, found_inf, MOMENTUM=momentum, NESTEROV=nesterov)
+
+
+def _launch(
+    kernel: Any,
+    batch: Batch,
+    moments: Sequence[str],
+    settings: Settings,
+    factor: Tensor,
+    found_inf: Tensor,
+    **compiled_in: bool,
+) -> None:
     torch._foreach_add_(batch.steps, [1 - found_inf] * len(batch.steps))
-    for kind, numbers in _kinds(batch):
-        addresses, sizes, chunks = _tables(_chosen(batch, numbers, ("momentum_buffer",) if s.momentum else ("",)))
-        _sgd_kernel[(len(chunks) // 2,)](
-            *addresses,
-            chunks,
-            sizes,
-            factor,
-            found_inf,
-            s.lr,
-            s.weight_decay,
-            s.momentum,
-            1.0 - s.dampening,
-            -1.0 if s.maximize else 1.0,
-            **kind,
-            MOMENTUM=s.momentum != 0,
-            NESTEROV=s.nesterov,
-            BLOCK=CHUNK,
-        )
+    for kind, which in _kinds(batch, moments[0]):
+        lists = [batch.weights, batch.gradients, batch.masters]
+        lists += [
+            batch.moments.get(name, batch.masters) for name in moments
+        ]  # masters stand in for what is not touched
+        chosen = [[tensors[i] for i in which] for tensors in (*lists, batch.steps)]
+        table = _table(chosen, [batch.numbers[i] for i in which] if batch.numbers else [0] * len(which), settings)
+        rest = (table.numbers, table.sizes, table.chunks, table.head, factor, found_inf)
+        kernel[(table.programs,)](*table.addresses, *rest, **kind, **compiled_in, BLOCK=CHUNK)
 
 
-def _kinds(batch: Batch) -> Iterator[tuple[dict[str, Any], list[int]]]:
+def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Yield what is compiled in for each kind of tensor, and the numbers of the tensors of that kind."""
-    found: dict[tuple[Any, Any, int], list[int]] = {}
+    kept = batch.moments.get(moment, batch.weights)
+    found: dict[tuple[Any, ...], list[int]] = {}
     for i, (weight, gradient, master) in enumerate(zip(batch.weights, batch.gradients, batch.masters, strict=True)):
-        kind = _SPLIT if master.dtype is torch.int16 else _ALONE if weight is master else _MASTER
-        found.setdefault((weight.dtype, gradient.dtype, kind), []).append(i)
-    for (weight_dtype, gradient_dtype, kind), numbers in found.items():
-        yield {"WEIGHT": _TYPES[weight_dtype], "GRADIENT": _TYPES[gradient_dtype], "KIND": kind}, numbers
+        alone = _STOCHASTIC if batch.stochastic and weight.dtype is BF16.dtype else _ALONE
+        kind = _SPLIT if master.dtype is torch.int16 else alone if weight is master else _MASTER
+        found.setdefault((weight.dtype, gradient.dtype, kept[i].dtype, kind), []).append(i)
+    for (weight_dtype, gradient_dtype, moment_dtype, kind), which in found.items():
+        types = {"WEIGHT": weight_dtype, "GRADIENT": gradient_dtype, "MOMENT": moment_dtype}
+        yield {**{name: _TYPES[dtype] for name, dtype in types.items()}, "KIND": kind}, which
 
 
-def _chosen(batch: Batch, numbers: Sequence[int], moments: Sequence[str]) -> list[list[Tensor]]:
-    lists = [batch.weights, batch.gradients, batch.masters]
-    lists += [batch.moments.get(name, batch.masters) for name in moments]  # masters stand in for what is not touched
-    return [[tensors[i] for i in numbers] for tensors in (*lists, batch.steps)]
+def _head(settings: Settings | None) -> list[int]:
+    """Return a group's settings as the kernels read them: the bits of FP64 numbers."""
+    if settings is None:
+        return [0] * _SETTINGS
+    s = settings
+    values = [s.lr, s.weight_decay, -1.0 if s.maximize else 1.0]
+    if isinstance(s, AdamWSettings):
+        values += [s.beta1, s.beta2, s.eps, *(math.log(b) if b else -math.inf for b in (s.beta1, s.beta2))]
+    else:
+        values += [s.momentum, 1.0 - s.dampening]
+    values += [0.0] * (_SETTINGS - len(values))
+    return list(struct.unpack(f"{_SETTINGS}q", struct.pack(f"{_SETTINGS}d", *values)))
 
 
-def _tables(lists: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return the addresses of each list, the sizes of the first list's tensors, and (tensor, start) of every chunk; int64 on the device."""
-    first = lists[0]
-    sizes = [t.numel() for t in first]
-    chunks = [number for i, size in enumerate(sizes) for start in range(0, size, CHUNK) for number in (i, start)]
-    numbers = [*(t.data_ptr() for tensors in lists for t in tensors), *sizes, *chunks]
-    cuda = first[0].is_cuda
-    # One copy through pinned memory: a pageable one would make the host wait.
-    sent = torch.tensor(numbers, dtype=torch.int64, pin_memory=cuda).to(first[0].device, non_blocking=True)
-    count = len(first)
-    addresses = [sent[i * count : (i + 1) * count] for i in range(len(lists))]
-    rest = sent[len(lists) * count :]
-    return addresses, rest[:count], rest[count:]
+def _compiled_in(settings: Settings) -> tuple[bool, bool]:
+    """Return the settings that choose between kernels."""
+    if isinstance(settings, AdamWSettings):
+        return settings.amsgrad, 1.0 - settings.beta1 < 0.5
+    return settings.momentum != 0, settings.nesterov

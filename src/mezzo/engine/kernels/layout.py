@@ -32,3 +32,24 @@ def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
     if tensor.stride() == parameter.stride():
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+
+
+def gradient_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient with the strides of ``parameter``, which has no gaps: itself where it has them.
+
+    Raises:
+        SessionError: the gradient is sparse.
+    """
+    if gradient.layout is torch.strided and gradient.stride() == parameter.stride():
+        return gradient
+    return laid_out_as(parameter, dense(gradient))
+
+
+def refuse_gaps(parameter: Tensor) -> None:
+    """Refuse a weight whose elements do not fill one stretch of memory."""
+    if has_gaps(parameter):
+        raise SessionError(
+            f"a parameter of shape {tuple(parameter.shape)} has strides {parameter.stride()}; "
+            "allowed: weights that fill one stretch of memory",
+            hint="make it one of its own: parameter.data = parameter.data.contiguous()",
+        )

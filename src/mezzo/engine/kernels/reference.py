@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.moments import SIGNED, closed, flat, opened
+from mezzo.engine.kernels.noise import round_to_bf16, streams
 from mezzo.engine.kernels.split import join, split
+from mezzo.formats import BF16
 
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
@@ -23,15 +26,14 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
     """Update as ``torch.optim.AdamW`` does (Loshchilov & Hutter, arXiv:1711.05101)."""
     s = settings
     for i, weight in enumerate(batch.weights):
-        moments = {name: tensors[i] for name, tensors in batch.moments.items()}
-        gradient = batch.gradients[i].float() * (-factor if s.maximize else factor)
+        gradient = flat(batch.gradients[i]).float() * (-factor if s.maximize else factor)
         step = batch.steps[i] + 1
         master = _open(weight, batch.masters[i])
-        mean = _mean(moments["exp_avg"], gradient, s.beta1)
-        square = moments["exp_avg_sq"] * s.beta2 + (1 - s.beta2) * gradient * gradient
+        mean = _mean(_moment(batch, "exp_avg", i), gradient, s.beta1)
+        square = _moment(batch, "exp_avg_sq", i) * s.beta2 + (1 - s.beta2) * gradient * gradient
         new = {"exp_avg": mean, "exp_avg_sq": square}
         if s.amsgrad:
-            square = new["max_exp_avg_sq"] = torch.maximum(moments["max_exp_avg_sq"], square)
+            square = new["max_exp_avg_sq"] = torch.maximum(_moment(batch, "max_exp_avg_sq", i), square)
         exact = step.double()
         root = (1 - s.beta2**exact).sqrt().float()
         length = (s.lr / (1 - s.beta1**exact)).float()
@@ -54,12 +56,13 @@ def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) 
     s = settings
     for i, weight in enumerate(batch.weights):
         master = _open(weight, batch.masters[i])
-        gradient = batch.gradients[i].float() * (-factor if s.maximize else factor) + s.weight_decay * master
+        scaled = flat(batch.gradients[i]).float() * (-factor if s.maximize else factor)
+        gradient = scaled + s.weight_decay * master
         step = batch.steps[i] + 1
         new = {}
         direction = gradient
         if s.momentum:
-            old = batch.moments["momentum_buffer"][i]
+            old = _moment(batch, "momentum_buffer", i)
             buffer = torch.where(step == 1, gradient, s.momentum * old + (1 - s.dampening) * gradient)
             new["momentum_buffer"] = buffer
             direction = gradient + s.momentum * buffer if s.nesterov else buffer
@@ -67,7 +70,11 @@ def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) 
 
 
 def _open(weight: Tensor, master: Tensor) -> Tensor:
-    return join(weight, master) if master.dtype is torch.int16 else master.float()
+    return join(flat(weight), flat(master)) if master.dtype is torch.int16 else flat(master).float()
+
+
+def _moment(batch: Batch, name: str, i: int) -> Tensor:
+    return opened(batch.moments[name][i], batch.weights[i].numel(), signed=name in SIGNED)
 
 
 def _close(batch: Batch, i: int, updated: Tensor, step: Tensor, new: dict[str, Tensor], found_inf: Tensor) -> None:
@@ -77,14 +84,18 @@ def _close(batch: Batch, i: int, updated: Tensor, step: Tensor, new: dict[str, T
         into.copy_(torch.where(keeps, into, value.to(into.dtype)))
 
     weight, master = batch.weights[i], batch.masters[i]
+    noise = streams(weight.numel(), batch.numbers[i], step) if batch.random else (step, step, step)
     if master.dtype is torch.int16:
         high, low = split(updated)
-        put(weight, high)
-        put(master, low)
+        put(flat(weight), high)
+        put(flat(master), low)
+    elif weight is not master:
+        put(flat(master), updated)
+        put(flat(weight), updated)
     else:
-        put(master, updated)
-        if weight is not master:
-            put(weight, updated)
+        random = batch.stochastic and weight.dtype is BF16.dtype
+        put(flat(weight), round_to_bf16(updated, noise[0]) if random else updated)
     put(batch.steps[i], step)
     for name, value in new.items():
-        put(batch.moments[name][i], value)
+        kept, signed = batch.moments[name][i], name in SIGNED
+        put(flat(kept), closed(value, kept.dtype, noise[1 if signed else 2], signed=signed))

@@ -1,0 +1,72 @@
+"""Moments in 8 bits: three mantissa bits, an exponent relative to that of the largest in a block of 128.
+
+A code byte of the first moment is a sign, four bits of exponent and three of mantissa; of the second, which has no sign, five
+and three. Code 0 is 0; there are no subnormal numbers. The block's largest has exponent 15 (31), so numbers down to 2**-14
+(2**-30) of it are held to three bits. Those below are, in the first moment, 0 or the smallest by chance, right on
+average. In the second they become the smallest: a square that came out as 0 would make its weight's step a leap.
+
+Rounding is stochastic (``noise``) because it must be: with ``beta2=0.999`` a second moment moves by a thousandth a
+step and three bits are an eighth apart; rounded to nearest it would never move again.
+
+A packed moment is one row of bytes: the codes in the order in which the weights lie in memory, then the blocks' largest exponents as
+FP32 holds them; 255 there says that the block had a value that is not finite, and reads as NaN. Bytes a parameter: 1 + 1/128.
+Block-wise scales for 8-bit moments are from Dettmers et al. (arXiv:2110.02861), who look values up in a code book
+and round to nearest; a small float needs no table, which suits vector units.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.formats import FP32
+
+BLOCK = 128
+SIGNED_TOP, UNSIGNED_TOP = 15, 31
+"""The exponent code of a block's largest, for first and second moments."""
+SIGNED_FLOOR, UNSIGNED_FLOOR = 40, 64
+"""FP32's exponent field of the smallest that a block's largest counts as: 2**-87, 2**-63."""
+
+
+def packed_bytes(numel: int) -> int:
+    """Return the length of a packed moment of ``numel`` elements."""
+    return numel + -(-numel // BLOCK)
+
+
+def pack(values: Tensor, noise: Tensor, *, signed: bool) -> Tensor:
+    """Return a flat FP32 moment in 8 bits.
+
+    Args:
+        values: what to round.
+        noise: 16 random bits for each.
+        signed: a first moment; else a second one, nothing of which is below 0.
+    """
+    top, floor = (SIGNED_TOP, SIGNED_FLOOR) if signed else (UNSIGNED_TOP, UNSIGNED_FLOOR)
+    count = values.numel()
+    bits = values.view(torch.int32)
+    magnitude = (bits & 0x7FFFFFFF).clamp(max=0x7F800000)  # every NaN has exponent 255, whatever its other bits
+    rounded = (magnitude + (noise.int() << 4)) >> 20
+    # Of what was rounded: so values that come out of unpack() go back to the same bytes, whatever the noise.
+    largest = nn.functional.pad(rounded >> 3, (0, -count % BLOCK)).view(-1, BLOCK).amax(dim=1).clamp(min=floor)
+    reach = largest.repeat_interleave(BLOCK)[:count] - top
+    code = rounded - (reach << 3)
+    if signed:
+        smallest = (reach + 1) << 23
+        chance = noise.float() * (smallest.view(FP32.dtype) * 2.0**-16)
+        code = torch.where(magnitude >= smallest, code, torch.where(values.abs() > chance, 8, 0))
+        code = code | ((bits >> 24) & 0x80)
+    else:
+        code = torch.where(magnitude > 0, code.clamp(min=8), 0)
+    return torch.cat([code, largest]).to(torch.uint8)
+
+
+def unpack(packed: Tensor, count: int, *, signed: bool) -> Tensor:
+    """Return a packed moment of ``count`` elements as flat FP32."""
+    top = SIGNED_TOP if signed else UNSIGNED_TOP
+    code = packed[:count].int()
+    largest = packed[count:].int().repeat_interleave(BLOCK)[:count]
+    magnitude = code & 0x7F if signed else code
+    bits = (magnitude + ((largest - top) << 3)) << 20
+    values = torch.where(magnitude > 0, bits.view(FP32.dtype), 0.0)
+    values = torch.where(largest == 255, torch.nan, values)
+    return torch.where(code > 0x7F, -values, values) if signed else values

@@ -1,0 +1,53 @@
+"""The formats in which moments are kept between updates: FP32, BF16, or 8 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mezzo.engine.kernels import eightbit
+from mezzo.engine.kernels.noise import round_to_bf16
+from mezzo.formats import BF16, FP32
+
+KINDS = {"fp32": FP32.dtype, "bf16": BF16.dtype, "8bit": torch.uint8}
+"""What a user calls them, and the format of the tensors that hold them."""
+SIGNED = ("exp_avg", "momentum_buffer")
+"""The moments that may be below 0."""
+_HALF = 0x8000
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a tensor without gaps as one row, in the order in which it lies in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def begun(kind: str, parameter: Tensor) -> Tensor:
+    """Return a moment of zeros for ``parameter``."""
+    if kind == "8bit":
+        return torch.zeros(eightbit.packed_bytes(parameter.numel()), dtype=torch.uint8, device=parameter.device)
+    return torch.zeros_like(parameter, dtype=KINDS[kind], memory_format=torch.preserve_format)
+
+
+def opened(kept: Tensor, count: int, *, signed: bool) -> Tensor:
+    """Return a moment of ``count`` elements as flat FP32; an FP32 one itself, without a copy."""
+    return eightbit.unpack(kept, count, signed=signed) if kept.dtype is torch.uint8 else flat(kept).float()
+
+
+def closed(values: Tensor, kind: torch.dtype, noise: Tensor, *, signed: bool) -> Tensor:
+    """Return flat FP32 ``values`` in a format of ``KINDS``, rounded by ``noise``."""
+    if kind is torch.uint8:
+        return eightbit.pack(values, noise, signed=signed)
+    return round_to_bf16(values, noise) if kind is BF16.dtype else values
+
+
+def as_fp32(kept: Tensor, shape: torch.Size, strides: tuple[int, ...], *, signed: bool) -> Tensor:
+    """Return a moment as an FP32 tensor of a shape and strides; the values are those that the update sees."""
+    count = shape.numel()
+    return opened(kept, count, signed=signed).as_strided(shape, strides)
+
+
+def kept_as(kind: str, values: Tensor, *, signed: bool) -> Tensor:
+    """Return an FP32 moment in the format ``kind``, rounded to nearest: exactly, if it came from there."""
+    nearest = torch.full((values.numel(),), _HALF, device=values.device)
+    made = closed(flat(values), KINDS[kind], nearest, signed=signed)
+    return made if kind == "8bit" else made.as_strided(values.shape, values.stride())
