@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.optimizers import OnePass
+from mezzo.engine.onepass import OnePass
 from mezzo.formats import FP32
 
 

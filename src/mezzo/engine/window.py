@@ -29,27 +29,47 @@ class Window:
         self.unscaled = False
         self.found: dict[int, Tensor] = {}
         """With several scales: for each loss that had a backward pass, 1 where its gradients overflowed, else 0."""
+        self.weighted = False
+        """Whether weights were given."""
+        self.mean_total: Tensor | None = None
+        """With weights in several processes: the mean of their sums of shares."""
         self._first_weight = 0.0
         self._shares = [0.0] * num_losses
 
-    def share(self, weight: float | None, loss_id: int) -> float:
-        """Take a micro-batch in and return its share; 1 where nothing is averaged."""
+    def share(self, weight: float | None, loss_id: int, *, unit: float = 0.0) -> float:
+        """Take a micro-batch in and return its share; 1 where nothing is averaged.
+
+        Args:
+            weight: the micro-batch's.
+            loss_id: the number of its loss.
+            unit: a weight to count in instead of the window's first: several processes need one unit.
+        """
         if weight is None and self.accumulate == 1:
             return 1.0
         given = 1.0 if weight is None else float(weight)
-        self._first_weight = self._first_weight or given
+        self.weighted |= weight is not None
+        self._first_weight = self._first_weight or unit or given
         share = given / (self._first_weight * self.accumulate)
         self._shares[loss_id] += share
         return share
 
-    def total(self) -> float:
-        """Return the sum of the shares.
+    def sum_of_shares(self) -> float:
+        """Return the sum of this process's shares, of the loss that has most."""
+        return max(self._shares) or 1.0
+
+    def total(self) -> float | Tensor | None:
+        """Return what gradients are divided by to average them, None for 1.
 
         Raises:
-            SessionError: the losses' sums differ, so that no one number averages them.
+            SessionError: the losses' sums of shares differ, so that no one number averages them.
         """
+        if not self._first_weight:  # nothing is averaged
+            return None
         checks.check_shares(self._shares)
-        return max(self._shares) or 1.0
+        if self.mean_total is not None:
+            return self.mean_total
+        total = self.sum_of_shares()
+        return None if total == 1.0 else total
 
     def note(self, loss_id: int, found: Tensor) -> None:
         """Note what a backward pass of one of several losses left: 1 where a gradient is not finite, else 0."""

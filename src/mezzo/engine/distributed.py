@@ -1,0 +1,334 @@
+"""Several processes that train one model: what they have to agree on, and when they talk.
+
+Every process has to find the same loss scale, the same norm and the same answer to "skip this update?", or their weights drift
+apart. Two ways to share a model's training are known, and each says what is left to agree on:
+
+``DistributedDataParallel``  every process has the whole model. The last backward pass of an accumulation window averages the
+    gradients while it runs, the ones before it keep quiet. Averaged gradients are the same bits everywhere, and so is all that
+    follows from them: nothing more is said. Gradients that no backward pass averaged (a window closed early, several backward
+    passes from one forward pass, several loss scales) are averaged when the window closes, without overlap.
+``fully_shard``  every process has its shard of each tensor, which each backward pass averages and adds up: gradients stay
+    sharded, and a short window is as good as a full one. With replicas of the shards (a mesh of two dimensions) the all-reduce
+    among those waits for the window's last backward pass. At the update one all-reduce of one number gives the norm, and the norm
+    whether a gradient is not finite.
+
+Weights (``backward(weight=...)``) may differ between processes: the sum over all divides. It is one more number in that all-reduce,
+or one of its own. Weights are counted in a unit that the first process gives, once, with the first of them.
+
+Limits: all processes call the session in the same way (weights given by all or by none); an exception that only one of them
+raises, as in its data loader, leaves the others waiting. ``DistributedDataParallel.join`` covers none of the session's own talk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo.engine import checks
+from mezzo.engine.gradients import all_finite
+from mezzo.engine.replicas import Replica
+from mezzo.engine.shards import is_shared, local, parts
+from mezzo.engine.window import Window
+from mezzo.errors import NonFiniteLossError, SessionError
+from mezzo.explain import Choice
+from mezzo.formats import FP64
+from mezzo.policy import Policy
+
+
+class OneProcess:
+    """Stand for a session that has all of its gradients."""
+
+    several = False
+
+    def explain(self) -> list[Choice]:
+        """Return the choices made for several processes."""
+        return []
+
+    def check_loss(self, loss: Any, *, first: bool) -> None:
+        """Refuse what cannot be a loss, and a ``first`` one that is not finite."""
+        checks.check_loss(loss, first=first)
+
+    def unit(self, weight: float | None) -> float:
+        """Return the unit in which weights are counted; 0 for the first of each window."""
+        return 0.0
+
+    def expect(self, calls: int) -> None:
+        """Prepare for the next backward pass of a window that has had ``calls``."""
+
+    def ran(self, calls: int) -> None:
+        """Take notice of a backward pass, the ``calls``-th of its window, and prepare for the next."""
+
+    def collect(self) -> None:
+        """Average the window's gradients over the processes where no backward pass did."""
+
+    def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return the gradients of ``parameters``, of shared ones what this process holds."""
+        return [p.grad for p in parameters if p.grad is not None]
+
+    def norm(
+        self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None
+    ) -> Tensor:
+        """Return the norm over all processes of what ``gradients()`` returned.
+
+        Args:
+            gradients: these, or the same in another format.
+            take: gives the norm of a list of tensors.
+            window: to be told what all processes' weights and losses come to.
+        """
+        return take(gradients)
+
+    def all_finite(self, gradients: list[Tensor]) -> bool:
+        """Return whether what ``gradients()`` returned is finite in every process; waits for the device."""
+        return all_finite(gradients)
+
+
+class Processes(OneProcess):
+    """Agree with the other processes of ``DistributedDataParallel`` or ``fully_shard``."""
+
+    several = True
+
+    def __init__(
+        self,
+        replicas: list[DistributedDataParallel],
+        roots: list[Any],
+        *,
+        group: Any,
+        device: torch.device,
+        accumulate: int,
+        num_losses: int,
+    ) -> None:
+        """Begin to follow the models.
+
+        Args:
+            replicas: the ``DistributedDataParallel`` modules.
+            roots: the modules that ``fully_shard`` was called on.
+            group: the processes; None for all.
+            device: the session's.
+            accumulate: backward passes in a window.
+            num_losses: losses with scales of their own.
+        """
+        self._replicas = [Replica(model) for model in replicas]
+        self._roots = roots
+        self._sharded = bool(roots)
+        self._replicated_shards = any(parts(p) < p.device_mesh.size() for p in _shared(roots))
+        self._group, self._size = group, dist.get_world_size(group)
+        self._device, self._accumulate, self._several_scales = device, accumulate, num_losses > 1
+        self._unit = 0.0
+        self._copies: list[int] = []
+        self._first_loss: Tensor | None = None
+        self._reduces, self._held_back = True, False
+
+    def explain(self) -> list[Choice]:
+        """Return how many processes there are, and when they exchange gradients."""
+        if self._sharded:
+            reason = "every backward pass averages the shards' gradients; one all-reduce an update for the norm"
+        elif self._several_scales:
+            reason = "gradients are averaged at the update: losses have scales of their own"
+        else:
+            reason = "the last backward pass of a window averages the gradients"
+        return [Choice(what="processes", value=str(self._size), reason=reason)]
+
+    def check_loss(self, loss: Any, *, first: bool) -> None:
+        """Refuse what cannot be a loss; whether the first is finite all processes learn when its window closes."""
+        checks.check_loss(loss, first=False)
+        if first:
+            self._first_loss = loss.detach()
+
+    def unit(self, weight: float | None) -> float:
+        """Return the unit in which weights are counted: the first process's first, told to all once; waits for the device then."""
+        if weight is not None and not self._unit:
+            unit = torch.full((), float(weight), dtype=FP64.dtype, device=self._device)
+            dist.broadcast(unit, group=self._group, group_src=0)
+            self._unit = unit.item()
+        return self._unit
+
+    def expect(self, calls: int) -> None:
+        """Let the next backward pass exchange gradients if it is the one that closes a full window."""
+        for replica in self._replicas:
+            replica.expect(exchange=calls + 1 == self._accumulate and not self._several_scales)
+        if self._replicated_shards:
+            # Shards' gradients of several scales must not be added up before they are brought to one.
+            self._reduces = calls + 1 >= self._accumulate or self._several_scales
+            for root in self._roots:
+                root.set_requires_all_reduce(self._reduces, recurse=False)
+
+    def ran(self, calls: int) -> None:
+        """Note what the backward pass exchanged, and prepare for the next."""
+        for replica in self._replicas:
+            replica.ran()
+        self._held_back = self._replicated_shards and not self._reduces
+        self.expect(calls)
+
+    def collect(self) -> None:
+        """Average the gradients that no backward pass did.
+
+        Raises:
+            NonFiniteLossError: the very first loss was not finite in some process.
+            SessionError: shards of several replicas were not reduced yet, and only a backward pass can.
+        """
+        self._check_first_loss()
+        if self._held_back:
+            raise SessionError(
+                f"update() before the window's {self._accumulate} backward passes, on a mesh that replicates shards: "
+                "fully_shard keeps their sum to itself until the last",
+                hint="drop the last, shorter window of an epoch, or shard over a mesh of one dimension",
+            )
+        for replica in self._replicas:
+            if not replica.averaged:
+                replica.average()
+
+    def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return what this process holds of the gradients of ``parameters``."""
+        found = [p.grad for p in parameters if p.grad is not None]
+        self._copies = [self._size // parts(g) for g in found] if self._sharded else []
+        return [local(g) for g in found]
+
+    def norm(
+        self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None
+    ) -> Tensor:
+        """Return the norm over all processes, the same in each; what is held more than once counts once."""
+        numbers: list[Tensor] = []
+        if self._sharded:
+            squares, dtype = self._squares_here(gradients, take)
+            numbers.append(squares)
+        else:
+            norm = take(gradients)
+            dtype = norm.dtype
+        losses = [] if window is None else sorted(window.found)
+        if window is not None:
+            if window.weighted:
+                numbers.append(torch.full((), window.sum_of_shares(), dtype=FP64.dtype, device=self._device))
+            numbers += [window.found[loss].double() for loss in losses]
+        sums = self._sums(numbers)
+        if self._sharded:
+            norm = sums.pop(0).sqrt().to(dtype)
+        if window is not None:
+            window.mean_total = (sums.pop(0) / self._size).to(dtype) if window.weighted else None
+            window.found = {loss: (found > 0).float() for loss, found in zip(losses, sums, strict=True)}
+        return norm
+
+    def _squares_here(
+        self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor]
+    ) -> tuple[Tensor, torch.dtype]:
+        """Return this process's part of the sum of squares, in FP64, and the format of a norm.
+
+        Of what ``n`` processes hold each contributes the ``n``-th part.
+        """
+        held: dict[int, list[Tensor]] = {}
+        for copies, gradient in zip(self._copies, gradients, strict=True):
+            held.setdefault(copies, []).append(gradient)
+        norms = {copies: take([g for g in some if g.numel()]) for copies, some in held.items()} or {1: take([])}
+        squares = [norm.double().square() / copies for copies, norm in norms.items()]
+        return torch.stack(squares).sum(), next(iter(norms.values())).dtype
+
+    def _sums(self, numbers: list[Tensor]) -> list[Tensor]:
+        if not numbers:
+            return []
+        sums = torch.stack(numbers)
+        dist.all_reduce(sums, group=self._group)
+        return list(sums)
+
+    def all_finite(self, gradients: list[Tensor]) -> bool:
+        """Return whether what ``gradients()`` returned is finite in every process; waits for the device."""
+        here = all_finite(gradients)
+        return self._everywhere(here) if self._sharded else here
+
+    def _everywhere(self, here: bool) -> bool:
+        count = torch.tensor(float(here), device=self._device)
+        dist.all_reduce(count, group=self._group)
+        return count.item() == self._size
+
+    def _check_first_loss(self) -> None:
+        if self._first_loss is None:
+            return
+        loss, self._first_loss = self._first_loss.item(), None
+        if not self._everywhere(math.isfinite(loss)):
+            where = f"is {loss}" if not math.isfinite(loss) else f"is {loss} here and not finite in another process"
+            raise NonFiniteLossError(
+                f"the loss {where} before the first update",
+                hint="no loss scale can help: look at the data and at the forward pass, and compare with policy fp32",
+            )
+
+
+def processes_for(
+    models: Sequence[nn.Module],
+    trained: Sequence[nn.Parameter],
+    policy: Policy,
+    *,
+    accumulate: int,
+    num_losses: int,
+) -> OneProcess:
+    """Return what keeps several processes together, where a model is of those that ``DistributedDataParallel`` or ``fully_shard`` made.
+
+    Args:
+        models: the session's.
+        trained: the parameters of models and optimizers.
+        policy: how they are to be trained.
+        accumulate: backward passes in a window.
+        num_losses: losses with scales of their own.
+
+    Raises:
+        SessionError: parameters would not be kept together, or the policy cannot be applied to shards.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return OneProcess()
+    modules = list(dict.fromkeys(m for model in models for m in model.modules()))
+    replicas = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    roots = [m for m in modules if hasattr(m, "set_requires_all_reduce")]
+    if not replicas and not roots:
+        return OneProcess()
+    _refuse_left_out(replicas, trained)
+    if roots and policy.casting == "model":
+        raise SessionError(
+            f"policy {policy!s} casts weights, and fully_shard's are shards of FP32 weights",
+            hint=f"use policy {policy.compute}: with mp_policy=MixedPrecisionPolicy(param_dtype={policy.storage.dtype}) "
+            "the shards are the FP32 masters of 16-bit weights",
+        )
+    return Processes(
+        replicas,
+        roots,
+        group=_group(replicas, _shared(roots)),
+        device=trained[0].device,
+        accumulate=accumulate,
+        num_losses=num_losses,
+    )
+
+
+def _shared(roots: Iterable[nn.Module]) -> list[Any]:
+    return list(dict.fromkeys(p for root in roots for p in root.parameters() if is_shared(p)))
+
+
+def _refuse_left_out(replicas: list[DistributedDataParallel], trained: Iterable[nn.Parameter]) -> None:
+    kept = {p for m in replicas for n, p in m.module.named_parameters() if n not in m.parameters_to_ignore}
+    for parameter in trained:
+        if parameter.requires_grad and parameter not in kept and not is_shared(parameter):
+            raise SessionError(
+                f"a parameter of shape {tuple(parameter.shape)} belongs to this process alone, beside others that several share: "
+                "the processes would train it apart",
+                hint="wrap the whole model, call fully_shard on the outermost module too, and build optimizers after that",
+            )
+
+
+def _group(replicas: Iterable[DistributedDataParallel], shared: Iterable[Any]) -> Any:
+    """Return the processes that train together: the largest group of any part, None for all there are."""
+    groups = {dist.get_world_size(m.process_group): m.process_group for m in replicas}
+    meshes = {p.device_mesh.size(): p.device_mesh for p in shared}
+    largest = max([*groups, *meshes])
+    if largest == dist.get_world_size():
+        return None
+    if largest in groups:
+        return groups[largest]
+    mesh = meshes[largest]
+    if mesh.ndim > 1:
+        raise SessionError(
+            f"the model is sharded over {largest} of {dist.get_world_size()} processes on a mesh of {mesh.ndim} dimensions; "
+            "allowed: all processes, or a mesh of one dimension",
+            hint="make the mesh of all processes, or of one dimension",
+        )
+    return mesh.get_group()

@@ -1,0 +1,111 @@
+"""What a session knows of ``DistributedDataParallel``: which backward pass averages, and averaging without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo.errors import SessionError
+
+BUCKET_BYTES = 64 * 2**20
+"""Gradients averaged at a time outside a backward pass: the size of the copy that this takes."""
+
+
+class Replica:
+    """Follow a ``DistributedDataParallel`` module: did the backward pass that came last average the gradients?
+
+    It does after a forward pass made with ``require_backward_grad_sync``, once; a second backward pass from the same forward pass
+    adds gradients that are this process's own. Averaging once more what is averaged already changes nothing.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.model = model
+        self.averaged = False
+        self._forward = _ForwardPasses()
+        self._learns_graph: bool = model.static_graph
+        model.register_forward_pre_hook(self._forward)
+
+    def expect(self, *, exchange: bool) -> None:
+        """Let the next backward pass average the gradients, or not."""
+        # A static graph is learnt in the first backward pass of all, and only in one that averages.
+        self.model.require_backward_grad_sync = exchange or self._learns_graph
+
+    def ran(self) -> None:
+        """Take notice of a backward pass."""
+        self.averaged, self._forward.will_average = self._forward.will_average, False
+        self._learns_graph &= not self.averaged
+
+    def average(self) -> None:
+        """Average the gradients over the processes, as a backward pass would."""
+        model, group = self.model, self.model.process_group
+        parameters = [p for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore]
+        parameters = [p for p in parameters if p.requires_grad]
+        if model.find_unused_parameters:
+            _fill_used_elsewhere(parameters, group)
+        for bucket in buckets([p.grad for p in parameters if p.grad is not None]):
+            flat = torch.cat([g.reshape(-1) for g in bucket]).div_(dist.get_world_size(group))
+            dist.all_reduce(flat, group=group)
+            pieces = flat.split([g.numel() for g in bucket])
+            torch._foreach_copy_(bucket, [x.view(g.shape) for x, g in zip(pieces, bucket, strict=True)])
+        model.require_forward_param_sync = True  # buffers go out with the next forward pass, as after any exchange
+        self.averaged = True
+
+
+class _ForwardPasses:
+    """Note whether a forward pass made the model ready to average; a class of its own, so that the model still copies and pickles."""
+
+    def __init__(self) -> None:
+        self.will_average = False
+
+    def __call__(self, model: DistributedDataParallel, inputs: Any) -> None:
+        self.will_average |= model.require_backward_grad_sync and torch.is_grad_enabled()
+
+
+def _fill_used_elsewhere(parameters: list[nn.Parameter], group: Any) -> None:
+    """Give zeros to parameters that have a gradient in another process only; waits for the device."""
+    used = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+    dist.all_reduce(used, group=group)
+    for parameter, count in zip(parameters, used.tolist(), strict=True):
+        if count and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield gradients of one format at a time, together no larger than a bucket (or one that is)."""
+    for kind in dict.fromkeys((g.dtype, g.device) for g in gradients):
+        bucket: list[Tensor] = []
+        size = 0
+        for gradient in (g for g in gradients if (g.dtype, g.device) == kind):
+            if bucket and size + gradient.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(gradient)
+            size += gradient.nbytes
+        yield bucket
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the module inside ``DistributedDataParallel``, any other as it is: its names are those of one process."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def rebuild(models: Iterable[nn.Module]) -> None:
+    """Let ``DistributedDataParallel`` make its buckets again, in the formats that parameters were cast to.
+
+    Raises:
+        SessionError: it cannot: it was given a process group or a communication hook.
+    """
+    for model in (m for outer in models for m in outer.modules() if isinstance(m, DistributedDataParallel)):
+        if model.process_group is not dist.group.WORLD or model._comm_hooks:
+            raise SessionError(
+                "the policy casts weights, and DistributedDataParallel with a process_group or a communication hook "
+                "cannot take them up",
+                hint="register the hook after the session is built, leave process_group out, or use policy fp16 or bf16",
+            )
+        # What a deep copy does, in place: new buckets and hooks. torch's own, so that options such as static_graph are kept.
+        model.__setstate__(model.__getstate__())

@@ -1,0 +1,45 @@
+"""A tensor that several processes hold together (``DTensor``): what of it is here, and how often each element exists.
+
+``fully_shard`` gives a module such parameters and gradients. They are told by their ``to_local`` method, so that nothing is
+imported of torch's distributed tensors where there are none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_WHOLE = (Tensor, nn.Parameter)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether several processes hold ``tensor`` together."""
+    return type(tensor) not in _WHOLE and hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Tensor:
+    """Return what this process holds of ``tensor``, in the same memory: all of a plain one."""
+    if not is_shared(tensor):
+        return tensor  # type: ignore[no-any-return]
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def shared_as(parameter: Any, held: Tensor) -> Tensor:
+    """Return ``held``, this process's part of something of the parameter's shape, as a tensor shared as ``parameter`` is."""
+    if not is_shared(parameter):
+        return held
+    return type(parameter).from_local(  # type: ignore[no-any-return]
+        held, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def parts(tensor: Any) -> int:
+    """Return over how many processes one copy of ``tensor`` is spread: 1 for a plain one."""
+    if not is_shared(tensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(i) for i, place in enumerate(tensor.placements) if not place.is_replicate())

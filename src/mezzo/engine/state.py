@@ -1,0 +1,63 @@
+"""What a session saves: models by their own names and in FP32, optimizers, schedulers, scales and counts.
+
+It loads under another policy, and from ``DistributedDataParallel`` into one process or back: models are saved without the name
+that a wrapper puts before theirs. Of tensors that several processes hold together each saves its part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mezzo.engine import checks
+from mezzo.engine.replicas import bare
+from mezzo.errors import SessionError
+
+if TYPE_CHECKING:
+    from mezzo.engine.session import Session
+
+
+def state_of(session: Session, *, window_calls: int) -> dict[str, Any]:
+    """Return everything that training needs to go on.
+
+    Args:
+        session: whose state.
+        window_calls: backward passes since its last update.
+
+    Raises:
+        SessionError: there were any; their gradients are not part of the state.
+    """
+    if window_calls:
+        raise SessionError(
+            f"state_dict() after {window_calls} backward passes of an open window",
+            hint="call update() first: gradients of an open window are not saved",
+        )
+    return {
+        "policy": str(session.policy),
+        "models": [session.masters.fp32_state(bare(model)) for model in session.models],
+        "optimizers": [o.state_dict() for o in session.optimizers],
+        "schedulers": [s.state_dict() for s in session.schedulers],
+        "scales": [s.state_dict() for s in session.scales],
+        "updates": session.updates,
+        "skipped": session.skipped,
+    }
+
+
+def take_up(session: Session, state: dict[str, Any], *, window_calls: int) -> None:
+    """Load what ``state_of`` returned, the counts left out.
+
+    Args:
+        session: what loads it.
+        state: what was saved.
+        window_calls: backward passes since the session's last update.
+
+    Raises:
+        SessionError: the state has other numbers of models, optimizers, schedulers or losses, or a window is open.
+    """
+    checks.check_state(state, state_of(session, window_calls=window_calls))
+    models = [bare(model) for model in session.models]
+    for model, saved in zip(models, state["models"], strict=True):
+        model.load_state_dict(saved)
+    for part in ("optimizers", "schedulers", "scales"):
+        for item, saved in zip(getattr(session, part), state[part], strict=True):
+            item.load_state_dict(saved)
+    session.masters.load(models, state["models"])
