@@ -981,7 +981,8 @@ WAYS = [
         "overlay",
         "CUDA's kernels follow the portable lists, changed by the policy's own",
     ),
-    ("fp8", "cuda", "table", "emulated arithmetic replaces the device's kernels"),
+    ("fp8", "cuda", "kernels", "CUDA's kernels follow the portable lists"),
+    ("fp8:arithmetic=emulated", "cuda", "table", "emulated arithmetic replaces the device's kernels"),
 ]
 
 

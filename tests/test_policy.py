@@ -49,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "max_scale": 16777216.0,
     "arithmetic": "auto",
     "op_lists": "portable",
+    "fp8_recipe": "tensorwise",
     "lower": (),
     "fp32": (),
     "widest": (),
@@ -164,7 +165,7 @@ def policies(draw: st.DrawFn) -> Policy:
     scales = st.floats(2.0**-100, 2.0**100) | st.integers(1, 2**53)
     low, high = sorted((draw(scales), draw(scales)))
     casting = draw(st.sampled_from(["none", "ops", "model"]))
-    computes = ["fp32", "tf32"] if casting == "none" else ["fp16", "bf16", "fp8"]
+    compute = draw(st.sampled_from(["fp32", "tf32"] if casting == "none" else ["fp16", "bf16", "fp8"]))
     ways = [("portable", a) for a in ("auto", "native", "emulated")]
     ways += [("device", a) for a in ("auto", "native")]
     op_lists, arithmetic = draw(st.sampled_from(ways))
@@ -176,7 +177,7 @@ def policies(draw: st.DrawFn) -> Policy:
     patterns = st.lists(st.text(characters, min_size=1, max_size=8), max_size=3)
     return Policy(
         name=draw(st.sampled_from(list(PRESETS))),
-        compute=draw(st.sampled_from(computes)),
+        compute=compute,
         casting=casting,
         norms=draw(st.sampled_from(["fp32", "compute"])) if casting == "model" else "fp32",
         master_weights=draw(st.booleans()) and casting == "model",
@@ -189,6 +190,7 @@ def policies(draw: st.DrawFn) -> Policy:
         min_scale=low,
         max_scale=high,
         op_lists=op_lists,
+        fp8_recipe=draw(st.sampled_from(["tensorwise", "rowwise"])) if compute == "fp8" else "tensorwise",
         arithmetic=arithmetic,
         fp32_modules=tuple(draw(patterns)),
         **{name: tuple(names) for name, names in lists.items()},
@@ -259,7 +261,7 @@ NAME_HINT = "name a preset, another library's name for it, or a .toml policy fil
 FIELDS = (
     "compute, casting, norms, master_weights, loss_scale, init_scale, growth_factor, "
     "backoff_factor, growth_interval, hysteresis, min_scale, max_scale, arithmetic, op_lists, "
-    "lower, fp32, widest, fp32_modules"
+    "fp8_recipe, lower, fp32, widest, fp32_modules"
 )
 FIELD_HINT = "see the fields of mezzo.Policy"
 SETTING_HINT = "write name:field=value:field=value, for example fp16:init_scale=1024"
@@ -338,6 +340,16 @@ WRONG_TEXTS = [
         "fp16:op_lists=cpu",
         "policy field op_lists='cpu'; allowed: portable, device",
         "set op_lists to one of them",
+    ),
+    (
+        "fp8:fp8_recipe=rowise",
+        "policy field fp8_recipe='rowise'; did you mean rowwise or tensorwise? Allowed: tensorwise, rowwise",
+        "set fp8_recipe to one of them",
+    ),
+    (
+        "bf16:fp8_recipe=rowwise",
+        "fp8_recipe=rowwise and compute=bf16 contradict each other",
+        "leave fp8_recipe out, or start from the preset fp8",
     ),
     (
         "fp16:init_scale=0",
@@ -578,6 +590,8 @@ ABSENT = Device(kind="cuda", name="cuda")
 
 LACKS_FP16 = "this CPU lacks avx512_fp16 or amx_fp16; native kernels would be many times slower than FP32"
 LACKS_BF16 = "this CPU lacks avx512_bf16 or amx_bf16; native kernels would be many times slower than FP32"
+LACKS_FP8 = "this CPU lacks units for 8-bit floating point; native kernels would be many times slower than FP32"
+NO_ROWS = "compute capability {}, and row-wise FP8 is known to run from 9.0 to below 12.0; fp8_recipe=tensorwise is native here"
 NO_TF32 = "TF32 is a mode of NVIDIA's matrix units; FP32 is computed instead"
 ASKED = "the policy asks for emulated arithmetic"
 
@@ -614,9 +628,23 @@ ARITHMETIC = [
         "native",
         "the policy asks for device lists; compute capability 9.0; matrix units take bf16 from 8.0",
     ),
-    ("fp8", PLAIN, "emulated", "FP8 linear layers are emulated on plain CPU"),
-    ("fp8", gpu(8, 0), "emulated", "FP8 linear layers are emulated on GPU 8.0"),
-    ("fp8", gpu(9, 0), "emulated", "FP8 linear layers are emulated on GPU 9.0"),
+    ("fp8", PLAIN, "emulated", LACKS_FP8),
+    ("fp8", RICH, "emulated", LACKS_FP8),
+    ("fp8", gpu(8, 0), "emulated", "compute capability 8.0, and matrix units take e4m3 only from 8.9"),
+    ("fp8", gpu(8, 9), "native", "compute capability 8.9; matrix units take e4m3 from 8.9"),
+    ("fp8", gpu(9, 0), "native", "compute capability 9.0; matrix units take e4m3 from 8.9"),
+    ("fp8:arithmetic=emulated", gpu(9, 0), "emulated", ASKED),
+    (
+        "fp8:arithmetic=native",
+        gpu(9, 0),
+        "native",
+        "the policy asks for native arithmetic; compute capability 9.0; matrix units take e4m3 from 8.9",
+    ),
+    ("fp8:fp8_recipe=rowwise", PLAIN, "emulated", LACKS_FP8),
+    ("fp8:fp8_recipe=rowwise", gpu(8, 9), "emulated", NO_ROWS.format("8.9")),
+    ("fp8:fp8_recipe=rowwise", gpu(9, 0), "native", "compute capability 9.0; matrix units take e4m3 from 8.9"),
+    ("fp8:fp8_recipe=rowwise", gpu(10, 0), "native", "compute capability 10.0; matrix units take e4m3 from 8.9"),
+    ("fp8:fp8_recipe=rowwise", gpu(12, 0), "emulated", NO_ROWS.format("12.0")),
 ]
 
 
@@ -625,8 +653,7 @@ def test_arithmetic_on(text: str, device: Device, arithmetic: str, reason: str) 
     assert Policy.parse(text).arithmetic_on(device) == (arithmetic, reason)
 
 
-OTHER_FORMAT = "use arithmetic=auto or arithmetic=emulated, or another format"
-FP8_HINT = "leave arithmetic=auto and op_lists=portable: FP8 linear layers are emulated"
+OTHER_FORMAT = "leave arithmetic=auto and op_lists=portable, which emulate it here, or choose another format"
 REFUSED = [
     (
         "fp16:arithmetic=native",
@@ -644,15 +671,29 @@ REFUSED = [
     ),
     (
         "fp8:arithmetic=native",
-        gpu(9, 0),
-        "policy fp8:arithmetic=native asks for native FP8 arithmetic on GPU 9.0",
-        FP8_HINT,
+        gpu(8, 6),
+        "policy fp8:arithmetic=native asks for native fp8 arithmetic on GPU 8.6: "
+        "compute capability 8.6, and matrix units take e4m3 only from 8.9",
+        OTHER_FORMAT,
+    ),
+    (
+        "fp8:arithmetic=native:fp8_recipe=rowwise",
+        gpu(8, 9),
+        "policy fp8:arithmetic=native:fp8_recipe=rowwise asks for native fp8 arithmetic on GPU 8.9: "
+        + NO_ROWS.format("8.9"),
+        OTHER_FORMAT,
     ),
     (
         "fp8:op_lists=device",
         PLAIN,
-        "policy fp8:op_lists=device asks for native FP8 arithmetic on plain CPU",
-        FP8_HINT,
+        f"policy fp8:op_lists=device asks for native fp8 arithmetic on plain CPU: {LACKS_FP8}",
+        OTHER_FORMAT,
+    ),
+    (
+        "fp8:fp8_recipe=rowwise",
+        ABSENT,
+        "policy fp8:fp8_recipe=rowwise cannot compute in e4m3 on cuda: torch finds no CUDA device on this machine",
+        "choose another device: mezzo doctor lists those of this machine",
     ),
     (
         "fp16",
@@ -772,9 +813,29 @@ EXPLAINED = [
         "fp8",
         gpu(9, 0),
         [
-            ("compute", "fp8, emulated on GPU 9.0", "FP8 linear layers are emulated on GPU 9.0"),
+            ("compute", "fp8, native on GPU 9.0", "compute capability 9.0; matrix units take e4m3 from 8.9"),
             IN_FP32,
             UNSCALED_BF16,
+            (
+                "fp8 recipe",
+                "tensorwise: operands e4m3, gradients e5m2",
+                "one scale a tensor, from its largest magnitude at each use",
+            ),
+            LISTS,
+        ],
+    ),
+    (
+        "fp8:fp8_recipe=rowwise",
+        PLAIN,
+        [
+            ("compute", "fp8, emulated on plain CPU", LACKS_FP8),
+            IN_FP32,
+            UNSCALED_BF16,
+            (
+                "fp8 recipe",
+                "rowwise: operands e4m3, gradients e4m3",
+                "one scale a row, so that E4M3's range is enough for gradients and a large value costs its own row only",
+            ),
             LISTS,
         ],
     ),

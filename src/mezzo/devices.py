@@ -31,6 +31,9 @@ _MIN_CAPABILITY: dict[str, tuple[int, int]] = {
     E4M3.name: (8, 9),
     E5M2.name: (8, 9),
 }
+# torchao's row-wise recipe is measured on Hopper and datacenter Blackwell GPUs. On 12.0 torch hands such products to cuBLAS, which
+# refuses them.
+_ROW_SCALES: tuple[tuple[int, int], tuple[int, int]] = ((9, 0), (12, 0))
 _CPU_FLAGS: dict[str, tuple[str, ...]] = {
     BF16.name: ("avx512_bf16", "amx_bf16"),
     FP16.name: ("avx512_fp16", "amx_fp16"),
@@ -67,6 +70,16 @@ class Device:
         if self.kind == "cpu":
             return self._cpu_support(fmt)
         return self._other_support(fmt)
+
+    def support_for_row_scales(self) -> Support:
+        """Return how this device multiplies FP8 matrices that have a scale a row."""
+        found = self.support(E4M3)
+        first, beyond = _ROW_SCALES
+        if found.level != "native" or self.capability is None or first <= self.capability < beyond:
+            return found
+        has = f"compute capability {self.capability[0]}.{self.capability[1]}"
+        reason = f"{has}, and row-wise FP8 is known to run from {first[0]}.{first[1]} to below {beyond[0]}.{beyond[1]}"
+        return Support(format=E4M3.name, level="emulated", reason=f"{reason}; fp8_recipe=tensorwise is native here")
 
     def _cuda_support(self, fmt: Format, capability: tuple[int, int]) -> Support:
         needed = _MIN_CAPABILITY[fmt.name]

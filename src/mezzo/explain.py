@@ -30,6 +30,8 @@ def explain(policy: Policy, device: Device | str) -> list[Choice]:
     where = this_device(device) if isinstance(device, str) else device
     arithmetic, why = policy.arithmetic_on(where)
     choices = [_compute(policy, where, arithmetic, why), _weights(policy), _scale(policy)]
+    if policy.compute == "fp8":
+        choices.append(_recipe(policy))
     if policy.casting == "ops":
         choices.append(_lists(policy))
         choices += _user_lists(policy)
@@ -53,6 +55,14 @@ def _compute(policy: Policy, device: Device, arithmetic: str, why: str) -> Choic
     if not policy.lowers:
         return _choice("compute", "fp32", "the policy casts nothing; TF32 is off")
     return _choice("compute", f"{policy.compute}, {arithmetic} on {device.name}", why)
+
+
+def _recipe(policy: Policy) -> Choice:
+    value = f"{policy.fp8_recipe}: operands e4m3, gradients {'e5m2' if policy.fp8_recipe == 'tensorwise' else 'e4m3'}"
+    if policy.fp8_recipe == "tensorwise":
+        return _choice("fp8 recipe", value, "one scale a tensor, from its largest magnitude at each use")
+    reason = "one scale a row, so that E4M3's range is enough for gradients and a large value costs its own row only"
+    return _choice("fp8 recipe", value, reason)
 
 
 def _weights(policy: Policy) -> Choice:

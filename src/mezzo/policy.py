@@ -29,6 +29,7 @@ from mezzo.policyfields import (
     Arithmetic,
     Casting,
     Compute,
+    Fp8Recipe,
     LossScale,
     OpLists,
     check_policy,
@@ -73,6 +74,8 @@ class Policy:
     """``native`` kernels, ``emulated`` ones, or the better of the two for the device."""
     op_lists: OpLists = "portable"
     """``portable``: the same lists on every device. ``device``: whatever torch.autocast does there."""
+    fp8_recipe: Fp8Recipe = "tensorwise"
+    """Under ``fp8``: one scale a tensor and gradients in E5M2, or one scale a row (``rowwise``) and all in E4M3."""
     lower: tuple[str, ...] = ()
     """Families or operations to run in the compute format, beyond the lists."""
     fp32: tuple[str, ...] = ()
@@ -197,6 +200,8 @@ class Policy:
             UnsupportedFormatError: native arithmetic was asked for where the device has none.
         """
         supports = [device.support(fmt) for fmt in self.required_formats]
+        if self.fp8_recipe == "rowwise":
+            supports.append(device.support_for_row_scales())
         worst = next((s for s in supports if s.level != "native"), supports[0])
         if not self.lowers:
             return "native", worst.reason
@@ -209,21 +214,14 @@ class Policy:
             return "emulated", "the policy asks for emulated arithmetic"
         if self.arithmetic == "native" or self.op_lists == "device":
             return "native", self._native_reason(device, worst.level, worst.reason)
-        # FP8 kernels need weights and activations in 8-bit storage, which this release does not drive: its numerics are emulated.
-        if self.compute == "fp8":
-            return "emulated", f"FP8 linear layers are emulated on {device.name}"
         return ("native" if worst.level == "native" else "emulated"), worst.reason
 
     def _native_reason(self, device: Device, level: str, reason: str) -> str:
-        if self.compute == "fp8":
-            raise UnsupportedFormatError(
-                f"policy {self!s} asks for native FP8 arithmetic on {device.name}",
-                hint="leave arithmetic=auto and op_lists=portable: FP8 linear layers are emulated",
-            )
-        if level != "native" and device.kind != "cpu":
+        # torch has slow 16-bit kernels for every CPU, but trains in FP8 on GPUs only.
+        if level != "native" and (device.kind != "cpu" or self.compute == "fp8"):
             raise UnsupportedFormatError(
                 f"policy {self!s} asks for native {self.compute} arithmetic on {device.name}: {reason}",
-                hint="use arithmetic=auto or arithmetic=emulated, or another format",
+                hint="leave arithmetic=auto and op_lists=portable, which emulate it here, or choose another format",
             )
         why = "asks for native arithmetic" if self.arithmetic == "native" else "asks for device lists"
         return f"the policy {why}; {reason}"

@@ -14,6 +14,7 @@ Casting = Literal["none", "ops", "model"]
 LossScale = Literal["none", "static", "dynamic"]
 Arithmetic = Literal["auto", "native", "emulated"]
 OpLists = Literal["portable", "device"]
+Fp8Recipe = Literal["tensorwise", "rowwise"]
 
 COUNTS = ("growth_interval", "hysteresis")
 SEPARATORS = ":+, "
@@ -26,6 +27,7 @@ WORDS: dict[str, tuple[object, ...]] = {
     "loss_scale": get_args(LossScale),
     "arithmetic": get_args(Arithmetic),
     "op_lists": get_args(OpLists),
+    "fp8_recipe": get_args(Fp8Recipe),
 }
 RANGES: dict[str, tuple[float, float]] = {
     "init_scale": (2.0**-100, 2.0**100),
@@ -111,4 +113,9 @@ def _check_combination(policy: Policy) -> None:
         raise PolicyError(
             "op_lists=device and arithmetic=emulated contradict each other",
             hint="device lists are torch's own native kernels; emulation follows the portable lists",
+        )
+    if policy.fp8_recipe != "tensorwise" and policy.compute != "fp8":
+        raise PolicyError(
+            f"fp8_recipe={policy.fp8_recipe} and compute={policy.compute} contradict each other",
+            hint="leave fp8_recipe out, or start from the preset fp8",
         )

@@ -56,6 +56,8 @@ class Rule:
     precision: oplists.Precision
     run: Function | None = None
     """The emulation to call instead of the function, on 16-bit operands."""
+    keeps_weight: bool = False
+    """Whether the call is a linear layer whose weight the emulation takes in the format that it is kept in."""
 
 
 class Casting:
@@ -192,6 +194,10 @@ class CastMode(TorchFunctionMode):
     def _run(self, func: Function, rule: Rule | None, args: Any, kwargs: dict[str, Any]) -> Any:
         if rule is None or kwargs.get("out") is not None:
             return func(*args, **kwargs)
+        if rule.keeps_weight and self.casts_operands:
+            x, weight, bias = _linear(*args, **kwargs)
+            if self._casts((x, weight, bias)):
+                return self._emulate(rule.run, (self._lower(x), weight, self._lower(bias)), {})
         if rule.precision == "lower":
             if self.casts_operands:
                 args, kwargs = self._lower(args), {k: self._lower(v) for k, v in kwargs.items()}
@@ -206,12 +212,17 @@ class CastMode(TorchFunctionMode):
             args, kwargs = _cast(args, widest), _cast(kwargs, widest)
         return func(*args, **kwargs)
 
-    def _emulate(self, run: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _emulate(self, run: Function | None, args: Any, kwargs: dict[str, Any]) -> Any:
+        assert run is not None
         self.emulating = run
         try:
             return run(*args, **kwargs)
         finally:
             self.emulating = None
+
+    def _casts(self, operands: Sequence[Tensor | None]) -> bool:
+        tensors = [t for t in operands if t is not None]
+        return all(t.dtype in _CASTABLE and t.device.type == self.device_type for t in tensors)
 
     def _lower(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -258,9 +269,9 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Function,
             rule = Rule(precision)
             if emulate and precision == "lower" and family.precision == "lower":
                 name = op.split(".")[-1]
-                float8 = policy.compute == "fp8"
-                run = emulated(function, name, family=family.name, float8=float8)
-                rule = replace(rule, run=run)
+                recipe = policy.fp8_recipe if policy.compute == "fp8" else None
+                run = emulated(function, name, family=family.name, float8=recipe)
+                rule = replace(rule, run=run, keeps_weight=recipe is not None and name == "linear")
             rules[function] = rule
     return rules
 
@@ -296,6 +307,10 @@ _PLACES: dict[str, Any] = {
     "linalg": torch.linalg,
     "special": torch.special,
 }
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias  # by position or by name
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -73,7 +73,7 @@ def no_such_module(pattern: str, names: Iterable[str]) -> PolicyError:
 def keep_fp32(model: nn.Module, policy: Policy, device_type: str) -> None:
     """Make the modules that ``policy`` names compute in FP32: operands cast, autocast off inside."""
     for module in fp32_modules(model, policy):
-        _wrap(module, _in_fp32, device_type)
+        wrap(module, _in_fp32, device_type)
 
 
 def cast_model(model: nn.Module, policy: Policy, device_type: str) -> None:
@@ -93,11 +93,11 @@ def cast_model(model: nn.Module, policy: Policy, device_type: str) -> None:
             tensor.data = tensor.data.to(low)
     for module in model.modules() if kept else ():
         if any(p.dtype is low for p in module.parameters(recurse=False)):
-            _wrap(module, _cast_inputs, low)
+            wrap(module, _cast_inputs, low)
     for norm in norms:
         if not isinstance(norm, _BATCH_NORMS):
-            _wrap(norm, _norm_in_fp32)
-    _wrap(model, _cast_ends, low)
+            wrap(norm, _norm_in_fp32)
+    wrap(model, _cast_ends, low)
 
 
 def _state(module: nn.Module) -> Iterator[Tensor]:
@@ -105,7 +105,8 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _wrap(module: nn.Module, how: Callable[..., Any], *settings: Any) -> None:
+def wrap(module: nn.Module, how: Callable[..., Any], *settings: Any) -> None:
+    """Let ``how(call, *settings, *args, **kwargs)`` answer calls of ``module``; ``call`` is the module's forward as it was."""
     inner = module.__dict__.get("forward")  # an instance's own forward, where another library gave it one
     call = functools.partial(type(module).forward, module) if inner is None else inner
     module.forward = functools.partial(how, call, *settings)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mezzo.engine.float8 import float8_linear
+from mezzo.engine.float8 import LINEAR
 from mezzo.formats import BF16, FP16
 
 Op = Callable[..., Any]
@@ -362,17 +362,17 @@ SPECIAL: dict[str, Op] = {
 }
 
 
-def emulated(op: Op, name: str, *, family: str, float8: bool) -> Op:
+def emulated(op: Op, name: str, *, family: str, float8: str | None) -> Op:
     """Return the emulation of torch's ``op``, which the op lists call ``name``.
 
     Args:
         op: the torch function or method; the emulation takes its arguments, with 16-bit tensors.
         name: its name without module (``linear``).
         family: the family that the op lists give it.
-        float8: whether linear layers are computed in 8-bit formats.
+        float8: by which recipe linear layers are computed in 8-bit formats, if they are.
     """
-    if float8 and name == "linear":
-        return float8_linear
+    if float8 is not None and name == "linear":
+        return LINEAR[float8]
     if family == "rnn":
         return _recurrent(op)
     return SPECIAL.get(name) or _through(op)

@@ -1,12 +1,23 @@
 """Linear layers in FP8, emulated in FP32.
 
-The recipe is that of "FP8 Formats for Deep Learning" (arXiv:2209.05433) with one scale a tensor, taken from its
-largest magnitude at each use: operands in E4M3, gradients in E5M2, sums in FP32, results in BF16. What is kept for
-the backward pass is the 8-bit operands and their scales.
+A layer has three products: the result, the gradient of its input and the gradient of its weight. Both operands of each
+are multiplied by a scale and rounded to 8 bits, their products are added up in FP32, divided by the scales and rounded
+to BF16. A scale is taken anew at each use from the largest magnitude: ``scale = max / amax`` (arXiv:2209.05433,
+section 3.2). The two recipes are torchao's, which computes them on a GPU:
+
+``tensorwise``  one scale a tensor; values and weights in E4M3, gradients in E5M2
+``rowwise``     all in E4M3; one scale for each row that a product adds up along, the largest power of two not above ``max / amax``
+
+Weights are rounded from the format in which they are kept, not from BF16. For the backward pass are kept the BF16
+input and the weight itself, and they are rounded again there, as torchao does: the 8-bit bytes are a product's
+operands, not what is stored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,41 +27,79 @@ from torch.autograd.function import once_differentiable
 
 from mezzo.formats import E4M3, E5M2, Format
 
+_LEAST_AMAX = 1e-12  # torchao's: smaller magnitudes get the scale of this one, and zeros a finite scale
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Say what is rounded to what, and how much one scale covers."""
+
+    gradients: Format
+    by_rows: bool
+    """Whether every row has a scale of its own; the whole tensor has one otherwise."""
+
+    def rounded(self, x: Tensor, fmt: Format, *, along: int) -> Tensor:
+        """Return ``x`` in FP32 with the values that ``fmt`` keeps of it, for a product that adds up along dimension ``along``."""
+        stored, scale = quantise(x, fmt, along=along if self.by_rows else None)
+        return stored.float() / scale
+
+
+RECIPES = {
+    "tensorwise": Recipe(gradients=E5M2, by_rows=False),
+    "rowwise": Recipe(gradients=E4M3, by_rows=True),
+}
+
 
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x8, x_scale = quantise(x, E4M3)
-        w8, w_scale = quantise(weight, E4M3)
-        ctx.save_for_backward(x8, x_scale, w8, w_scale)
-        ctx.has_bias, ctx.low = bias is not None, x.dtype
-        y = F.linear(x8.float() / x_scale, w8.float() / w_scale).to(x.dtype)
-        return y if bias is None else y + bias
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe = recipe
+        return F.linear(recipe.rounded(x, E4M3, along=-1), recipe.rounded(weight, E4M3, along=-1)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x8, x_scale, w8, w_scale = ctx.saved_tensors
-        g8, g_scale = quantise(grad, E5M2)
-        wide = g8.float() / g_scale
-        rows = wide.reshape(-1, wide.shape[-1])
-        grad_x = (wide @ (w8.float() / w_scale)).to(ctx.low)
-        columns = (x8.float() / x_scale).reshape(-1, x8.shape[-1])
-        grad_weight = (rows.mT @ columns).to(ctx.low)
-        grad_bias = grad.float().reshape(-1, grad.shape[-1]).sum(0).to(ctx.low)
-        return grad_x, grad_weight, grad_bias if ctx.has_bias else None
+        x, weight = ctx.saved_tensors
+        recipe: Recipe = ctx.recipe
+        rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_x = grad_weight = None
+        with torch.autocast(grad.device.type, enabled=False):  # torch.compile traces this in the forward pass's region
+            if ctx.needs_input_grad[0]:
+                wide = recipe.rounded(rows, recipe.gradients, along=-1) @ recipe.rounded(weight, E4M3, along=0)
+                grad_x = wide.to(x.dtype).reshape(x.shape)
+            if ctx.needs_input_grad[1]:
+                wide = recipe.rounded(rows, recipe.gradients, along=0).mT @ recipe.rounded(columns, E4M3, along=0)
+                grad_weight = wide.to(x.dtype).to(weight.dtype)  # a GPU's product gives BF16 for an FP32 weight, too
+        return grad_x, grad_weight, None
 
 
-def quantise(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return ``x`` times a scale in the 8-bit format ``fmt``, and that scale (FP32, no dimensions).
+def quantise(x: Tensor, fmt: Format, *, along: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return ``x`` times a scale in the 8-bit format ``fmt``, and that scale in FP32.
 
-    The scale maps the largest magnitude to the format's largest value: ``scale = max / amax`` (arXiv:2209.05433, section 3.2).
+    The scale maps the largest magnitude to the format's largest value. With ``along``, every row along that dimension
+    has its own, rounded down to a power of two.
     """
-    scale = fmt.max / x.abs().amax().float().clamp(min=1e-12)
+    if x.numel() == 0:  # no largest magnitude
+        return x.to(fmt.dtype), torch.ones((), device=x.device)
+    magnitudes = x.abs()
+    amax = magnitudes.amax() if along is None else magnitudes.amax(dim=along, keepdim=True)
+    least = amax.float().clamp(min=_LEAST_AMAX)
+    scale = (
+        torch.full_like(least, fmt.max) / least
+    )  # a number over a tensor is a product with its reciprocal: rounded twice
+    if along is not None:
+        scale = scale.log2().floor().exp2()
     return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype), scale
 
 
-def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Emulate a linear layer with E4M3 operands and E5M2 gradients; tensors and result are BF16."""
-    y: Tensor = _Float8Linear.apply(x, weight, bias)
-    return y
+def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "tensorwise") -> Tensor:
+    """Emulate a linear layer in FP8; ``x``, ``bias`` and result are BF16, ``weight`` is BF16 or FP32."""
+    if weight.dim() == 1:  # one output feature, without a dimension of its own
+        return float8_linear(x, weight[None], bias, recipe=recipe).squeeze(-1)
+    y: Tensor = _Float8Linear.apply(x, weight, RECIPES[recipe])
+    return y if bias is None else y + bias
+
+
+LINEAR: dict[str, Callable[..., Tensor]] = {name: partial(float8_linear, recipe=name) for name in RECIPES}
+"""The emulation of ``torch.nn.functional.linear`` by the recipe's name."""

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from mezzo.engine import checks, conversion
+from mezzo.devices import this_device
+from mezzo.engine import checks, conversion, fp8layers, replicas
+from mezzo.engine.casting import Casting
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.master import NoMasters, masters_for
-from mezzo.engine.optimizers import OnePass
+from mezzo.engine.onepass import OnePass
 from mezzo.explain import Choice
 from mezzo.policy import Policy
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a model, an optimizer or a scheduler as a list of one, and several as a list."""
+    single = isinstance(value, nn.Module) or not isinstance(value, Iterable)
+    return [value] if single else list(value)
 
 
 def choose_update(
@@ -47,18 +57,44 @@ def prepare(
     if policy.casting == "ops":
         for model in models:
             checks.refuse_half(model, policy)
+        _use_fp8_units(models, policy, device_type)
+        for model in models:
             conversion.keep_fp32(model, policy, device_type)
     elif policy.casting == "model":
         parameters = [p for model in models for p in model.parameters()]
+        _use_fp8_units(models, policy, device_type)
         masters = masters_for(optimizers, parameters, keep=policy.master_weights, one_pass=one_pass)
         for model in models:
-            conversion.cast_model(model, policy, device_type)
+            conversion.cast_model(replicas.bare(model), policy, device_type)
+        replicas.rebuild(models)
         masters.begin(optimizers)
         return masters
     elif policy.compute == "tf32":
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        set_fp32_products("tf32")
     elif device_type == "cuda":  # fp32: torch computes convolutions in TF32 unless told otherwise
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
-        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        set_fp32_products("ieee")
     return NoMasters()
+
+
+def set_fp32_products(precision: Literal["tf32", "ieee"]) -> None:
+    """Compute FP32 matrix products and convolutions on CUDA in TF32, or in FP32; holds for the whole process.
+
+    By torch's current switches: mixed with ``allow_tf32``, the older ones, torch raises an error where either is read.
+    """
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
+
+
+def explained(models: Sequence[nn.Module], casting: Casting) -> list[Choice]:
+    """Return how ``casting`` is applied to ``models``, each choice with its reason."""
+    return [*fp8layers.layer_choices(models, casting.policy, emulated=casting.emulates), casting.choice]
+
+
+def _use_fp8_units(models: Sequence[nn.Module], policy: Policy, device_type: str) -> None:
+    if policy.compute != "fp8" or policy.arithmetic_on(this_device(device_type))[0] != "native":
+        return
+    if fp8layers.convert(models, policy) == 0:
+        left = fp8layers.layer_choices(models, policy, emulated=False)[1:]
+        why = "".join(f"; {choice.value}: {choice.reason}" for choice in left)
+        message = f"policy {policy!s} computes no linear layer in FP8 here, and all in {policy.storage.name}{why}"
+        warnings.warn(message, checks.PrecisionWarning, stacklevel=4)

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.engine import emulation, float8
 from mezzo.engine.casting import CastMode
-from mezzo.formats import E4M3, FP32, TF32, format_of
+from mezzo.formats import E4M3, E5M2, FP32, TF32, format_of
 
 Count: TypeAlias = Callable[..., int]
 aten: Any = torch.ops.aten
@@ -57,34 +57,46 @@ class FlopCounter(TorchDispatchMode):
         self.by_format: Counter[str] = Counter()
         self.outside_region = 0
         """Operations of forward code that no region covered."""
-        self.cast_mode, self._in_region, self._inside = cast_mode, in_region, inside
+        self._in_region, self._formats = in_region, OperandFormats(cast_mode, inside=inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and count it."""
         result = func(*args, **(kwargs or {}))
-        count = _COUNTS.get(func.overloadpacket)
-        if count is not None and not self._computed_again():
+        count = COUNTS.get(func.overloadpacket)
+        if count is not None and not self._formats.computed_again():
             flops = count(result, *args)
-            self.by_format[self._format(args)] += flops
+            self.by_format[self._formats.of(args)] += flops
             if torch._C._current_autograd_node() is None and not self._in_region():
                 self.outside_region += flops
         return result
 
-    def _computed_again(self) -> bool:
-        node = torch._C._current_autograd_node()
-        return node is not None and node.name() == _RECOMPUTED and self._inside() is None
 
-    def _format(self, args: Sequence[Any]) -> str:
-        emulates = self._emulated()
+class OperandFormats:
+    """Tell the format that a running operation computes in, or stands for where it is emulated."""
+
+    def __init__(self, cast_mode: CastMode | None, *, inside: Callable[[], str | None] = lambda: None) -> None:
+        """Ask ``cast_mode`` what is being emulated, and ``inside`` which node is making a backward pass of its own."""
+        self.cast_mode, self._inside = cast_mode, inside
+
+    def of(self, args: Sequence[Any]) -> str:
+        """Return the name of the format of the operation with these operands."""
+        emulates = self.emulated()
         if emulates is not None:
             return emulates
         operand = next(a for a in args if isinstance(a, Tensor) and a.is_floating_point())
+        if _holds_8_bits(operand):
+            return E4M3.name
         found = format_of(operand.dtype)
         if found is FP32 and operand.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32":
             return TF32.name
         return found.name if found is not None else str(operand.dtype)
 
-    def _emulated(self) -> str | None:
+    def computed_again(self) -> bool:
+        """Return whether the operation is one that the device which is emulated would not run."""
+        node = torch._C._current_autograd_node()
+        return node is not None and node.name() == _RECOMPUTED and self._inside() is None
+
+    def emulated(self) -> str | None:
         """Return the format that the running operation stands for, or None where nothing is emulated."""
         if self.cast_mode is None:
             return None
@@ -95,7 +107,14 @@ class FlopCounter(TorchDispatchMode):
         running = self.cast_mode.emulating
         if running is None:
             return None
-        return E4M3.name if running is float8.float8_linear else self.cast_mode.low_name
+        return E4M3.name if running in float8.LINEAR.values() else self.cast_mode.low_name
+
+
+def _holds_8_bits(operand: Tensor) -> bool:
+    # torchao's operands say that they are BF16 and hold 8-bit values: E4M3, or E5M2 for gradients, which count as E4M3 as
+    # they do where they are emulated.
+    held = getattr(operand, "_data", None)
+    return isinstance(held, Tensor) and format_of(held.dtype) in (E4M3, E5M2)
 
 
 def _matmul(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
@@ -147,7 +166,7 @@ def _attention_backward(result: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tens
     return _attention(result, q, k, v) * 5 // 2
 
 
-_COUNTS: dict[Any, Count] = {
+COUNTS: dict[Any, Count] = {
     aten.mm: _matmul,
     aten.bmm: _matmul,
     aten.addmm: _addmm,
@@ -167,6 +186,7 @@ _COUNTS: dict[Any, Count] = {
     aten._scaled_dot_product_cudnn_attention: _attention,
     aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
 }
+"""How to count an operation, from its result and its arguments."""
 
 
 def _nodes(module: Any) -> frozenset[str]:
