@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import interleave, median_ms, ratio, report, spread
 from mezzo import AdamW, DynamicScale
-from mezzo.engine import optimizers
+from mezzo.engine import onepass
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.kernels import fused
 from mezzo.engine.kernels.choice import choose
@@ -120,7 +120,7 @@ def one_pass(shapes: list[torch.Size], kernels: object | None) -> Callable[[], N
         norm: Tensor = chosen.sum_of_squares([w.grad for w in weights]).sqrt()  # type: ignore[attr-defined]
         found, inverse = not_finite(norm), scale.inverse()
         coefficient = torch.clamp(CLIP / (norm * inverse + 1e-6), max=1.0)
-        with mock.patch.object(optimizers, "choose", return_value=(chosen, "")):
+        with mock.patch.object(onepass, "choose", return_value=(chosen, "")):
             optimizer.update((coefficient * inverse).float(), found)
         scale.update(found)
 

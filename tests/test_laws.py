@@ -34,13 +34,14 @@ MAY_IMPORT = {
     "explain": "oplists devices",
     "policyfields": "errors policy",  # the policy as a type only
     "policy": "errors formats devices oplists policyfields explain",
-    "records": "errors",
+    "records": "errors records",
     "engine": f"{FACTS} engine",
     "measure": f"{FACTS} engine measure",
-    "launch": f"{FACTS} engine measure launch",  # launch composes the observers of measure
+    "diagnose": f"{FACTS} engine measure diagnose",
+    "launch": f"{FACTS} engine measure diagnose launch",  # launch composes the observers of measure and diagnose
     "report": "errors records report",
-    "cli": f"{FACTS} engine measure launch report cli __init__",
-    "__init__": f"{FACTS} engine measure launch report",  # on first use only
+    "cli": f"{FACTS} engine measure diagnose launch report cli __init__",
+    "__init__": f"{FACTS} engine measure diagnose launch report",  # on first use only
     "__main__": "cli",
 }
 
@@ -62,6 +63,7 @@ PINNED_EXPORTS = [
     "SessionError",
     "StaticScale",
     "UnsupportedFormatError",
+    "fast_path",
     "read_record",
 ]
 MAX_EXPORTS = 24

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mezzo.engine.checks import PrecisionWarning
+    from mezzo.engine.fastpath import fast_path
     from mezzo.engine.optimizers import SGD, AdamW
     from mezzo.engine.scaling import DynamicScale, NoScale, StaticScale
     from mezzo.engine.session import Session
@@ -46,6 +47,7 @@ _HOMES = {
     "SessionError": "mezzo.errors",
     "StaticScale": "mezzo.engine.scaling",
     "UnsupportedFormatError": "mezzo.errors",
+    "fast_path": "mezzo.engine.fastpath",
     "read_record": "mezzo.records",
 }
 
@@ -67,6 +69,7 @@ __all__ = [
     "SessionError",
     "StaticScale",
     "UnsupportedFormatError",
+    "fast_path",
     "read_record",
 ]
 

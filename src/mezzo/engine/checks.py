@@ -17,7 +17,7 @@ from mezzo.policy import Policy
 
 
 class PrecisionWarning(UserWarning):
-    """Warn that a chosen format loses what training needs."""
+    """Warn that a chosen format loses what training needs, or is used nowhere."""
 
 
 def check_settings(*, counts: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
@@ -100,8 +100,44 @@ def _describe(loss: Any) -> str:
     return repr(loss)
 
 
-def warn_of_lost_updates(before: list[Tensor], after: list[Tensor], policy: Policy) -> None:
-    """Warn when most weights did not change in an update."""
+def check_unscale(*, calls: int, unscaled: bool) -> None:
+    """Refuse to unscale nothing, or a window twice."""
+    if calls == 0:
+        raise SessionError(
+            "unscale() without a backward pass since the last update",
+            hint="call step(loss) or backward(loss) first",
+        )
+    if unscaled:
+        raise SessionError(
+            "unscale() was already called since the last update",
+            hint="call it once a window; unscaling twice would divide the gradients twice",
+        )
+
+
+def no_backward() -> SessionError:
+    """Return the error of an update of a window without a backward pass."""
+    return SessionError(
+        "update() without a backward pass since the last update",
+        hint="call step(loss) or backward(loss) first; to update several optimizers from one backward pass "
+        "call update() or update(first, second) once",
+    )
+
+
+def may_lose_updates(policy: Policy, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Return whether updates are rounded to nearest into 16-bit weights."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    stochastic = all(group.get("rounding") == "stochastic" for group in groups)
+    return policy.casting == "model" and not policy.master_weights and not stochastic
+
+
+def snapshot(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return copies of the weights that are trained."""
+    return [p.detach().clone() for p in parameters if p.requires_grad]
+
+
+def warn_of_lost_updates(before: list[Tensor], parameters: Iterable[nn.Parameter], policy: Policy) -> None:
+    """Warn when most weights did not change in an update since the ``snapshot`` before it."""
+    after = [p.detach() for p in parameters if p.requires_grad]
     total = sum(t.numel() for t in before)
     same = sum(int((a == b).sum()) for a, b in zip(before, after, strict=True))
     if total and same > total / 2:
@@ -127,8 +163,13 @@ def check_loss(loss: Any, *, first: bool) -> None:
         )
 
 
-def check_weight(weight: float | None, loss_id: int, num_losses: int) -> None:
-    """Refuse a weight that is not above 0 and the number of a loss that has no scale."""
+def check_backward(weight: float | None, loss_id: int, num_losses: int, *, unscaled: bool) -> None:
+    """Refuse a weight that is not above 0, the number of a loss that has no scale, and a window that was unscaled."""
+    if unscaled:
+        raise SessionError(
+            "backward() after unscale(): scaled gradients would be added to unscaled ones",
+            hint="call update() first",
+        )
     if not 0 <= loss_id < num_losses:
         raise SessionError(
             f"loss_id={loss_id}; allowed: 0 to {num_losses - 1}",

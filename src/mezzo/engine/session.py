@@ -14,30 +14,34 @@ The norm of the scaled gradients is not finite exactly when a gradient is not fi
 FP32's range; the second is told apart before anything is skipped. Scales are powers of two unless you choose others,
 so multiplying by one factor gives bit for bit what unscaling and clipping one after the other give.
 
-Host reads: the flag once an update (only with a loss scale); the loss once, at the very first ``backward``; and
-whatever you read (``loss_scale``, ``grad_norm``). Nothing else waits for the device.
+Host reads: the loss once, at the very first ``backward``; whatever you read (``loss_scale``, ``grad_norm``); and, where an
+optimizer is not Mezzo's, the flag once an update (only with a loss scale). Nothing else waits for the device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mezzo.engine import checks
 from mezzo.engine.casting import Casting
+from mezzo.engine.distributed import processes_for
 from mezzo.engine.floor import FloorWatch
-from mezzo.engine.gradients import all_finite, any_not_finite, not_finite, put_back, set_aside, total_norm
+from mezzo.engine.gradients import any_not_finite, not_finite, put_back, set_aside, total_norm
+from mezzo.engine.graphs import CapturedStep
 from mezzo.engine.kernels.choice import choose
-from mezzo.engine.optimizers import OnePass
-from mezzo.engine.preparation import choose_update, prepare
+from mezzo.engine.onepass import OnePass
+from mezzo.engine.preparation import choose_update, explained, listed, prepare
 from mezzo.engine.scaling import scale_for
+from mezzo.engine.schedules import Schedules
+from mezzo.engine.state import state_of, take_up
 from mezzo.engine.window import Learned, Window
-from mezzo.errors import ScaleFloorError, SessionError
+from mezzo.errors import ScaleFloorError
 from mezzo.explain import Choice
 from mezzo.policy import Policy
 
@@ -87,9 +91,9 @@ class Session:
         num_losses: int = 1,
     ) -> None:
         self.policy = Policy.of(policy)
-        self.models = _listed(model)
-        self.optimizers: list[Optimizer] = _listed(optimizer)
-        self.schedulers: list[Any] = [] if scheduler is None else _listed(scheduler)
+        self.models = listed(model)
+        self.optimizers: list[Optimizer] = listed(optimizer)
+        self.schedulers: list[Any] = [] if scheduler is None else listed(scheduler)
         self.accumulate, self.clip_norm, self.clip_value = accumulate, clip_norm, clip_value
         checks.check_settings(
             counts={"accumulate": accumulate, "num_losses": num_losses},
@@ -97,24 +101,29 @@ class Session:
         )
         checks.check_optimizers(self.optimizers, self.schedulers)
         self.device = checks.device_of(self._parameters())
+        self.processes = processes_for(
+            self.models, self._trained(), self.policy, accumulate=accumulate, num_losses=num_losses
+        )
         self.casting = Casting.of(self.policy, self.device.type)
         self.scales = [scale_for(self.policy, self.device) for _ in range(num_losses)]
         self._separate = num_losses > 1
         self._one_pass, self._way_of_updating = choose_update(self.optimizers, self.device.type, clip_value)
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
+        self._schedules = Schedules(self.schedulers, self.device)
         self._windows = 0
         self._norm = torch.full((), math.nan, device=self.device)
         self._found: Tensor | None = None
         self._overflowed = False
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         self._skips = torch.zeros((), device=self.device)
-        self._floor = FloorWatch(self.device)
+        self._floor = FloorWatch(self.device, together=self.processes.several)
         self._open_window()
-        self._watch_rounding = self.policy.casting == "model" and not self.policy.master_weights
+        self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
 
     def explain(self) -> list[Choice]:
         """Return what the policy does here, each choice with its reason."""
-        return [*self.policy.explain(self.device.type), self.casting.choice, self._way_of_updating]
+        choices = [*self.policy.explain(self.device.type), *explained(self.models, self.casting), self._way_of_updating]
+        return choices + self.processes.explain()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass and the loss are computed."""
@@ -147,26 +156,40 @@ class Session:
             NonFiniteLossError: the loss is not finite before the first update.
             SessionError: the loss cannot be differentiated, the scale is unknown, or the gradients were unscaled already.
         """
-        checks.check_loss(loss, first=self._windows + self._window.calls == 0)
-        checks.check_weight(weight, loss_id, len(self.scales))
-        if self._window.unscaled:
-            raise SessionError(
-                "backward() after unscale(): scaled gradients would be added to unscaled ones",
-                hint="call update() first",
-            )
-        share = self._window.share(weight, loss_id)
-        weighted = loss if share == 1.0 else loss * share
-        scale = self.scales[loss_id]
+        self.processes.check_loss(loss, first=self._windows + self._window.calls == 0)
+        if weight is not None or loss_id or self._window.unscaled:
+            checks.check_backward(weight, loss_id, len(self.scales), unscaled=self._window.unscaled)
+        share = self._window.share(weight, loss_id, unit=self.processes.unit(weight))
         aside = set_aside(self._trained()) if self._separate else None
-        if self.casting.mode is None:
-            scale.scale(weighted).backward(retain_graph=retain_graph)
-        else:
-            with self.casting.backward():
-                scale.scale(weighted).backward(retain_graph=retain_graph)
+        self._differentiate(loss, share, loss_id=loss_id, retain_graph=retain_graph)
         if aside is not None:
             self._to_first_scale(loss_id)
             put_back(aside)
         self._window.calls += 1
+        self.processes.ran(self._window.calls)
+
+    def _differentiate(self, loss: Tensor, share: float, *, loss_id: int = 0, retain_graph: bool = False) -> None:
+        scaled = self.scales[loss_id].scale(loss if share == 1.0 else loss * share)
+        if self.casting.mode is None:
+            scaled.backward(retain_graph=retain_graph)
+        else:
+            with self.casting.backward():
+                scaled.backward(retain_graph=retain_graph)
+
+    def capture(
+        self, compute_loss: Callable[..., Any], *examples: Any, other_shapes: Literal["error", "eager"] = "error"
+    ) -> CapturedStep:
+        """Capture forward pass, backward pass and update as CUDA graphs; the result trains on a micro-batch when called.
+
+        Args:
+            compute_loss: takes a micro-batch and returns its loss, or a tuple that begins with it; ``autocast`` is on in it.
+            *examples: a micro-batch: its shapes and formats are captured, its values are not used.
+            other_shapes: what a micro-batch of other shapes does: raise, or run without a graph.
+
+        Raises:
+            SessionError: the device has no graphs, the step waits for the host, or is not of the kind that can be captured.
+        """
+        return CapturedStep(self, compute_loss, examples, other_shapes=other_shapes)
 
     def unscale(self) -> None:
         """Divide the scale and the window's weights out of the gradients now, to look at them or change them before ``update``.
@@ -174,16 +197,7 @@ class Session:
         Raises:
             SessionError: there was no backward pass, or the gradients were unscaled already.
         """
-        if self._window.calls == 0:
-            raise SessionError(
-                "unscale() without a backward pass since the last update",
-                hint="call step(loss) or backward(loss) first",
-            )
-        if self._window.unscaled:
-            raise SessionError(
-                "unscale() was already called since the last update",
-                hint="call it once a window; unscaling twice would divide the gradients twice",
-            )
+        checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled)
         gradients = self._gradients(self.optimizers)
         checks.refuse_half_gradients(gradients)
         self._found, factor = self._reduce(gradients), self._factor()
@@ -202,48 +216,56 @@ class Session:
             ScaleFloorError: the loss scale is at its floor and gradients still overflow; names the worst.
         """
         if self._window.calls == 0:
-            raise SessionError(
-                "update() without a backward pass since the last update",
-                hint="call step(loss) or backward(loss) first; to update several optimizers from one backward pass "
-                "call update() or update(first, second) once",
-            )
+            raise checks.no_backward()
+        if self.schedulers:
+            self._schedules.settle()
         chosen = checks.known(optimizers, self.optimizers) or self.optimizers
-        before = self._snapshot() if self._watch_rounding else None
+        before = checks.snapshot(self._parameters()) if self._watch_rounding else None
+        skipped = self._update_on_device(chosen)
+        self._close(chosen, skipped)
+        if before is not None and not bool(skipped):
+            self._watch_rounding = False
+            checks.warn_of_lost_updates(before, self._parameters(), self.policy)
+
+    def _update_on_device(self, chosen: list[Optimizer], *, rehearsal: bool = False) -> Tensor | bool:
+        """Enqueue all of an update; return above 0 where it is skipped, as all is in a rehearsal."""
         gradients = self._gradients(chosen)
         if self._window.unscaled:  # the gradients may have been changed since, or be more than those updated
-            self._norm = self._total_norm(gradients)
+            self._norm = self.processes.norm(gradients, self._norm_here)
         else:
             self._found = self._reduce(gradients)
         factor = self._clipped(None if self._window.unscaled else self._factor())
         learned = self._window.learned(self.scales, self._found)
-        run = self._at_once if self._one_pass else self._by_step
-        skipped = run(chosen, gradients, factor, learned)
-        for scheduler in self.schedulers:
-            if not skipped and getattr(scheduler, "optimizer", chosen[0]) in chosen:
-                scheduler.step()
+        if self._one_pass:
+            skipped: Tensor | bool = self._at_once(chosen, factor, learned, rehearsal=rehearsal)
+        else:
+            skipped = self._by_step(chosen, gradients, factor, learned)
         for scale, one in learned:
             scale.update(one)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        return skipped
+
+    def _close(self, chosen: list[Optimizer], skipped: Tensor | bool, *, keep_gradients: bool = False) -> None:
+        """Do what follows an update on the host."""
+        if self.schedulers:
+            self._schedules.follow(chosen, skipped)
+        if self._one_pass and self._found is not None and self._floor.reached():
+            raise self._floor_error()
+        if not keep_gradients:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=True)
         self._windows += 1
         self._open_window()
-        if before is not None and not skipped:
-            self._watch_rounding = False
-            checks.warn_of_lost_updates(before, self._snapshot(), self.policy)
 
-    def _at_once(self, chosen: list[Optimizer], _: list[Tensor], factor: Tensor | None, to: Learned) -> bool:
-        """Hand factor and flag to the kernels; the host reads the flag only where a scheduler has to know."""
-        flag = self._zero if self._found is None else self._found
+    def _at_once(self, chosen: list[Optimizer], factor: Tensor | None, to: Learned, *, rehearsal: bool) -> Tensor:
+        """Hand factor and flag to the kernels: the host reads neither."""
+        flag = self._one if rehearsal else self._zero if self._found is None else self._found
         for optimizer in chosen:
             assert isinstance(optimizer, OnePass)
             optimizer.update(self._one if factor is None else factor.float(), flag)
-        if self._found is None:
-            return False
-        self._skips += flag
-        self._floor.note(to)
-        if self._floor.reached():
-            raise self._floor_error()
-        return bool(self.schedulers) and bool(flag)
+        if self._found is not None:
+            self._skips += flag
+            self._floor.note(to)
+        return flag
 
     def _by_step(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None, to: Learned) -> bool:
         """Change the gradients and let the optimizers step, or skip."""
@@ -288,20 +310,8 @@ class Session:
         Raises:
             SessionError: a window is open; its gradients are not part of the state.
         """
-        if self._window.calls:
-            raise SessionError(
-                f"state_dict() after {self._window.calls} backward passes of an open window",
-                hint="call update() first: gradients of an open window are not saved",
-            )
-        return {
-            "policy": str(self.policy),
-            "models": [self.masters.fp32_state(model) for model in self.models],
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "schedulers": [s.state_dict() for s in self.schedulers],
-            "scales": [s.state_dict() for s in self.scales],
-            "updates": self.updates,
-            "skipped": self.skipped,
-        }
+        self._schedules.settle()
+        return state_of(self, window_calls=self._window.calls)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state that ``state_dict`` returned, under this policy or another.
@@ -309,13 +319,7 @@ class Session:
         Raises:
             SessionError: the state has other numbers of models, optimizers, schedulers or losses.
         """
-        checks.check_state(state, self.state_dict())
-        for model, saved in zip(self.models, state["models"], strict=True):
-            model.load_state_dict(saved)
-        for part in ("optimizers", "schedulers", "scales"):
-            for item, saved in zip(getattr(self, part), state[part], strict=True):
-                item.load_state_dict(saved)
-        self.masters.load(self.models, state["models"])
+        take_up(self, state, window_calls=self._window.calls)
         self._windows = state["updates"] + state["skipped"]
         self._skips.fill_(state["skipped"])
 
@@ -323,15 +327,17 @@ class Session:
         self._window = Window(self.accumulate, len(self.scales))
         self._found = None
         self._overflowed = False
+        self.processes.expect(0)
 
     def _gradients(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
+        self.processes.collect()
         self.masters.pull_gradients()
         groups = [group["params"] for o in optimizers for group in o.param_groups]
-        return [p.grad for group in groups for p in group if p.grad is not None]
+        return self.processes.gradients([p for group in groups for p in group])
 
     def _reduce(self, gradients: list[Tensor]) -> Tensor | None:
         """Take the norm of the gradients; return FP32 1 or 0, not finite or finite, where the loss is scaled."""
-        self._norm = self._total_norm(gradients)
+        self._norm = self.processes.norm(gradients, self._norm_here, self._window)
         if not self.scales[0].checks:
             return None
         found = not_finite(self._norm)
@@ -340,12 +346,12 @@ class Session:
         if self._one_pass:
             return found
         self._overflowed = bool(found)  # the one host read of an update, where GradScaler waits as well
-        if self._overflowed and all_finite(gradients):
+        if self._overflowed and self.processes.all_finite(gradients):
             self._overflowed, found = False, self._zero  # only the sum of squares left FP32's range
-            self._norm = total_norm([g.double() for g in gradients])
+            self._norm = self.processes.norm([g.double() for g in gradients], total_norm)
         return found
 
-    def _total_norm(self, gradients: list[Tensor]) -> Tensor:
+    def _norm_here(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:
             return self._zero
         if not self._one_pass:
@@ -357,7 +363,7 @@ class Session:
     def _factor(self) -> Tensor | None:
         """Return the number that takes scale and shares out of the gradients, and take it out of the norm; None where it is 1."""
         share, inverse = self._window.total(), self.scales[0].inverse()
-        factor = inverse if share == 1.0 else (self._one if inverse is None else inverse).to(self._norm.dtype) / share
+        factor = inverse if share is None else (self._one if inverse is None else inverse).to(self._norm.dtype) / share
         if factor is not None:
             self._norm = self._norm * factor
         return factor
@@ -375,7 +381,7 @@ class Session:
 
     def _to_first_scale(self, loss_id: int) -> None:
         """Note whether one loss's gradients are finite and bring them from its scale to the first loss's."""
-        fresh = [p.grad for p in self._trained() if p.grad is not None]
+        fresh = self.processes.gradients(self._trained())
         scale = self.scales[loss_id]
         if fresh and scale.checks:
             self._window.note(loss_id, any_not_finite(fresh))
@@ -390,11 +396,3 @@ class Session:
         """Return the models' parameters and those that only an optimizer has."""
         groups = [group["params"] for o in self.optimizers for group in o.param_groups]
         return list(dict.fromkeys([*self._parameters(), *(p for group in groups for p in group)]))
-
-    def _snapshot(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self._parameters() if p.requires_grad]
-
-
-def _listed(value: Any) -> list[Any]:
-    single = isinstance(value, nn.Module) or not isinstance(value, Iterable)
-    return [value] if single else list(value)

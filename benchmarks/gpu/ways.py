@@ -1,0 +1,129 @@
+"""One training step, written the way each library wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from benchmarks.gpu.cases import Way
+from benchmarks.gpu.workloads import Workload
+from mezzo.devices import this_device
+
+LEARNING_RATE, CLIP = 1e-4, 1.0
+Batch = tuple[Tensor, ...]
+
+
+class NotHereError(Exception):
+    """Say that a way cannot be run on this machine."""
+
+
+@dataclass
+class Contestant:
+    """Hold a way that is ready to train."""
+
+    step: Callable[[Batch], Tensor]
+    note: str = ""
+
+
+def build(way: Way, work: Workload, example: Batch, device: str, *, tiny: bool) -> Contestant:
+    """Return a way ready to train.
+
+    Raises:
+        NotHereError: the device cannot do it, or this Mezzo lacks it.
+        ImportError: a library is not installed.
+    """
+    model = work.model(device)
+    if "compiled" in way.mode:
+        model.compile(backend="aot_eager" if tiny else "inductor")
+    builders = {"mezzo": _mezzo, "torch.amp": _torch_amp, "accelerate": _accelerate, "fabric": _fabric}
+    return builders[way.library](way, model, work, example, device)
+
+
+def _mezzo(way: Way, model: nn.Module, work: Workload, example: Batch, device: str) -> Contestant:
+    policy = mezzo.Policy.parse(way.policy)
+    if policy.compute == "fp8" and device == "cuda":
+        support = this_device(device).support(policy.required_formats[0])
+        if support.level != "native":
+            raise NotHereError(support.reason)
+    optimizer = mezzo.AdamW(model.parameters(), lr=LEARNING_RATE)
+    session = mezzo.Session(model, optimizer, policy=policy, clip_norm=CLIP)
+    reasons = {choice.what: choice.value for choice in session.explain()}
+    note = f"update: {reasons['update']}" + ("; emulated arithmetic" if session.casting.emulates else "")
+    if "captured" in way.mode:
+        if not hasattr(session, "capture"):
+            raise NotHereError("this Mezzo has no Session.capture")
+        captured = session.capture(lambda *inputs: work.loss(model, *inputs), *example)
+        return Contestant(lambda batch: captured(*batch), note)
+
+    def step(batch: Batch) -> Tensor:
+        with session.autocast():
+            loss = work.loss(model, *batch)
+        session.step(loss)
+        return loss
+
+    return Contestant(step, note)
+
+
+def _torch_amp(way: Way, model: nn.Module, work: Workload, example: Batch, device: str) -> Contestant:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(way.policy)
+    scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
+
+    def step(batch: Batch) -> Tensor:
+        with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
+            loss = work.loss(model, *batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return Contestant(step, "AdamW(fused=True)")
+
+
+def _accelerate(way: Way, model: nn.Module, work: Workload, example: Batch, device: str) -> Contestant:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)  # one process has one precision, and this is another case's process too
+    accelerator = Accelerator(mixed_precision=way.policy, cpu=device == "cpu")
+    plain = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    prepared, optimizer = accelerator.prepare(model, plain)
+
+    def step(batch: Batch) -> Tensor:
+        loss = work.loss(prepared, *batch)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(prepared.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Contestant(step, "AdamW(fused=True)")
+
+
+def _fabric(way: Way, model: nn.Module, work: Workload, example: Batch, device: str) -> Contestant:
+    from lightning.fabric import Fabric
+
+    precision: Any = {"fp16": "16-mixed", "bf16": "bf16-mixed"}[way.policy]
+    fabric = Fabric(accelerator=device, devices=1, precision=precision)
+    fused = way.policy != "fp16"  # Fabric refuses to clip with a fused optimizer and a loss scale
+    plain = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
+    prepared, optimizer = fabric.setup(model, plain)
+
+    def step(batch: Batch) -> Tensor:
+        loss = work.loss(prepared, *batch)
+        fabric.backward(loss)
+        fabric.clip_gradients(prepared, optimizer, max_norm=CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Contestant(step, f"AdamW({'fused' if fused else 'foreach'}=True)")

@@ -1,0 +1,321 @@
+"""A whole training step as CUDA graphs: forward, backward, loss scaling, clipping and the update in one replay.
+
+A small step spends its time launching kernels one by one. A graph launches what was recorded as a whole. What may differ
+from replay to replay has to be on the device, at fixed addresses:
+
+* inputs are copied into the memory that was captured; the loss that comes back is a copy;
+* loss scale, growth tracker, found_inf, norm, clip coefficient and step counts live there anyway (``scaling``, ``kernels``);
+* learning rate and the other settings of a group stand at the head of the kernels' tables and are sent again when they changed;
+* dropout and the like advance, because torch's generator hands every replay a new offset.
+
+Two graphs share a pool of memory: one adds a micro-batch's gradients up, one does so and updates. With ``accumulate=1`` the
+second is all there is, and its gradients are written rather than added. Graphs that share a pool may overwrite what another
+left behind: so what outlives a replay (gradients of a window, tables, norm and flag) is allocated outside.
+
+Before the capture the step is rehearsed: kernels compile, the optimizer's state is allocated, the update is told to skip. Buffers,
+scales and generators are then put back, so that the first replay is the first step.
+
+Limits: one process, one loss scale, mezzo's optimizers; random numbers from torch's default generator; no host reads in the
+forward pass or the loss; module hooks and Python side effects run at the capture and not again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from mezzo.engine.kernels.choice import choose
+from mezzo.engine.onepass import OnePass
+from mezzo.errors import SessionError
+
+if TYPE_CHECKING:
+    from mezzo.engine.session import Session
+
+REHEARSALS = 3
+"""Steps before a capture: cuDNN and cuBLAS choose kernels in the first, workspaces settle by the third."""
+
+
+class CudaGraphs:
+    """Rehearse on a stream of its own, as capturing needs, and capture into one pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Run what is inside on a side stream and put the generator back."""
+        state = torch.cuda.get_rng_state(self._device)
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.set_rng_state(state, self._device)
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Return a replay of what ``run`` enqueues, and what it returned."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a data loader's pinning thread may allocate while this one captures.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = run()
+        self._pool = graph.pool()
+        return graph.replay, outputs
+
+
+def graphs_for(device: torch.device) -> CudaGraphs:
+    """Return what captures on ``device``.
+
+    Raises:
+        SessionError: the device has no graphs.
+    """
+    if device.type != "cuda":
+        raise SessionError(
+            f"capture() for a model on {device.type}; allowed: cuda, which has graphs",
+            hint="train with step(loss): it runs the same kernels, launched one by one",
+        )
+    return CudaGraphs(device)
+
+
+class CapturedStep:
+    """Replay a session's training step; ``Session.capture`` makes it.
+
+    Calling it with a micro-batch does what ``autocast``, the forward pass and ``step`` do and returns the loss (or what
+    ``compute_loss`` returned, the loss first) in memory of its own.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        compute_loss: Callable[..., Any],
+        examples: tuple[Any, ...],
+        *,
+        other_shapes: Literal["error", "eager"],
+    ) -> None:
+        self._session, self._compute_loss, self._other_shapes = session, compute_loss, other_shapes
+        self._graphs = graphs_for(session.device)
+        leaves, self._structure = pytree.tree_flatten(examples)
+        self._inputs = [x.detach().to(session.device, copy=True) if isinstance(x, Tensor) else x for x in leaves]
+        self._replays: dict[bool, tuple[Callable[[], None], Any]] = {}
+        """By whether it updates: a graph's replay, and its outputs in the memory that it writes."""
+        self._norm, self._flag = torch.zeros_like(session._norm), torch.zeros((), device=session.device)
+        self._held: list[tuple[torch.nn.Parameter, Tensor]] = []
+        self._tables: list[Any] = []
+        self._kernels = _kernels_of(session)
+        with _as_before(session):
+            try:
+                self._rehearse()
+                self._capture()
+            except RuntimeError as error:
+                raise SessionError(
+                    f"the step could not be captured: {str(error).splitlines()[0]}",
+                    hint="the forward pass or the loss waits for the host (.item(), .cpu(), print, a boolean index) or allocates by "
+                    "what it reads; take that out, or train with step(loss)",
+                ) from error
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Train on one micro-batch, and update at the end of the window.
+
+        Raises:
+            SessionError: inputs differ from those captured in more than their values, or settings that were compiled in changed.
+        """
+        leaves, structure = pytree.tree_flatten(inputs)
+        difference = self._difference(leaves, structure)
+        if difference is not None:
+            return self._eager(inputs, difference)
+        session, window = self._session, self._session._window
+        if window.unscaled or window.weighted:
+            raise SessionError(
+                "captured step in a window that was unscaled or has micro-batches of given weights",
+                hint="call update() to close that window first",
+            )
+        if self._replaced != _replaced(session):
+            raise SessionError(
+                "optimizer state that the captured step knows was replaced, as load_state_dict() does",
+                hint="load first, then capture; or capture once more",
+            )
+        self._take_hold()
+        for mine, given in zip(self._inputs, leaves, strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given, non_blocking=True)
+        window.share(None, 0)
+        window.calls += 1
+        if window.calls < session.accumulate:
+            return self._replayed(updates=False)
+        session._schedules.settle()
+        for table in self._tables:
+            table.refresh()
+        result = self._replayed(updates=True)
+        session._norm = self._norm.clone()
+        session._found = self._flag if session.scales[0].checks else None
+        session._close(session.optimizers, self._flag, keep_gradients=bool(self._held))
+        return result
+
+    def _take_hold(self) -> None:
+        """Put the gradients that the graphs add to back where an update or a backward pass outside the graphs changed them."""
+        for parameter, gradient in self._held:
+            if parameter.grad is not gradient:
+                gradient.zero_() if parameter.grad is None else gradient.copy_(parameter.grad)
+                parameter.grad = gradient
+
+    def _replayed(self, *, updates: bool) -> Any:
+        replay, outputs = self._replays[updates]
+        replay()
+        return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs)
+
+    def _difference(self, leaves: list[Any], structure: Any) -> str | None:
+        """Say how inputs differ from those that were captured, None if only in their values."""
+        if structure != self._structure:
+            return f"inputs are arranged as {structure}; captured: {self._structure}"
+        for mine, given in zip(self._inputs, leaves, strict=True):
+            if not isinstance(mine, Tensor):
+                if given is not mine and given != mine:
+                    return f"an input that is no tensor is {given!r}; captured: {mine!r}"
+            elif mine.shape != given.shape or mine.dtype is not given.dtype:
+                return f"an input is {given.dtype} of shape {tuple(given.shape)}; captured: {mine.dtype} of {tuple(mine.shape)}"
+        return None
+
+    def _eager(self, inputs: tuple[Any, ...], difference: str) -> Any:
+        if self._other_shapes == "error":
+            raise SessionError(
+                f"captured step: {difference}",
+                hint="pad the batch or drop the last one of an epoch (drop_last=True), capture once more for this shape, "
+                "or capture with other_shapes='eager' to run such batches without a graph",
+            )
+        device = self._session.device
+        moved = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
+        outputs = self._forward(moved)
+        self._session.step(_loss_of(outputs))
+        return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
+
+    def _forward(self, inputs: tuple[Any, ...]) -> Any:
+        with (
+            self._session.autocast()
+        ):  # opened inside the capture: each weight is cast once a replay, from what it is then
+            return self._compute_loss(*inputs)
+
+    def _run(self) -> Any:
+        """Enqueue forward and backward pass of the captured inputs; return what the forward pass returned."""
+        outputs = self._forward(pytree.tree_unflatten(self._inputs, self._structure))
+        share = self._session._window.share(None, 0)
+        self._session._differentiate(_loss_of(outputs), share)
+        self._session._window.calls += 1
+        return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
+
+    def _run_and_update(self) -> Any:
+        outputs = self._run()
+        session = self._session
+        skipped = session._update_on_device(session.optimizers)
+        assert isinstance(skipped, Tensor)
+        self._flag.copy_(skipped)
+        self._norm.copy_(session._norm)
+        if self._held:
+            torch._foreach_zero_([gradient for _, gradient in self._held])
+        else:
+            _drop_gradients(session)
+        return outputs
+
+    def _rehearse(self) -> None:
+        session = self._session
+        with self._graphs.rehearsal():
+            for number in range(REHEARSALS):
+                session._open_window()
+                outputs = self._forward(pytree.tree_unflatten(self._inputs, self._structure))
+                session.processes.check_loss(_loss_of(outputs), first=number == 0)
+                session._differentiate(_loss_of(outputs), session._window.share(None, 0))
+                trained = [p for p in session._trained() if p.grad is not None]
+                if number + 1 < REHEARSALS:
+                    _drop_gradients(session)
+            with self._kernels.recording() as rehearsed:
+                session._update_on_device(session.optimizers, rehearsal=True)
+            self._tables = rehearsed
+        if session.accumulate > 1:
+            self._held = [(p, torch.zeros_like(p.grad)) for p in trained if p.grad is not None]
+        _drop_gradients(session)
+
+    def _capture(self) -> None:
+        session = self._session
+        for parameter, gradient in self._held:
+            parameter.grad = gradient
+        if session.accumulate > 1:
+            session._open_window()
+            self._replays[False] = self._graphs.capture(self._run)
+        session._open_window()
+        for _ in range(
+            session.accumulate - 1
+        ):  # the micro-batches before, so that the shares of a full window are averaged
+            session._window.share(None, 0)
+            session._window.calls += 1
+        with self._kernels.recording(self._tables) as self._tables:
+            self._replays[True] = self._graphs.capture(self._run_and_update)
+        for table in self._tables:
+            table.send()
+        self._replaced = _replaced(session)
+        torch._foreach_zero_([*(gradient for _, gradient in self._held), self._flag])
+
+
+def _loss_of(outputs: Any) -> Any:
+    return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+
+
+def _replaced(session: Session) -> list[Any]:
+    return [optimizer.replaced for optimizer in session.optimizers if isinstance(optimizer, OnePass)]
+
+
+def _drop_gradients(session: Session) -> None:
+    for parameter in session._trained():
+        parameter.grad = None
+
+
+@contextmanager
+def _as_before(session: Session) -> Iterator[None]:
+    """Put back what rehearsing and capturing change: buffers, scales, counts and the window."""
+    places = [*(b for model in session.models for b in model.buffers()), session._skips]
+    for holder in (*session.scales, session._floor):
+        places += [value for value in vars(holder).values() if isinstance(value, Tensor)]
+    saved, norm = [place.clone() for place in places], session._norm
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for place, value in zip(places, saved, strict=True):
+                place.copy_(value)
+        session._norm = norm
+        session._open_window()
+        _drop_gradients(session)
+
+
+def _kernels_of(session: Session) -> ModuleType:
+    """Return the kernels that can be captured.
+
+    Raises:
+        SessionError: the session is not one whose steps can be.
+    """
+    kernels, reason = choose(session.device.type)
+    wrong = None
+    if session._window.calls:
+        wrong = f"{session._window.calls} backward passes of an open window", "call update() first"
+    elif session.processes.several:
+        wrong = "several processes", "train with step(loss)"
+    elif len(session.scales) > 1:
+        wrong = f"num_losses={len(session.scales)}", "add the losses up, or train with backward and update"
+    elif not session._one_pass:
+        wrong = (
+            session._way_of_updating.reason,
+            "use mezzo.AdamW or mezzo.SGD and clip_norm: their updates need no host",
+        )
+    elif not hasattr(kernels, "recording"):
+        wrong = reason, "install a Triton that works here: its kernels take settings from the device"
+    if wrong is not None:
+        what, hint = wrong
+        raise SessionError(
+            f"capture() with {what}; allowed: one process, one loss scale, one-pass updates by Triton kernels, a closed window",
+            hint=hint,
+        )
+    return kernels

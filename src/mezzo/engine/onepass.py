@@ -1,0 +1,281 @@
+"""What one-pass optimizers have in common: masters and moments in their state, one kernel call a group.
+
+Every parameter's state is kept in the layout of its weight, in memory order: the kernels go through addresses. It is brought to a
+new layout, format or kind of moments when the parameter or its group changed since (``_fit``), so a model may be
+cast, moved to channels_last or loaded after the optimizer was built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.choice import choose
+from mezzo.engine.kernels.layout import dense, gradient_as, laid_out_as, refuse_gaps
+from mezzo.engine.kernels.moments import KINDS, SIGNED, as_fp32, begun, kept_as
+from mezzo.engine.kernels.split import join, split
+from mezzo.engine.shards import local, shared_as
+from mezzo.errors import SessionError
+from mezzo.formats import BF16, FP16, FP32
+
+_MASTERS = {FP16.dtype: FP32.dtype, BF16.dtype: torch.int16}
+"""What the masters of 16-bit weights are kept as."""
+_ALLOWED = (FP32.dtype, *_MASTERS)
+
+
+class OnePass(torch.optim.Optimizer):
+    """Keep masters and moments, and hand every group to the device's kernel in one call."""
+
+    _kernel: ClassVar[str]
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self.master_weights = True
+        """Whether 16-bit weights have FP32 masters; without, updates are rounded into the weights."""
+        self._sources: dict[nn.Parameter, Tensor] = {}
+        """FP32 values of weights that are about to be cast: masters begin from them."""
+        self._layouts: dict[int, tuple[Any, ...]] = {}
+        """By a parameter's id: format, strides, and names and kind of the moments that its state was made for."""
+        self._numbers: dict[nn.Parameter, int] = {}
+        self.replaced = 0
+        """How often tensors of the state were made or replaced: a captured step knows them by their addresses."""
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "master_weights": self.master_weights}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # from a pickle, a deep copy or load_state_dict
+        self._sources, self._layouts, self._numbers = {}, {}, {}
+        self.replaced = getattr(self, "replaced", 0) + 1
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do.
+
+        Raises:
+            SessionError: a parameter has a format that the kernels do not know.
+        """
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype not in _ALLOWED:
+                del self.param_groups[-1]
+                raise SessionError(
+                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; "
+                    f"allowed: {', '.join(str(d) for d in _ALLOWED)}",
+                    hint=f"use torch.optim.{type(self).__name__} for it",
+                )
+
+    def keep_masters(self) -> None:
+        """Take the FP32 weights down, before the model is cast to 16 bits.
+
+        Raises:
+            SessionError: a group asks for stochastic rounding, which is for weights without masters.
+        """
+        if any(group["rounding"] == "stochastic" for group in self.param_groups):
+            raise SessionError(
+                "rounding='stochastic' under a policy with master weights; allowed: policies without, as bf16-pure",
+                hint="leave rounding out: masters lose nothing; or choose the policy bf16-pure",
+            )
+        for parameter in self.parameters():
+            if parameter.dtype is FP32.dtype:
+                self._sources[parameter] = parameter.detach().clone()
+        self._layouts.clear()
+
+    def begin_masters(self) -> None:
+        """Begin the masters of weights that were cast since ``keep_masters``."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._sources and parameter.dtype is not FP32.dtype:
+                    self._state_of(parameter, group)
+        self._sources.clear()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all groups."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that an update would use, in their own formats.
+
+        Raises:
+            SessionError: a gradient is sparse.
+        """
+        return [dense(p.grad) for p in self.parameters() if p.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient.
+
+        Raises:
+            SessionError: a closure was given.
+        """
+        if closure is not None:
+            raise SessionError(
+                f"{type(self).__name__}.step() got a closure; it updates from the gradients that are there",
+                hint="call the closure yourself before step(), or use torch's optimizer of the same name",
+            )
+        device = self.parameters()[0].device
+        one, zero = torch.ones((), device=device), torch.zeros((), device=device)
+        self.update(one, zero)
+
+    @torch.no_grad()
+    def update(self, factor: Tensor, found_inf: Tensor) -> None:
+        """Update from scaled gradients, or leave everything as it is.
+
+        Args:
+            factor: FP32, no dimensions: what every gradient is multiplied by.
+            found_inf: FP32, no dimensions: above 0 nothing changes. Neither is read by the host.
+        """
+        self._opt_called = True  # what learning rate schedulers look at to see that the optimizer came first
+        for group in self.param_groups:
+            for device in {p.device: None for p in group["params"]}:
+                batch = self._batch(group, device)
+                if batch.weights:
+                    kernels, _ = choose(device.type)
+                    run = getattr(kernels, self._kernel)
+                    run(batch, self._settings(group), factor.to(device), found_inf.to(device))
+
+    def _batch(self, group: dict[str, Any], device: torch.device) -> Batch:
+        parameters = [p for p in group["params"] if p.grad is not None and p.device == device and local(p).numel()]
+        weights = [local(p) for p in parameters]
+        states = [self._state_of(p, group) for p in parameters]
+        stochastic = group["rounding"] == "stochastic"
+        return Batch(
+            weights=weights,
+            gradients=[gradient_as(w, local(p.grad)) for w, p in zip(weights, parameters, strict=True)],
+            masters=[s.get("master", w) for s, w in zip(states, weights, strict=True)],
+            steps=[s["step"] for s in states],
+            moments={name: [s[name] for s in states] for name in self._moments(group)},
+            numbers=self._numbers_of(parameters) if stochastic or group["moments"] != "fp32" else [],
+            stochastic=stochastic,
+        )
+
+    def _numbers_of(self, parameters: list[nn.Parameter]) -> list[int]:
+        if not all(p in self._numbers for p in parameters):
+            self._numbers = {p: number for number, p in enumerate(self.parameters())}
+        return [self._numbers[p] for p in parameters]
+
+    def _state_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        layout = (parameter.dtype, local(parameter).stride(), self._moments(group), group["moments"], group["rounding"])
+        if not state or self._layouts.get(id(parameter)) != layout:
+            self._fit(parameter, state, group)
+            self._layouts[id(parameter)] = layout
+        return state
+
+    def _fit(self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Begin a parameter's state, or bring it to the parameter's present format and strides."""
+        self.replaced += 1
+        moments, kind, weight = self._moments(group), group["moments"], local(parameter)
+        refuse_gaps(weight)
+        missing = [name for name in moments if name not in state]
+        if "step" not in state or "momentum_buffer" in missing:  # SGD tells a first buffer by its step
+            state["step"] = torch.zeros((), device=parameter.device)
+        for name in missing:
+            state[name] = begun(kind, weight)
+        kept_in = self._master_format(parameter, group)
+        if "master" in state and state["master"].dtype is not kept_in:  # of a format that the weight had before
+            del state["master"]
+        if kept_in is not None and "master" not in state:
+            source = self._sources.get(parameter)
+            self._set_master(parameter, weight.detach().float() if source is None else source)
+        for name in moments:
+            state[name] = self._fitted(parameter, state[name], kind, signed=name in SIGNED)
+        if "master" in state:
+            state["master"] = laid_out_as(weight, state["master"])
+
+    def _fitted(self, parameter: nn.Parameter, kept: Tensor, kind: str, *, signed: bool) -> Tensor:
+        """Return a moment in the format ``kind`` and with the parameter's strides: itself where it is so already."""
+        packed, weight = kept.dtype is KINDS["8bit"], local(parameter)
+        strides = self._layouts.get(id(parameter), (None, weight.stride()))[1]
+        if kept.dtype is KINDS[kind] and (not packed or strides == weight.stride()):
+            return kept if packed else laid_out_as(weight, kept)
+        values = as_fp32(kept, weight.shape, strides if packed else kept.stride(), signed=signed)
+        return kept_as(kind, laid_out_as(weight, values), signed=signed)
+
+    def _master_format(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.dtype | None:
+        """Return what a parameter's master is kept as, None where it has none."""
+        if group["rounding"] == "nearest":
+            return _MASTERS.get(parameter.dtype) if self.master_weights else None
+        if parameter.dtype is FP16.dtype:
+            raise SessionError(
+                f"rounding='stochastic' for a parameter of shape {tuple(parameter.shape)} in {parameter.dtype}; "
+                f"allowed: {BF16.dtype} and {FP32.dtype}",
+                hint="use the policy bf16-pure, or rounding='nearest' with master weights (fp16-master)",
+            )
+        return None
+
+    def _set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
+        if parameter.dtype is BF16.dtype:
+            high, low = split(values)
+            local(parameter).data.copy_(high)
+            self.state[parameter]["master"] = low
+        else:
+            local(parameter).data.copy_(values)
+            self.state[parameter]["master"] = values
+
+    def master(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's FP32 master, or None where it has none."""
+        kept = self.state.get(parameter, {}).get("master")
+        if kept is None:
+            return None
+        held = join(local(parameter).detach(), kept) if kept.dtype is torch.int16 else kept.detach()
+        return shared_as(parameter, held)
+
+    def set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Set a parameter and its master to FP32 ``values``, if it has one."""
+        if "master" in self.state.get(parameter, {}):
+            self._set_master(parameter, local(values.to(parameter.device, FP32.dtype, copy=True)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict: FP32 moments, and FP32 masters under ``master`` where there are any."""
+        saved: dict[str, Any] = super().state_dict()
+        for number, parameter in enumerate(self.parameters()):
+            state = saved["state"].get(number)
+            if state is not None:
+                saved["state"][number] = {name: self._saved(parameter, name, value) for name, value in state.items()}
+        return saved
+
+    def _saved(self, parameter: nn.Parameter, name: str, value: Any) -> Any:
+        if name == "master":
+            return self.master(parameter)
+        if not isinstance(value, Tensor) or name == "step":
+            return value
+        weight = local(parameter)
+        if value.dtype is not FP32.dtype:
+            strides = self._layouts.get(id(parameter), (None, weight.stride()))[1]
+            value = as_fp32(value, weight.shape, strides, signed=name in SIGNED)
+        return shared_as(parameter, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state that this class or torch's optimizer of the same name saved; moments and masters stay FP32."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        held = [(p, group) for group in self.param_groups for p in group["params"]]
+        for number, (parameter, group) in zip(numbers, held, strict=True):
+            given = state_dict["state"].get(number)
+            if given is None:
+                continue
+            state = self.state[parameter]
+            state.pop("master", None)
+            for name in [n for n, v in given.items() if isinstance(v, Tensor) and n not in ("step", "master")]:
+                # torch casts state to the parameter's format: in 16 bits the moments would lose what they are kept for.
+                state[name] = local(given[name].to(parameter.device, FP32.dtype, copy=True))
+            # torch's SGD counts no steps: with a buffer, the first is over.
+            step = torch.as_tensor(given.get("step", float("momentum_buffer" in state)), dtype=FP32.dtype)
+            state["step"] = step.to(parameter.device, copy=True)
+            if self._master_format(parameter, group) is not None:
+                master = given.get("master")
+                values = parameter.detach().float() if master is None else master
+                self._set_master(parameter, local(values.to(parameter.device, FP32.dtype, copy=True)))
+
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def _settings(self, group: dict[str, Any]) -> AdamWSettings | SGDSettings:
+        raise NotImplementedError
