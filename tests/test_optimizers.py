@@ -571,8 +571,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_ten_thousand_updates_follow_grad_scaler_and_float64() -> None:
-    generator = torch.Generator().manual_seed(1)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ten_thousand_updates_follow_grad_scaler_and_float64(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     start, goal = torch.randn(2, 64, generator=generator)
     slopes = torch.logspace(-2, 1, 64)
     half, single, exact = nn.Parameter(start.half()), nn.Parameter(start.clone()), nn.Parameter(start.double())
@@ -617,7 +618,7 @@ def test_ten_thousand_updates_follow_grad_scaler_and_float64() -> None:
     master = ours.master(half)
     assert master is not None
     apart, torch_s_apart = (float((w.double() - exact).norm().detach()) for w in (master, single))
-    assert 0 < apart <= torch_s_apart * 1.01, (apart, torch_s_apart)
+    assert 0 < apart <= torch_s_apart / 4, (apart, torch_s_apart)  # 1 - lr * decay in FP32 costs torch that much
     assert torch.equal(half, master.half())
 
 

@@ -60,8 +60,9 @@ def test_ten_steps_are_those_of_torch_s_optimizer(name: str, policy: str, option
         if sessions[0]._window.calls == 0:
             assert sessions[0].grad_norm == pytest.approx(sessions[1].grad_norm, rel=1e-5)
         for a, b in zip(*map(values, sessions), strict=True):
-            # A split master's BF16 weight is rounded otherwise at exact ties, so a forward pass may differ there.
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+            # torch's AdamW rounds weight decay's 1 - lr * decay to FP32 and errs by up to 3e-8 of the weight a step. A split master's
+            # BF16 weight is rounded otherwise at exact ties, so a forward pass may differ there.
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     assert max(float((a - b).abs().max()) for a, b in zip(values(sessions[0]), start, strict=True)) > 1e-3
 
 
@@ -167,7 +168,7 @@ def test_unscale_works_with_fp32_gradients() -> None:
         session.update()
         results.append(values(session))
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 def way(session: mezzo.Session) -> list[tuple[str, str]]:
@@ -193,7 +194,7 @@ def test_clip_value_takes_the_optimizer_s_own_step(name: str, policy: str) -> No
     for session in sessions:
         train(session, range(5))
     for a, b in zip(*map(values, sessions), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 @both

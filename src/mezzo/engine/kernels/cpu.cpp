@@ -78,7 +78,7 @@ struct Moment {
 };
 
 struct AdamWFloats {
-  float scale, keep, beta1, to_mean, beta2, to_square, step, root, eps;
+  float scale, decay, beta1, to_mean, beta2, to_square, step, root, eps;
 };
 
 // torch.lerp's two forms: with a small beta1 a large old mean must leave no rounding error behind.
@@ -99,7 +99,7 @@ void adamw_block(const float* __restrict__ g, float* __restrict__ p, float* __re
     if (kAmsgrad) top[i] = under = square > top[i] ? square : top[i];
     m[i] = mean;
     v[i] = square;
-    p[i] = p[i] * c.keep - c.step * (mean / (std::sqrt(under) / c.root + c.eps));
+    p[i] -= c.decay * p[i] + c.step * (mean / (std::sqrt(under) / c.root + c.eps));
   }
 }
 
@@ -150,7 +150,7 @@ struct AdamW {
   int32_t maximize, amsgrad;
 };
 
-// torch.optim.AdamW's update (Loshchilov & Hutter, arXiv:1711.05101), in FP32 in torch's order of operations. `steps` counts every
+// torch.optim.AdamW's update (Loshchilov & Hutter, arXiv:1711.05101), in FP32; the weight is rounded once an update, in torch twice. `steps` counts every
 // tensor's own updates: bias corrections are right for parameters that join later or miss a gradient.
 void mezzo_adamw(int64_t count, void* const* weights, const void* const* gradients, void* const* masters, void* const* means,
                  void* const* squares, void* const* largest, float* const* steps, const int64_t* sizes,
@@ -165,7 +165,7 @@ void mezzo_adamw(int64_t count, void* const* weights, const void* const* gradien
   for (int64_t t = 0; t < count; ++t) {
     const double step = *steps[t] += 1.0f;
     constants[static_cast<size_t>(t)] = {s.maximize ? -*factor : *factor,
-                                         static_cast<float>(1.0 - s.lr * s.weight_decay),
+                                         static_cast<float>(s.lr * s.weight_decay),
                                          static_cast<float>(s.beta1),
                                          static_cast<float>(1.0 - s.beta1),
                                          static_cast<float>(s.beta2),

@@ -59,7 +59,7 @@ def adamw_kernel(
         beta1, beta2 = setting(settings, 3), setting(settings, 4)
         length = (lr / (1.0 - tl.exp(step.to(tl.float64) * setting(settings, 6)))).to(tl.float32)
         root = tl.sqrt(1.0 - tl.exp(step.to(tl.float64) * setting(settings, 7))).to(tl.float32)
-        keep = (1.0 - lr * setting(settings, 1)).to(tl.float32)
+        decay = (lr * setting(settings, 1)).to(tl.float32)
         g = read(gradients, tensor, at, inside, GRADIENT).to(tl.float32) * (tl.load(factor) * sign)
         m = open_moment(means, sizes, tensor, at, inside, True, MOMENT)
         v = open_moment(squares, sizes, tensor, at, inside, False, MOMENT)
@@ -72,7 +72,7 @@ def adamw_kernel(
         if AMSGRAD:
             v = tl.maximum(v, open_moment(largest, sizes, tensor, at, inside, False, MOMENT))
             close_moment(largest, sizes, tensor, at, inside, v, for_second(h), False, MOMENT, BLOCK)
-        p = p * keep - length * (m / (tl.sqrt(v) / root + setting(settings, 5).to(tl.float32)))
+        p -= decay * p + length * (m / (tl.sqrt(v) / root + setting(settings, 5).to(tl.float32)))
         close_master(weights, masters, tensor, at, inside, p, h, WEIGHT, KIND)
 
 

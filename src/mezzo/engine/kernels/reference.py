@@ -37,7 +37,8 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
         exact = step.double()
         root = (1 - s.beta2**exact).sqrt().float()
         length = (s.lr / (1 - s.beta1**exact)).float()
-        updated = master * (1 - s.lr * s.weight_decay) - length * (mean / (_root(square) / root + s.eps))
+        # One rounding of the weight, where torch has two: master * (1 - lr * decay) - ... loses what the second one keeps.
+        updated = master - (s.lr * s.weight_decay * master + length * (mean / (_root(square) / root + s.eps)))
         _close(batch, i, updated, step, new, found_inf)
 
 
