@@ -18,7 +18,9 @@ from mezzo.errors import ScaleFloorError, SessionError
 
 FP32 = torch.float32
 OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "AdamW": (mezzo.AdamW, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
+    # Without decay: torch rounds 1 - lr * decay to FP32 and errs by up to 3e-8 of a weight a step, which FP16 forward passes amplify.
+    # What ours does with it is held against float64 (test_kernels, test_optimizers).
+    "AdamW": (mezzo.AdamW, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
     "SGD": (mezzo.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}),
 }
 both = pytest.mark.parametrize("name", list(OPTIMIZERS))
@@ -60,9 +62,8 @@ def test_ten_steps_are_those_of_torch_s_optimizer(name: str, policy: str, option
         if sessions[0]._window.calls == 0:
             assert sessions[0].grad_norm == pytest.approx(sessions[1].grad_norm, rel=1e-5)
         for a, b in zip(*map(values, sessions), strict=True):
-            # torch's AdamW rounds weight decay's 1 - lr * decay to FP32 and errs by up to 3e-8 of the weight a step. A split master's
-            # BF16 weight is rounded otherwise at exact ties, so a forward pass may differ there.
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+            # A split master's BF16 weight is rounded otherwise at exact ties, so a forward pass may differ there.
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
     assert max(float((a - b).abs().max()) for a, b in zip(values(sessions[0]), start, strict=True)) > 1e-3
 
 
@@ -157,7 +158,7 @@ def test_unscale_is_refused_with_16_bit_gradients() -> None:
 def test_unscale_works_with_fp32_gradients() -> None:
     results = []
     for cls in (mezzo.AdamW, torch.optim.AdamW):
-        session = build(cls, "fp16", {"lr": 1e-2})
+        session = build(cls, "fp16", {"lr": 1e-2, "weight_decay": 0.0})
         with session.autocast():
             loss = session.models[0](torch.ones(2, 6)).square().mean()
         session.backward(loss)
@@ -168,7 +169,7 @@ def test_unscale_works_with_fp32_gradients() -> None:
         session.update()
         results.append(values(session))
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
 
 
 def way(session: mezzo.Session) -> list[tuple[str, str]]:
@@ -194,7 +195,7 @@ def test_clip_value_takes_the_optimizer_s_own_step(name: str, policy: str) -> No
     for session in sessions:
         train(session, range(5))
     for a, b in zip(*map(values, sessions), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
 
 
 @both
