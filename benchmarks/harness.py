@@ -70,7 +70,7 @@ def report(name: str, rows: list[tuple[str, str, str]], data: dict[str, Any]) ->
 
 def chosen(argv: list[str]) -> list[str]:
     """Return the names of the benchmarks to run: those in ``argv``, or all that need no GPU."""
-    return argv or ["emulation", "session_overhead", "startup", "optimizers", "whole_step"]
+    return argv or ["emulation", "session_overhead", "startup", "optimizers", "low_memory", "float64", "whole_step"]
 
 
 if __name__ == "__main__":

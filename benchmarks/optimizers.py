@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -110,10 +111,10 @@ def hand(shapes: list[torch.Size]) -> Callable[[], None]:
     return update
 
 
-def one_pass(shapes: list[torch.Size], kernels: object | None) -> Callable[[], None]:
-    """Return the update as a session does it, with the chosen kernels or the given ones."""
+def one_pass(shapes: list[torch.Size], kernels: object | None, **settings: Any) -> Callable[[], None]:
+    """Return the update as a session does it, with the chosen kernels or the given ones, and settings of the optimizer."""
     weights = _weights(shapes)
-    optimizer, scale = AdamW(weights, lr=1e-4), DynamicScale(2.0**11)
+    optimizer, scale = AdamW(weights, lr=1e-4, **settings), DynamicScale(2.0**11)
     chosen = choose("cpu")[0] if kernels is None else kernels
 
     def update() -> None:

@@ -231,7 +231,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from mezzo.engine.kernels import gpu, reference
 from test_low_memory import COMBINATIONS, assert_same, trained
-gpu.CHUNK = 1024
+gpu.CHUNK = 1024  # before the first table
 for case in COMBINATIONS:
     results = [trained(kernels, *case, updates=2, shapes=[(7, 5), (1100,)]) for kernels in (gpu, reference)]
     assert_same(*results)

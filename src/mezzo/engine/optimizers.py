@@ -23,7 +23,7 @@ from torch import Tensor
 from mezzo.engine.kernels.batch import AdamWSettings, SGDSettings
 from mezzo.engine.kernels.moments import KINDS
 from mezzo.engine.onepass import OnePass
-from mezzo.errors import PolicyError
+from mezzo.errors import PolicyError, SessionError
 
 
 class AdamW(OnePass):
@@ -73,7 +73,7 @@ class AdamW(OnePass):
         beta1, beta2 = group["betas"]
         own = {name: group[name] for name in ("eps", "weight_decay", "amsgrad", "maximize")}
         now = functools.partial(self._settings, group)
-        return AdamWSettings(lr=float(group["lr"]), beta1=beta1, beta2=beta2, now=now, **own)
+        return AdamWSettings(lr=_rate(group), beta1=beta1, beta2=beta2, now=now, **own)
 
 
 class SGD(OnePass):
@@ -125,7 +125,17 @@ class SGD(OnePass):
 
     def _settings(self, group: dict[str, Any]) -> SGDSettings:
         own = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-        return SGDSettings(lr=float(group["lr"]), now=functools.partial(self._settings, group), **own)
+        return SGDSettings(lr=_rate(group), now=functools.partial(self._settings, group), **own)
+
+
+def _rate(group: dict[str, Any]) -> float:
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        raise SessionError(
+            f"lr is a tensor on {lr.device}; allowed: a number, or a tensor on the CPU",
+            hint="pass a number: it is sent to the device when it changes, and nothing waits for it",
+        )
+    return float(lr)
 
 
 def _check_range(**settings: tuple[float, float, float | None]) -> None:

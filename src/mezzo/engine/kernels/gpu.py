@@ -15,6 +15,7 @@ a GPU is for ``benchmarks/`` to show.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -41,8 +42,20 @@ _SETTINGS = 8
 Settings = AdamWSettings | SGDSettings
 
 
+@functools.lru_cache(maxsize=256)
+def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return (tensor, start) of every chunk of tensors of these sizes, on the device.
+
+    Made once: 110 M parameters have 27,000, and writing them down each time would take longer than the update.
+    """
+    numbers = [number for i, size in enumerate(sizes) for start in range(0, size, CHUNK) for number in (i, start)]
+    chunks = torch.empty(len(numbers), dtype=torch.int64, device=device)
+    _send(numbers, chunks)
+    return chunks
+
+
 class Table:
-    """Hold what a launch reads on the device: settings, then addresses of every list, numbers, sizes and chunks; all int64."""
+    """Hold what a launch reads on the device: settings, then addresses of every list, numbers and sizes; all int64."""
 
     def __init__(
         self,
@@ -54,11 +67,11 @@ class Table:
         """Lay the table out in new memory, or in that of another table of this length."""
         first = lists[0]
         sizes = [t.numel() for t in first]
-        chunks = [number for i, size in enumerate(sizes) for start in range(0, size, CHUNK) for number in (i, start)]
         rows = [t.data_ptr() for tensors in lists for t in tensors]
         self.settings = settings
-        self.programs = len(chunks) // 2
-        self._rows = [*_head(settings), *rows, *numbers, *sizes, *chunks]
+        self.chunks = _chunks(tuple(sizes), first[0].device)
+        self.programs = len(self.chunks) // 2
+        self._rows = [*_head(settings), *rows, *numbers, *sizes]
         self.memory = (
             torch.empty(len(self._rows), dtype=torch.int64, device=first[0].device) if memory is None else memory
         )
@@ -67,7 +80,7 @@ class Table:
         count = len(first)
         self.addresses = [rest[i * count : (i + 1) * count] for i in range(len(lists))]
         rest = rest[len(lists) * count :]
-        self.numbers, self.sizes, self.chunks = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        self.numbers, self.sizes = rest[:count], rest[count:]
 
     def send(self) -> None:
         """Send everything to the device, without waiting for it."""
