@@ -22,13 +22,13 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu import kernels, timing, worker  # noqa: E402
-from benchmarks.gpu.__main__ import main, supervise  # noqa: E402
-from benchmarks.gpu.cases import LARGE, LOST, POLICIES, SMALL, Case, Way, plan  # noqa: E402
-from benchmarks.gpu.results import Results, markdown  # noqa: E402
-from benchmarks.gpu.timing import TINY, Roofs  # noqa: E402
-from benchmarks.gpu.ways import Contestant, build  # noqa: E402
-from benchmarks.gpu.workloads import workload  # noqa: E402
+from benchmarks.contest import kernels, timing, worker  # noqa: E402
+from benchmarks.contest.cases import LARGE, LOST, POLICIES, SMALL, Case, Way, plan  # noqa: E402
+from benchmarks.contest.results import Results, markdown  # noqa: E402
+from benchmarks.contest.timing import TINY, Roofs  # noqa: E402
+from benchmarks.contest.ways import Contestant, build  # noqa: E402
+from benchmarks.contest.workloads import workload  # noqa: E402
+from benchmarks.gpu import main, supervise  # noqa: E402
 
 LOOP = Way("torch.amp", "fp32")
 CASE = Case("case", "training", 1, "tiny_convnet", 4, (LOOP, Way("mezzo", "fp32"), Way("mezzo", "fp16")), LOOP)

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import kernels, timing
-from benchmarks.gpu.cases import LOST, Case, Way, plan
-from benchmarks.gpu.results import Results
-from benchmarks.gpu.timing import FULL, TINY, Memory, Roofs, set_precision
-from benchmarks.gpu.ways import Contestant, NotHereError, build
-from benchmarks.gpu.workloads import Workload, workload
+from benchmarks.contest import kernels, timing
+from benchmarks.contest.cases import LOST, Case, Way, plan
+from benchmarks.contest.results import Results
+from benchmarks.contest.timing import FULL, TINY, Memory, Roofs, set_precision
+from benchmarks.contest.ways import Contestant, NotHereError, build
+from benchmarks.contest.workloads import Workload, workload
 from mezzo.devices import cpu_name
 from mezzo.measure.flops import FlopCounter
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from benchmarks.gpu.cases import Way
-from benchmarks.gpu.workloads import Workload
+from benchmarks.contest.cases import Way
+from benchmarks.contest.workloads import Workload
 from mezzo.devices import this_device
 
 LEARNING_RATE, CLIP = 1e-4, 1.0
@@ -56,8 +56,6 @@ def _mezzo(way: Way, model: nn.Module, work: Workload, example: Batch, device: s
     reasons = {choice.what: choice.value for choice in session.explain()}
     note = f"update: {reasons['update']}" + ("; emulated arithmetic" if session.casting.emulates else "")
     if "captured" in way.mode:
-        if not hasattr(session, "capture"):
-            raise NotHereError("this Mezzo has no Session.capture")
         captured = session.capture(lambda *inputs: work.loss(model, *inputs), *example)
         return Contestant(lambda batch: captured(*batch), note)
 

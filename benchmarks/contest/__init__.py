@@ -1,6 +1,6 @@
 """Mezzo beside a hand-written torch.amp loop, Accelerate and Lightning Fabric on one GPU, in a fixed number of minutes.
 
-``PYTHONPATH=src python -m benchmarks.gpu --minutes 8`` from the root of the repository; needs torch, and takes timm, transformers,
+``python benchmarks/gpu.py --minutes 8`` from the root of the repository; needs torch, and takes timm, transformers,
 accelerate and lightning where they are installed. Every model is built from a configuration: nothing is downloaded.
 
 What is equal for all ways: the model's first weights, the batches (made on the device, four in turn), AdamW with the same settings,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import mezzo
-from benchmarks.gpu.timing import Roofs, Sizes, block_ms, steps_for
+from benchmarks.contest.timing import Roofs, Sizes, block_ms, steps_for
 from mezzo.engine.kernels.choice import choose
 
 Passes: TypeAlias = dict[str, tuple[Callable[[], Any], int]]

@@ -1,4 +1,4 @@
-"""Start the process that measures, and end it in time: ``PYTHONPATH=src python -m benchmarks.gpu --minutes 8``.
+"""Start the process that measures, and end it in time: ``python benchmarks/gpu.py --minutes 8``.
 
 Rows are on disk as soon as they are measured (``gpu-DATE.jsonl``, and a table in ``gpu-DATE.md``). A case that would not fit into the
 time left is a row that says so; name it with ``--only`` to measure it in another run. Where a kernel takes the GPU's context down,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -17,10 +18,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import LOST, plan
-from benchmarks.gpu.results import Results
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = [str(ROOT), str(ROOT / "src")]  # a GPU machine is lent with torch, not with Mezzo installed
+sys.path[:0] = SOURCES
 
-ROOT = Path(__file__).parent.parent.parent
+from benchmarks.contest.cases import LOST, plan  # noqa: E402
+from benchmarks.contest.results import Results  # noqa: E402
+
 MARGIN_S = 10.0
 """Kept back to end the process and write the table."""
 
@@ -37,8 +41,10 @@ def main(argv: list[str]) -> int:
     results = Results(args.out.resolve() / name)
     end = started + 60 * args.minutes - MARGIN_S
     settings = {"device": args.device, "tiny": args.tiny, "only": args.only, "deadline": end}
-    settings |= {"results": str(results.path), "command": shlex.join(["python", "-m", "benchmarks.gpu", *argv])}
-    code = supervise([sys.executable, "-m", "benchmarks.gpu.worker", json.dumps(settings)], results, end, args.minutes)
+    settings |= {"results": str(results.path), "command": shlex.join(["python", "benchmarks/gpu.py", *argv])}
+    code = supervise(
+        [sys.executable, "-m", "benchmarks.contest.worker", json.dumps(settings)], results, end, args.minutes
+    )
     print(results.write_markdown().read_text(encoding="utf-8"))
     print(results.path)
     return code
@@ -47,8 +53,9 @@ def main(argv: list[str]) -> int:
 def supervise(command: list[str], results: Results, end: float, minutes: float) -> int:
     """Run ``command`` until it ends or time does; again while it dies in another case each time."""
     seen = -1
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])}
     while True:
-        process = subprocess.Popen(command, cwd=ROOT)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
             code = process.wait(timeout=max(1.0, end - time.time()))
         except subprocess.TimeoutExpired:
@@ -73,7 +80,7 @@ def _close(results: Results, status: str, why: str) -> None:
 
 
 def _parse(argv: list[str]) -> Any:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python benchmarks/gpu.py", description=__doc__)
     parser.add_argument("--minutes", type=float, default=8.0, help="budget of the whole run")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
