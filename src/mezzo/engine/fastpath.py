@@ -55,7 +55,6 @@ class _Case:
     """Whether the policy's 16-bit or 8-bit format is multiplied by the device's own units."""
     fixed_shapes: bool
     compile: bool
-    captured: bool
 
 
 def fast_path(
@@ -65,7 +64,6 @@ def fast_path(
     device: Device | str | None = None,
     fixed_shapes: bool = True,
     compile: bool = False,
-    captured: bool = False,
     apply: bool = False,
 ) -> list[Choice]:
     """Return which switches pay for ``model`` under a policy on a device, each with a figure; bring them about if asked.
@@ -80,7 +78,6 @@ def fast_path(
             The model's own device if left out.
         fixed_shapes: whether every step has inputs of the same shapes.
         compile: compile the model with torch.compile, in place.
-        captured: whether steps will be captured as CUDA graphs.
         apply: bring about what was chosen.
 
     Raises:
@@ -92,7 +89,7 @@ def fast_path(
     kind = device_of(list(model.parameters())).type
     where = device if isinstance(device, Device) else this_device(device or ("cpu" if kind == "meta" else kind))
     native = asked.lowers and asked.arithmetic_on(where)[0] == "native"
-    case = _Case(model, asked, where, native, fixed_shapes, compile, captured)
+    case = _Case(model, asked, where, native, fixed_shapes, compile)
     switches = [decide(case) for decide in (_channels_last, _cudnn_benchmark, _tf32, _compile, _cast_cache)]
     for switch in switches:
         if apply and switch.turn is not None:
@@ -232,16 +229,11 @@ def _cast_cache(case: _Case) -> _Switch:
     if case.policy.casting != "ops":
         kept = "kept in 16 bits" if case.policy.casting == "model" else "not cast"
         return _switch(what, "not used", f"weights are {kept}")
-    again = f"a further use of a weight costs 6 bytes of traffic an element; {shared} weights have several users"
-    if not case.captured:
-        return _switch(what, "on", f"a weight is cast once in a forward pass; {again}")
-    if case.device.kind != "cuda":
-        return _switch(what, "on", f"only CUDA captures graphs, and the device is {case.device.kind}")
     reason = (
-        "a cast kept from outside a captured graph would be read at every replay, whatever the weight is by then "
-        f"(NVIDIA's guide to CUDA graphs asks for it); {again}"
+        f"a weight is cast once in a forward pass; a further use costs 6 bytes of traffic an element; {shared} weights have several "
+        "users. In a captured step too: its region opens inside the graph, so no cast from outside is read at every replay"
     )
-    return _switch(what, "off", reason, lambda: torch.set_autocast_cache_enabled(False))
+    return _switch(what, "on", reason)
 
 
 def _shared_weights(model: nn.Module) -> int:
