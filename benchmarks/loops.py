@@ -1,0 +1,71 @@
+"""The training loops that are compared: written by hand with torch.amp, and with a session; and how many calls each makes."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from benchmarks.models import mlp
+
+STEPS, LR = 30, 1e-4
+Loop = Callable[[], None]
+
+
+def by_hand(dtype: torch.dtype, clip: float | None) -> Loop:
+    """Return 30 steps of autocast, GradScaler (for FP16) and clipping as torch's documentation writes them."""
+    model, loss_of = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=dtype):
+            loss = loss_of(model)
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return _repeated(step)
+
+
+def with_session(policy: str, optimizer: Callable[..., Any], clip: float | None) -> Loop:
+    """Return 30 steps of a session with an optimizer class, torch's or Mezzo's."""
+    model, loss_of = mlp()
+    session = mezzo.Session(model, optimizer(model.parameters(), lr=LR), policy=policy, clip_norm=clip)
+
+    def step() -> None:
+        with session.autocast():
+            loss: Tensor = loss_of(model)
+        session.step(loss)
+
+    return _repeated(step)
+
+
+def _repeated(step: Callable[[], None]) -> Loop:
+    def run() -> None:
+        for _ in range(STEPS):
+            step()
+
+    return run
+
+
+def profile(run: Loop) -> pstats.Stats:
+    """Return where the calls of a loop go, after one run to warm up."""
+    run()
+    watch = cProfile.Profile()
+    watch.runcall(run)
+    return pstats.Stats(watch)
+
+
+def calls_a_step(run: Loop) -> float:
+    """Return the Python and C calls of one step."""
+    return profile(run).total_calls / STEPS  # type: ignore[attr-defined,no-any-return]
