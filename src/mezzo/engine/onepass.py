@@ -92,7 +92,8 @@ class OnePass(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter in self._sources and parameter.dtype is not FP32.dtype:
-                    self._state_of(parameter, group)
+                    kind = (self._moments(group), group["moments"], group["rounding"])
+                    self._state_of(parameter, local(parameter), kind, group)
         self._sources.clear()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -141,16 +142,18 @@ class OnePass(torch.optim.Optimizer):
                     run(batch, self._settings(group), factor.to(device), found_inf.to(device))
 
     def _batch(self, group: dict[str, Any], device: torch.device) -> Batch:
-        parameters = [p for p in group["params"] if p.grad is not None and p.device == device and local(p).numel()]
-        weights = [local(p) for p in parameters]
-        states = [self._state_of(p, group) for p in parameters]
+        held = [(p, local(p)) for p in group["params"] if p.grad is not None and p.device == device]
+        held = [(p, w) for p, w in held if w.numel()]
+        parameters, weights = [p for p, _ in held], [w for _, w in held]
+        kind = (self._moments(group), group["moments"], group["rounding"])
+        states = [self._state_of(p, w, kind, group) for p, w in held]
         stochastic = group["rounding"] == "stochastic"
         return Batch(
             weights=weights,
-            gradients=[gradient_as(w, local(p.grad)) for w, p in zip(weights, parameters, strict=True)],
+            gradients=[gradient_as(w, local(p.grad)) for p, w in held],
             masters=[s.get("master", w) for s, w in zip(states, weights, strict=True)],
             steps=[s["step"] for s in states],
-            moments={name: [s[name] for s in states] for name in self._moments(group)},
+            moments={name: [s[name] for s in states] for name in kind[0]},
             numbers=self._numbers_of(parameters) if stochastic or group["moments"] != "fp32" else [],
             stochastic=stochastic,
         )
@@ -160,9 +163,11 @@ class OnePass(torch.optim.Optimizer):
             self._numbers = {p: number for number, p in enumerate(self.parameters())}
         return [self._numbers[p] for p in parameters]
 
-    def _state_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+    def _state_of(
+        self, parameter: nn.Parameter, weight: Tensor, kind: tuple[Any, ...], group: dict[str, Any]
+    ) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
-        layout = (parameter.dtype, local(parameter).stride(), self._moments(group), group["moments"], group["rounding"])
+        layout = (weight.dtype, weight.stride(), kind)
         if not state or self._layouts.get(id(parameter)) != layout:
             self._fit(parameter, state, group)
             self._layouts[id(parameter)] = layout
