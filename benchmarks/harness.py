@@ -70,7 +70,16 @@ def report(name: str, rows: list[tuple[str, str, str]], data: dict[str, Any]) ->
 
 def chosen(argv: list[str]) -> list[str]:
     """Return the names of the benchmarks to run: those in ``argv``, or all that need no GPU."""
-    return argv or ["emulation", "session_overhead", "startup", "optimizers", "low_memory", "float64", "whole_step"]
+    return argv or [
+        "emulation",
+        "session_overhead",
+        "startup",
+        "optimizers",
+        "low_memory",
+        "float64",
+        "whole_step",
+        "audit",
+    ]
 
 
 if __name__ == "__main__":

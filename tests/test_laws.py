@@ -46,6 +46,7 @@ MAY_IMPORT = {
 }
 
 PINNED_EXPORTS = [
+    "audit",
     "AdamW",
     "Choice",
     "DynamicScale",
@@ -63,7 +64,9 @@ PINNED_EXPORTS = [
     "SessionError",
     "StaticScale",
     "UnsupportedFormatError",
+    "diagnose",
     "fast_path",
+    "ranges",
     "read_record",
 ]
 MAX_EXPORTS = 24

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mezzo.diagnose.audit import audit
     from mezzo.engine.checks import PrecisionWarning
     from mezzo.engine.fastpath import fast_path
     from mezzo.engine.optimizers import SGD, AdamW
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
         UnsupportedFormatError,
     )
     from mezzo.explain import Choice
+    from mezzo.launch.callables import ranges
+    from mezzo.launch.diagnosing import diagnose
     from mezzo.policy import Policy
     from mezzo.records import read_record
 
@@ -47,7 +50,10 @@ _HOMES = {
     "SessionError": "mezzo.errors",
     "StaticScale": "mezzo.engine.scaling",
     "UnsupportedFormatError": "mezzo.errors",
+    "diagnose": "mezzo.launch.diagnosing",
     "fast_path": "mezzo.engine.fastpath",
+    "ranges": "mezzo.launch.callables",
+    "audit": "mezzo.diagnose.audit",
     "read_record": "mezzo.records",
 }
 
@@ -69,7 +75,10 @@ __all__ = [
     "SessionError",
     "StaticScale",
     "UnsupportedFormatError",
+    "audit",
+    "diagnose",
     "fast_path",
+    "ranges",
     "read_record",
 ]
 

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from mezzo.cli import compare, doctor, report, run
+from mezzo.cli import audit, compare, diagnose, doctor, ranges, report, run
 from mezzo.errors import MezzoError
 
 app = typer.Typer(
@@ -24,6 +24,9 @@ _SCRIPT = {"allow_interspersed_args": False}
 app.command("doctor")(doctor.doctor)
 app.command("run", context_settings=_SCRIPT)(run.run)
 app.command("compare", context_settings=_SCRIPT)(compare.compare)
+app.command("audit", context_settings=_SCRIPT)(audit.audit)
+app.command("diagnose", context_settings=_SCRIPT)(diagnose.diagnose)
+app.command("ranges", context_settings=_SCRIPT)(ranges.ranges)
 app.command("report")(report.report)
 
 

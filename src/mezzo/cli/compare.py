@@ -93,18 +93,10 @@ def _request(
     as_module: bool,
     folder: Path,
 ) -> Request:
-    from mezzo.launch.request import Request
 
     place = folder / f"{text.replace(':', '_').replace('*', '_')[:80]}-seed{seed}"
-    return Request(
-        target=target,
-        kind="module" if as_module else "script",
-        arguments=tuple(arguments or ()),
-        policy=text,
-        seed=seed,
-        metric=metric,
-        record_path=str(place / "record.json"),
-        command=("mezzo", *sys.argv[1:]),
+    return options.request_for(
+        target, arguments, as_module=as_module, policy=text, folder=place, seed=seed, metric=metric
     )
 
 

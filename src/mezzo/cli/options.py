@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mezzo.records import CompareRecord, DoctorRecord, RunRecord
+    from mezzo.launch.request import Request
+    from mezzo.records import AnyRecord
 
 Target: TypeAlias = Annotated[
     str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: a module's name).")
@@ -54,14 +56,45 @@ def new_folder(out: Path | None, name: str) -> Path:
     return folder
 
 
+def folder_of_rank(out: Path | None, name: str) -> Path:
+    """Return the folder for the records of this process of a distributed run: rank 0's, or one named after another rank."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        return new_folder(out, name)
+    return new_folder(None if out is None else out / f"rank{rank}", f"{name}-rank{rank}")
+
+
 def _unused(folder: Path) -> Path:
     candidates = (folder.with_name(f"{folder.name}-{n}") for n in range(2, 10_000))
     return folder if not folder.exists() else next(c for c in candidates if not c.exists())
 
 
-def finish(
-    record: RunRecord | CompareRecord | DoctorRecord, folder: Path, *, as_json: bool, stderr: bool = False
-) -> None:
+def request_for(
+    target: str,
+    arguments: list[str] | None,
+    *,
+    as_module: bool,
+    policy: str,
+    folder: Path,
+    as_json: bool = False,
+    **more: Any,
+) -> Request:
+    """Return what a child process is to run, its record in ``folder``."""
+    from mezzo.launch.request import Request
+
+    return Request(
+        target=target,
+        kind="module" if as_module else "script",
+        arguments=tuple(arguments or ()),
+        policy=policy,
+        record_path=str(folder / "record.json"),
+        command=("mezzo", *sys.argv[1:]),
+        output_to_stderr=as_json,
+        **more,
+    )
+
+
+def finish(record: AnyRecord, folder: Path, *, as_json: bool, stderr: bool = False) -> None:
     """Write ``record.json`` and ``report.html``, and show the record as text or as JSON."""
     from mezzo.records import write_record
     from mezzo.report.html import write_html

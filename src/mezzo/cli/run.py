@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +26,7 @@ def run(
 
     Output, exit code and Ctrl-C pass through. The summary goes to standard error.
     """
-    from mezzo.launch.request import AS_IS, Request
+    from mezzo.launch.request import AS_IS
     from mezzo.launch.runner import check_target, run_child
     from mezzo.policy import Policy
 
@@ -35,16 +34,8 @@ def run(
     text = policy if policy == AS_IS else str(Policy.of(policy))
     check_target(target, module=as_module)
     folder = options.new_folder(out, f"{Path(target).stem}-{text}")
-    request = Request(
-        target=target,
-        kind="module" if as_module else "script",
-        arguments=tuple(arguments or ()),
-        policy=text,
-        seed=seed,
-        metric=metric,
-        record_path=str(folder / "record.json"),
-        command=("mezzo", *sys.argv[1:]),
-        output_to_stderr=as_json,
+    request = options.request_for(
+        target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json, seed=seed, metric=metric
     )
     record = run_child(request)
     options.finish(record, folder, as_json=as_json, stderr=True)

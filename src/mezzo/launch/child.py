@@ -6,6 +6,7 @@ Called as ``python -m mezzo.launch.child REQUEST`` with the request as JSON. The
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures.thread
 import hashlib
 import importlib.util
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
 
     policy = None if request.policy == AS_IS else Policy.of(request.policy)
     started = time.perf_counter()
-    with switched(policy, seed=request.seed) as (run, look):
+    with switched(policy, seed=request.seed, diagnosis=request.diagnosis) as (run, look):
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: run.num_updates) if request.metric else None
         exit_code, error = _run_script(request, reader)
@@ -47,6 +48,9 @@ def main(argv: list[str]) -> int:
         exit_code, error = _guarded(run.close_update, before=(exit_code, error))
         if exit_code == 0 and not len(run.recorder):
             error = _never_trained(request)
+            exit_code = error.exit_code
+        elif exit_code == 0 and run.diagnosis is not None and not run.diagnosis.watched:
+            error = _too_short(request, len(run.recorder))
             exit_code = error.exit_code
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cost the record
     device = run.device_type or "cpu"
@@ -67,10 +71,23 @@ def main(argv: list[str]) -> int:
         exit_code=exit_code,
         error=_sentence(error),
     )
-    write_record(record, path)
+    write_record(record if run.diagnosis is None else run.diagnosis.record(record), path)
     if isinstance(error, MezzoError):
         print(f"mezzo: {error}", file=sys.stderr)
+    if run.diagnosis is not None and any(t.daemon for t in threading.enumerate()):
+        _leave_at_once(exit_code)
     return exit_code
+
+
+def _leave_at_once(exit_code: int) -> None:
+    """End the process with a script's daemon threads still running: python's own end would abort in native code.
+
+    A script that a diagnosis ended early has not ended its threads.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(exit_code)
 
 
 Ending = tuple[int, BaseException | None]
@@ -146,6 +163,14 @@ def _never_trained(request: Request) -> ScriptError:
     return ScriptError(
         f"{request.target} ended without a training step: it never called backward()",
         hint="pass the script that trains, with the arguments that make it train; torch.func's gradients are not seen",
+    )
+
+
+def _too_short(request: Request, num_steps: int) -> ScriptError:
+    steps = () if request.diagnosis is None else request.diagnosis.steps
+    return ScriptError(
+        f"{request.target} ended after {num_steps} training steps; the steps to watch are {', '.join(map(str, steps))}",
+        hint=f"pass numbers from 1 to {num_steps} with --steps, or arguments that make the script train longer",
     )
 
 

@@ -124,18 +124,29 @@ class Regions:
             depth = self.depth()
 
             def at_same_depth(*inner: Any, **named: Any) -> Any:
-                with self._at(depth):
+                with self._at(depth), self._recomputing():
                     return function(*inner, **named)
 
             return original(at_same_depth, *args, **kwargs)
 
         return checkpoint
 
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Tell watchers that what runs in a backward pass is a forward pass made again."""
+        before = self._run.recomputing
+        self._run.recomputing = before or torch._C._current_autograd_node() is not None
+        try:
+            yield
+        finally:
+            self._run.recomputing = before
+
     def _compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def compile(model: Any = None, **kwargs: Any) -> Any:
             if model is None:
                 return lambda function: compile(function, **kwargs)
+            self._run.compiles = True
             while self._run.before_compiling:
                 self._run.before_compiling.pop()()
             compiled = original(model, **kwargs)

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from mezzo.diagnose.settings import AnySettings
+
 AS_IS = "as-is"
 """In place of a policy: the script's own precision is left alone."""
 
@@ -28,5 +30,7 @@ class Request(BaseModel):
     record_path: str
     command: tuple[str, ...]
     """What the person typed, for the record."""
+    diagnosis: AnySettings | None = None
+    """What to watch for; the record is then of that kind. None: train and take down the steps."""
     output_to_stderr: bool = False
     """Whether the script's standard output goes to standard error, because ours is JSON."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo import oplists
-from mezzo.engine import conversion
+from mezzo.diagnose.watching import Diagnosis
+from mezzo.engine import conversion, fp8layers
 from mezzo.engine.casting import Casting
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.scaling import NoScale, Scale, scale_for
@@ -37,6 +38,8 @@ class Run:
         """The scale of gradients that the script computes with, as in a penalty."""
         self.device_type: str | None = None
         self.in_backward = False
+        self.recomputing = False
+        """Whether activation checkpointing computes something again."""
         self.in_compiled = False
         """Whether a compiled function is running, outermost."""
         self.inside: str | None = None
@@ -49,6 +52,9 @@ class Run:
         self.local = threading.local()
         """What each thread has for itself: how deep in modules it is, and its region."""
         self.watchers: list[Any] = []
+        self.diagnosis: Diagnosis | None = None
+        self.compiles = False
+        """Whether the script has called torch.compile."""
         self.before_compiling: list[Callable[[], Any]] = []
         """What to do once, before the script first compiles code with torch.compile."""
         self.script_scaler: Any = None
@@ -118,11 +124,19 @@ class Run:
         matched = conversion.matching_patterns(module, self.applied.fp32_modules)
         self._unmatched -= matched
         policy = self.applied.replace(fp32_modules=tuple(matched))
+        self._use_fp8_units(module, policy, device.type)
         if policy.casting == "model":
             conversion.cast_model(module, policy, device.type)
             self._cast_by_us.update(dict.fromkeys(module.parameters()))
         else:
             conversion.keep_fp32(module, policy, device.type)
+
+    def _use_fp8_units(self, module: nn.Module, policy: Policy, device_type: str) -> None:
+        casting = self.casting(device_type)
+        if policy.compute == "fp8" and casting is not None and not casting.emulates:
+            fp8layers.convert([module], policy)
+            for choice in fp8layers.layer_choices([module], policy, emulated=False)[1:]:
+                self.leave(choice.what, choice.value, choice.reason)
 
     def _note_dtypes(self, module: nn.Module, *, lowers: bool) -> None:
         own = [p for p in module.parameters() if p not in self._cast_by_us]

@@ -20,7 +20,7 @@ from typing import IO
 from mezzo.errors import RecordError, ScriptError
 from mezzo.launch.request import Request
 from mezzo.measure.environment import environment_without_torch
-from mezzo.records import RunRecord, read_record, write_record
+from mezzo.records import AnyRecord, RunRecord, read_record, write_record
 
 _STANDARD_ERROR = 2  # the file descriptor: also for what a script's own child processes print
 
@@ -59,6 +59,16 @@ def run_child(request: Request, *, output: Path | None = None) -> RunRecord:
         request: what to run, and where the child writes the record.
         output: a file for what the script prints; None passes it through.
     """
+    record = diagnose_child(request, output=output)
+    assert isinstance(record, RunRecord)
+    return record
+
+
+def diagnose_child(request: Request, *, output: Path | None = None) -> AnyRecord:
+    """Run the script of ``request`` and return the record of its diagnosis.
+
+    That of a child that died is the record of a run. The arguments are those of ``run_child``.
+    """
     path = Path(request.record_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -69,9 +79,7 @@ def run_child(request: Request, *, output: Path | None = None) -> RunRecord:
         with _passing_signals_to(process):
             returned = process.wait()
     try:
-        record = read_record(path)
-        assert isinstance(record, RunRecord)
-        return record
+        return read_record(path)
     except RecordError:
         record = _died(request, returned)
         write_record(record, path)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.utils.checkpoint
 
+from mezzo.diagnose.settings import AnySettings
+from mezzo.diagnose.watching import Watched
 from mezzo.launch.backward import BackwardPasses
+from mezzo.launch.diagnosis import diagnosis_for
 from mezzo.launch.forward import Regions
 from mezzo.launch.own_amp import take_over
 from mezzo.launch.patches import Patches
@@ -22,12 +25,15 @@ from mezzo.policy import Policy
 
 
 @contextmanager
-def switched(policy: Policy | None, *, seed: int | None = None) -> Iterator[tuple[Run, CloseLook]]:
+def switched(
+    policy: Policy | None, *, seed: int | None = None, diagnosis: AnySettings | None = None
+) -> Iterator[tuple[Run, CloseLook]]:
     """Run the code inside under ``policy`` (None: its own precision) and take down every training step.
 
     Args:
         policy: what to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
+        diagnosis: what to watch for, in ``run.diagnosis``; the close look at formats and bytes is then not taken.
     """
     run, patches = Run(policy), Patches()
     regions = Regions(run)
@@ -41,13 +47,20 @@ def switched(policy: Policy | None, *, seed: int | None = None) -> Iterator[tupl
         regions.install(patches)
         BackwardPasses(run).install(patches)
         Updates(run).install(patches)
-        look.install(patches)
+        if diagnosis is None:
+            look.install(patches)
+        else:  # one observer at a time: two would have to leave the stack of dispatch modes in the reverse order
+            run.diagnosis = diagnosis_for(diagnosis, run)
+            run.watchers.append(run.diagnosis)
+            run.diagnosis.start()
+            patches.on_undo(run.diagnosis.close)
         _keep_autocast(patches)
         with warnings.catch_warnings():
             # Our hooks skip what torch.compile traces and count depth, so firing once more for the wrapper is harmless.
             warnings.filterwarnings("ignore", message=".*there are global hooks on modules.*")
             yield run, look
-        run.close_update()
+        with suppress(Watched):
+            run.close_update()
     finally:
         patches.undo()
 

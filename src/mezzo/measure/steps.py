@@ -71,6 +71,17 @@ class StepRecorder:
         self._started, self._ended = ended, None
         self._open_loss, self._open_norms = None, []
 
+    def finite_flags(self) -> Tensor:
+        """Return whether the last closed step's loss and gradient norm are finite, on their device; unknown ones count as finite."""
+        values = [v for v in (self._loss[-1], self._norm[-1]) if isinstance(v, Tensor)]
+        device = values[0].device if values else None
+        flags = [v.isfinite().to(device) if isinstance(v, Tensor) else True for v in (self._loss[-1], self._norm[-1])]
+        return torch.stack([torch.as_tensor(f, device=device) for f in flags])
+
+    def last_skipped(self) -> bool:
+        """Return whether the last closed step's update was skipped."""
+        return self._skipped[-1]
+
     def steps(self) -> Steps:
         """Return all closed steps; waits for the device once."""
         return Steps(

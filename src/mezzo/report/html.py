@@ -13,21 +13,21 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from mezzo.records import CompareRecord, DoctorRecord, RunRecord
-from mezzo.report import figures, sheets, verdicts
+from mezzo.records import AnyRecord, AuditRecord, DiagnoseRecord, DoctorRecord, RangesRecord, RunRecord
+from mezzo.report import audit, diagnose, figures, ranges, sheets, verdicts
 from mezzo.report.figures import Plot
 from mezzo.report.plotting import policy_colours
 
 _JSON = {"allow_nan": False, "separators": (",", ":")}
 
 
-def render_html(record: RunRecord | CompareRecord | DoctorRecord) -> str:
+def render_html(record: AnyRecord) -> str:
     """Return ``record`` as one page."""
     page, values = _page(record)
     return _environment().get_template(page).render(values)
 
 
-def write_html(record: RunRecord | CompareRecord | DoctorRecord, path: Path) -> None:
+def write_html(record: AnyRecord, path: Path) -> None:
     """Write ``record`` as a page to ``path``, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -38,9 +38,15 @@ def write_html(record: RunRecord | CompareRecord | DoctorRecord, path: Path) -> 
         temporary.unlink(missing_ok=True)
 
 
-def _page(record: RunRecord | CompareRecord | DoctorRecord) -> tuple[str, dict[str, Any]]:
+def _page(record: AnyRecord) -> tuple[str, dict[str, Any]]:
     if isinstance(record, DoctorRecord):
         return "doctor.html", {"sheet": sheets.doctor_sheet(record), "kind": record.kind}
+    if isinstance(record, AuditRecord):
+        return "audit.html", _values(record.kind, audit.audit_sheet(record), audit.audit_plots(record), {})
+    if isinstance(record, DiagnoseRecord):
+        return "diagnose.html", _values(record.kind, diagnose.diagnose_sheet(record), [], {})
+    if isinstance(record, RangesRecord):
+        return "ranges.html", _values(record.kind, ranges.ranges_sheet(record), ranges.ranges_plots(record), {})
     if isinstance(record, RunRecord):
         sheet: Any = sheets.run_sheet(record)
         return "run.html", _values(record.kind, sheet, figures.run_plots(record), {})

@@ -133,7 +133,7 @@ def run_sheet(record: RunRecord) -> RunSheet:
         script=fmt.clean(record.script),
         policy=policy,
         headline=_run_headline(record, script=script, policy=policy),
-        error=_error(record),
+        error=error_text(record),
         facts=_run_facts(record),
         explanation=facts(record.explanation),
         memory=memory_lines([(record.policy, record.memory)]),
@@ -237,8 +237,8 @@ def run_line(record: RunRecord) -> RunLine:
         skipped=str(record.steps.num_skipped),
         final_scale=fmt.scale_text(record.final_scale),
         duration=fmt.duration_text(record.duration_s),
-        outcome=_error(record) or "ended by itself",
-        failed=bool(_error(record)),
+        outcome=error_text(record) or "ended by itself",
+        failed=bool(error_text(record)),
     )
 
 
@@ -258,7 +258,8 @@ def median_ms(times_ms: Sequence[float]) -> float | None:
     return quantile(ordered, 0.5) if ordered else None
 
 
-def _error(record: RunRecord) -> str:
+def error_text(record: RunRecord) -> str:
+    """Return what went wrong in a run, or nothing."""
     if record.error is not None:
         return fmt.clean(record.error, keep_lines=True)
     return f"the script ended with exit code {record.exit_code}" if record.exit_code else ""
@@ -266,7 +267,7 @@ def _error(record: RunRecord) -> str:
 
 def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
     steps = fmt.plural(len(record.steps), "step")
-    if _error(record):
+    if error_text(record):
         return f"{script} failed under {policy} after {steps}"
     if not record.steps.loss:
         return f"{script} ran under {policy}; no training step was seen"

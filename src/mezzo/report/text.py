@@ -10,8 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.records import CompareRecord, DoctorRecord, RunRecord
-from mezzo.report import sheets, verdicts
+from mezzo.records import AnyRecord, AuditRecord, CompareRecord, DiagnoseRecord, DoctorRecord, RangesRecord, RunRecord
+from mezzo.report import audit, diagnose, ranges, sheets, verdicts
+from mezzo.report.audit import Grid
+from mezzo.report.ranges import TensorLine
 from mezzo.report.sheets import Fact, MemoryLine, Share
 from mezzo.report.verdicts import Compared, CompareSheet, VerdictLine
 
@@ -25,12 +27,19 @@ _STYLES = {
 }
 _HEADING = "bold"
 _FAINT = "dim"
+_SHOWN_ROWS = 8
 
 
-def render(record: RunRecord | CompareRecord | DoctorRecord, console: Console) -> None:
+def render(record: AnyRecord, console: Console) -> None:
     """Print ``record`` to ``console``."""
     if isinstance(record, RunRecord):
         _render_run(record, console)
+    elif isinstance(record, AuditRecord):
+        _render_audit(record, console)
+    elif isinstance(record, RangesRecord):
+        _render_ranges(record, console)
+    elif isinstance(record, DiagnoseRecord):
+        _render_diagnose(record, console)
     elif isinstance(record, CompareRecord):
         _render_compare(record, console)
     else:
@@ -68,6 +77,104 @@ def _render_compare(record: CompareRecord, console: Console) -> None:
     _note(console, sheet.effective_note)
     _section(console, "Environment", _fact_table(sheet.environment))
     _command(console, sheet.command)
+
+
+def _render_audit(record: AuditRecord, console: Console) -> None:
+    sheet = audit.audit_sheet(record)
+    _line(console, sheet.headline, style=_HEADING)
+    if sheet.error:
+        _line(console, f"error: {sheet.error}", style=_STYLES["bad"])
+    for finding in sheet.findings:
+        console.print()
+        _line(console, f"{finding.code}  {finding.title}  ({finding.share})", style=_STYLES["warn"])
+        rows = [Fact(what=w, value=v) for w, v in finding.rows]
+        console.print(Padding(_fact_table(rows) or "", (0, 0, 0, 2)))
+    _section(console, "Product FLOPs by phase and format", _grid(sheet.phases))
+    _section(console, "Products in FP32 or wider", _grid(sheet.wide, shown=_SHOWN_ROWS))
+    _section(console, "Casts", _grid(sheet.casts, shown=_SHOWN_ROWS))
+    _section(console, "Casts that are taken back", _grid(sheet.trips, shown=_SHOWN_ROWS))
+    _section(console, "What Tensor Cores take badly", _grid(sheet.problems, shown=_SHOWN_ROWS))
+    _section(console, "Kernels of products", _grid(sheet.kernels, shown=_SHOWN_ROWS))
+    _section(console, "What limits the picture", _fact_table(sheet.notes))
+    _section(console, "Environment", _fact_table(sheet.environment))
+    _command(console, sheet.command)
+
+
+def _grid(grid: Grid, *, shown: int = 1000) -> Table | None:
+    if not grid.rows:
+        return None
+    table = _table(*grid.heads)
+    for place in grid.numbers:
+        table.columns[place].justify = "right"
+    for row in grid.rows[:shown]:
+        table.add_row(*map(Text, row))
+    if len(grid.rows) > shown:
+        table.add_row(Text(f"and {len(grid.rows) - shown} more: see the report", style=_FAINT))
+    return table
+
+
+def _render_diagnose(record: DiagnoseRecord, console: Console) -> None:
+    sheet = diagnose.diagnose_sheet(record)
+    _line(console, sheet.headline, style=_HEADING)
+    _line(console, ": ".join(filter(None, [sheet.verdict, sheet.meaning])), style=_STYLES[sheet.tone])
+    for text in filter(None, [sheet.detail, f"error: {sheet.error}" if sheet.error else ""]):
+        _line(console, text)
+    _section(console, "Where", _fact_table(sheet.place))
+    fix = Fact(what="do", value=sheet.fix), Fact(what="write", value=sheet.fix_line)
+    _section(console, "Fix", _fact_table([fact for fact in fix if fact.value]))
+    _section(console, "What the operation read", _fact_table(sheet.operands))
+    if sheet.trend:
+        trend = _table("step", "loss", "gradient norm", "loss scale after it", "")
+        for line in sheet.trend:
+            trend.add_row(line.step, line.loss, line.norm, line.scale, Text(line.note, style=_STYLES[line.tone]))
+        _section(console, "The last steps", trend)
+    _section(console, "How it was found", _fact_table([*sheet.passes, *sheet.notes]))
+    _note(console, sheet.normal)
+    _section(console, "Environment", _fact_table(sheet.environment))
+    _command(console, sheet.command)
+
+
+def _render_ranges(record: RangesRecord, console: Console) -> None:
+    sheet = ranges.ranges_sheet(record)
+    _line(console, sheet.headline, style=_HEADING)
+    if sheet.details:
+        _line(console, sheet.details)
+    if sheet.error:
+        _line(console, f"error: {sheet.error}", style=_STYLES["bad"])
+    windows = _table("format", "scale window", "begin with", "zero at\nscale 1", "zero\nthere", "why")
+    for line in sheet.windows:
+        window = Text(line.window, style=_STYLES[line.tone])
+        windows.add_row(Text(line.format), window, line.begin, line.unscaled, line.lost, Text(line.reason))
+    _section(console, "Loss scale by format", windows)
+    _note(console, sheet.method)
+    _section(console, "What follows", _fact_table(sheet.notes))
+    _section(console, f"The tensors at both ends of the {sheet.format} window", _fact_table(sheet.ends))
+    _section(console, "Where the values lie", _range_table(sheet.kinds, sheet.format, windows=False))
+    _section(console, "Gradients that need the largest scale", _range_table(sheet.tightest, sheet.format))
+    _section(console, "Weight updates without master weights", _fact_table(sheet.updates))
+    _section(console, "Environment", _fact_table(sheet.environment))
+    _command(console, sheet.command)
+
+
+def _range_table(lines: Sequence[TensorLine], form: str, *, windows: bool = True) -> Table | None:
+    if not lines:
+        return None
+    heads = ["tensor", "kind", "values", "zeros", "magnitudes", *([f"window in {form}"] if windows else []), ""]
+    table = _table(*heads)
+    for column in table.columns[2:4]:
+        column.justify = "right"
+    for line in lines:
+        cells = [
+            line.name,
+            line.kind,
+            line.values,
+            line.zeros,
+            line.span,
+            *([line.window] if windows else []),
+            line.note,
+        ]
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def _render_doctor(record: DoctorRecord, console: Console) -> None:

@@ -122,7 +122,7 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     return torch.tensor(total, dtype=torch.double)
 
 
-def exponents(tensors: list[Tensor], tables: list[Tensor], cuts: Sequence[int]) -> None:
+def exponents(tensors: Sequence[Tensor], tables: Sequence[Tensor], cuts: Sequence[int]) -> None:
     """Count the elements of contiguous tensors into their tables as ``exponents.reference`` does."""
     rows = [[t.data_ptr() for t in tensors], [t.data_ptr() for t in tables]]
     rows += [[t.numel() for t in tensors], [_CODES[t.dtype] for t in tensors]]

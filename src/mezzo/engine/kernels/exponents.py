@@ -38,7 +38,9 @@ ROWS = 279
 FIRST_EXPONENT = -149
 """The exponent of row 1: FP32's smallest subnormal."""
 
-Count: TypeAlias = Callable[[list[Tensor], list[Tensor]], None]
+_COUNTED = (FP32.dtype, FP16.dtype, BF16.dtype)
+
+Count: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
 def first_overflow(target: Format) -> tuple[int, int]:
@@ -76,14 +78,18 @@ def tables(count: int, device: torch.device | str = "cpu") -> Tensor:
 
 def add(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Count the elements of each tensor into its table, which lies on the same device; tensors may share a table."""
-    by_device: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-    for tensor, row in zip(tensors, rows, strict=True):
-        known = tensor.dtype in (FP32.dtype, FP16.dtype, BF16.dtype)
-        mine = by_device.setdefault(tensor.device.type, ([], []))
-        mine[0].append(dense(tensor.detach() if known else tensor.detach().float()))
-        mine[1].append(row)
-    for device_type, (own, into) in by_device.items():
-        counter(device_type)[0](own, into)
+    own = [t if t.dtype in _COUNTED and t.is_contiguous() else _prepared(t) for t in tensors]
+    if all(t.is_cpu for t in own):  # one call for all costs less than to look at every device
+        counter("cpu")[0](own, rows)
+        return
+    for device_type in dict.fromkeys(t.device.type for t in own):
+        places = [i for i, t in enumerate(own) if t.device.type == device_type]
+        counter(device_type)[0]([own[i] for i in places], [rows[i] for i in places])
+
+
+def _prepared(tensor: Tensor) -> Tensor:
+    values = tensor.detach()
+    return dense(values if values.dtype in _COUNTED else values.float())
 
 
 @functools.cache
@@ -104,13 +110,13 @@ def counter(device_type: str) -> tuple[Count, str]:
     return reference, f"plain torch operations: no kernel of our own for {device_type}"
 
 
-def reference(tensors: list[Tensor], rows: list[Tensor]) -> None:
+def reference(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Count as the module says, in plain torch operations: what the kernels are tested against."""
     cuts = {}
     for tensor, row in zip(tensors, rows, strict=True):
         if tensor.device not in cuts:
             cuts[tensor.device] = torch.tensor(CUTS, dtype=torch.int32, device=tensor.device)
-        magnitude = tensor.reshape(-1).float().abs()
+        magnitude = tensor.detach().reshape(-1).float().abs()
         bits = magnitude.view(torch.int32)
         # FP32's subnormals are made normal by a shift of 24 places, which their row takes out again; zero ends below row 0.
         raised = (magnitude * 2.0**24).view(torch.int32) - (24 << _MANTISSA)
@@ -120,5 +126,5 @@ def reference(tensors: list[Tensor], rows: list[Tensor]) -> None:
         row += torch.bincount(place, minlength=BINS)
 
 
-def _compiled(tensors: list[Tensor], rows: list[Tensor]) -> None:
+def _compiled(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     cpu.exponents(tensors, rows, CUTS)

@@ -7,6 +7,7 @@ fall into costs one atomic addition a chunk. Tested under Triton's interpreter.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -57,7 +58,7 @@ def _cuts(device: torch.device) -> Tensor:
     return torch.tensor(exponents.CUTS, dtype=torch.int32, device=device)
 
 
-def count(tensors: list[Tensor], rows: list[Tensor]) -> None:
+def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Count the elements of dense tensors into their tables as ``exponents.reference`` does."""
     kinds = dict.fromkeys((t.dtype, t.device) for t in tensors if t.numel())
     for dtype, device in kinds:

@@ -1,0 +1,51 @@
+"""``mezzo diagnose``: where a script's first value that is not finite comes from, and what to write against it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mezzo.cli import options
+
+
+def diagnose(
+    target: options.Target,
+    arguments: options.Arguments = None,
+    policy: Annotated[
+        str, typer.Option(help="What to run the script under: a precision policy, or as-is (its own precision).")
+    ] = "fp16",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to watch at most.")] = 200,
+    as_module: options.AsModule = False,
+    out: options.Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find the first value of a training script that is not finite: module, operation, line, cause and fix.
+
+    The script runs unedited, and again up to the step in question where that is needed: what it prints then goes to
+    files beside the record. Exit code 0: nothing is wrong; 1: a fault was found.
+    """
+    from mezzo.launch.passes import diagnose_script
+    from mezzo.launch.request import AS_IS, Request
+    from mezzo.launch.runner import check_target
+    from mezzo.policy import Policy
+
+    text = policy if policy == AS_IS else str(Policy.of(policy))
+    check_target(target, module=as_module)
+    folder = options.folder_of_rank(out, f"{Path(target).stem}-diagnose")
+    request = Request(
+        target=target,
+        kind="module" if as_module else "script",
+        arguments=tuple(arguments or ()),
+        policy=text,
+        record_path=str(folder / "record.json"),
+        command=("mezzo", *sys.argv[1:]),
+        output_to_stderr=as_json,
+    )
+    record = diagnose_script(request, steps=steps)
+    options.finish(record, folder, as_json=as_json, stderr=True)
+    if record.kind == "diagnose" and record.verdict == "healthy":
+        raise typer.Exit(record.run.exit_code)
+    raise typer.Exit(1)

@@ -1,0 +1,45 @@
+"""``mezzo ranges``: overflow and underflow of a script's values at every loss scale and format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mezzo.cli import options
+
+
+def ranges(
+    target: options.Target,
+    arguments: options.Arguments = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="The policy to judge: its formats, its initial loss scale, the modules that it keeps in FP32."
+        ),
+    ] = "fp16",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to watch; the script is ended after them.")] = 20,
+    as_module: options.AsModule = False,
+    out: options.Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show where a training script's values lie, and what each format and loss scale would make of them.
+
+    The script runs unedited and in FP32: weights, activations, gradients and updates are counted by exponent. In a
+    distributed run (RANK is set) every process has a record of its own, in a folder rankN beside the first one's.
+    """
+    from mezzo.diagnose.settings import RangesSettings
+    from mezzo.launch.runner import check_target, diagnose_child
+    from mezzo.policy import Policy
+
+    text = str(Policy.of(policy))
+    check_target(target, module=as_module)
+    folder = options.folder_of_rank(out, f"{Path(target).stem}-ranges")
+    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=text)
+    request = options.request_for(
+        target, arguments, as_module=as_module, policy="fp32", folder=folder, as_json=as_json, diagnosis=settings
+    )
+    record = diagnose_child(request)
+    options.finish(record, folder, as_json=as_json, stderr=True)
+    raise typer.Exit(record.run.exit_code if record.kind == "ranges" else 1)

@@ -1,0 +1,55 @@
+"""Name the modules of a script as its author would: by their path in the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+SCRIPT = "(script)"
+"""In place of a module's name: code outside any module."""
+
+_WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
+
+
+class Names:
+    """Hold the path of every module and of every parameter's module.
+
+    The modules that are called from outside any module are roots. Of a single root with children, paths begin below it, as
+    ``fp32_modules`` patterns do; of several, they begin with the root's class.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._modules: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+        known = list(dict.fromkeys(roots))
+        self.roots = known
+        inner = {id(child) for root in known for child in root.modules() if child is not root}
+        tops = [root for root in known if id(root) not in inner]
+        models = [root for root in tops if any(True for _ in root.children())]
+        for root in tops:
+            title = self._title(root)
+            self._add(root, title, prefix="" if models == [root] else f"{title}.")
+
+    def of(self, module: nn.Module | None) -> str:
+        """Return the path of ``module``; the class of one that was never called from outside."""
+        if module is None:
+            return SCRIPT
+        return self._modules.get(id(module)) or type(module).__name__
+
+    def of_parameter(self, identity: int) -> str:
+        """Return the path of the module that holds the parameter with this identity."""
+        return self._parameters.get(identity, SCRIPT)
+
+    def _title(self, root: nn.Module) -> str:
+        name, taken = type(root).__name__, set(self._modules.values())
+        return next(t for t in (name, *(f"{name}#{k}" for k in range(2, 10_000))) if t not in taken)
+
+    def _add(self, root: nn.Module, title: str, *, prefix: str) -> None:
+        for path, module in root.named_modules():
+            bare = _WRAPPERS.sub("", f"{path}.").rstrip(".")
+            name = f"{prefix}{bare}" if bare else title
+            self._modules.setdefault(id(module), name)
+            for parameter in module.parameters(recurse=False):
+                self._parameters.setdefault(id(parameter), name)

@@ -1,0 +1,156 @@
+"""What an audit saw: which operation of a step ran in which format, and what that cost."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from mezzo.records.run import RunRecord
+from mezzo.records.values import SCHEMA_VERSION, Reason, Value
+
+Phase: TypeAlias = Literal["forward", "recompute", "dgrad", "wgrad", "optimizer"]
+Cause: TypeAlias = Literal["off", "list", "promotion", "excluded", "no rule", "float64"]
+
+
+class Operation(Value):
+    """Hold all operations of one kind in one module and phase."""
+
+    op: str
+    """The name that torch's dispatcher has for it."""
+    module: str
+    phase: Phase
+    inputs: list[str]
+    """The formats of its operands, each once, in order; integers and booleans by torch's names."""
+    outputs: list[str]
+    format: str = ""
+    """The format that a matrix product or convolution multiplies in; empty for what multiplies no matrices."""
+    count: int = 1
+    flops: int = 0
+    bytes: int = 0
+    """Bytes of all operands and results: what is moved where nothing is kept in a cache."""
+
+
+class CastTotal(Value):
+    """Hold all casts of one kind in one module and phase."""
+
+    module: str
+    phase: Phase
+    of: Literal["weight", "activation", "gradient"]
+    source: str
+    target: str
+    count: int = 1
+    bytes: int = 0
+    line: str = ""
+
+
+class RoundTrip(Value):
+    """Hold casts to a format and back that one module causes."""
+
+    module: str
+    """Where the value was cast first."""
+    phase: Phase
+    formats: str
+    """As ``fp16 > fp32 > fp16``."""
+    needless: bool
+    """Whether nothing between the two casts needs the format in the middle."""
+    count: int = 1
+    bytes: int = 0
+    """Bytes that both casts move."""
+    line: str = ""
+
+
+class WideProduct(Value):
+    """Hold matrix products and convolutions of one module that ran in FP32 or wider, and why."""
+
+    op: str
+    module: str
+    format: str
+    cause: Cause
+    reason: str
+    flops: int
+    """Forward and backward together."""
+    line: str = ""
+
+
+class Product(Value):
+    """Hold matrix products or convolutions of one shape in one module and phase, as a Tensor Core sees them."""
+
+    op: str
+    module: str
+    phase: Phase
+    format: str
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    count: int = 1
+    flops: int = 0
+    eligible: bool
+    """Whether Tensor Cores can take it with full-width loads, in its format or, of an FP32 one, once it has 16 bits."""
+    problems: list[str] = []
+    kernels: list[str] = []
+    """What ran for it on the device, from the profiler."""
+    on_tensor_cores: bool | None = None
+    """Whether one of these kernels uses Tensor Cores; None where no profiler looked."""
+
+
+class Kernel(Value):
+    """Hold all launches of one kernel."""
+
+    name: str
+    count: int = 1
+    time_ms: float = 0.0
+    tensor_cores: bool = False
+    """Whether its name is one of those that use Tensor Cores."""
+
+
+class Finding(Value):
+    """Hold one thing to change, with what it would gain."""
+
+    code: str
+    title: str
+    modules: list[str]
+    detail: str
+    gain: str
+    fix: str
+    share: float = 0.0
+    """Share of the step's product FLOPs (of its bytes, of findings about casts) that it concerns."""
+    flops: int = 0
+    bytes: int = 0
+    lines: list[str] = []
+
+
+class AuditRecord(Value):
+    """Hold what watching chosen steps of a script showed."""
+
+    kind: Literal["audit"] = "audit"
+    schema_version: int = SCHEMA_VERSION
+    run: RunRecord
+    steps: list[int]
+    """The steps that were watched; all sums are over all of them."""
+    forced_eager: bool = False
+    """Whether compiled code ran eagerly in these steps, so that every operation could be seen."""
+    operations: list[Operation] = []
+    flops_by_phase: dict[str, dict[str, int]] = {}
+    """FLOPs by phase, then by format."""
+    casts: list[CastTotal] = []
+    round_trips: list[RoundTrip] = []
+    wide_products: list[WideProduct] = []
+    products: list[Product] = []
+    kernels: list[Kernel] = []
+    findings: list[Finding] = []
+    notes: list[Reason] = []
+    """What limits the picture, and why."""
+
+    @property
+    def flops_by_format(self) -> dict[str, int]:
+        """Return the FLOPs of all phases by format."""
+        total: dict[str, int] = {}
+        for by_format in self.flops_by_phase.values():
+            for name, flops in by_format.items():
+                total[name] = total.get(name, 0) + flops
+        return total
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all operations."""
+        return sum(operation.bytes for operation in self.operations)

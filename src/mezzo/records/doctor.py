@@ -1,0 +1,38 @@
+"""What a machine can compute."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
+
+
+class FormatSupport(Value):
+    """Say how a device computes in a format, and why."""
+
+    format: str
+    level: Literal["native", "emulated", "impossible"]
+    reason: str
+
+
+class DeviceReport(Value):
+    """Hold one device and its formats."""
+
+    kind: str
+    name: str
+    compute_capability: str | None = None
+    memory_bytes: int | None = None
+    formats: list[FormatSupport]
+
+
+class DoctorRecord(Value):
+    """Hold what this machine can do."""
+
+    kind: Literal["doctor"] = "doctor"
+    schema_version: int = SCHEMA_VERSION
+    environment: Environment
+    devices: list[DeviceReport]
+    tf32: list[Reason] = []
+    """State of TF32 for matrix products and convolutions."""
+    advice: list[Reason] = []
+    """What to change, and what it would give."""

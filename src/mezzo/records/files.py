@@ -1,0 +1,78 @@
+"""Records as files: written whole or not at all, read with their kind and version checked.
+
+A record of a new kind has a file of its own here, one name more in ``AnyRecord``, and a view in the report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from mezzo.errors import RecordError
+from mezzo.records.audit import AuditRecord
+from mezzo.records.compare import CompareRecord
+from mezzo.records.diagnose import DiagnoseRecord
+from mezzo.records.doctor import DoctorRecord
+from mezzo.records.ranges import RangesRecord
+from mezzo.records.run import RunRecord
+from mezzo.records.values import SCHEMA_VERSION
+
+AnyRecord: TypeAlias = RunRecord | CompareRecord | DoctorRecord | RangesRecord | AuditRecord | DiagnoseRecord
+
+Record = Annotated[AnyRecord, Field(discriminator="kind")]
+_ADAPTER: TypeAdapter[AnyRecord] = TypeAdapter(Record)
+
+
+def write_record(record: AnyRecord, path: Path) -> None:
+    """Write ``record`` to ``path`` whole or not at all: to a temporary file beside it, then moved into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(record.model_dump_json(indent=1))
+            file.flush()
+            os.fsync(file.fileno())  # a crash of the machine must not leave an empty file under the final name
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_record(path: Path | str) -> AnyRecord:
+    """Return the record in the JSON file at ``path``.
+
+    Raises:
+        RecordError: the file is missing, is not a record, or was written by a newer Mezzo.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        data = json.loads(text)
+    except OSError as error:
+        raise RecordError(
+            f"cannot read the record {str(path)!r}: {error.strerror}",
+            hint="records are written by mezzo run and mezzo compare as record.json",
+        ) from None
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
+        raise RecordError(
+            f"{str(path)!r} is not a record: {error}",
+            hint="pass the record.json that a mezzo command wrote",
+        ) from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise RecordError(
+            f"{str(path)!r} has schema version {version}; this Mezzo reads up to {SCHEMA_VERSION}",
+            hint="update mezzo: pip install --upgrade mezzo",
+        )
+    try:
+        return _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise RecordError(
+            f"{str(path)!r} is not a record: {place}: {first['msg']}",
+            hint="pass the record.json that a mezzo command wrote",
+        ) from None

@@ -1,0 +1,104 @@
+"""What one run of a script showed."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
+
+
+class Steps(Value):
+    """Hold one number a training step, column by column; a step is what happens up to an optimizer's update."""
+
+    loss: list[float] = []
+    loss_scale: list[float] = []
+    skipped: list[bool] = []
+    grad_norm: list[float] = []
+    """Norm of the unscaled gradients at the update, after the script's own clipping; NaN or infinite in a skipped step."""
+    time_ms: list[float] = []
+    """Wall time since the step before."""
+    cpu_ms: list[float] = []
+    """CPU time of the process since the step before."""
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    @property
+    def num_skipped(self) -> int:
+        """Return how many updates were skipped."""
+        return sum(self.skipped)
+
+
+class Memory(Value):
+    """Hold the bytes of one training step by kind; peaks of the allocator where the device has them."""
+
+    parameters_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    activations_bytes: int = 0
+    """Bytes that the forward pass keeps for the backward pass (copies of weights in a lower format included)."""
+    cuda_allocated_bytes: int | None = None
+    cuda_reserved_bytes: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes of the four kinds together."""
+        kinds = (self.parameters_bytes, self.gradients_bytes, self.optimizer_bytes)
+        return sum(kinds) + self.activations_bytes
+
+
+class Effective(Value):
+    """State what really ran in which format, counted on one step."""
+
+    flops_by_format: dict[str, int] = {}
+    """Floating-point operations of matrix products and convolutions, forward and backward, by the format of their operands."""
+    emulated: bool = False
+    """Whether the formats below FP32 were emulated, so that times say nothing about a device that has them."""
+    counted_on_step: int | None = None
+    left_alone: list[Reason] = []
+    """What could not be switched, and why."""
+
+    @property
+    def share_by_format(self) -> dict[str, float]:
+        """Return the share of all counted operations by format."""
+        total = sum(self.flops_by_format.values())
+        return {k: v / total for k, v in self.flops_by_format.items()} if total else {}
+
+
+class Metric(Value):
+    """Hold the values of one metric that a script printed, with the number of updates before each."""
+
+    name: str
+    pattern: str
+    steps: list[int] = []
+    values: list[float] = []
+
+
+class RunRecord(Value):
+    """Hold what one run of a script under one policy showed."""
+
+    kind: Literal["run"] = "run"
+    schema_version: int = SCHEMA_VERSION
+    command: list[str]
+    script: str
+    script_sha256: str
+    policy: str
+    """A policy text, or ``as-is``."""
+    explanation: list[Reason] = []
+    seed: int | None = None
+    environment: Environment
+    steps: Steps = Steps()
+    memory: Memory = Memory()
+    effective: Effective = Effective()
+    metric: Metric | None = None
+    duration_s: float = 0.0
+    exit_code: int = 0
+    error: str | None = None
+    """What went wrong, in a sentence; None for a run that ended by itself."""
+
+    @property
+    def final_scale(self) -> float | None:
+        """Return the loss scale after the last step, or None where none was used."""
+        scales = self.steps.loss_scale
+        return scales[-1] if scales and not math.isnan(scales[-1]) else None

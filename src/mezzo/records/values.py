@@ -1,0 +1,40 @@
+"""What records of every kind are made of."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+SCHEMA_VERSION = 1
+
+
+class Value(BaseModel):
+    """Be a part of a record: frozen, and numbers that are not finite survive JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", allow_inf_nan=True)
+
+
+class Reason(Value):
+    """Say what happens in one respect, and why."""
+
+    what: str
+    value: str
+    reason: str
+
+
+class Environment(Value):
+    """State the machine and the versions that a number was measured with."""
+
+    date: str
+    mezzo: str
+    python: str
+    torch: str
+    os: str
+    cpu: str
+    threads: int
+    device: str
+    """torch's device type that the model ran on."""
+    gpu: str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    cudnn: str | None = None
+    triton: str | None = None

@@ -1,0 +1,245 @@
+"""What an audit saw, as display strings and as a plot: the findings stand first, the tables that they rest on below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from mezzo.records import AuditRecord, Finding, Product
+from mezzo.report import formatting as fmt
+from mezzo.report import sheets
+from mezzo.report.figures import Plot
+from mezzo.report.plotting import Figure, base_layout, json_number
+from mezzo.report.sheets import Fact
+
+_PHASES = ("forward", "recompute", "dgrad", "wgrad", "optimizer")
+_COLOURS = {
+    "fp32": "#98a1b0",
+    "fp64": "#c0485f",
+    "tf32": "#c9a227",
+    "fp16": "#e8893a",
+    "bf16": "#4f86f7",
+    "e4m3": "#3fae8f",
+}
+_OTHER_COLOUR = "#a974e6"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Hold a table: heads, rows of cells, and which columns are numbers."""
+
+    heads: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    numbers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingLine:
+    """Hold one finding."""
+
+    code: str
+    title: str
+    share: str
+    rows: list[tuple[str, str]]
+    """What is said of it, by a word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditSheet:
+    """Hold what a view says of an audit."""
+
+    title: str
+    script: str
+    headline: str
+    error: str
+    findings: list[FindingLine]
+    phases: Grid
+    wide: Grid
+    casts: Grid
+    trips: Grid
+    problems: Grid
+    kernels: Grid
+    operations: Grid
+    notes: list[Fact]
+    environment: list[Fact]
+    command: str
+
+
+def audit_sheet(record: AuditRecord) -> AuditSheet:
+    """Return what a view says of ``record``."""
+    script = fmt.clean(PurePath(record.run.script).name)
+    return AuditSheet(
+        title=f"Audit of {script}",
+        script=fmt.clean(record.run.script),
+        headline=_headline(record, script),
+        error=fmt.clean(record.run.error or "", keep_lines=True),
+        findings=[_finding_line(finding) for finding in record.findings],
+        phases=_phases(record),
+        wide=_wide(record),
+        casts=_casts(record),
+        trips=_trips(record),
+        problems=_problems(record),
+        kernels=_kernels(record),
+        operations=_operations(record),
+        notes=sheets.facts(record.notes),
+        environment=sheets.environment_facts(record.run.environment),
+        command=sheets.command_text(record.run.command),
+    )
+
+
+def audit_plots(record: AuditRecord) -> list[Plot]:
+    """Return the plot of an audit."""
+    figure = flops_figure(record)
+    caption = "FLOPs of matrix products and convolutions by phase, a colour for each format that they multiplied in."
+    if figure is None:
+        caption = "No matrix product or convolution ran."
+    return [Plot(name="flops", title="FLOPs by format", caption=caption, figure=figure)]
+
+
+def flops_figure(record: AuditRecord) -> Figure | None:
+    """Return the FLOPs of each phase as one bar, stacked by format; None without any."""
+    phases = [phase for phase in _PHASES if record.flops_by_phase.get(phase)]
+    if not phases:
+        return None
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": fmt.clean(form),
+            "y": phases,
+            "x": [json_number(record.flops_by_phase[phase].get(form, 0) / 1e9) for phase in phases],
+            "marker": {"color": _COLOURS.get(form, _OTHER_COLOUR)},
+            "hovertemplate": f"{fmt.clean(form)} %{{x}} GFLOP<extra></extra>",
+        }
+        for form in record.flops_by_format
+    ]
+    rows = {"autorange": "reversed", "showgrid": False, "fixedrange": True}
+    across = {"title": {"text": "GFLOP"}, "zeroline": True, "fixedrange": True}
+    layout = base_layout(height=120 + 44 * len(phases), xaxis=across, yaxis=rows)
+    return {"data": traces, "layout": layout | {"barmode": "stack", "bargap": 0.45}}
+
+
+def _headline(record: AuditRecord, script: str) -> str:
+    if not record.steps:
+        return f"No step of {script} was watched to its end"
+    which = f"{'step' if len(record.steps) == 1 else 'steps'} {fmt.listed([str(step) for step in record.steps])}"
+    total = sum(record.flops_by_format.values())
+    shares = sorted(record.flops_by_format.items(), key=lambda item: -item[1])
+    words = [f"{fmt.share_text(flops / total)} {fmt.clean(form)}" for form, flops in shares] or ["no matrix product"]
+    found = fmt.plural(len(record.findings), "finding")
+    return (
+        f"{which[0].upper()}{which[1:]} of {script} under {fmt.clean(record.run.policy)}: {', '.join(words)}; {found}"
+    )
+
+
+def _finding_line(finding: Finding) -> FindingLine:
+    rows = [("where", ", ".join(finding.modules)), ("what", finding.detail), ("gain", finding.gain)]
+    rows += [("fix", finding.fix), ("lines", ", ".join(PurePath(line).name for line in finding.lines))]
+    rows += [("page", f"docs/findings/{finding.code}.md")]
+    return FindingLine(
+        code=finding.code,
+        title=fmt.clean(finding.title),
+        share=f"{fmt.share_text(finding.share)} of {'FLOPs' if finding.flops else 'bytes'}",
+        rows=[(word, fmt.clean(text)) for word, text in rows if text],
+    )
+
+
+def _phases(record: AuditRecord) -> Grid:
+    formats = list(record.flops_by_format)
+    whole = sum(record.flops_by_format.values())
+    rows = []
+    for phase in _PHASES:
+        own = record.flops_by_phase.get(phase)
+        if own:
+            share = fmt.share_text(sum(own.values()) / whole)
+            rows.append((phase, *(flops_text(own.get(form, 0)) for form in formats), share))
+    heads = ("phase", *map(fmt.clean, formats), "share")
+    return Grid(heads=heads, rows=rows, numbers=tuple(range(1, len(heads))))
+
+
+def _wide(record: AuditRecord) -> Grid:
+    rows = [
+        (fmt.clean(p.module), p.op, p.format, p.cause, fmt.clean(p.reason), flops_text(p.flops))
+        for p in record.wide_products
+    ]
+    return Grid(heads=("module", "operation", "format", "cause", "reason", "FLOPs"), rows=rows, numbers=(5,))
+
+
+def _casts(record: AuditRecord) -> Grid:
+    rows = [
+        (fmt.clean(c.module), c.phase, c.of, f"{c.source} > {c.target}", str(c.count), fmt.bytes_text(c.bytes))
+        for c in record.casts
+    ]
+    return Grid(heads=("module", "phase", "of", "formats", "count", "bytes"), rows=rows, numbers=(4, 5))
+
+
+def _trips(record: AuditRecord) -> Grid:
+    rows = [
+        (
+            fmt.clean(t.module),
+            t.phase,
+            t.formats,
+            "needless" if t.needless else "needed between",
+            str(t.count),
+            fmt.bytes_text(t.bytes),
+        )
+        for t in record.round_trips
+    ]
+    return Grid(heads=("module", "phase", "formats", "", "count", "bytes"), rows=rows, numbers=(4, 5))
+
+
+def _problems(record: AuditRecord) -> Grid:
+    return _products([p for p in record.products if not p.eligible or p.on_tensor_cores is False])
+
+
+def _products(products: Sequence[Product]) -> Grid:
+    rows = [
+        (
+            fmt.clean(p.module),
+            p.phase,
+            p.op,
+            p.format,
+            f"{f'{p.batch} x ' if p.batch > 1 else ''}{p.m} x {p.n} x {p.k}",
+            "; ".join(p.problems) or f"ran {', '.join(map(fmt.clean, p.kernels))}",
+            flops_text(p.flops),
+        )
+        for p in products
+    ]
+    return Grid(
+        heads=("module", "phase", "operation", "format", "m x n x k", "problem", "FLOPs"), rows=rows, numbers=(6,)
+    )
+
+
+def _kernels(record: AuditRecord) -> Grid:
+    rows = [
+        (fmt.clean(k.name), "Tensor Cores" if k.tensor_cores else "none", str(k.count), fmt.ms_text(k.time_ms))
+        for k in record.kernels
+    ]
+    return Grid(heads=("kernel", "Tensor Cores", "count", "time"), rows=rows, numbers=(2, 3))
+
+
+def _operations(record: AuditRecord) -> Grid:
+    rows = [
+        (
+            fmt.clean(o.module),
+            o.phase,
+            fmt.clean(o.op),
+            ", ".join(o.inputs),
+            ", ".join(o.outputs),
+            str(o.count),
+            flops_text(o.flops) if o.flops else "",
+            fmt.bytes_text(o.bytes),
+        )
+        for o in record.operations
+    ]
+    heads = ("module", "phase", "operation", "in", "out", "count", "FLOPs", "bytes")
+    return Grid(heads=heads, rows=rows, numbers=(5, 6, 7))
+
+
+def flops_text(flops: int) -> str:
+    """Return a count of operations in its best decimal unit."""
+    for unit, size in (("TFLOP", 10**12), ("GFLOP", 10**9), ("MFLOP", 10**6), ("kFLOP", 10**3)):
+        if flops >= size:
+            return f"{fmt.three_digits(flops / size)} {unit}"
+    return f"{flops} FLOP" if flops else "0"

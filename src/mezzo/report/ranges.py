@@ -1,0 +1,393 @@
+"""Where a script's values lie, as display strings and as plots: the loss scale to begin with stands first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from mezzo.records import Casts, KindRange, RangesRecord, ScaleWindow, TensorRange, UpdateLoss
+from mezzo.report import formatting as fmt
+from mezzo.report import sheets
+from mezzo.report.figures import Plot
+from mezzo.report.plotting import Figure, base_layout, json_number
+from mezzo.report.sheets import Fact
+
+_KIND_COLOURS = {
+    "activations": "#4f86f7",
+    "activation gradients": "#e8893a",
+    "weight gradients": "#e0637c",
+    "weights": "#3fae8f",
+    "updates": "#a974e6",
+}
+_FORMAT_COLOURS = ("#8a93a3", "#46b3d1", "#c9a227", "#b0673f")
+_GRADIENTS = ("activation gradients", "weight gradients")
+_SHOWN = 10
+"""Tensors that the terminal lists; the page has all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowLine:
+    """Hold the scale window of one format."""
+
+    format: str
+    window: str
+    begin: str
+    unscaled: str
+    lost: str
+    reason: str
+    tone: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLine:
+    """Hold one tensor in a row."""
+
+    kind: str
+    name: str
+    values: str
+    zeros: str
+    span: str
+    window: str
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleLine:
+    """Hold what one scale loses of the gradients in each format."""
+
+    scale: str
+    lost: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangesSheet:
+    """Hold what a view says of where values lie."""
+
+    title: str
+    script: str
+    headline: str
+    details: str
+    error: str
+    format: str
+    windows: list[WindowLine]
+    ends: list[Fact]
+    updates: list[Fact]
+    kinds: list[TensorLine]
+    tensors: list[TensorLine]
+    tightest: list[TensorLine]
+    """The tensors that lose most, for a view that has no room for all."""
+    formats: list[str]
+    scales: list[ScaleLine]
+    notes: list[Fact]
+    method: str
+    environment: list[Fact]
+    command: str
+
+
+def ranges_sheet(record: RangesRecord) -> RangesSheet:
+    """Return what a view says of ``record``."""
+    script = fmt.clean(PurePath(record.run.script).name)
+    window = _judged(record)
+    tensors = [_tensor_line(t, record.format) for t in record.tensors]
+    return RangesSheet(
+        title=f"{script}: ranges",
+        script=fmt.clean(record.run.script),
+        headline=_headline(record, window, script),
+        details=_details(record, window),
+        error=sheets.error_text(record.run),
+        format=fmt.clean(record.format),
+        windows=[_window_line(w, record.little) for w in record.windows],
+        ends=_ends(window),
+        updates=[_update_fact(u) for u in record.updates],
+        kinds=[_kind_line(kind) for kind in record.kinds],
+        tensors=tensors,
+        tightest=[tensors[i] for i in _tightest(record)[:_SHOWN]],
+        formats=[fmt.clean(w.format) for w in record.windows],
+        scales=_scale_lines(record),
+        notes=sheets.facts(record.notes),
+        method=_method(record),
+        environment=sheets.environment_facts(record.run.environment),
+        command=sheets.command_text(record.run.command),
+    )
+
+
+def ranges_plots(record: RangesRecord) -> list[Plot]:
+    """Return the plots of ``record``."""
+    return [
+        Plot(
+            name="exponents",
+            title="Where the values lie",
+            caption="Share of the non-zero values of each kind by power of two. Below, what each format holds: the pale part with fewer "
+            "bits. A loss scale of 2^k moves both kinds of gradients k places to the right.",
+            figure=_exponents_figure(record),
+        ),
+        Plot(
+            name="scales",
+            title="What each loss scale loses",
+            caption="Share of all gradient values that become zero (falling lines) or overflow (rising lines) in a cast to each format.",
+            figure=_scales_figure(record),
+        ),
+    ]
+
+
+# --- words -----------------------------------------------------------------------------------------------------------------------
+
+
+def power(exponent: int | None) -> str:
+    """Return a power of two as text."""
+    return fmt.MISSING if exponent is None else f"2^{exponent}"
+
+
+def _judged(record: RangesRecord) -> ScaleWindow | None:
+    return next((w for w in record.windows if w.format == record.format), None)
+
+
+def _headline(record: RangesRecord, window: ScaleWindow | None, script: str) -> str:
+    form = fmt.clean(record.format)
+    if sheets.error_text(record.run) and not record.steps_watched:
+        return f"{script} failed before a step could be watched"
+    if window is None or window.lowest is None:
+        return f"{script} has no gradient that is other than zero"
+    if window.empty:
+        return f"No loss scale fits the {form} gradients of {script}"
+    if window.suggested == 0:
+        return f"The gradients of {script} need no loss scale in {form}"
+    return f"Begin with a loss scale of {power(window.suggested)} for the {form} gradients of {script}"
+
+
+def _details(record: RangesRecord, window: ScaleWindow | None) -> str:
+    if window is None or window.lowest is None:
+        return ""
+    if window.empty:
+        ways = "bf16 has FP32's range" if record.format == "fp16" else "a format with a wider range"
+        return (
+            f"Small gradients need {power(window.lowest)} or more, large ones {power(window.highest)} or less: {ways}."
+        )
+    lost = f"unscaled, {fmt.share_text(window.lost_unscaled)} of the non-zero gradient values would become zero"
+    return f"The scale window is {power(window.lowest)} to {power(window.highest)}; {lost}."
+
+
+def _method(record: RangesRecord) -> str:
+    steps = record.steps_watched
+    which = fmt.plural(len(steps), "step") + (f" ({steps[0]} to {steps[-1]})" if len(steps) > 1 else "")
+    return (
+        f"Counted in FP32 on {which}, judged for {fmt.clean(record.policy)}. In a window nothing overflows and at most "
+        f"{fmt.share_text(record.little)} of the non-zero gradient values become zero."
+    )
+
+
+def _window_line(window: ScaleWindow, little: float) -> WindowLine:
+    if window.lowest is None or window.highest is None:
+        span, tone = fmt.MISSING, "quiet"
+    elif window.empty:
+        span, tone = "empty", "bad"
+    else:
+        span, tone = f"{power(window.lowest)} to {power(window.highest)}", "good"
+    begin = "no scale needed" if window.suggested == 0 else power(window.suggested)
+    return WindowLine(
+        format=fmt.clean(window.format),
+        window=span,
+        begin="none fits" if window.empty else begin,
+        unscaled=fmt.share_text(window.lost_unscaled),
+        lost=fmt.share_text(window.lost),
+        reason=fmt.clean(window.reason),
+        tone=tone,
+    )
+
+
+def _ends(window: ScaleWindow | None) -> list[Fact]:
+    if window is None or window.highest is None:
+        return []
+    facts = []
+    if window.at_top:
+        names = ", ".join(map(fmt.clean, window.at_top))
+        facts.append(Fact(what="largest", value=names, reason=f"they overflow first, above {power(window.highest)}"))
+    if window.at_bottom:
+        names = ", ".join(map(fmt.clean, window.at_bottom))
+        facts.append(Fact(what="smallest", value=names, reason=f"they lose most values at {power(window.highest)}"))
+    return facts
+
+
+def _update_fact(loss: UpdateLoss) -> Fact:
+    names = [f"{fmt.clean(name)} {fmt.share_text(share)}" for name, share in loss.worst.items()]
+    return Fact(
+        what=fmt.clean(loss.format),
+        value=f"{fmt.share_text(loss.share)} of {loss.num_updates} swallowed",
+        reason=f"most in {', '.join(names)}" if names else "every update is kept",
+        tone="bad" if loss.share > 0.5 else "warn" if loss.share > 0.05 else "good",
+    )
+
+
+def _kind_line(kind: KindRange) -> TensorLine:
+    own = kind.histogram
+    return TensorLine(
+        kind=kind.kind,
+        name=fmt.plural(kind.num_tensors, "tensor"),
+        values=str(own.total),
+        zeros=fmt.share_text(own.zeros / own.total) if own.total else fmt.MISSING,
+        span=_span(own.first_exponent, own.last_exponent, own.nonzero),
+        window="",
+        note=_broken(own.infinite, own.nan),
+    )
+
+
+def _tensor_line(tensor: TensorRange, form: str) -> TensorLine:
+    own = tensor.histogram
+    low, high = tensor.lowest.get(form), tensor.highest.get(form)
+    kept = "kept in FP32" if tensor.kept_fp32 else ""
+    return TensorLine(
+        kind=tensor.kind,
+        name=fmt.clean(tensor.name),
+        values=str(own.total),
+        zeros=fmt.share_text(own.zeros / own.total) if own.total else fmt.MISSING,
+        span=_span(own.first_exponent, own.last_exponent, own.nonzero),
+        window=fmt.MISSING
+        if low is None or high is None
+        else "empty"
+        if low > high
+        else f"{power(low)} to {power(high)}",
+        note=", ".join(part for part in (kept, _broken(own.infinite, own.nan)) if part),
+    )
+
+
+def _span(first: int, last: int, nonzero: int) -> str:
+    return f"{power(first)} to {power(last + 1)}" if nonzero else "all zero"
+
+
+def _broken(infinite: int, nan: int) -> str:
+    parts = [f"{infinite} infinite" if infinite else "", f"{nan} NaN" if nan else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _tightest(record: RangesRecord) -> list[int]:
+    """Return the numbers of the gradients with the highest lower end, and of forward values that overflow, first."""
+    form = record.format
+
+    def order(number: int) -> tuple[bool, int]:
+        tensor = record.tensors[number]
+        over = tensor.kind in ("activations", "weights") and tensor.highest.get(form, 0) < 0
+        return not over, -tensor.lowest.get(form, -999)
+
+    shown = [i for i, t in enumerate(record.tensors) if t.kind in _GRADIENTS or t.highest.get(form, 0) < 0]
+    return sorted(shown, key=order)
+
+
+def _scale_lines(record: RangesRecord) -> list[ScaleLine]:
+    """Return every scale at which some format neither loses nothing nor everything."""
+    curves = [_lost(record, w.format) for w in record.windows]
+    lines = []
+    for place in range(len(curves[0][0]) if curves else 0):
+        shares = [(zeroed[place], over[place]) for zeroed, over in curves]
+        words = [f"{fmt.share_text(z)} / {fmt.share_text(o)}" for z, o in shares]
+        lines.append(ScaleLine(scale=power(record.first_scale + place), lost=words))
+    return lines
+
+
+def _lost(record: RangesRecord, form: str) -> tuple[list[float], list[float]]:
+    """Return the shares of all gradient values that become zero and that overflow, scale by scale."""
+    kinds = [k for k in record.kinds if k.kind in _GRADIENTS]
+    casts: list[Casts] = [c for k in kinds for c in k.casts if c.format == form]
+    total = sum(k.histogram.total for k in kinds) or 1
+    zeroed = [sum(column) / total for column in zip(*(c.zeroed for c in casts), strict=True)]
+    over = [sum(column) / total for column in zip(*(c.overflowed for c in casts), strict=True)]
+    return zeroed, over
+
+
+# --- plots -----------------------------------------------------------------------------------------------------------------------
+
+
+def _exponents_figure(record: RangesRecord) -> Figure | None:
+    kinds = [k for k in record.kinds if k.histogram.nonzero]
+    if not kinds:
+        return None
+    top = max(max(k.histogram.counts) / k.histogram.nonzero for k in kinds)
+    step = 0.09 * top
+    low = max(-60, min(k.histogram.first_exponent for k in kinds) - 2)
+    high = min(48, max([k.histogram.last_exponent for k in kinds] + [16]) + 3)
+    traces = [_kind_trace(kind) for kind in kinds]
+    for place, limits in enumerate(record.limits):
+        height = -step * (place + 1)
+        ends = (max(low, limits.smallest), max(low, limits.normal), min(high, limits.largest + 1))
+        colour = _FORMAT_COLOURS[place % len(_FORMAT_COLOURS)]
+        traces += [
+            _limit_trace(limits.format, ends[:2], height, colour, pale=True),
+            _limit_trace(limits.format, ends[1:], height, colour, pale=False),
+        ]
+    xaxis = {
+        "title": {"text": "magnitude"},
+        "tickprefix": "2<sup>",
+        "ticksuffix": "</sup>",
+        "range": [low, high],
+        "dtick": 8,
+    }
+    ticks = [-step * (place + 1) for place in range(len(record.limits))]
+    yaxis = {
+        "range": [-step * (len(record.limits) + 1), 1.05 * top],
+        "tickvals": ticks,
+        "ticktext": [fmt.clean(limits.format) for limits in record.limits],
+        "showgrid": False,
+        "fixedrange": True,
+    }
+    return {"data": traces, "layout": base_layout(height=430, xaxis=xaxis, yaxis=yaxis)}
+
+
+def _kind_trace(kind: KindRange) -> Figure:
+    own = kind.histogram
+    exponents = range(own.first_exponent, own.last_exponent + 1)
+    shares = [count / own.nonzero for count in own.counts]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": kind.kind,
+        "x": [own.first_exponent - 0.5, *(e + 0.5 for e in exponents), own.last_exponent + 1.5],
+        "y": [0, *map(json_number, shares), 0],
+        "line": {"shape": "hvh", "width": 1.8, "color": _KIND_COLOURS[kind.kind]},
+        "hovertemplate": f"%{{y:.2%}} of the {kind.kind}<br>at 2<sup>%{{x:.0f}}</sup><extra></extra>",
+    }
+
+
+def _limit_trace(name: str, ends: Sequence[float], height: float, colour: str, *, pale: bool) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": fmt.clean(name),
+        "showlegend": False,
+        "x": [json_number(end) for end in ends],
+        "y": [json_number(height)] * 2,
+        "line": {"width": 9, "color": colour},
+        "opacity": 0.35 if pale else 0.95,
+        "hovertemplate": f"{fmt.clean(name)}, {'subnormal' if pale else 'normal'}<extra></extra>",
+    }
+
+
+def _scales_figure(record: RangesRecord) -> Figure | None:
+    if not any(k.kind in _GRADIENTS for k in record.kinds):
+        return None
+    traces = []
+    for place, window in enumerate(record.windows):
+        zeroed, over = _lost(record, window.format)
+        scales = [record.first_scale + i for i in range(len(zeroed))]
+        colour = _FORMAT_COLOURS[place % len(_FORMAT_COLOURS)]
+        for shares, dash, what in ((zeroed, "solid", "become zero"), (over, "dot", "overflow")):
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "name": fmt.clean(window.format),
+                    "legendgroup": window.format,
+                    "showlegend": dash == "solid",
+                    "x": scales,
+                    "y": [json_number(share) for share in shares],
+                    "line": {"width": 1.8, "color": colour, "dash": dash},
+                    "hovertemplate": f"scale 2<sup>%{{x}}</sup>: %{{y:.2%}} {what}<extra>{fmt.clean(window.format)}</extra>",
+                }
+            )
+    xaxis = {"title": {"text": "loss scale"}, "tickprefix": "2<sup>", "ticksuffix": "</sup>", "dtick": 8}
+    layout = base_layout(height=360, xaxis=xaxis, yaxis={"tickformat": ".0%", "rangemode": "tozero"})
+    judged = _judged(record)
+    if judged is not None and judged.lowest is not None and judged.highest is not None and not judged.empty:
+        ends = {"x0": judged.lowest, "x1": judged.highest, "y0": 0, "y1": 1, "yref": "paper"}
+        layout["shapes"] = [{"type": "rect", **ends, "fillcolor": "rgba(63,174,143,0.14)", "line": {"width": 0}}]
+        layout["xaxis"] |= {"range": [record.first_scale, record.first_scale + len(scales) - 1]}
+    return {"data": traces, "layout": layout}

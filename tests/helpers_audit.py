@@ -1,0 +1,29 @@
+"""What the audit's tests share: audit a script of ``tests/scripts`` in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+
+from helpers_launch import SCRIPTS, _as_script
+from mezzo.diagnose.settings import AuditSettings
+from mezzo.launch.torch import switched
+from mezzo.measure.environment import environment
+from mezzo.policy import Policy
+from mezzo.records import AuditRecord, RunRecord
+
+
+def audited(name: str, *arguments: str, policy: str = "as-is", steps: tuple[int, ...] = (2,)) -> AuditRecord:
+    """Run ``tests/scripts/<name>.py`` and return the audit of ``steps``."""
+    path = str(SCRIPTS / f"{name}.py")
+    chosen = None if policy == "as-is" else Policy.parse(policy)
+    with _as_script(path, arguments), contextlib.redirect_stdout(io.StringIO()):
+        with switched(chosen, diagnosis=AuditSettings(steps=steps)) as (run, _), contextlib.suppress(SystemExit):
+            runpy.run_path(path, run_name="__main__")
+        assert run.diagnosis is not None
+        record = run.diagnosis.record(
+            RunRecord(command=[], script=path, script_sha256="", policy=policy, environment=environment("cpu"))
+        )
+    assert isinstance(record, AuditRecord)
+    return record

@@ -1,0 +1,177 @@
+"""The views of an audit, and the proof from the profiler."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import mezzo
+from helpers_audit import audited
+from mezzo.diagnose import kernels, totals
+from mezzo.diagnose.names import Names
+from mezzo.diagnose.noted import Noted
+from mezzo.diagnose.operations import Seen, understand, weights_of
+from mezzo.diagnose.trace import Tracer
+from mezzo.measure.flops import OperandFormats
+from mezzo.records import AuditRecord
+from mezzo.report.audit import audit_plots, audit_sheet, flops_text
+from mezzo.report.html import render_html
+from mezzo.report.text import render
+
+
+@pytest.fixture(scope="module")
+def record() -> AuditRecord:
+    return audited("audit_cases", "A103", "planted")
+
+
+def text_of(record: AuditRecord) -> str:
+    screen = io.StringIO()
+    render(record, Console(file=screen, width=110))
+    return screen.getvalue()
+
+
+def test_the_text_says_what_was_found_and_where(record: AuditRecord) -> None:
+    text = text_of(record)
+    assert "Step 2 of audit_cases.py under as-is: " in text.splitlines()[0]
+    assert "A103  a module leaves autocast" in text
+    assert "docs/findings/A103.md" in text
+    assert "autocast is on when middle begins and off at" in text
+    assert "the model ran on cpu" in text
+
+
+def test_the_page_has_every_operation_and_one_plot(record: AuditRecord) -> None:
+    page = render_html(record)
+    for operation in record.operations:
+        assert operation.op in page
+    assert page.count('class="plot"') == 1
+    assert "<b>" not in render_html(record.model_copy(update={"run": record.run.model_copy(update={"script": "<b>"})}))
+
+
+def test_the_plot_shows_the_flops_of_each_phase_by_format(record: AuditRecord) -> None:
+    (plot,) = audit_plots(record)
+    assert plot.figure is not None
+    drawn = {
+        (phase, bar["name"]): value
+        for bar in plot.figure["data"]
+        for phase, value in zip(bar["y"], bar["x"], strict=True)
+        if value
+    }
+    flops = {(p, f): float(f"{n / 1e9:.6g}") for p, own in record.flops_by_phase.items() for f, n in own.items()}
+    assert drawn == flops
+    assert {name for _, name in drawn} == {"bf16", "fp32"}
+
+
+def test_an_audit_without_products_draws_nothing() -> None:
+    empty = mezzo.audit(lambda: torch.ones(3).sum())
+    assert audit_plots(empty)[0].figure is None
+    assert "No matrix product or convolution ran." in render_html(empty)
+    assert audit_sheet(empty).headline.endswith("no matrix product; 0 findings")
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [(0, "0"), (999, "999 FLOP"), (1000, "1.00 kFLOP"), (2_500_000, "2.50 MFLOP"), (3 * 10**12, "3.00 TFLOP")],
+)
+def test_flops_text(flops: int, text: str) -> None:
+    assert flops_text(flops) == text
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(8, 8, 3), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(self.conv(x).mean((2, 3)))
+        return y @ y.T
+
+
+def traced(net: nn.Module) -> tuple[Tracer, Any]:
+    tracer, x = Tracer(OperandFormats(None), device_type="cpu"), torch.randn(4, 8, 6, 6, requires_grad=True)
+    net(x).sum().backward()
+    tracer.start()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        net(x).sum().backward()
+    tracer.stop()
+    return tracer, profiler
+
+
+def test_the_profiler_sees_the_calls_that_the_trace_sees() -> None:
+    tracer, profiler = traced(Net())
+    ours = Counter(n.func.overloadpacket.__name__ for n in map(Noted._make, tracer.trace.operations) if n.product)
+    theirs = Counter(event.name.removeprefix("aten::") for event, _ in kernels.calls(profiler.events()))
+    assert ours == {"convolution": 1, "addmm": 1, "mm": 5, "convolution_backward": 1}
+    assert {op: theirs[op] for op in ours} == ours
+
+
+@dataclass
+class Span:
+    start: int
+
+
+@dataclass
+class Ran:
+    name: str
+    duration: float
+
+
+@dataclass
+class Event:
+    """An event as torch's profiler has them."""
+
+    name: str
+    start: int
+    kernels: list[Ran] = field(default_factory=list)
+    cpu_children: list[Event] = field(default_factory=list)
+    cpu_parent: Event | None = None
+
+    @property
+    def time_range(self) -> Span:
+        return Span(self.start)
+
+
+def call(name: str, start: int, kernel: str) -> list[Event]:
+    """A call of an operation under a dispatch mode: once outside, once inside, where the kernel is launched."""
+    outer, mode = Event(f"aten::{name}", start), Event("PythonDispatchMode", start + 1)
+    inner = Event(f"aten::{name}", start + 2, kernels=[Ran(kernel, 2000.0)], cpu_parent=mode)
+    outer.cpu_children, mode.cpu_parent, mode.cpu_children = [mode], outer, [inner]
+    return [inner, outer, mode]
+
+
+def test_kernels_reach_the_products_that_launched_them() -> None:
+    tracer, _ = traced(Net())
+    names = Names(tracer.trace.roots)
+    seen: list[Seen] = understand(tracer.trace, names, weights_of(names.roots, []))
+    order = [one.op for one in {id(one.noted): one for one in seen if one.product is not None}.values()]
+    products = [f"{op}_s16816" if op != "convolution" else "sgemm_simt" for op in order]
+    events = [e for n, (op, kernel) in enumerate(zip(order, products, strict=True)) for e in call(op, 10 * n, kernel)]
+    found = kernels.launches(events)
+    assert [(launch.op, launch.kernel) for launch in found] == [
+        (f"aten::{op}", kernel) for op, kernel in zip(order, products, strict=True)
+    ]
+
+    proven = kernels.prove(totals.products(seen), seen, found)
+    for product in proven:
+        assert product.kernels == [f"{product.op}_s16816" if product.op != "convolution" else "sgemm_simt"]
+        assert product.on_tensor_cores is (product.op != "convolution")
+    both = [p.phase for p in proven if p.op == "convolution_backward"]
+    assert sorted(both) == ["dgrad", "wgrad"]
+    times = {k.name: (k.count, k.time_ms, k.tensor_cores) for k in kernels.totals(found, seen)}
+    assert times["mm_s16816"] == (5, 10.0, True)
+    assert times["sgemm_simt"] == (1, 2.0, False)
+
+
+def test_without_kernels_nothing_is_proven() -> None:
+    tracer, _ = traced(Net())
+    seen = understand(tracer.trace, Names(tracer.trace.roots), set())
+    assert all(p.on_tensor_cores is None for p in kernels.prove(totals.products(seen), seen, []))

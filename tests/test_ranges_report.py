@@ -1,0 +1,159 @@
+"""What the terminal and the page say of a record of ranges, and the points that its plots draw."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+import torch
+from rich.console import Console
+
+import record_builders as build
+from mezzo.diagnose.casts import Counts
+from mezzo.diagnose.rangetable import Seen, ranges_record
+from mezzo.engine.kernels import exponents
+from mezzo.records import RangesRecord
+from mezzo.report import text
+from mezzo.report.html import render_html
+from mezzo.report.ranges import ranges_plots, ranges_sheet
+
+LOUD, QUIET = 2.0**12, 2.0**-30
+
+
+def counts(values: list[float]) -> Counts:
+    table = exponents.tables(1)[0]
+    exponents.reference([torch.tensor(values)], [table])
+    return Counts(table.tolist())
+
+
+def record(gradients: list[float], *, policy: str = "fp16", name: str = "head.weight", **run: object) -> RangesRecord:
+    seen = Seen(
+        counts={
+            ("weight gradients", f"Net.{name}"): counts(gradients),
+            ("activations", "Net.head"): counts([1.0, 2.0, 0.0, 1e5]),
+            ("weights", f"Net.{name}"): counts([0.5, 0.25]),
+        },
+        swallowed={f"Net.{name}": [4, 1, 3]},
+        steps=[1, 2],
+        forced_eager=True,
+        updates_seen=True,
+        models=["Net"],
+    )
+    fields: dict[str, object] = {"script": "examples/train.py", "command": ["mezzo", "ranges", "train.py"], **run}
+    return ranges_record(build.run_record("fp32", num_steps=2, **fields), seen, policy=policy)
+
+
+def shown(own: RangesRecord, *, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    text.render(own, console)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+HEADLINES = [
+    ([0.5, 0.25], "fp16", "The gradients of train.py need no loss scale in fp16"),
+    ([2.0**-20, 2.0**-26], "fp16", "Begin with a loss scale of 2^24 for the fp16 gradients of train.py"),
+    ([2.0**-5, 2.0**-26], "fp16", "Begin with a loss scale of 2^18 for the fp16 gradients of train.py"),
+    ([LOUD, QUIET], "fp16", "No loss scale fits the fp16 gradients of train.py"),
+    ([LOUD, QUIET], "bf16", "The gradients of train.py need no loss scale in bf16"),
+    ([LOUD, QUIET], "fp8", "No loss scale fits the e5m2 gradients of train.py"),
+    ([0.0], "fp16", "train.py has no gradient that is other than zero"),
+]
+
+
+@pytest.mark.parametrize(("gradients", "policy", "headline"), HEADLINES)
+def test_headline(gradients: list[float], policy: str, headline: str) -> None:
+    own = record(gradients, policy=policy)
+    assert ranges_sheet(own).headline == headline
+    assert shown(own).splitlines()[0] == headline
+    assert headline in render_html(own)
+
+
+def test_an_empty_window_names_both_ends() -> None:
+    sheet = ranges_sheet(record([LOUD, QUIET, 1.0]))
+    assert sheet.details == "Small gradients need 2^6 or more, large ones 2^3 or less: bf16 has FP32's range."
+    assert [(fact.what, fact.value) for fact in sheet.ends] == [
+        ("largest", "head.weight (weight gradients)"),
+        ("smallest", "head.weight (weight gradients)"),
+    ]
+    line = sheet.windows[0]
+    assert (line.format, line.window, line.begin, line.lost, line.tone) == (
+        "fp16",
+        "empty",
+        "none fits",
+        "33.3%",
+        "bad",
+    )
+
+
+def test_the_terminal_says_it_all() -> None:
+    words = re.sub(r"\s+", " ", shown(record([2.0**-5, 2.0**-26]), width=240))
+    for said in (
+        "The scale window is 2^2 to 2^20; unscaled, 50.0% of the non-zero gradient values would become zero.",
+        "fp16 2^2 to 2^20 2^18 50.0% 0%",
+        "bf16 2^-107 to 2^132 no scale needed 0% 0%",
+        "Counted in FP32 on 2 steps (1 to 2), judged for fp16.",
+        "forward overflow head (up to 2^17) beyond fp16's 65504",
+        "torch.compile compiled code ran eagerly in the watched steps",
+        "1 tensor activations 4 25.0% 2^0 to 2^17",
+        "fp16 25.0% of 4 swallowed most in head.weight 25.0%",
+        "bf16 75.0% of 4 swallowed",
+        "Reproduce mezzo ranges train.py",
+    ):
+        assert said in words, words
+
+
+def test_the_page_holds_every_tensor_and_scale() -> None:
+    own = record([2.0**-5, 2.0**-26])
+    page = render_html(own)
+    assert len(re.findall(r"<tr><th scope=\"row\">2\^-?\d+</th>", page)) == 65
+    row = re.search(r"<tr><th scope=\"row\">2\^1</th>(.*?)</tr>", page)
+    assert row is not None
+    # At 2 the smaller one is exactly half of FP16's smallest subnormal: a tie, which goes to zero.
+    assert row.group(1).startswith("<td>50.0% / 0%</td><td>0% / 0%</td>")
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.S).group(1))  # type: ignore[union-attr]
+    assert list(figures) == ["exponents", "scales"]
+
+
+def test_the_histogram_stands_over_the_limits_of_the_formats() -> None:
+    figure = ranges_plots(record([0.5, 0.75, 2.0**-5, 0.0]))[0].figure
+    assert figure is not None
+    drawn = {trace["name"]: trace for trace in figure["data"] if trace.get("showlegend", True)}
+    gradients = drawn["weight gradients"]
+    heights = dict(zip(gradients["x"], gradients["y"], strict=True))
+    # Magnitudes of 2^-1 up to 2^0 stand at -0.5; zeros have no place on the axis.
+    assert {x: y for x, y in heights.items() if y} == {
+        -0.5: pytest.approx(2 / 3, abs=1e-5),
+        -4.5: pytest.approx(1 / 3, abs=1e-5),
+    }
+    fp16 = [trace for trace in figure["data"] if trace["name"] == "fp16"]
+    assert [trace["x"] for trace in fp16][1] == [max(-14, figure["layout"]["xaxis"]["range"][0]), 16]
+
+
+def test_the_curves_hold_the_shares_of_the_record() -> None:
+    own = record([2.0**-5, 2.0**-26, 0.0, 0.0])
+    figure = ranges_plots(own)[1].figure
+    assert figure is not None
+    zeroed, over = (trace for trace in figure["data"] if trace["legendgroup"] == "fp16")
+    at = dict(zip(zeroed["x"], zeroed["y"], strict=True))
+    assert [at[1], at[2]] == [0.25, 0.0]
+    rising = dict(zip(over["x"], over["y"], strict=True))
+    assert [rising[20], rising[21]] == [0.0, 0.25]
+    assert (figure["layout"]["shapes"][0]["x0"], figure["layout"]["shapes"][0]["x1"]) == (2, 20)
+
+
+def test_names_are_text_and_a_failed_run_says_why() -> None:
+    page = render_html(record([0.5], name="<b>\x1b[31mx</b>"))
+    assert "&lt;b&gt;\ufffd[31mx&lt;/b&gt;" in page
+    assert "<b>\x1b" not in page
+    failed = RangesRecord(
+        run=build.run_record("fp32", num_steps=0, script="train.py", exit_code=1, error="KeyError: 'x'"),
+        policy="fp16",
+        format="fp16",
+        first_scale=-24,
+        little=0.01,
+    )
+    assert shown(failed).splitlines()[0] == "train.py failed before a step could be watched"
+    assert "error: KeyError: 'x'" in shown(failed)
+    assert "KeyError: &#39;x&#39;" in render_html(failed)
