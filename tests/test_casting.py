@@ -22,6 +22,9 @@ from mezzo.engine.casting import Casting, find_function
 from mezzo.engine.conversion import keep_fp32
 from mezzo.policy import Policy
 
+# torch's own test helpers, imported above, forbid this process to set torch.backends' flags; other tests here do.
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 ARITHMETICS = ("emulated", "native")
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
