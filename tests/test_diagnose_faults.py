@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ FAULTS = Path(__file__).parent / "faults"
 sys.path.insert(0, str(FAULTS))
 
 import faults  # noqa: E402
+from helpers_launch import SCRIPTS  # noqa: E402
 from mezzo.diagnose.watching import Watched  # noqa: E402
 from mezzo.launch.passes import diagnose_script  # noqa: E402
 from mezzo.launch.request import AS_IS, Request  # noqa: E402
@@ -101,7 +103,10 @@ PLANTED = [
     Planted("invalid_masked_rows", "invalid_operation", "1", "softmax", "forward", 1, "softmax(-1)"),
     Planted("invalid_accumulated", "invalid_operation", "1", "log", "forward", 3, "torch.log"),
     Planted("silent_rmsnorm", "silent_saturation", "1", "mul", "forward", 1, "(h * h)"),
-    Planted("silent_reciprocal", "silent_saturation", "1", "pow", "forward", 2, "square()"),
+    Planted("silent_reciprocal", "silent_saturation", "1", "pow", "forward", 1, "square()"),
+    Planted("silent_layer_norm", "silent_saturation", "1", "mul", "forward", 1, "c * c", "fp16-master"),
+    Planted("attention_scores", "range_overflow", "1", "matmul", "forward", 1, "h * 400", "fp16"),
+    Planted("in_place", "range_overflow", "1", "mul", "forward", 1, "1e3"),
     Planted("silent_late", "silent_saturation", "norm", "mul", "forward", 4, "(h * h)"),
     Planted("compiled_square", "range_overflow", "1", "pow", "forward", 1, "square()"),
     Planted("compiled_log", "invalid_operation", "1", "log", "forward", 1, "torch.log"),
@@ -137,6 +142,18 @@ def test_a_healthy_script_raises_no_alarm(name: str, tmp_path: Path) -> None:
         record = diagnosed(name, policy, tmp_path)
         assert record.verdict == "healthy", record.model_dump_json(exclude={"run"})
         assert (record.module, record.op, record.step, record.fix) == ("", "", 0, "")
+
+
+@pytest.mark.parametrize(
+    "name", ["gan", "recurrent", "several_losses", "penalty", "functional", "tied", "probabilities"]
+)
+def test_scenarios_of_the_launcher_raise_no_alarm(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(SCRIPTS / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [path, "dense"])
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setattr(faults, "scenario", lambda: runpy.run_path(path, run_name="__main__"), raising=False)
+    record = diagnosed("scenario", "fp16", tmp_path)
+    assert (record.verdict, record.run.error) == ("healthy", None), record.detail
 
 
 def test_there_are_enough_scripts() -> None:

@@ -65,6 +65,7 @@ PINNED_EXPORTS = [
     "StaticScale",
     "UnsupportedFormatError",
     "diagnose",
+    "fallback",
     "fast_path",
     "ranges",
     "read_record",

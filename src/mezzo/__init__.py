@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mezzo.explain import Choice
     from mezzo.launch.callables import ranges
     from mezzo.launch.diagnosing import diagnose
+    from mezzo.launch.fallback import fallback
     from mezzo.policy import Policy
     from mezzo.records import read_record
 
@@ -51,6 +52,7 @@ _HOMES = {
     "StaticScale": "mezzo.engine.scaling",
     "UnsupportedFormatError": "mezzo.errors",
     "diagnose": "mezzo.launch.diagnosing",
+    "fallback": "mezzo.launch.fallback",
     "fast_path": "mezzo.engine.fastpath",
     "ranges": "mezzo.launch.callables",
     "audit": "mezzo.diagnose.audit",
@@ -77,6 +79,7 @@ __all__ = [
     "UnsupportedFormatError",
     "audit",
     "diagnose",
+    "fallback",
     "fast_path",
     "ranges",
     "read_record",

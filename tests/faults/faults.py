@@ -115,6 +115,20 @@ def range_rounded_to_zero():
     train(net(lambda h: h * 1e-3 / (h.square() * 0 + 1e-8) * 1e-8))
 
 
+def attention_scores():
+    train(net(lambda h: ((h * 400) @ (h * 400).mT).softmax(-1) @ h))
+
+
+def in_place():
+    def function(h):
+        h = h * 1.0
+        h.mul_(1e3)
+        h.mul_(1e3)
+        return h * 1e-6
+
+    train(net(function))
+
+
 def range_convolution():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
@@ -239,6 +253,16 @@ def silent_rmsnorm():
 
 def silent_reciprocal():
     train(net(lambda h: h + 1 / (1 + (h * 1000).square())))
+
+
+def silent_layer_norm():
+    """A layer norm by hand, whose loss scale is still on its way down."""
+
+    def norm(h):
+        c = h * 3000 - (h * 3000).mean(-1, keepdim=True)
+        return c * torch.rsqrt((c * c).mean(-1, keepdim=True) + 1e-5)
+
+    train(net(norm))
 
 
 def silent_late():

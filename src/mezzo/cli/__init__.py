@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from mezzo.cli import audit, compare, diagnose, doctor, ranges, report, run
+from mezzo.cli import audit, compare, diagnose, doctor, fallback, ranges, report, run
 from mezzo.errors import MezzoError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command("compare", context_settings=_SCRIPT)(compare.compare)
 app.command("audit", context_settings=_SCRIPT)(audit.audit)
 app.command("diagnose", context_settings=_SCRIPT)(diagnose.diagnose)
 app.command("ranges", context_settings=_SCRIPT)(ranges.ranges)
+app.command("fallback", context_settings=_SCRIPT)(fallback.fallback)
 app.command("report")(report.report)
 
 

@@ -16,17 +16,28 @@ Fix = tuple[str, str]
 """An advice and the line to write."""
 
 
-def for_scale(form: str, *, at_scale_one: float, own_scaler: bool) -> Fix:
-    """Return what to do where a loss scale is too large; ``at_scale_one`` is the largest gradient without one."""
+def for_scale(form: str, *, at_scale_one: float, reached: float | None, own_scaler: bool) -> Fix:
+    """Return what to do where a loss scale is too large.
+
+    Args:
+        form: the format's name.
+        at_scale_one: the largest gradient without a loss scale, of the operation that overflowed first.
+        reached: the scale that the run came down to; None where it is not known.
+        own_scaler: whether the script's own GradScaler is in use.
+    """
     room = FORMATS[form].max / max(at_scale_one, 1e-30)
-    scale = 2 ** min(max(0, math.floor(math.log2(room)) - HEADROOM), 16)
+    top = 16 if reached is None or reached <= 0 else math.floor(math.log2(reached))
+    scale = 2 ** max(0, min(math.floor(math.log2(room)) - HEADROOM, top, 16))
     if own_scaler:
         return f"begin with a loss scale of {scale}", f"scaler = torch.amp.GradScaler(init_scale={float(scale)})"
     return f"begin with a loss scale of {scale} and let it be dynamic", f'policy = "{form}:init_scale={scale}"'
 
 
-def for_range(form: str, *, module: str, op: str, own_precision: bool) -> Fix:
+def for_range(form: str, *, module: str, op: str, own_precision: bool, backward: bool) -> Fix:
     """Return what to do where a format is too narrow."""
+    if backward:
+        advice = "gradients leave the format without any loss scale: take a mean in place of a sum in the loss, or BF16"
+        return advice, "loss = loss / len(batch)"
     if module == SCRIPT:
         return f"compute {op} in FP32, or use BF16, which has FP32's range", "x = x.float()  # before this line"
     advice = f"keep {module} in FP32, or use BF16, which has FP32's range"

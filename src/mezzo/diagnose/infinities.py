@@ -30,7 +30,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mezzo.diagnose.lines import script_line
 from mezzo.diagnose.noted import LAST_NUMBER, NOWHERE, Entry, Node
 from mezzo.diagnose.trace import Flags, Tracer
-from mezzo.formats import FP32, format_of
+from mezzo.diagnose.values import (
+    by_design,
+    floats,
+    format_name,
+    has_nan,
+    is_finite,
+    largest,
+    operand,
+    storage_of,
+    storage_size,
+    widened,
+)
 from mezzo.measure.flops import OperandFormats
 from mezzo.records import Operand
 
@@ -112,6 +123,12 @@ class InfinityTracer(Tracer):
         self._ops: dict[int, str] = {}
         self._func: Any = None
 
+    def leave_behind(self) -> None:
+        """Remove the hooks; the mode ends with the thread that it is on in."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
     def forget(self) -> None:
         """Forget all that was seen; what is tainted stays so."""
         super().turn(len(self.trace.operations))
@@ -169,39 +186,39 @@ class InfinityTracer(Tracer):
     # --- values ------------------------------------------------------------------------------------------------------------------
 
     def _look(self, index: int, read: Any, kwargs: dict[str, Any], given: Any, result: Any) -> None:
-        results = _floats((result,))
-        spoiled = [t for t in results if not _finite(t)]
+        results = floats((result,))
+        spoiled = [t for t in results if not is_finite(t)]
         known = {id(t): storage for t, storage in _with_storages(read, given)}
         if not spoiled:
-            self._swallow([t for t in _floats(read) if known.get(id(t)) in self._taint], bool(results))
+            self._swallow([t for t in floats(read) if known.get(id(t)) in self._taint], bool(results))
             for tensor in results:
-                if tensor.numel() * tensor.element_size() == _size(tensor):
-                    self._taint.pop(_storage(tensor), None)
+                if tensor.numel() * tensor.element_size() == storage_size(tensor):
+                    self._taint.pop(storage_of(tensor), None)
             return
         sources = self._sources_of(index, read, kwargs, known, spoiled[0])
         backward = self._in_backward()
         for source in sources:
             source.spoiled_backward |= backward
         for tensor in spoiled:
-            self._taint[_storage(tensor)] = sources
+            self._taint[storage_of(tensor)] = sources
         self.spoiled.append(Spoiled(index, backward, sources))
 
     def _sources_of(
         self, index: int, read: Any, kwargs: dict[str, Any], known: dict[int, int], result: Tensor
     ) -> tuple[Source, ...]:
-        tensors = _floats((read, kwargs))
-        bad = [t for t in tensors if not _finite(t)]
+        tensors = floats((read, kwargs))
+        bad = [t for t in tensors if not is_finite(t)]
         if bad:
-            found = {s: None for t in bad for s in self._taint.get(known.get(id(t), _storage(t)), ())}
-            strange = [t for t in bad if known.get(id(t), _storage(t)) not in self._taint]
+            found = {s: None for t in bad for s in self._taint.get(known.get(id(t), storage_of(t)), ())}
+            strange = [t for t in bad if known.get(id(t), storage_of(t)) not in self._taint]
             if strange:
-                constant = all(map(_by_design, strange)) and not self._in_backward()
+                constant = all(map(by_design, strange)) and not self._in_backward()
                 entered = self._source(index, "constant" if constant else "entered", tensors, None, result)
-                entered.parameter = bool({_storage(t) for t in strange} & {_storage(p) for p in self._weights()})
+                entered.parameter = bool({storage_of(t) for t in strange} & {storage_of(p) for p in self._weights()})
                 found[entered] = None
                 for tensor in strange:
-                    self._taint[known.get(id(tensor), _storage(tensor))] = (entered,)
-            if all(s.kind == "constant" for s in found) and _has_nan(result) and not any(map(_has_nan, bad)):
+                    self._taint[known.get(id(tensor), storage_of(tensor))] = (entered,)
+            if all(s.kind == "constant" for s in found) and has_nan(result) and not any(map(has_nan, bad)):
                 return (self._source(index, "made", tensors, None, result),)  # as a softmax of nothing but -inf does
             return tuple(found)
         if self._func.namespace == "c10d" or "c10d" in str(self._func):
@@ -230,7 +247,7 @@ class InfinityTracer(Tracer):
             line=line,
             backward=backward,
             trains=getattr(self._local, "trains", False) if inside else torch.is_grad_enabled(),
-            format=_format_name(result),
+            format=format_name(result),
             operands=[operand(t) for t in tensors[:4]],
             wide=wide,
             scale=self._scale(),
@@ -243,24 +260,24 @@ class InfinityTracer(Tracer):
         if not gives_numbers or op in _BOUNDED or op.startswith("scaled_dot_product"):
             return
         for tensor in tainted:
-            if not _finite(tensor):
-                for source in self._taint[_storage(tensor)]:
+            if not is_finite(tensor):
+                for source in self._taint[storage_of(tensor)]:
                     source.swallowed[op] = None
 
     def _in_fp32(self, args: Any, kwargs: dict[str, Any]) -> float | None:
         """Return the largest magnitude of the result in FP32, None where it is not finite."""
         func = self._func
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return max((_largest(t) for t in _floats(args)), default=0.0)
+            return max((largest(t) for t in floats(args)), default=0.0)
         if func._schema.name in ("aten::_to_copy", "aten::copy_"):
-            source = _floats(args)[-1]
-            return _largest(source)
+            source = floats(args)[-1]
+            return largest(source)
         try:
-            result = func(*_widened(args), **_widened(kwargs))
+            result = func(*widened(args), **widened(kwargs))
         except (RuntimeError, NotImplementedError, TypeError):  # a kernel for 16 bits alone: its operands tell nothing
             return None
-        found = _floats((result,))
-        return max(map(_largest, found), default=0.0) if all(map(_finite, found)) else None
+        found = floats((result,))
+        return max(map(largest, found), default=0.0) if all(map(is_finite, found)) else None
 
     # --- names and places -----------------------------------------------------------------------------------------------------------
 
@@ -300,19 +317,6 @@ class InfinityTracer(Tracer):
         return _snake(name)
 
 
-def operand(tensor: Tensor) -> Operand:
-    """Return what is known of a tensor that an operation read."""
-    values = _dense(tensor).detach().reshape(-1)
-    finite = values[values.isfinite()].abs().float()
-    return Operand(
-        format=_format_name(tensor),
-        shape=list(tensor.shape),
-        largest=float(finite.max()) if len(finite) else 0.0,
-        smallest=float(finite.min()) if len(finite) else 0.0,
-        num_not_finite=len(values) - len(finite),
-    )
-
-
 def _nearest(numbers: Sequence[int], number: int) -> int:
     """Return ``number``, or of a node without an operation of its own the next one's, else the last one's."""
     place = bisect.bisect_left(numbers, number)
@@ -339,59 +343,4 @@ def _before(func: Any, args: Sequence[Any]) -> list[Any]:
 def _with_storages(read: Any, given: Any) -> list[tuple[Tensor, int]]:
     """Return the tensors that are read, each with its own storage or that of the tensor it was cloned from."""
     pairs = zip(reversed(tree_leaves(read)), reversed(tree_leaves(given)), strict=False)
-    return [(a, _storage(b)) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
-
-
-def _floats(values: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and _readable(t)]
-
-
-def _readable(tensor: Tensor) -> bool:
-    fake = isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta
-    return tensor.is_floating_point() and not fake and tensor.numel() > 0
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    dense = tensor if tensor.layout is torch.strided else tensor.coalesce().values()
-    return dense if dense.element_size() > 1 else dense.float()
-
-
-def _finite(tensor: Tensor) -> bool:
-    return bool(_dense(tensor).isfinite().all())
-
-
-def _has_nan(tensor: Tensor) -> bool:
-    return bool(_dense(tensor).isnan().any())
-
-
-def _by_design(tensor: Tensor) -> bool:
-    """Return whether values that are not finite look as if they were meant: a number of the script, or a mask of -inf."""
-    return tensor.numel() == 1 or not bool((_dense(tensor).isnan() | _dense(tensor).isposinf()).any())
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(_dense(tensor).abs().max())
-
-
-def _widened(values: Any) -> Any:
-    narrow = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() and t.element_size() < 4 else t, values)
-    return tree_map_only(torch.dtype, lambda d: FP32.dtype if d.is_floating_point and d.itemsize < 4 else d, narrow)
-
-
-def _format_name(tensor: Tensor) -> str:
-    known = format_of(tensor.dtype)
-    return known.name if known is not None else str(tensor.dtype).removeprefix("torch.")
-
-
-def _storage(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, or made of others
-        return id(tensor)
-
-
-def _size(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return -1
+    return [(a, storage_of(b)) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]

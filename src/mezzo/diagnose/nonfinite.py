@@ -12,6 +12,7 @@ not find its way: it is static, or ``PATIENCE`` updates in a row were skipped, o
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +32,6 @@ from mezzo.records import DiagnoseRecord, RunRecord
 
 PATIENCE = 8
 """Updates in a row that a dynamic loss scale may skip: from 65536 down to 256."""
-MAX_SUSPECTS = 3
-"""Skipped steps that are looked at when the script runs again."""
 
 
 @dataclass
@@ -43,6 +42,16 @@ class _Look:
     lost: list[Source]
     """What the loss came from, where it was not finite."""
     in_backward: list[Source]
+
+
+@dataclass
+class _Late:
+    """Hold the flags of a step on their way from the device."""
+
+    step: int
+    flags: Tensor
+    skipped: bool
+    arrived: torch.cuda.Event
 
 
 class NonFinite(Diagnosis):
@@ -61,10 +70,9 @@ class NonFinite(Diagnosis):
         self._tracer: InfinityTracer | None = None
         self._marked = 0
         self._look: _Look | None = None
-        self._late: tuple[int, Tensor] | None = None
-        """The flags of the step before, on a device that is not waited for."""
+        self._late: _Late | None = None
+        self._thread = 0
         self._in_row = 0
-        self._static = False
         self.bad_steps: list[int] = []
         self.faults: list[Fault] = []
         """What was located, by step."""
@@ -87,6 +95,7 @@ class NonFinite(Diagnosis):
         )
         self._marked = 0
         self._tracer.start()
+        self._thread = threading.get_ident()
         if self._lowers_scale:  # not now: the step before may still have to divide by its own
             self._lowering = register_module_forward_pre_hook(lambda *_: self._lower_scale())
 
@@ -110,7 +119,10 @@ class NonFinite(Diagnosis):
     def end(self) -> None:
         """Leave the tracer and keep the step."""
         assert self._tracer is not None
-        self._tracer.stop()
+        if self._thread == threading.get_ident():
+            self._tracer.stop()
+        else:  # a script that trained in a thread has ended
+            self._tracer.leave_behind()
         finished = self._looking is not None and self._num_closed >= self._looking
         self._look = _seen(self._tracer, self._marked if finished else len(self._tracer.trace.operations))
 
@@ -161,22 +173,33 @@ class NonFinite(Diagnosis):
     def close(self) -> None:
         """Stop looking, wherever the script ended, and judge what was seen of a step that never ended."""
         self._look = None
+        late, self._late = self._late, None
+        if late is not None:
+            late.arrived.synchronize()
+            self._decide(late.step, late.flags, skipped=late.skipped)
         super().close()
         if self._look is not None and not self.faults and self._num_closed + 1 not in self.watched:
             self._unfinished = self._look
 
     def _judge(self, step: int) -> None:
-        flags = self.run.recorder.finite_flags()
-        skipped = self.run.recorder.last_skipped()
-        if self._look is None and flags.device.type != "cpu":
-            # What a device made a step ago is there by now: reading it makes nobody wait.
-            (step, flags), self._late = self._late or (0, torch.ones(2)), (step, flags)
-            skipped = False
-        loss_finite, gradients_finite = (bool(f) for f in flags.tolist())
-        if step == 0:
+        flags, skipped = self.run.recorder.finite_flags(), self.run.recorder.last_skipped()
+        late, self._late = self._late, None
+        if late is not None:
+            late.arrived.synchronize()
+            self._decide(late.step, late.flags, skipped=late.skipped)
+        if self._look is None and flags.device.type == "cuda":
+            # Read at the next step's end: by then it has long been copied, and nobody waits.
+            arrived = torch.cuda.Event()
+            copied = flags.to("cpu", non_blocking=True)
+            arrived.record()
+            self._late = _Late(step, copied, skipped, arrived)
             return
+        self._decide(step, flags, skipped=skipped)
+
+    def _decide(self, step: int, flags: Tensor, *, skipped: bool) -> None:
+        loss_finite, gradients_finite = (bool(f) for f in flags.tolist())
         bad = not (loss_finite and gradients_finite) or skipped
-        look, fault = self._look, None
+        look, fault = (self._look, None) if step == self._num_closed else (None, None)
         if look is not None:
             names = Names([*self.run.roots, *(self._tracer.trace.roots if self._tracer is not None else ())])
             fault = _fault(look, step, names, loss_bad=not loss_finite, bad=bad)
@@ -198,10 +221,9 @@ class NonFinite(Diagnosis):
         if fault is not None and fault.verdict == "scale_overflow":
             self._scale_faults.append(fault)
         self._in_row += 1
-        self._static = self._loss_scale_is_static()
         self._lost = step if loss_bad else None
         scaled = self.run.scale.checks or self.run.script_scaler is not None
-        self._gave_up = loss_bad or not scaled or self._static or self._in_row > PATIENCE
+        self._gave_up = loss_bad or not scaled or self._loss_scale_is_static() or self._in_row > PATIENCE
 
     def _lower_scale(self) -> None:
         if self._lowering is not None:
@@ -271,20 +293,18 @@ def _backward_between(operations: list[tuple[object, ...]], first: int, last: in
 
 def _fault(look: _Look, step: int, names: Names, *, loss_bad: bool, bad: bool) -> Fault | None:
     """Return the source that is to blame for a step, with its verdict; None where there is none."""
-    if bad:
-        suspects = look.lost if loss_bad and look.lost else look.in_backward
-        blamed = [s for s in suspects if s.kind != "constant"] or suspects
-        source = min(blamed, key=lambda s: s.index, default=None)
-        return None if source is None else judged(source, step, names)
-    silent = (
-        s
-        for s in look.sources
-        if s.kind == "made"
-        and not s.backward
-        and s.trains
-        and s.swallowed
-        and s.wide is not None
-        and not s.spoiled_backward
-    )
-    source = next(silent, None)
-    return None if source is None or not math.isfinite(source.wide or 0.0) else judged(source, step, names, silent=True)
+    silent = next(filter(_is_silent, look.sources), None)
+    quiet = None if silent is None else judged(silent, step, names, silent=True)
+    if not bad:
+        return quiet
+    suspects = look.lost if loss_bad and look.lost else look.in_backward
+    blamed = [s for s in suspects if s.kind != "constant"] or suspects
+    source = min(blamed, key=lambda s: s.index, default=None)
+    loud = None if source is None else judged(source, step, names)
+    return quiet if quiet is not None and loud is not None and loud.verdict == "scale_overflow" else loud
+
+
+def _is_silent(source: Source) -> bool:
+    """Return whether a source overflowed its format and was swallowed before it reached a loss or a gradient."""
+    kept = source.kind == "made" and source.trains and not source.backward and not source.spoiled_backward
+    return kept and bool(source.swallowed) and source.wide is not None and math.isfinite(source.wide)

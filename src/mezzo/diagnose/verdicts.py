@@ -95,7 +95,7 @@ def verdict_record(
     )
     rank, values = elsewhere
     if fault is not None:
-        values = located(fault, own_scaler=own_scaler, as_is=run.policy == AS_IS)
+        values = located(fault, own_scaler=own_scaler, as_is=run.policy == AS_IS, reached=run.final_scale)
     elif values is not None:
         why = "in this process it arrived with the gradients of all"
         update["notes"] = [*record.notes, Reason(what="found by", value=f"the process of rank {rank}", reason=why)]
@@ -108,16 +108,17 @@ def verdict_record(
     return record
 
 
-def located(fault: Fault, *, own_scaler: bool, as_is: bool) -> dict[str, object]:
+def located(fault: Fault, *, own_scaler: bool, as_is: bool, reached: float | None = None) -> dict[str, object]:
     """Return what a record says of a fault.
 
     Args:
         fault: what was located.
         own_scaler: whether the script's own GradScaler is in use.
         as_is: whether the script's own precision is left alone.
+        reached: the loss scale that the run came down to.
     """
     source = fault.source
-    fix, line = _fix(fault, own_scaler=own_scaler, own_precision=as_is)
+    fix, line = _fix(fault, own_scaler=own_scaler, own_precision=as_is, reached=reached)
     return {
         "verdict": fault.verdict,
         "module": fault.module,
@@ -192,13 +193,19 @@ def _ranges(source: Source) -> str:
     return "; ".join(parts) or "nothing"
 
 
-def _fix(fault: Fault, *, own_scaler: bool, own_precision: bool) -> fixes.Fix:
+def _fix(fault: Fault, *, own_scaler: bool, own_precision: bool, reached: float | None) -> fixes.Fix:
     source = fault.source
     if fault.verdict == "scale_overflow":
         at_one = (fault.largest or 0.0) / source.scale
-        return fixes.for_scale(source.format, at_scale_one=at_one, own_scaler=own_scaler)
+        return fixes.for_scale(source.format, at_scale_one=at_one, reached=reached, own_scaler=own_scaler)
     if fault.verdict != "invalid_operation":
-        return fixes.for_range(source.format, module=fault.module, op=source.op, own_precision=own_precision)
+        return fixes.for_range(
+            source.format,
+            module=fault.module,
+            op=source.op,
+            own_precision=own_precision,
+            backward=source.backward,
+        )
     if source.kind == "made":
         return fixes.for_invalid(source.op, source.operands)
     return fixes.for_entered(parameter=source.parameter, constant=source.kind == "constant")

@@ -102,8 +102,8 @@ class _Passes:
             self._say("the step was not reached")
             return found
         if step not in third.bad_steps:
-            self._say("finite")
-            return found
+            self._say(_seen(third) if third.located else "finite")
+            return third if third.located else found
         self._say(_seen(third))
         if not third.located or third.verdict == "scale_overflow":
             return found
@@ -126,7 +126,9 @@ class _Passes:
         """Return the verdict on an operation that fails on what a narrow format made of its operands, and not in FP32."""
         narrow = next((o.format for o in found.operands if o.format in ("fp16", "bf16")), self._format(found))
         own = self._request.policy == AS_IS
-        fix, line = fixes.for_range(narrow, module=found.module, op=found.op, own_precision=own)
+        fix, line = fixes.for_range(
+            narrow, module=found.module, op=found.op, own_precision=own, backward=found.phase == "backward"
+        )
         why = "in FP32 the same step is finite: rounding to the narrow format gave the operation what it cannot take"
         note = Reason(what="cause", value=f"the range of {narrow}", reason=why)
         update = {"verdict": "range_overflow", "fix": fix, "fix_line": line, "notes": [*found.notes, note]}

@@ -17,11 +17,14 @@ from mezzo.records.audit import AuditRecord
 from mezzo.records.compare import CompareRecord
 from mezzo.records.diagnose import DiagnoseRecord
 from mezzo.records.doctor import DoctorRecord
+from mezzo.records.fallback import FallbackRecord
 from mezzo.records.ranges import RangesRecord
 from mezzo.records.run import RunRecord
 from mezzo.records.values import SCHEMA_VERSION
 
-AnyRecord: TypeAlias = RunRecord | CompareRecord | DoctorRecord | RangesRecord | AuditRecord | DiagnoseRecord
+AnyRecord: TypeAlias = (
+    RunRecord | CompareRecord | DoctorRecord | RangesRecord | AuditRecord | DiagnoseRecord | FallbackRecord
+)
 
 Record = Annotated[AnyRecord, Field(discriminator="kind")]
 _ADAPTER: TypeAdapter[AnyRecord] = TypeAdapter(Record)

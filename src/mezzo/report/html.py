@@ -13,8 +13,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from mezzo.records import AnyRecord, AuditRecord, DiagnoseRecord, DoctorRecord, RangesRecord, RunRecord
-from mezzo.report import audit, diagnose, figures, ranges, sheets, verdicts
+from mezzo.records import AnyRecord, AuditRecord, DiagnoseRecord, DoctorRecord, FallbackRecord, RangesRecord, RunRecord
+from mezzo.report import audit, diagnose, fallback, figures, ranges, sheets, verdicts
 from mezzo.report.figures import Plot
 from mezzo.report.plotting import policy_colours
 
@@ -45,6 +45,10 @@ def _page(record: AnyRecord) -> tuple[str, dict[str, Any]]:
         return "audit.html", _values(record.kind, audit.audit_sheet(record), audit.audit_plots(record), {})
     if isinstance(record, DiagnoseRecord):
         return "diagnose.html", _values(record.kind, diagnose.diagnose_sheet(record), [], {})
+    if isinstance(record, FallbackRecord):
+        return "fallback.html", _values(
+            record.kind, fallback.fallback_sheet(record), fallback.fallback_plots(record), {}
+        )
     if isinstance(record, RangesRecord):
         return "ranges.html", _values(record.kind, ranges.ranges_sheet(record), ranges.ranges_plots(record), {})
     if isinstance(record, RunRecord):

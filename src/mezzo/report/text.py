@@ -10,8 +10,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.records import AnyRecord, AuditRecord, CompareRecord, DiagnoseRecord, DoctorRecord, RangesRecord, RunRecord
-from mezzo.report import audit, diagnose, ranges, sheets, verdicts
+from mezzo.records import (
+    AnyRecord,
+    AuditRecord,
+    CompareRecord,
+    DiagnoseRecord,
+    DoctorRecord,
+    FallbackRecord,
+    RangesRecord,
+    RunRecord,
+)
+from mezzo.report import audit, diagnose, fallback, ranges, sheets, verdicts
 from mezzo.report.audit import Grid
 from mezzo.report.ranges import TensorLine
 from mezzo.report.sheets import Fact, MemoryLine, Share
@@ -40,6 +49,8 @@ def render(record: AnyRecord, console: Console) -> None:
         _render_ranges(record, console)
     elif isinstance(record, DiagnoseRecord):
         _render_diagnose(record, console)
+    elif isinstance(record, FallbackRecord):
+        _render_fallback(record, console)
     elif isinstance(record, CompareRecord):
         _render_compare(record, console)
     else:
@@ -130,6 +141,21 @@ def _render_diagnose(record: DiagnoseRecord, console: Console) -> None:
         _section(console, "The last steps", trend)
     _section(console, "How it was found", _fact_table([*sheet.passes, *sheet.notes]))
     _note(console, sheet.normal)
+    _section(console, "Environment", _fact_table(sheet.environment))
+    _command(console, sheet.command)
+
+
+def _render_fallback(record: FallbackRecord, console: Console) -> None:
+    sheet = fallback.fallback_sheet(record)
+    _line(console, sheet.headline, style=_HEADING)
+    _line(console, f"{sheet.verdict}: {sheet.reason}", style=_STYLES[sheet.tone])
+    if sheet.error:
+        _line(console, f"error: {sheet.error}", style=_STYLES["bad"])
+    _section(console, "Result", _fact_table(sheet.facts))
+    _section(console, "Modules by themselves, the most suspect first", _grid(sheet.modules, shown=_SHOWN_ROWS))
+    _section(console, "Verifications", _grid(sheet.verifications))
+    _section(console, "Not judged", _fact_table(sheet.ignored[:_SHOWN_ROWS]))
+    _section(console, "What limits the result", _fact_table(sheet.notes))
     _section(console, "Environment", _fact_table(sheet.environment))
     _command(console, sheet.command)
 

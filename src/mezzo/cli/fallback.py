@@ -1,0 +1,69 @@
+"""``mezzo fallback``: which modules of a script have to stay in FP32, verified."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mezzo.cli import options
+from mezzo.errors import ScriptError
+
+
+def fallback(
+    target: options.Target,
+    arguments: options.Arguments = None,
+    policy: Annotated[str, typer.Option(help="The policy to judge; modules that it keeps in FP32 stay kept.")] = "fp16",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-9,
+            max=1.0,
+            help="The largest relative error of a parameter's gradient. [default: fp16 0.02, bf16 0.16, fp8 0.5]",
+        ),
+    ] = None,
+    fresh: Annotated[int, typer.Option(min=0, max=100, help="More batches to check the set on.")] = 2,
+    as_module: options.AsModule = False,
+    out: options.Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find the modules that have to stay in FP32 under a policy, and write a policy file with them.
+
+    The script runs unedited and for a few steps only, some ten times: in FP32, and under the policy with one set of modules kept in
+    FP32 after the other. The policy file is for --policy of the other commands and for mezzo.Session.
+    """
+    from mezzo.launch.fallback import fallback_of_script
+    from mezzo.launch.request import Request
+    from mezzo.launch.runner import check_target
+    from mezzo.policy import Policy
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ScriptError(
+            f"mezzo fallback runs in {os.environ['WORLD_SIZE']} processes; allowed: one",
+            hint="search in one process, without torchrun; the policy file it writes serves distributed runs too",
+        )
+    judged = Policy.of(policy)
+    check_target(target, module=as_module)
+    folder = options.new_folder(out, f"{Path(target).stem}-fallback")
+    request = Request(
+        target=target,
+        kind="module" if as_module else "script",
+        arguments=tuple(arguments or ()),
+        policy=str(judged),
+        record_path=str(folder / "record.json"),
+        command=("mezzo", *sys.argv[1:]),
+    )
+    screen = options.console(stderr=True)
+
+    def note(text: str) -> None:
+        screen.print(f"mezzo: {text}", markup=False, soft_wrap=True)
+
+    record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=note)
+    if record.verdict == "found":
+        path = folder / "policy.toml"
+        path.write_text(judged.replace(fp32_modules=(*judged.fp32_modules, *record.kept)).to_toml(), encoding="utf-8")
+        record = record.model_copy(update={"policy_file": str(path)})
+    options.finish(record, folder, as_json=as_json)

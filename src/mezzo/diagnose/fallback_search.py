@@ -1,0 +1,160 @@
+"""Search a small set of modules that have to stay in FP32, with few verifications.
+
+A verification trains a step with a set of modules kept in FP32 and returns the largest error of a gradient; it is dear,
+so they are counted. Modules come ranked, the most suspect first::
+
+    nothing kept            passes: there is nothing to do
+    1, 2, 4, 8 ... first    the shortest prefix of the ranking that passes: doubled, then halved
+    prune                   drop what can go: singly, then groups that double while they can go
+    open containers         where all that lies inside does instead of the container, search inside
+    prune again             until every single drop of the final set was seen to fail
+
+With a ranking that has the s modules at its top among n, that is about 2 log2(s) + s + 3 verifications. A bad ranking
+costs more verifications, never a wrong result: the set was seen to pass, and each set with one module fewer was seen to
+fail (it is 1-minimal). It need not be the smallest of all sets. Doubling takes the error for monotone in the set; where
+it is not, pruning still ends in a set that passes and is 1-minimal.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Names: TypeAlias = tuple[str, ...]
+Verify: TypeAlias = Callable[[Names], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Hold the end of a search."""
+
+    kept: Names | None
+    """The set, sorted; None where even all candidates together fail."""
+    num_verifications: int
+
+
+def search(
+    ranked: Sequence[str],
+    verify: Verify,
+    *,
+    tolerance: float,
+    costs: Mapping[str, float] | None = None,
+    base: Names = (),
+    whole: Collection[str] = (),
+) -> Found:
+    """Return a 1-minimal set of ``ranked`` modules with which ``verify`` gives at most ``tolerance``.
+
+    Args:
+        ranked: names of modules, the most suspect first. One that lies inside another has its name and a dot before its own.
+        verify: the error with these modules kept; a name stands for all that lies inside too. NaN fails.
+        tolerance: the largest error that passes.
+        costs: what keeping each module costs; of two that could go, the dearer one is tried first. 0 where left out.
+        base: a set to begin with, from an earlier search.
+        whole: containers that are not opened: what they compute themselves is what fails.
+    """
+    tests = _Tests(verify, tolerance)
+    if tests.passes(base):
+        kept = base if not base else _pruned(base, tests.passes, costs or {})
+        return Found(kept=tuple(sorted(kept)), num_verifications=tests.count)
+    free = [name for name in ranked if not covered(name, base)]
+    length = _shortest(free, lambda names: tests.passes((*base, *names)))
+    if length is None:
+        return Found(kept=None, num_verifications=tests.count)
+    kept = _pruned(outermost((*base, *free[:length])), tests.passes, costs or {})
+    open_one = functools.partial(_opened, ranked=ranked, passes=tests.passes, costs=costs or {}, whole=whole)
+    while (opened := open_one(kept)) != kept:
+        kept = _pruned(opened, tests.passes, costs or {})
+    return Found(kept=kept, num_verifications=tests.count)
+
+
+def covered(name: str, kept: Iterable[str]) -> bool:
+    """Return whether ``name`` is one of ``kept`` or lies inside one."""
+    return any(name == other or name.startswith(f"{other}.") for other in kept)
+
+
+def outermost(names: Iterable[str]) -> Names:
+    """Return ``names`` sorted, each once, without those that lie inside another."""
+    unique = sorted(set(names))
+    return tuple(name for name in unique if not covered(name, [other for other in unique if other != name]))
+
+
+class _Tests:
+    """Verify each set once."""
+
+    def __init__(self, verify: Verify, tolerance: float) -> None:
+        self._verify, self._tolerance = verify, tolerance
+        self._known: dict[Names, bool] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._known)
+
+    def passes(self, names: Iterable[str]) -> bool:
+        key = outermost(names)
+        if key not in self._known:
+            self._known[key] = self._verify(key) <= self._tolerance
+        return self._known[key]
+
+
+def _shortest(ranked: Sequence[str], passes: Callable[[Names], bool]) -> int | None:
+    """Return the length of the shortest prefix that passes, of which the empty one fails."""
+    if not ranked:
+        return None
+    low, high = 0, 1
+    while not passes(tuple(ranked[:high])):
+        if high == len(ranked):
+            return None
+        low, high = high, min(2 * high, len(ranked))
+    while high - low > 1:
+        middle = (low + high) // 2
+        if passes(tuple(ranked[:middle])):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _pruned(names: Names, passes: Callable[[Names], bool], costs: Mapping[str, float]) -> Names:
+    """Return ``names`` without what can go, until no single one can."""
+    kept = outermost(names)
+    while True:
+        fewer = _pruned_once(kept, passes, costs)
+        if fewer == kept:
+            return kept
+        kept = fewer
+
+
+def _pruned_once(names: Names, passes: Callable[[Names], bool], costs: Mapping[str, float]) -> Names:
+    kept, size = names, 1
+    waiting = sorted(names, key=lambda name: -costs.get(name, 0.0))
+    while waiting:
+        rest = tuple(name for name in kept if name not in waiting[:size])
+        if passes(rest):
+            kept, waiting, size = rest, waiting[size:], 2 * size
+        elif size > 1:
+            size //= 2
+        else:
+            waiting = waiting[1:]
+    return kept
+
+
+def _opened(
+    kept: Names,
+    *,
+    ranked: Sequence[str],
+    passes: Callable[[Names], bool],
+    costs: Mapping[str, float],
+    whole: Collection[str],
+) -> Names:
+    """Return ``kept`` with the dearest container, of those that can be, replaced by what is needed inside it."""
+    for name in sorted(set(kept) - set(whole), key=lambda name: -costs.get(name, 0.0)):
+        inside = [other for other in ranked if other.startswith(f"{name}.")]
+        others = tuple(other for other in kept if other != name)
+        if inside and passes((*others, *inside)):
+            length = _shortest(inside, lambda names, others=others: passes((*others, *names)))  # type: ignore[misc]
+            return outermost((*others, *inside[:length]))
+    return kept

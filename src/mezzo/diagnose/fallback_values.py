@@ -1,0 +1,67 @@
+"""What one run of a fallback search tells the next: values that pass between processes as JSON. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import BaseModel, ConfigDict
+
+_TOP_EXPONENT = 14  # a quarter of FP16's largest number: other batches have other gradients
+
+
+class Passed(BaseModel):
+    """Be a value that passes between processes; numbers that are not finite survive."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Local(Passed):
+    """Hold the error that one module makes by itself."""
+
+    name: str
+    type: str
+    unnamed: bool = False
+    output: float | None = None
+    dgrad: float | None = None
+    wgrad: float | None = None
+    rounded: float = 0.0
+    """The largest of the three with inputs, and children's outputs, in the lower precision."""
+    flops: int = 0
+    largest: float = 0.0
+    """The largest magnitude of a gradient at its outputs, inputs and weights."""
+    reason: str = ""
+
+    @property
+    def own(self) -> float:
+        """Return the largest of its errors, 0 where none could be measured; infinite for NaN."""
+        found = [error for error in (self.output, self.dgrad, self.wgrad) if error is not None]
+        return max((math.inf if math.isnan(error) else error for error in found), default=0.0)
+
+
+class StepErrors(Passed):
+    """Hold the error of every parameter's gradient in one step."""
+
+    step: int
+    errors: dict[str, float]
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """Return the largest error and its parameter."""
+        return max(((error, name) for name, error in self.errors.items()), default=(0.0, ""))
+
+
+class Measured(Passed):
+    """Hold what one run showed."""
+
+    local: list[Local] = []
+    steps: list[StepErrors] = []
+    """Against the reference; in the reference itself 0, or infinite for a gradient that is not finite."""
+    problem: str = ""
+    """What keeps the gradients of this run from being compared."""
+
+
+def fitting_scale(largest: float, most: float) -> float:
+    """Return the largest power of two, at most ``most``, that leaves gradients up to ``largest`` a quarter of FP16's range."""
+    if not 0 < largest < math.inf:
+        return most
+    return min(most, 2.0 ** (_TOP_EXPONENT - math.ceil(math.log2(largest))))

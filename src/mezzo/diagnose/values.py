@@ -1,0 +1,88 @@
+"""What tensors hold: finite or not, how large, in which format, where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mezzo.formats import FP32, format_of
+from mezzo.records import Operand
+
+
+def operand(tensor: Tensor) -> Operand:
+    """Return what is known of a tensor that an operation read."""
+    values = _dense(tensor).detach().reshape(-1)
+    finite = values[values.isfinite()].abs().float()
+    return Operand(
+        format=format_name(tensor),
+        shape=list(tensor.shape),
+        largest=float(finite.max()) if len(finite) else 0.0,
+        smallest=float(finite.min()) if len(finite) else 0.0,
+        num_not_finite=len(values) - len(finite),
+    )
+
+
+def floats(values: Any) -> list[Tensor]:
+    """Return the tensors of numbers in ``values`` that can be looked at."""
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and _readable(t)]
+
+
+def _readable(tensor: Tensor) -> bool:
+    fake = isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta
+    return tensor.is_floating_point() and not fake and tensor.numel() > 0
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    dense = tensor if tensor.layout is torch.strided else tensor.coalesce().values()
+    return dense if dense.element_size() > 1 else dense.float()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether every number is finite; waits for the device."""
+    return bool(_dense(tensor).isfinite().all())
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Return whether a number is NaN."""
+    return bool(_dense(tensor).isnan().any())
+
+
+def by_design(tensor: Tensor) -> bool:
+    """Return whether values that are not finite look as if they were meant: a number of the script, or a mask of -inf."""
+    return tensor.numel() == 1 or not bool((_dense(tensor).isnan() | _dense(tensor).isposinf()).any())
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest magnitude."""
+    return float(_dense(tensor).abs().max())
+
+
+def widened(values: Any) -> Any:
+    """Return ``values`` with FP32 in place of narrower formats: tensors and dtypes."""
+    narrow = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() and t.element_size() < 4 else t, values)
+    return tree_map_only(torch.dtype, lambda d: FP32.dtype if d.is_floating_point and d.itemsize < 4 else d, narrow)
+
+
+def format_name(tensor: Tensor) -> str:
+    """Return the name of the format that a tensor is kept in."""
+    known = format_of(tensor.dtype)
+    return known.name if known is not None else str(tensor.dtype).removeprefix("torch.")
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return where a tensor's storage begins."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, or made of others
+        return id(tensor)
+
+
+def storage_size(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's storage; -1 where it has none of its own."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return -1

@@ -1,0 +1,219 @@
+"""Which modules have to stay in FP32, as display strings and as a picture of the module tree coloured by error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Verification
+from mezzo.report import formatting as fmt
+from mezzo.report import sheets
+from mezzo.report.audit import Grid, flops_text
+from mezzo.report.figures import Plot
+from mezzo.report.plotting import Figure, base_layout
+from mezzo.report.sheets import Fact
+
+_TONES: dict[FallbackVerdict, str] = {
+    "found": "warn",
+    "not needed": "good",
+    "elsewhere": "bad",
+    "not repeatable": "open",
+    "fp32 fails": "bad",
+}
+_HEALTHY, _NEAR, _OVER, _LOST, _UNKNOWN = "#3fae8f", "#c9a227", "#e8893a", "#c0485f", "#98a1b0"
+_KEPT_LINE = "#4f86f7"
+_NEAR_SHARE = 1 / 8  # of the tolerance
+_MOST_DRAWN = 3000
+_NAMED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class FallbackSheet:
+    """Hold what a view says of a fallback search."""
+
+    title: str
+    script: str
+    headline: str
+    verdict: str
+    tone: str
+    reason: str
+    error: str
+    kept: list[str]
+    suggested: str
+    policy_file: str
+    facts: list[Fact]
+    modules: Grid
+    """The most suspect first."""
+    verifications: Grid
+    ignored: list[Fact]
+    notes: list[Fact]
+    environment: list[Fact]
+    command: str
+
+
+def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
+    """Return what a view says of ``record``."""
+    script = fmt.clean(PurePath(record.run.script).name)
+    return FallbackSheet(
+        title=f"FP32 modules of {script}",
+        script=fmt.clean(record.run.script),
+        headline=_headline(record, script),
+        verdict=record.verdict,
+        tone=_TONES[record.verdict],
+        reason=fmt.clean(record.reason),
+        error=fmt.clean(record.run.error or "", keep_lines=True),
+        kept=[fmt.clean(name) for name in record.kept],
+        suggested=fmt.clean(record.suggested) if record.kept else "",
+        policy_file=fmt.clean(record.policy_file),
+        facts=_facts(record),
+        modules=_modules(record.modules),
+        verifications=_verifications(record.verifications),
+        ignored=sheets.facts(record.ignored),
+        notes=sheets.facts(record.notes),
+        environment=sheets.environment_facts(record.run.environment),
+        command=sheets.command_text(record.run.command),
+    )
+
+
+def fallback_plots(record: FallbackRecord) -> list[Plot]:
+    """Return the picture of the module tree."""
+    figure = tree_figure(record)
+    caption = (
+        f"Each module run by itself on its FP32 inputs in the lower precision. Green: less than an eighth of the tolerance of "
+        f"{record.tolerance:.2g}; yellow: up to the tolerance; orange: above; red: nothing is left of the values; grey: not run "
+        "by itself. A blue border: to be kept in FP32. A click on a module enlarges it."
+    )
+    if figure is None:
+        caption = "No module was run by itself."
+    return [Plot(name="tree", title="The module tree by error", caption=caption, figure=figure)]
+
+
+def tree_figure(record: FallbackRecord) -> Figure | None:
+    """Return the module tree, a module under the one that it lies in; None without any module."""
+    own = {m.module: m for m in record.modules[:_MOST_DRAWN] if not m.unnamed}
+    if not own:
+        return None
+    names = sorted({".".join(name.split(".")[: k + 1]) for name in own for k in range(len(name.split(".")))})
+    parents = ["".join(name.rpartition(".")[:1]) for name in names]
+    inner = set(parents)
+    kept = {m.module for m in own.values() if m.kept}
+    trace = {
+        "type": "icicle",
+        "ids": [fmt.clean(name) for name in names],
+        "labels": [fmt.clean(name.rpartition(".")[2]) for name in names],
+        "parents": [fmt.clean(parent) for parent in parents],
+        "values": [0 if name in inner else 1 for name in names],
+        "branchvalues": "remainder",
+        "tiling": {"orientation": "v"},
+        "sort": False,
+        "marker": {
+            "colors": [_colour(own.get(name), record.tolerance) for name in names],
+            "line": {
+                "color": [_KEPT_LINE if name in kept else "rgba(255,255,255,0.5)" for name in names],
+                "width": [4 if name in kept else 1 for name in names],
+            },
+        },
+        "text": [_hover(own.get(name)) for name in names],
+        "textinfo": "label",
+        "hovertemplate": "%{id}<br>%{text}<extra></extra>",
+    }
+    hidden = {"visible": False, "fixedrange": True}
+    depth = max(name.count(".") for name in names) + 1
+    layout = base_layout(height=90 + 70 * min(depth, 8), xaxis=hidden, yaxis=hidden)
+    return {"data": [trace], "layout": layout | {"showlegend": False}}
+
+
+def _colour(module: ModuleError | None, tolerance: float) -> str:
+    if module is None or module.reason:
+        return _UNKNOWN
+    error = _largest(module)
+    if error >= 1:
+        return _LOST
+    if error > tolerance:
+        return _OVER
+    return _NEAR if error > tolerance * _NEAR_SHARE else _HEALTHY
+
+
+def _largest(module: ModuleError) -> float:
+    errors = [e for e in (module.output, module.dgrad, module.wgrad, module.rounded) if e is not None]
+    return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)
+
+
+def _hover(module: ModuleError | None) -> str:
+    if module is None:
+        return "not called by itself"
+    if module.reason:
+        return fmt.clean(module.reason)
+    parts = (("output", module.output), ("dgrad", module.dgrad), ("wgrad", module.wgrad), ("rounded", module.rounded))
+    return fmt.clean(f"{module.type}: " + ", ".join(f"{w} {error_text(e)}" for w, e in parts if e is not None))
+
+
+def error_text(error: float | None) -> str:
+    """Return a relative error with two significant digits."""
+    return fmt.number_text(error, digits=2)
+
+
+def _headline(record: FallbackRecord, script: str) -> str:
+    policy = fmt.clean(record.policy)
+    if record.verdict == "found":
+        more = fmt.plural(len(record.kept), "module")
+        return f"{more} of {script} must stay in FP32 under {policy}, {fmt.share_text(record.fp32_share)} of the FLOPs"
+    return {
+        "not needed": f"No module of {script} needs FP32 under {policy}: precision is not the cause",
+        "elsewhere": f"FP32 in the modules of {script} does not help under {policy}",
+        "not repeatable": f"{script} does not compute the same twice, so precision cannot be judged",
+        "fp32 fails": f"{script} fails in FP32 too: precision is not the cause",
+    }[record.verdict]
+
+
+def _facts(record: FallbackRecord) -> list[Fact]:
+    named = ", ".join(map(fmt.clean, record.kept[:_NAMED]))
+    more = f" and {len(record.kept) - _NAMED} more" if len(record.kept) > _NAMED else ""
+    found = [
+        ("keep in FP32", named + more),
+        ("largest error before", error_text(record.error_before) if record.error_before is not None else ""),
+        ("and with them", error_text(record.error_after) if record.error_after is not None else ""),
+        ("tolerance", error_text(record.tolerance)),
+        ("moved by FP32's own rounding", error_text(record.noise) if record.noise is not None else ""),
+        ("verifications", str(len(record.verifications))),
+        ("modules run by themselves", str(len(record.modules))),
+        ("policy file", fmt.clean(record.policy_file)),
+    ]
+    return [Fact(what=what, value=value) for what, value in found if value]
+
+
+def _modules(modules: Sequence[ModuleError]) -> Grid:
+    rows = [
+        (
+            fmt.clean(m.module) + (" (the model)" if m.unnamed else ""),
+            fmt.clean(m.type),
+            *(error_text(e) for e in (m.output, m.dgrad, m.wgrad, None if m.reason else m.rounded)),
+            flops_text(m.flops),
+            "kept in FP32" if m.kept else fmt.clean(m.reason),
+        )
+        for m in modules
+    ]
+    heads = ("module", "type", "output", "dgrad", "wgrad", "rounded in", "FLOPs", "")
+    return Grid(heads=heads, rows=rows, numbers=(2, 3, 4, 5, 6))
+
+
+def _verifications(trials: Sequence[Verification]) -> Grid:
+    rows = []
+    for number, trial in enumerate(trials, start=1):
+        names = ", ".join(map(fmt.clean, trial.kept[:_NAMED])) or "nothing"
+        more = f" and {len(trial.kept) - _NAMED} more" if len(trial.kept) > _NAMED else ""
+        rows.append(
+            (
+                str(number),
+                names + more,
+                error_text(trial.error),
+                fmt.clean(trial.tensor),
+                fmt.scale_text(trial.init_scale),
+                ", ".join(map(str, trial.steps)),
+                "passes" if trial.passed else "fails",
+            )
+        )
+    heads = ("run", "kept in FP32", "largest error", "gradient of", "scale", "batches", "")
+    return Grid(heads=heads, rows=rows, numbers=(2,))

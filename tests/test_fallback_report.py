@@ -1,0 +1,125 @@
+"""What the terminal and the page say of a fallback search, and how the module tree is coloured."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+import record_builders as build
+from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, Verification
+from mezzo.report import text
+from mezzo.report.fallback import fallback_plots, fallback_sheet, tree_figure
+from mezzo.report.html import render_html
+
+MODULES = [
+    ModuleError(module="blocks.0.fault", type="Tiny", output=0.0, rounded=math.inf, kept=True),
+    ModuleError(module="blocks.0", type="Block", output=0.0, dgrad=0.0, wgrad=0.0, rounded=0.03, flops=3_000),
+    ModuleError(module="blocks.1", type="Block", output=0.005, dgrad=0.0, wgrad=0.0, flops=1_000),
+    ModuleError(module="head", type="Linear", output=0.0004, dgrad=0.0003, wgrad=0.0005, rounded=0.0005, flops=2_000),
+    ModuleError(module="odd", type="Odd", reason="RuntimeError: not by itself"),
+    ModuleError(module="Net", type="Net", unnamed=True, output=0.0, flops=6_000),
+]
+
+
+def record(verdict: FallbackVerdict = "found", **fields: object) -> FallbackRecord:
+    values: dict[str, object] = {
+        "run": build.run_record(
+            "fp32", num_steps=2, script="examples/train.py", command=["mezzo", "fallback", "train.py"]
+        ),
+        "policy": "fp16",
+        "tolerance": 0.02,
+        "verdict": verdict,
+        "reason": "checked on 2 fresh batches",
+        "kept": ["blocks.0.fault"] if verdict == "found" else [],
+        "suggested": "fp16:fp32_modules=blocks.0.fault",
+        "policy_file": "runs/x/policy.toml" if verdict == "found" else "",
+        "fp32_share": 0.012,
+        "error_before": math.inf,
+        "error_after": 0.0025,
+        "steps": [1, 2, 3],
+        "modules": MODULES,
+        "verifications": [
+            Verification(kept=[], error=math.inf, tensor="head.weight", init_scale=65536.0, steps=[1]),
+            Verification(
+                kept=["blocks.0.fault"], error=0.0025, tensor="a.bias", init_scale=32768.0, steps=[1], passed=True
+            ),
+        ],
+        "noise": 1e-6,
+        "ignored": [Reason(what="key.bias", value="1.3", reason="FP32 does not determine it")],
+        "notes": [Reason(what="weights", value="as at the beginning", reason="updates are held back")],
+    }
+    return FallbackRecord(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def shown(own: FallbackRecord) -> str:
+    console = Console(file=io.StringIO(), width=110, color_system=None, force_terminal=False)
+    text.render(own, console)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+HEADLINES: list[tuple[FallbackVerdict, str]] = [
+    ("found", "1 module of train.py must stay in FP32 under fp16, 1.2% of the FLOPs"),
+    ("not needed", "No module of train.py needs FP32 under fp16: precision is not the cause"),
+    ("elsewhere", "FP32 in the modules of train.py does not help under fp16"),
+    ("not repeatable", "train.py does not compute the same twice, so precision cannot be judged"),
+    ("fp32 fails", "train.py fails in FP32 too: precision is not the cause"),
+]
+
+
+@pytest.mark.parametrize(("verdict", "headline"), HEADLINES)
+def test_each_verdict_has_its_headline(verdict: FallbackVerdict, headline: str) -> None:
+    own = record(verdict)
+    assert fallback_sheet(own).headline == headline
+    assert shown(own).startswith(headline)
+    assert headline in render_html(own)
+
+
+def test_the_terminal_shows_what_was_found() -> None:
+    lines = shown(record()).splitlines()
+    cells = [" ".join(line.split()) for line in lines]
+    assert "keep in FP32 blocks.0.fault" in cells
+    assert "largest error before Infinity" in cells
+    assert "and with them 0.0025" in cells
+    assert "blocks.0.fault Tiny 0 - - Infinity 0 kept in FP32" in cells
+    assert "Net (the model) Net 0 - - 0 6 kFLOP" in cells or "Net (the model) Net 0 - - 0 6.00 kFLOP" in cells
+    assert "1 nothing Infinity head.weight 65536 1 fails" in cells
+    assert "2 blocks.0.fault 0.0025 a.bias 32768 1 passes" in cells
+
+
+def test_the_tree_is_coloured_by_error() -> None:
+    figure = tree_figure(record())
+    assert figure is not None
+    trace = figure["data"][0]
+    nodes = dict(
+        zip(trace["ids"], zip(trace["parents"], trace["marker"]["colors"], trace["values"], strict=True), strict=True)
+    )
+    green, yellow, orange, red, grey = "#3fae8f", "#c9a227", "#e8893a", "#c0485f", "#98a1b0"
+    assert nodes == {
+        "blocks": ("", grey, 0),  # a list: never called, there for its place
+        "blocks.0": ("blocks", orange, 0),
+        "blocks.0.fault": ("blocks.0", red, 1),
+        "blocks.1": ("blocks", yellow, 1),
+        "head": ("", green, 1),
+        "odd": ("", grey, 1),
+    }
+    widths = dict(zip(trace["ids"], trace["marker"]["line"]["width"], strict=True))
+    assert [name for name, width in widths.items() if width > 1] == ["blocks.0.fault"]
+    assert dict(zip(trace["ids"], trace["text"], strict=True))["head"] == (
+        "Linear: output 0.0004, dgrad 0.0003, wgrad 0.0005, rounded 0.0005"
+    )
+
+
+def test_without_modules_there_is_no_tree() -> None:
+    own = record("not repeatable", modules=[], verifications=[])
+    assert fallback_plots(own)[0].figure is None
+    assert "No module was run by itself." in render_html(own)
+
+
+def test_names_cannot_drive_the_page_or_the_terminal() -> None:
+    own = record(modules=[ModuleError(module="a\x1b[31m</script>", type="T", output=1.0)], reason="<b>\x1b[2J")
+    page = render_html(own)
+    assert "\x1b" not in page + shown(own)
+    assert "<b>" not in page.split("<h1>")[1].split("</section>")[0]
