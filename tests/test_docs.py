@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ def test_pages_exist() -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_block_runs(block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a process group puts its own there and leaves it
     exec(compile(block, "<docs>", "exec"), {"__name__": "__main__"})
 
 

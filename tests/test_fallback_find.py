@@ -165,6 +165,7 @@ def test_everything_is_as_it_was() -> None:
     assert (update.param_groups[0]["lr"], scheduler.last_epoch) == (0.1, 0)
     assert torch.equal(torch.get_rng_state(), random_numbers)
     assert random.getstate() == plain_random
+    assert not torch.nn.modules.module._has_any_global_hook()
     assert not update.state
 
 

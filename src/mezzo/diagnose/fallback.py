@@ -103,6 +103,8 @@ class Fallback(Diagnosis):
         """Remove the hooks and keep the last step's gradients."""
         for handle in self._handles:
             handle.remove()
+            # torch's remove() leaves the note that the hook takes keywords, and torch.compile takes that for a hook.
+            torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
         if self._fresh and self._looking is not None and self._looking in self.watched:
             self._keep(self._looking)
