@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -28,22 +27,14 @@ def diagnose(
     files beside the record. Exit code 0: nothing is wrong; 1: a fault was found.
     """
     from mezzo.launch.passes import diagnose_script
-    from mezzo.launch.request import AS_IS, Request
+    from mezzo.launch.request import AS_IS
     from mezzo.launch.runner import check_target
     from mezzo.policy import Policy
 
     text = policy if policy == AS_IS else str(Policy.of(policy))
     check_target(target, module=as_module)
     folder = options.folder_of_rank(out, f"{Path(target).stem}-diagnose")
-    request = Request(
-        target=target,
-        kind="module" if as_module else "script",
-        arguments=tuple(arguments or ()),
-        policy=text,
-        record_path=str(folder / "record.json"),
-        command=("mezzo", *sys.argv[1:]),
-        output_to_stderr=as_json,
-    )
+    request = options.request_for(target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json)
     record = diagnose_script(request, steps=steps)
     options.finish(record, folder, as_json=as_json, stderr=True)
     if record.kind == "diagnose" and record.verdict == "healthy":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +35,6 @@ def fallback(
     FP32 after the other. The policy file is for --policy of the other commands and for mezzo.Session.
     """
     from mezzo.launch.fallback import fallback_of_script
-    from mezzo.launch.request import Request
     from mezzo.launch.runner import check_target
     from mezzo.policy import Policy
 
@@ -48,14 +46,7 @@ def fallback(
     judged = Policy.of(policy)
     check_target(target, module=as_module)
     folder = options.new_folder(out, f"{Path(target).stem}-fallback")
-    request = Request(
-        target=target,
-        kind="module" if as_module else "script",
-        arguments=tuple(arguments or ()),
-        policy=str(judged),
-        record_path=str(folder / "record.json"),
-        command=("mezzo", *sys.argv[1:]),
-    )
+    request = options.request_for(target, arguments, as_module=as_module, policy=str(judged), folder=folder)
     screen = options.console(stderr=True)
 
     def note(text: str) -> None:
