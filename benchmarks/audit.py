@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness import interleave, median_ms, ratio, report, spread
-from mezzo.diagnose.names import Names
-from mezzo.diagnose.operations import understand, weights_of
-from mezzo.diagnose.trace import Tracer
+from mezzo.diagnosis.names import Names
+from mezzo.diagnosis.operations import understand, weights_of
+from mezzo.diagnosis.trace import Tracer
 from mezzo.measure.flops import OperandFormats
 
 ROUNDS = 15

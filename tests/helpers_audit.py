@@ -7,7 +7,7 @@ import io
 import runpy
 
 from helpers_launch import SCRIPTS, _as_script
-from mezzo.diagnose.settings import AuditSettings
+from mezzo.diagnosis.settings import AuditSettings
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
 from mezzo.policy import Policy

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from helpers_audit import audited
-from mezzo.diagnose.findings import RULES, Watched, findings
-from mezzo.diagnose.kernels import uses_tensor_cores
+from mezzo.diagnosis.findings import RULES, Watched, findings
+from mezzo.diagnosis.kernels import uses_tensor_cores
 from mezzo.records import Product
 
 PAGES = Path(__file__).parents[1] / "docs" / "findings"
@@ -132,9 +132,9 @@ def test_tf32_that_is_off_where_the_gpu_has_it(
 
 
 def _one_product(flops: int, *, form: str = "bf16") -> list[object]:
-    from mezzo.diagnose.noted import NOWHERE, Noted
-    from mezzo.diagnose.noted import Product as Running
-    from mezzo.diagnose.operations import Seen
+    from mezzo.diagnosis.noted import NOWHERE, Noted
+    from mezzo.diagnosis.noted import Product as Running
+    from mezzo.diagnosis.operations import Seen
 
     running = Running(form, flops, [], 0)
     noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import mezzo
 from helpers_audit import audited
-from mezzo.diagnose import kernels, totals
-from mezzo.diagnose.names import Names
-from mezzo.diagnose.noted import Noted
-from mezzo.diagnose.operations import Seen, understand, weights_of
-from mezzo.diagnose.trace import Tracer
+from mezzo.diagnosis import kernels, totals
+from mezzo.diagnosis.names import Names
+from mezzo.diagnosis.noted import Noted
+from mezzo.diagnosis.operations import Seen, understand, weights_of
+from mezzo.diagnosis.trace import Tracer
 from mezzo.measure.flops import OperandFormats
 from mezzo.records import AuditRecord
 from mezzo.report.audit import audit_plots, audit_sheet, flops_text

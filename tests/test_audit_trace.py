@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.module_tracker import ModuleTracker
 
 import mezzo
-from mezzo.diagnose.names import Names
-from mezzo.diagnose.noted import Noted
-from mezzo.diagnose.operations import Seen, listed_precision, understand, weights_of
-from mezzo.diagnose.trace import Tracer
+from mezzo.diagnosis.names import Names
+from mezzo.diagnosis.noted import Noted
+from mezzo.diagnosis.operations import Seen, listed_precision, understand, weights_of
+from mezzo.diagnosis.trace import Tracer
 from mezzo.errors import SessionError
 from mezzo.measure.flops import OperandFormats
 from mezzo.records import AuditRecord

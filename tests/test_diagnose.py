@@ -135,9 +135,9 @@ def test_an_error_that_is_no_fault_of_numbers_is_raised() -> None:
 
 
 def test_the_room_and_the_function_have_one_name() -> None:
-    import mezzo.diagnose.settings
+    import mezzo.diagnosis.settings
 
-    assert mezzo.diagnose.settings.DiagnoseSettings is not None
+    assert mezzo.diagnosis.settings.DiagnoseSettings is not None
     assert mezzo.diagnose(training()).verdict == "healthy"
 
 

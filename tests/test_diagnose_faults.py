@@ -17,7 +17,7 @@ sys.path.insert(0, str(FAULTS))
 
 import faults  # noqa: E402
 from helpers_launch import SCRIPTS  # noqa: E402
-from mezzo.diagnose.watching import Watched  # noqa: E402
+from mezzo.diagnosis.watching import Watched  # noqa: E402
 from mezzo.launch.passes import diagnose_script  # noqa: E402
 from mezzo.launch.request import AS_IS, Request  # noqa: E402
 from mezzo.launch.torch import switched  # noqa: E402

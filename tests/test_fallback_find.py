@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.diagnose.fallback_find import default_tolerance
+from mezzo.diagnosis.fallback_find import default_tolerance
 from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.policy import Policy
 

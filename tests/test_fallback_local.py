@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.diagnose.fallback_local import Bench, Call, Calls, differentiable, relative_error
-from mezzo.diagnose.fallback_values import Local, fitting_scale
+from mezzo.diagnosis.fallback_local import Bench, Call, Calls, differentiable, relative_error
+from mezzo.diagnosis.fallback_values import Local, fitting_scale
 from mezzo.policy import Policy
 
 

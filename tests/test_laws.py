@@ -37,11 +37,11 @@ MAY_IMPORT = {
     "records": "errors records",
     "engine": f"{FACTS} engine",
     "measure": f"{FACTS} engine measure",
-    "diagnose": f"{FACTS} engine measure diagnose",
-    "launch": f"{FACTS} engine measure diagnose launch",  # launch composes the observers of measure and diagnose
+    "diagnosis": f"{FACTS} engine measure diagnosis",
+    "launch": f"{FACTS} engine measure diagnosis launch",  # launch composes the observers of measure and diagnosis
     "report": "errors records report",
-    "cli": f"{FACTS} engine measure diagnose launch report cli __init__",
-    "__init__": f"{FACTS} engine measure diagnose launch report",  # on first use only
+    "cli": f"{FACTS} engine measure diagnosis launch report cli __init__",
+    "__init__": f"{FACTS} engine measure diagnosis launch report",  # on first use only
     "__main__": "cli",
 }
 

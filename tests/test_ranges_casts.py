@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mezzo.diagnose.casts import LITTLE, SCALES, Counts, suggested
+from mezzo.diagnosis.casts import LITTLE, SCALES, Counts, suggested
 from mezzo.engine.kernels import cpu, exponents
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 import record_builders as build
-from mezzo.diagnose.casts import Counts
-from mezzo.diagnose.rangetable import Seen, ranges_record
+from mezzo.diagnosis.casts import Counts
+from mezzo.diagnosis.rangetable import Seen, ranges_record
 from mezzo.engine.kernels import exponents
 from mezzo.records import RangesRecord
 from mezzo.report import text

@@ -21,8 +21,8 @@ import record_builders as build
 from helpers_launch import SCRIPTS
 from helpers_launch import _as_script as as_script
 from mezzo import Policy, PolicyError, ScriptError, SessionError, cli
-from mezzo.diagnose.casts import SCALES
-from mezzo.diagnose.settings import RangesSettings
+from mezzo.diagnosis.casts import SCALES
+from mezzo.diagnosis.settings import RangesSettings
 from mezzo.launch.torch import switched
 from mezzo.records import Histogram, RangesRecord, read_record
 

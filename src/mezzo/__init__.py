@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mezzo.diagnose.audit import audit
+    from mezzo.diagnosis.audit import audit
     from mezzo.engine.checks import PrecisionWarning
     from mezzo.engine.fastpath import fast_path
     from mezzo.engine.optimizers import SGD, AdamW
@@ -55,7 +55,7 @@ _HOMES = {
     "fallback": "mezzo.launch.fallback",
     "fast_path": "mezzo.engine.fastpath",
     "ranges": "mezzo.launch.callables",
-    "audit": "mezzo.diagnose.audit",
+    "audit": "mezzo.diagnosis.audit",
     "read_record": "mezzo.records",
 }
 

@@ -29,7 +29,7 @@ def audit(
     The script runs unedited. In a distributed run (RANK is set) every process has a record of its own, those of other
     ranks in a folder rankN.
     """
-    from mezzo.diagnose.settings import AuditSettings
+    from mezzo.diagnosis.settings import AuditSettings
     from mezzo.launch.request import AS_IS
     from mezzo.launch.runner import check_target, diagnose_child
     from mezzo.policy import Policy

@@ -29,7 +29,7 @@ def ranges(
     The script runs unedited and in FP32: weights, activations, gradients and updates are counted by exponent. In a
     distributed run (RANK is set) every process has a record of its own, in a folder rankN beside the first one's.
     """
-    from mezzo.diagnose.settings import RangesSettings
+    from mezzo.diagnosis.settings import RangesSettings
     from mezzo.launch.runner import check_target, diagnose_child
     from mezzo.policy import Policy
 

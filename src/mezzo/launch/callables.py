@@ -13,8 +13,8 @@ import torch
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
-from mezzo.diagnose.settings import RangesSettings
-from mezzo.diagnose.watching import Watched
+from mezzo.diagnosis.settings import RangesSettings
+from mezzo.diagnosis.watching import Watched
 from mezzo.errors import ScriptError, SessionError
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment

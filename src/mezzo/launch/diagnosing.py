@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mezzo.diagnose.settings import DiagnoseSettings
-from mezzo.diagnose.watching import Watched
+from mezzo.diagnosis.settings import DiagnoseSettings
+from mezzo.diagnosis.watching import Watched
 from mezzo.errors import ScriptError, SessionError
 from mezzo.launch.request import AS_IS
 from mezzo.launch.torch import switched

@@ -20,9 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mezzo.diagnose.fallback_find import find
-from mezzo.diagnose.fallback_values import Measured
-from mezzo.diagnose.settings import FallbackSettings
+from mezzo.diagnosis.fallback_find import find
+from mezzo.diagnosis.fallback_values import Measured
+from mezzo.diagnosis.settings import FallbackSettings
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
@@ -168,7 +168,7 @@ class _Calls:
     def _run(
         self, policy: Policy, settings: FallbackSettings, optimizers: list[Any]
     ) -> tuple[Any, NonFiniteLossError | ScaleFloorError | None]:
-        from mezzo.diagnose.watching import Watched
+        from mezzo.diagnosis.watching import Watched
         from mezzo.launch.torch import switched
 
         ending: NonFiniteLossError | ScaleFloorError | None = None

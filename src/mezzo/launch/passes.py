@@ -15,9 +15,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from mezzo.diagnose import fixes
-from mezzo.diagnose.settings import DiagnoseSettings
-from mezzo.diagnose.trend import trend_of
+from mezzo.diagnosis import fixes
+from mezzo.diagnosis.settings import DiagnoseSettings
+from mezzo.diagnosis.trend import trend_of
 from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.runner import diagnose_child
 from mezzo.records import AnyRecord, DiagnoseRecord, Pass, Reason, RunRecord

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from mezzo.diagnose.settings import AnySettings
+from mezzo.diagnosis.settings import AnySettings
 
 AS_IS = "as-is"
 """In place of a policy: the script's own precision is left alone."""

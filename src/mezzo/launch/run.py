@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo import oplists
-from mezzo.diagnose.watching import Diagnosis
+from mezzo.diagnosis.watching import Diagnosis
 from mezzo.engine import conversion, fp8layers
 from mezzo.engine.casting import Casting
 from mezzo.engine.gradients import not_finite

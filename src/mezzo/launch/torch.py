@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.utils.checkpoint
 
-from mezzo.diagnose.settings import AnySettings
-from mezzo.diagnose.watching import Watched
+from mezzo.diagnosis.settings import AnySettings
+from mezzo.diagnosis.watching import Watched
 from mezzo.launch.backward import BackwardPasses
 from mezzo.launch.diagnosis import diagnosis_for
 from mezzo.launch.forward import Regions

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mezzo.diagnose.lines import script_line
-from mezzo.diagnose.noted import LAST_NUMBER, NOWHERE, Entry, Node
-from mezzo.diagnose.trace import Flags, Tracer
-from mezzo.diagnose.values import (
+from mezzo.diagnosis.lines import script_line
+from mezzo.diagnosis.noted import LAST_NUMBER, NOWHERE, Entry, Node
+from mezzo.diagnosis.trace import Flags, Tracer
+from mezzo.diagnosis.values import (
     by_design,
     floats,
     format_name,

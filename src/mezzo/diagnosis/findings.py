@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mezzo.diagnose.causes import WIDE, is_wide
-from mezzo.diagnose.operations import Seen, listed_precision
+from mezzo.diagnosis.causes import WIDE, is_wide
+from mezzo.diagnosis.operations import Seen, listed_precision
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.records import Cause, Finding, Product, RoundTrip, WideProduct
 

@@ -1,7 +1,7 @@
 """Find the first value of a training run that is not finite, at little cost until there is one.
 
 After every step two flags are read: is the loss finite, are the gradients. Operations are looked at in chosen steps only
-(``mezzo.diagnose.infinities``). A step that was not finite and was not looked at is a suspect: the script is run again
+(``mezzo.diagnosis.infinities``). A step that was not finite and was not looked at is a suspect: the script is run again
 with that step among the chosen ones, or, where it cannot be, every step is chosen.
 
 A skipped update is no fault where the loss scale is being found: a dynamic scale begins too high on purpose and halves
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.diagnose import processes
-from mezzo.diagnose.infinities import InfinityTracer, Source
-from mezzo.diagnose.names import Names
-from mezzo.diagnose.settings import DiagnoseSettings
-from mezzo.diagnose.verdicts import Fault, judged, located, verdict_record
-from mezzo.diagnose.watching import Diagnosis, Running, Watched
+from mezzo.diagnosis import processes
+from mezzo.diagnosis.infinities import InfinityTracer, Source
+from mezzo.diagnosis.names import Names
+from mezzo.diagnosis.settings import DiagnoseSettings
+from mezzo.diagnosis.verdicts import Fault, judged, located, verdict_record
+from mezzo.diagnosis.watching import Diagnosis, Running, Watched
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.measure.flops import OperandFormats
 from mezzo.records import DiagnoseRecord, RunRecord

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from mezzo.diagnose.operations import Seen
+from mezzo.diagnosis.operations import Seen
 
 _BYTES = 16
 _HALF = 2

@@ -22,10 +22,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from mezzo.diagnose.fallback_local import Bench, Calls
-from mezzo.diagnose.fallback_values import Local, Measured, StepErrors
-from mezzo.diagnose.settings import FallbackSettings
-from mezzo.diagnose.watching import Diagnosis, Running, Watched
+from mezzo.diagnosis.fallback_local import Bench, Calls
+from mezzo.diagnosis.fallback_values import Local, Measured, StepErrors
+from mezzo.diagnosis.settings import FallbackSettings
+from mezzo.diagnosis.watching import Diagnosis, Running, Watched
 from mezzo.engine.conversion import module_names
 from mezzo.engine.gradients import put_back, set_aside
 from mezzo.formats import FP32

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mezzo.diagnose.operations import Seen
+from mezzo.diagnosis.operations import Seen
 from mezzo.records import Kernel, Product
 
 _TENSOR_CORE_NAMES = re.compile(

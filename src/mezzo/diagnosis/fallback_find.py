@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from mezzo.diagnose.fallback_search import Names, covered, search
-from mezzo.diagnose.fallback_values import Local, Measured, fitting_scale
-from mezzo.diagnose.settings import FallbackSettings
+from mezzo.diagnosis.fallback_search import Names, covered, search
+from mezzo.diagnosis.fallback_values import Local, Measured, fitting_scale
+from mezzo.diagnosis.settings import FallbackSettings
 from mezzo.errors import PolicyError, SessionError
 from mezzo.formats import E4M3, FORMATS
 from mezzo.policy import Policy

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mezzo.diagnose import kernels, totals
-from mezzo.diagnose.findings import Watched, findings
-from mezzo.diagnose.names import Names
-from mezzo.diagnose.noted import Trace
-from mezzo.diagnose.operations import Seen, understand, weights_of
-from mezzo.diagnose.settings import AuditSettings
-from mezzo.diagnose.trace import Tracer
-from mezzo.diagnose.watching import Diagnosis, Running
+from mezzo.diagnosis import kernels, totals
+from mezzo.diagnosis.findings import Watched, findings
+from mezzo.diagnosis.names import Names
+from mezzo.diagnosis.noted import Trace
+from mezzo.diagnosis.operations import Seen, understand, weights_of
+from mezzo.diagnosis.settings import AuditSettings
+from mezzo.diagnosis.trace import Tracer
+from mezzo.diagnosis.watching import Diagnosis, Running
 from mezzo.errors import SessionError
 from mezzo.measure.environment import environment
 from mezzo.measure.flops import OperandFormats

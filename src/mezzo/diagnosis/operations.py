@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from mezzo import oplists
-from mezzo.diagnose.names import Names
-from mezzo.diagnose.noted import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Noted, Product, Trace
+from mezzo.diagnosis.names import Names
+from mezzo.diagnosis.noted import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Noted, Product, Trace
 from mezzo.formats import format_of
 from mezzo.records import Phase
 

@@ -6,7 +6,7 @@ its node's forward operation: no hook on a tensor, no change of the graph. A nod
 that of the next one; the nodes that add to ``.grad`` have a parameter instead.
 
 What is noted while the step runs is a tuple an operation, without tensors, which would keep memory alive; its meaning is
-worked out afterwards (``mezzo.diagnose.operations``). Views and allocations compute nothing and are left out. The mode
+worked out afterwards (``mezzo.diagnosis.operations``). Views and allocations compute nothing and are left out. The mode
 tells dynamo to leave it alone, since a wrapped mode costs more than what it does here.
 
 Private names of torch that this rests on, none with a public equal: ``torch._C._current_autograd_node``,
@@ -26,8 +26,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.diagnose.lines import script_line
-from mezzo.diagnose.noted import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Product, Trace
+from mezzo.diagnosis.lines import script_line
+from mezzo.diagnosis.noted import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Product, Trace
 from mezzo.engine.casting import CastMode
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 from mezzo.measure.flops import COUNTS, OperandFormats

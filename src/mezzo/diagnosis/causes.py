@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mezzo import oplists
-from mezzo.diagnose.names import Names
-from mezzo.diagnose.noted import Product
-from mezzo.diagnose.operations import Seen, calls_of
+from mezzo.diagnosis.names import Names
+from mezzo.diagnosis.noted import Product
+from mezzo.diagnosis.operations import Seen, calls_of
 from mezzo.formats import FP32, FP64, TF32
 from mezzo.policy import Policy
 from mezzo.records import Cause

@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from mezzo.diagnose.causes import Why, is_wide, why_wide
-from mezzo.diagnose.eligibility import shape_of
-from mezzo.diagnose.names import Names
-from mezzo.diagnose.operations import Seen
+from mezzo.diagnosis.causes import Why, is_wide, why_wide
+from mezzo.diagnosis.eligibility import shape_of
+from mezzo.diagnosis.names import Names
+from mezzo.diagnosis.operations import Seen
 from mezzo.policy import Policy
 from mezzo.records import CastTotal, Operation, Product, RoundTrip, WideProduct
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from mezzo.diagnose.casts import LITTLE, SCALES, Counts, suggested
+from mezzo.diagnosis.casts import LITTLE, SCALES, Counts, suggested
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.policy import Policy
 from mezzo.records import (

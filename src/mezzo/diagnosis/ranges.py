@@ -27,10 +27,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.diagnose.casts import Counts
-from mezzo.diagnose.rangetable import Seen, ranges_record
-from mezzo.diagnose.settings import RangesSettings
-from mezzo.diagnose.watching import Diagnosis, Running
+from mezzo.diagnosis.casts import Counts
+from mezzo.diagnosis.rangetable import Seen, ranges_record
+from mezzo.diagnosis.settings import RangesSettings
+from mezzo.diagnosis.watching import Diagnosis, Running
 from mezzo.engine.kernels import exponents
 from mezzo.formats import BF16, FP16
 from mezzo.records import RangeKind, RangesRecord, RunRecord

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mezzo.diagnose.fallback_values import Local, fitting_scale
+from mezzo.diagnosis.fallback_values import Local, fitting_scale
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import to_format, wrap
 from mezzo.formats import FP32

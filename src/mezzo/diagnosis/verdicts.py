@@ -14,10 +14,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mezzo.diagnose import fixes
-from mezzo.diagnose.infinities import Source
-from mezzo.diagnose.names import Names
-from mezzo.diagnose.trend import trend_of
+from mezzo.diagnosis import fixes
+from mezzo.diagnosis.infinities import Source
+from mezzo.diagnosis.names import Names
+from mezzo.diagnosis.trend import trend_of
 from mezzo.formats import FORMATS
 from mezzo.records import Diagnosed, DiagnoseRecord, Pass, Reason, RunRecord
 
