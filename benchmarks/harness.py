@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,27 @@ from mezzo.measure.environment import environment
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleave(pieces: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Return the milliseconds of thread CPU time of every piece in every round."""
+def interleave(
+    pieces: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
+) -> dict[str, list[float]]:
+    """Return the milliseconds of thread CPU time of every piece in every round.
+
+    A piece named in ``around`` runs inside that context; entering and leaving it is not timed.
+    """
     torch.set_num_threads(1)
     times: dict[str, list[float]] = {name: [] for name in pieces}
     for number in range(warmup + rounds):
         for name, run in pieces.items():
-            started = time.thread_time()
-            run()
+            with (around or {}).get(name, nullcontext)():
+                started = time.thread_time()
+                run()
+                took_ms = (time.thread_time() - started) * 1e3
             if number >= warmup:
-                times[name].append((time.thread_time() - started) * 1e3)
+                times[name].append(took_ms)
     return times
 
 
@@ -79,6 +91,8 @@ def chosen(argv: list[str]) -> list[str]:
         "float64",
         "whole_step",
         "audit",
+        "ranges",
+        "diagnose",
     ]
 
 

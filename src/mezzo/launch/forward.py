@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casting import Casting
@@ -42,15 +41,11 @@ class Regions:
 
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
-        patches.on_undo(register_module_forward_pre_hook(self._enter).remove)
-        patches.on_undo(register_module_forward_hook(self._leave, always_call=True).remove)
-        patches.on_undo(self._end)
+        patches.wrap(nn.Module, "__call__", self._call)
         patches.wrap(torch, "compile", self._compile)
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         if self._run.applied is not None and self._run.applied.lowers:
             patches.wrap(F, "binary_cross_entropy", _in_fp32)
-        if self._run.applied is not None and self._run.applied.casting == "model":
-            patches.wrap(nn.Module, "__call__", self._converting)
 
     def covered(self) -> bool:
         """Return whether the running code is under the policy: in a module, a compiled function or the script's own autocast."""
@@ -64,44 +59,31 @@ class Regions:
         )
 
     def depth(self) -> int:
-        """Return how many modules and compiled functions deep the running code is, in this thread."""
-        return getattr(self._run.local, "depth", 0)
+        """Return 1 where the running code is in a module or a compiled function, in this thread, else 0."""
+        return self._run.local.depth
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        local, depth = self._run.local, self.depth()
-        local.depth = depth + 1
-        if depth > 0:
-            return
-        local.region = None
-        casting = self._run.casting(self._run.meet(module, args))
-        if casting is not None:
-            local.region = casting.region()
-            local.region.__enter__()
+    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Begin a region before a module that is called from outside any module, and end it after.
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return None
-        self._run.local.depth = max(self.depth() - 1, 0)
-        return _half_to_fp32(output) if self.depth() == 0 and self._end() else None
-
-    def _end(self) -> bool:
-        """End this thread's region; return whether there was one."""
-        region = getattr(self._run.local, "region", None)
-        self._run.local.region = None
-        if region is not None:
-            region.__exit__(None, None, None)
-        return region is not None
-
-    def _converting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Convert a module before its first call: torch looks its ``forward`` up before any hook runs."""
+        Not by torch's global hooks: one of those makes the call of every module inside modules take torch's slow way.
+        A policy that casts the model does so here too: torch looks a module's ``forward`` up before any hook runs.
+        """
+        local, run = self._run.local, self._run
 
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and self.depth() == 0:
-                self._run.meet(module, args)
-            return original(module, *args, **kwargs)
+            if torch.compiler.is_compiling() or local.depth:
+                return original(module, *args, **kwargs)
+            casting = run.casting(run.meet(module, args))
+            local.depth = 1
+            try:
+                if casting is None:
+                    return original(module, *args, **kwargs)
+                with casting.region():
+                    output = original(module, *args, **kwargs)
+            finally:
+                local.depth = 0
+            return _half_to_fp32(output)
 
         return call
 
@@ -109,12 +91,11 @@ class Regions:
     def _at(self, depth: int) -> Iterator[None]:
         """Run code as if it were ``depth`` modules deep."""
         local = self._run.local
-        before = self.depth(), getattr(local, "region", None)
-        local.depth = depth
+        before, local.depth = local.depth, depth
         try:
             yield
         finally:
-            local.depth, local.region = before
+            local.depth = before
 
     def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

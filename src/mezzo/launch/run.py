@@ -25,6 +25,13 @@ from mezzo.records import Reason
 _KEPT_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "loss", "binary_cross_entropy"}
 
 
+class Local(threading.local):
+    """Hold what each thread has for itself."""
+
+    depth = 0
+    """1 inside a module or a compiled function, else 0."""
+
+
 class Run:
     """Hold a run's policy, loss scale, steps and what could not be switched."""
 
@@ -49,8 +56,7 @@ class Run:
         self.roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         """Modules that were called from outside any module, in order."""
         self.optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
-        self.local = threading.local()
-        """What each thread has for itself: how deep in modules it is, and its region."""
+        self.local = Local()
         self.watchers: list[Any] = []
         self.diagnosis: Diagnosis | None = None
         self.compiles = False

@@ -1,0 +1,65 @@
+"""What `mezzo diagnose` costs while nothing is wrong: steps under its patches and its two flags a step, against plain steps.
+
+The steps whose operations are looked at (1, 2, 4, 8 and so on) are not among those that are timed; what a look costs is told
+apart. Plain steps are a script without Mezzo: forward, backward and torch's AdamW in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.audit import small_gpt, small_resnet
+from benchmarks.harness import interleave, median_ms, ratio, report, spread
+from mezzo.diagnosis.settings import DiagnoseSettings
+from mezzo.launch.torch import switched
+
+ROUNDS = 75
+STEPS = 3
+NEVER = 10**9
+
+
+def main() -> None:
+    """Measure a small ResNet and a small GPT."""
+    rows, data = [], {}
+    for kind, make in (("ResNet", small_resnet), ("GPT", small_gpt)):
+        model, loss_of = make()
+        name = f"{kind} of {sum(p.numel() for p in model.parameters()) // 1000} thousand weights"
+        steps = _steps(model, loss_of)
+        idle = lambda steps=steps: _diagnosed((NEVER,), steps)  # noqa: E731 - one of two
+        looking = lambda steps=steps: _diagnosed((*range(1, 4 * STEPS), NEVER), steps)  # noqa: E731
+        times = interleave({"plain": steps, "armed": steps}, rounds=ROUNDS, around={"armed": idle})
+        looks = interleave({"plain": steps, "looked at": steps}, rounds=ROUNDS // 5, around={"looked at": looking})
+        share = {key: 100 * (value - 1) for key, value in ratio(times, "armed", "plain").items()}
+        rows += [
+            (f"{name}: armed but idle, beyond a plain step", spread(share, "%"), "3% or less"),
+            (f"{name}: a step whose operations are looked at", spread(ratio(looks, "looked at", "plain")), ""),
+        ]
+        data[name] = {f"median_ms_of_{STEPS}_steps": median_ms(times) | median_ms(looks)}
+    report("diagnose", rows, data)
+
+
+def _steps(model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            loss_of().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return steps
+
+
+@contextmanager
+def _diagnosed(numbers: tuple[int, ...], steps: Callable[[], None]) -> Iterator[None]:
+    with switched(None, diagnosis=DiagnoseSettings(steps=numbers)):
+        steps()  # what happens once, at the first step, is not timed
+        yield
+
+
+if __name__ == "__main__":
+    main()
