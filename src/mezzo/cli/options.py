@@ -7,7 +7,7 @@ import re
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -80,11 +80,14 @@ def request_for(
     **more: Any,
 ) -> Request:
     """Return what a child process is to run, its record in ``folder``."""
+    from mezzo.launch.frameworks import framework_of
     from mezzo.launch.request import Request
 
+    kind: Literal["script", "module"] = "module" if as_module else "script"
     return Request(
         target=target,
-        kind="module" if as_module else "script",
+        kind=kind,
+        framework=framework_of(target, kind=kind),
         arguments=tuple(arguments or ()),
         policy=policy,
         record_path=str(folder / "record.json"),

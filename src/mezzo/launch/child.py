@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from mezzo.errors import MezzoError, ScriptError
+from mezzo.launch.frameworks import Framework, training_in
 from mezzo.launch.output import MetricReader, Watched
 from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.tracebacks import print_error
 from mezzo.policy import Policy
-from mezzo.records import Reason, RunRecord, write_record
+from mezzo.records import RunRecord, write_record
 
 INTERRUPTED = 130
 
@@ -34,47 +35,45 @@ def main(argv: list[str]) -> int:
     """Run the script of the request in ``argv`` and return the exit code."""
     request = Request.model_validate_json(argv[0])
     process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the folder
-    from mezzo.launch.torch import switched  # after the request is read: errors in it need no torch
-    from mezzo.measure.environment import environment
-
     policy = None if request.policy == AS_IS else Policy.of(request.policy)
+    train = training_in(request.framework)
     started = time.perf_counter()
-    with switched(policy, seed=request.seed, diagnosis=request.diagnosis) as (run, look):
+    with train(policy, seed=request.seed, diagnosis=request.diagnosis) as training:
         digest = _digest(request)  # imports a module's package
-        reader = MetricReader(request.metric, lambda: run.num_updates) if request.metric else None
+        reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         exit_code, error = _run_script(request, reader)
         if os.getpid() != process:  # a fork of the script ended here: the record is not its own to write
             return exit_code
-        exit_code, error = _guarded(run.close_update, before=(exit_code, error))
-        if exit_code == 0 and not len(run.recorder):
+        exit_code, error = _guarded(training.close_update, before=(exit_code, error))
+        num_steps, diagnosis = training.num_updates, training.diagnosis
+        if exit_code == 0 and not num_steps:
             error = _never_trained(request)
             exit_code = error.exit_code
-        elif exit_code == 0 and run.diagnosis is not None and not run.diagnosis.watched:
-            error = _too_short(request, len(run.recorder))
+        elif exit_code == 0 and diagnosis is not None and not diagnosis.watched:
+            error = _too_short(request, num_steps)
             exit_code = error.exit_code
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cost the record
-    device = run.device_type or "cpu"
-    explanation = [] if policy is None else policy.explain(device)
     record = RunRecord(
         command=list(request.command),
         script=request.target,
         script_sha256=digest,
+        framework=training.framework,
         policy=str(policy) if policy is not None else AS_IS,
-        explanation=[Reason(what=c.what, value=c.value, reason=c.reason) for c in explanation],
+        explanation=training.explanation(),
         seed=request.seed,
-        environment=environment(device),
-        steps=run.recorder.steps(),
-        memory=look.memory(),
-        effective=look.effective(),
+        environment=training.environment(),
+        steps=training.steps(),
+        memory=training.memory(),
+        effective=training.effective(),
         metric=reader.metric() if reader else None,
         duration_s=time.perf_counter() - started,
         exit_code=exit_code,
         error=_sentence(error),
     )
-    write_record(record if run.diagnosis is None else run.diagnosis.record(record), path)
+    write_record(record if diagnosis is None else diagnosis.record(record), path)
     if isinstance(error, MezzoError):
         print(f"mezzo: {error}", file=sys.stderr)
-    if run.diagnosis is not None and any(t.daemon for t in threading.enumerate()):
+    if diagnosis is not None and any(t.daemon for t in threading.enumerate()):
         _leave_at_once(exit_code)
     return exit_code
 
@@ -160,10 +159,19 @@ def _sentence(error: BaseException | None) -> str | None:
 
 
 def _never_trained(request: Request) -> ScriptError:
+    what, unseen = _TRAINS_BY[request.framework]
     return ScriptError(
-        f"{request.target} ended without a training step: it never called backward()",
-        hint="pass the script that trains, with the arguments that make it train; torch.func's gradients are not seen",
+        f"{request.target} ended without a training step: it never {what}",
+        hint=f"pass the script that trains, with the arguments that make it train; {unseen}",
     )
+
+
+_TRAINS_BY: dict[Framework, tuple[str, str]] = {
+    "torch": ("called backward()", "torch.func's gradients are not seen"),
+    "keras": ("applied gradients by a Keras optimizer", "TensorFlow's own optimizers are not seen"),
+    "paddle": ("called backward()", "static graphs are not seen"),
+}
+"""What makes a training step in a framework, and what does but is not seen."""
 
 
 def _too_short(request: Request, num_steps: int) -> ScriptError:

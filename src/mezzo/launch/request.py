@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from mezzo.diagnosis.settings import AnySettings
+from mezzo.launch.frameworks import Framework
 
 AS_IS = "as-is"
 """In place of a policy: the script's own precision is left alone."""
@@ -21,6 +22,7 @@ class Request(BaseModel):
     """Path of a script, or the name of a module."""
     kind: Literal["script", "module"]
     arguments: tuple[str, ...] = ()
+    framework: Framework = "torch"
     policy: str
     """A policy text, or ``as-is``."""
     seed: int | None = None

@@ -7,7 +7,6 @@ writing one (a crash in native code, a kill) gets a record that says so. Imports
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from types import FrameType
 from typing import IO
 
 from mezzo.errors import RecordError, ScriptError
+from mezzo.launch.frameworks import spec_of
 from mezzo.launch.request import Request
 from mezzo.measure.environment import environment_without_torch
 from mezzo.records import AnyRecord, RunRecord, read_record, write_record
@@ -38,14 +38,7 @@ def check_target(target: str, *, module: bool) -> None:
                 hint="pass the path of a Python file, or -m and the name of a module",
             )
         return
-    sys.path.insert(0, "")
-    try:
-        found = importlib.util.find_spec(target)
-    except (ImportError, ValueError):
-        found = None
-    finally:
-        sys.path.pop(0)
-    if found is None:
+    if spec_of(target) is None:
         raise ScriptError(
             f"there is no module {target!r}",
             hint="check that python -m finds it from this folder, or pass the path of a script",
@@ -68,7 +61,15 @@ def diagnose_child(request: Request, *, output: Path | None = None) -> AnyRecord
     """Run the script of ``request`` and return the record of its diagnosis.
 
     That of a child that died is the record of a run. The arguments are those of ``run_child``.
+
+    Raises:
+        ScriptError: the script trains in a framework that is not watched.
     """
+    if request.diagnosis is not None and request.framework != "torch":
+        raise ScriptError(
+            f"mezzo {request.diagnosis.kind} watches PyTorch's operations; {request.target} imports {request.framework}",
+            hint="mezzo run and mezzo compare take such a script",
+        )
     path = Path(request.record_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

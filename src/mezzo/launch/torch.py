@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 
 from mezzo.diagnosis.settings import AnySettings
-from mezzo.diagnosis.watching import Watched
+from mezzo.diagnosis.watching import Diagnosis, Watched
 from mezzo.launch.backward import BackwardPasses
 from mezzo.launch.diagnosis import diagnosis_for
 from mezzo.launch.forward import Regions
@@ -21,7 +21,9 @@ from mezzo.launch.run import Run
 from mezzo.launch.seeds import shift_seeds
 from mezzo.launch.updates import Updates
 from mezzo.launch.watch import CloseLook
+from mezzo.measure.environment import environment
 from mezzo.policy import Policy
+from mezzo.records import Effective, Environment, Memory, Reason, Steps
 
 
 @contextmanager
@@ -63,6 +65,60 @@ def switched(
             run.close_update()
     finally:
         patches.undo()
+
+
+@contextmanager
+def training(policy: Policy | None, *, seed: int | None, diagnosis: AnySettings | None) -> Iterator[TorchTraining]:
+    """Run the code inside as ``switched`` does, for the process of a script's own."""
+    with switched(policy, seed=seed, diagnosis=diagnosis) as (run, look):
+        yield TorchTraining(run, look)
+
+
+class TorchTraining:
+    """Tell of a PyTorch script's training (``launch.frameworks.Training``)."""
+
+    def __init__(self, run: Run, look: CloseLook) -> None:
+        self._run, self._look = run, look
+        self.framework = f"torch {torch.__version__}"
+
+    @property
+    def _device(self) -> str:
+        return self._run.device_type or "cpu"
+
+    @property
+    def num_updates(self) -> int:
+        """Return how many updates were made, the open one included."""
+        return self._run.num_updates
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Return what watches the training."""
+        return self._run.diagnosis
+
+    def close_update(self) -> None:
+        """Close the update that is open."""
+        self._run.close_update()
+
+    def steps(self) -> Steps:
+        """Return what every step showed."""
+        return self._run.recorder.steps()
+
+    def memory(self) -> Memory:
+        """Return the bytes of a step."""
+        return self._look.memory()
+
+    def effective(self) -> Effective:
+        """Return what really ran in which format."""
+        return self._look.effective()
+
+    def explanation(self) -> list[Reason]:
+        """Return what the policy does on the device, with reasons."""
+        choices = [] if self._run.policy is None else self._run.policy.explain(self._device)
+        return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
+
+    def environment(self) -> Environment:
+        """Return the machine and the versions."""
+        return environment(self._device)
 
 
 def _keep_autocast(patches: Patches) -> None:

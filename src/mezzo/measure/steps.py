@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mezzo.measure.plainsteps import known_scales
 from mezzo.records import Steps
 
 
@@ -86,7 +87,7 @@ class StepRecorder:
         """Return all closed steps; waits for the device once."""
         return Steps(
             loss=_read(self._loss),
-            loss_scale=_known(self._scale),
+            loss_scale=known_scales(self._scale),
             skipped=self._skipped,
             grad_norm=_read(self._norm),
             time_ms=self._time_ms,
@@ -105,13 +106,6 @@ def _together(norms: list[Tensor]) -> Tensor | float:
         return norms[0]
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.float().to(norms[0].device) for n in norms]))
     return total
-
-
-def _known(scales: list[float | None]) -> list[float]:
-    """Return one scale a step, NaN where there was none yet; nothing for a run that never had one."""
-    if all(scale is None for scale in scales):
-        return []
-    return [math.nan if scale is None else scale for scale in scales]
 
 
 def _read(values: Sequence[Tensor | float]) -> list[float]:

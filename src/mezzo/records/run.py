@@ -83,6 +83,8 @@ class RunRecord(Value):
     command: list[str]
     script: str
     script_sha256: str
+    framework: str = "torch"
+    """What the script trains in, with versions: ``torch 2.13.0``, ``keras 3.15.1 on tensorflow 2.21.0``."""
     policy: str
     """A policy text, or ``as-is``."""
     explanation: list[Reason] = []

@@ -1,0 +1,147 @@
+"""Which framework a script trains in, and what each one offers to the process that runs the script.
+
+The framework is found from what the script's own files import, read without running them. PyTorch, unless they import
+Keras (on whichever backend) or PaddlePaddle: torch is also Keras' backend and the others' data loader, and TensorFlow
+without Keras is often there for its data sets or its summaries. A framework that is imported under a computed name is
+not found. Imports neither torch nor any other framework.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from mezzo.diagnosis.settings import AnySettings
+from mezzo.policy import Policy
+from mezzo.records import Effective, Environment, Memory, Reason, Steps
+
+if TYPE_CHECKING:
+    from mezzo.diagnosis.watching import Diagnosis  # imports torch
+
+Framework = Literal["torch", "keras", "paddle"]
+
+_MAX_FILES = 200
+"""Files of a script's own that are read at most: a large project names its framework in the first ones."""
+
+
+class Training(Protocol):
+    """Be a script's training as it goes on: switched to a policy, and taken down step by step."""
+
+    @property
+    def framework(self) -> str:
+        """Return the framework with its version, and its backend where it has several: ``keras 3.15.1 on tensorflow 2.21.0``."""
+
+    @property
+    def num_updates(self) -> int:
+        """Return how many updates were made, skipped ones and the open one included."""
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Return what watches the training, None where it is only taken down."""
+
+    def close_update(self) -> None:
+        """Close the update that is open when the script has ended."""
+
+    def steps(self) -> Steps:
+        """Return what every step showed."""
+
+    def memory(self) -> Memory:
+        """Return the bytes of a step."""
+
+    def effective(self) -> Effective:
+        """Return what really ran in which format, and what could not be switched."""
+
+    def explanation(self) -> list[Reason]:
+        """Return what the policy does in this framework on this device, with reasons; nothing for ``as-is``."""
+
+    def environment(self) -> Environment:
+        """Return the machine and the versions."""
+
+
+class Switch(Protocol):
+    """Run the code inside under a policy (None: its own precision) and take down every training step."""
+
+    def __call__(
+        self, policy: Policy | None, *, seed: int | None, diagnosis: AnySettings | None
+    ) -> AbstractContextManager[Training]:
+        """Return the context."""
+
+
+def training_in(framework: Framework) -> Switch:
+    """Return how to train in ``framework``; imports that framework."""
+    switch: Switch = importlib.import_module(f"mezzo.launch.{framework}").training
+    return switch
+
+
+def framework_of(target: str, *, kind: Literal["script", "module"]) -> Framework:
+    """Return the framework of a script or of a module (by its dotted name), from its own files' imports."""
+    named = set(_names_imported(_source_of(target) if kind == "module" else Path(target)))
+    others: tuple[Framework, ...] = ("paddle", "keras")
+    return next((framework for framework in others if framework in named), "torch")
+
+
+def spec_of(module: str) -> ModuleSpec | None:
+    """Return where python would find a module from this folder, None for nowhere."""
+    sys.path.insert(0, "")
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    finally:
+        sys.path.pop(0)
+
+
+def _source_of(module: str) -> Path | None:
+    spec = spec_of(module)
+    if spec is not None and spec.submodule_search_locations:
+        spec = spec_of(f"{module}.__main__")
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def _names_imported(script: Path | None) -> Iterator[str]:
+    """Yield what the script and the files beside it that it imports import: ``keras`` for TensorFlow's Keras too."""
+    waiting, seen = [] if script is None else [script], set[Path]()
+    folder = Path() if script is None else script.resolve().parent
+    while waiting and len(seen) < _MAX_FILES:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):  # the script's own error, which it meets when it is run
+            continue
+        for name in _imports_of(tree):
+            parts = name.split(".")
+            yield "keras" if parts[:2] == ["tensorflow", "keras"] else parts[0]
+            waiting += [p for p in _files_of(folder, parts) if p.is_file()]
+
+
+def _files_of(folder: Path, parts: list[str]) -> list[Path]:
+    place = folder.joinpath(*parts)
+    return [place.with_suffix(".py"), place / "__init__.py", place.parent.with_suffix(".py")]
+
+
+def _imports_of(tree: ast.AST) -> Iterator[str]:
+    tensorflow = {"tensorflow"}
+    """The names that TensorFlow goes by in this file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+            tensorflow |= {alias.asname for alias in node.names if alias.name == "tensorflow" and alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):  # from . import model
+            yield from (alias.name for alias in node.names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "keras":
+            owner = node.value
+            if isinstance(owner, ast.Name) and owner.id in tensorflow:
+                yield "tensorflow.keras"

@@ -1,0 +1,73 @@
+"""Take down every training step of a framework that is not torch. Imports no framework.
+
+Losses and norms are kept as they come, as numbers or as a framework's scalars on its device, and read once at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import SupportsFloat
+
+from mezzo.records import Steps
+
+
+class PlainSteps:
+    """Collect what one run's steps show; a step is everything between two updates."""
+
+    def __init__(self) -> None:
+        self._loss: list[Sequence[SupportsFloat]] = []
+        self._norm: list[SupportsFloat] = []
+        self._scale: list[float | None] = []
+        self._skipped: list[bool] = []
+        self._time_ms: list[float] = []
+        self._cpu_ms: list[float] = []
+        self._open: list[SupportsFloat] = []
+        self._started = self._now()
+
+    def __len__(self) -> int:
+        return len(self._loss)
+
+    def loss(self, loss: SupportsFloat) -> None:
+        """Add a loss to the open step: micro-batches and several losses add up."""
+        self._open.append(loss)
+
+    def close(self, *, skipped: bool, scale: float | None, norm: SupportsFloat = math.nan) -> None:
+        """End the open step now.
+
+        Args:
+            skipped: whether its update was skipped.
+            scale: the loss scale after it, None where none is used.
+            norm: the norm of its unscaled gradients, NaN where it is not known.
+        """
+        now = self._now()
+        self._loss.append(self._open or [math.nan])
+        self._norm.append(norm)
+        self._scale.append(scale)
+        self._skipped.append(skipped)
+        self._time_ms.append((now[0] - self._started[0]) * 1e3)
+        self._cpu_ms.append((now[1] - self._started[1]) * 1e3)
+        self._open, self._started = [], now
+
+    def steps(self) -> Steps:
+        """Return every closed step; reads what is still on a device."""
+        return Steps(
+            loss=[sum(map(float, losses)) for losses in self._loss],
+            loss_scale=known_scales(self._scale),
+            skipped=list(self._skipped),
+            grad_norm=[float(norm) for norm in self._norm],
+            time_ms=list(self._time_ms),
+            cpu_ms=list(self._cpu_ms),
+        )
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+
+def known_scales(scales: Sequence[float | None]) -> list[float]:
+    """Return one scale a step, NaN where there was none yet; nothing for a run that never had one."""
+    if all(scale is None for scale in scales):
+        return []
+    return [math.nan if scale is None else scale for scale in scales]

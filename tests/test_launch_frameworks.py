@@ -1,0 +1,85 @@
+"""Which framework a script is found to train in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mezzo.errors import ScriptError
+from mezzo.launch.frameworks import framework_of
+from mezzo.launch.request import Request
+from mezzo.launch.runner import diagnose_child
+
+
+@pytest.mark.parametrize(
+    ("source", "framework"),
+    [
+        ("import torch", "torch"),
+        ("print('no framework')", "torch"),
+        ("import keras", "keras"),
+        ("from keras import layers", "keras"),
+        ("import torch\nimport keras", "keras"),
+        ("import keras.layers as layers", "keras"),
+        ("from tensorflow import keras", "keras"),
+        ("from tensorflow.keras import layers", "keras"),
+        ("import tensorflow as tf\nmodel = tf.keras.Sequential()", "keras"),
+        ("import tensorflow\nmodel = tensorflow.keras.Sequential()", "keras"),
+        ("import tensorflow as tf\nimport torch\ndata = tf.data.Dataset.range(3)", "torch"),
+        ("import paddle", "paddle"),
+        ("import paddle.nn as nn\nimport torch", "paddle"),
+        ("def main():\n    import paddle", "paddle"),
+        ("from model import Net", "keras"),
+        ("import package.net", "paddle"),
+        ("from package import net", "paddle"),
+        ("import looped", "torch"),
+        ("this is no python", "torch"),
+        ("# keras, paddle\nname = 'keras'", "torch"),
+        ("import kerasish, paddleocr", "torch"),
+    ],
+)
+def test_framework_is_what_the_scripts_own_files_import(tmp_path: Path, source: str, framework: str) -> None:
+    (tmp_path / "model.py").write_text("import keras\n")
+    (tmp_path / "looped.py").write_text("import looped, train\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "net.py").write_text("from paddle import nn\n")
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    assert framework_of(str(script), kind="script") == framework
+
+
+def test_framework_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "mezzo_test_trainer"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text("import paddle\n")
+    (package / "train.py").write_text("import keras\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert framework_of("mezzo_test_trainer", kind="module") == "paddle"
+    assert framework_of("mezzo_test_trainer.train", kind="module") == "keras"
+
+
+def test_finding_the_framework_imports_none() -> None:
+    code = "import sys, mezzo.launch.frameworks; print({'torch', 'keras', 'paddle', 'tensorflow'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("kind", ["audit", "ranges", "diagnose", "fallback"])
+def test_operations_of_other_frameworks_are_not_watched(tmp_path: Path, kind: str) -> None:
+    request = Request.model_validate(
+        {
+            "target": "train.py",
+            "kind": "script",
+            "framework": "keras",
+            "policy": "fp16",
+            "record_path": str(tmp_path / "record.json"),
+            "command": ["mezzo"],
+            "diagnosis": {"kind": kind},
+        }
+    )
+    with pytest.raises(ScriptError, match=f"^mezzo {kind} watches PyTorch's operations; train.py imports keras"):
+        diagnose_child(request)
