@@ -32,11 +32,15 @@ def test_steps_hold_what_was_taken_down_and_read_the_device_at_the_end() -> None
     assert (len(recorder), Scalar.reads) == (3, 0)
     steps = recorder.steps()
     assert Scalar.reads == 2
-    assert steps.loss[0] == 1.5 and all(map(math.isnan, steps.loss[1:]))
-    assert math.isnan(steps.loss_scale[0]) and steps.loss_scale[1:] == [512.0, 512.0]
+    assert steps.loss[0] == 1.5
+    assert all(map(math.isnan, steps.loss[1:]))
+    assert math.isnan(steps.loss_scale[0])
+    assert steps.loss_scale[1:] == [512.0, 512.0]
     assert steps.skipped == [False, True, False]
-    assert steps.grad_norm[0] == 2.0 and all(map(math.isnan, steps.grad_norm[1:]))
-    assert len(steps.time_ms) == len(steps.cpu_ms) == 3 and min(steps.time_ms) >= 0
+    assert steps.grad_norm[0] == 2.0
+    assert all(map(math.isnan, steps.grad_norm[1:]))
+    assert len(steps.time_ms) == len(steps.cpu_ms) == 3
+    assert min(steps.time_ms) >= 0
 
 
 def test_steps_without_a_loss_scale_have_none() -> None:
