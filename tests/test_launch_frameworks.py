@@ -11,7 +11,7 @@ import pytest
 from mezzo.errors import ScriptError
 from mezzo.launch.frameworks import framework_of
 from mezzo.launch.request import Request
-from mezzo.launch.runner import diagnose_child
+from mezzo.launch.runner import diagnose_child, run_child
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,19 @@ def test_operations_of_other_frameworks_are_not_watched(tmp_path: Path, kind: st
     )
     with pytest.raises(ScriptError, match=f"^mezzo {kind} watches PyTorch's operations; train.py imports keras"):
         diagnose_child(request)
+
+
+def test_a_script_that_hangs_is_stopped_and_its_record_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text("import time\ntime.sleep(3600)\n")
+    request = Request(
+        target=str(script),
+        kind="script",
+        framework="torch",
+        policy="fp16",
+        record_path=str(tmp_path / "record.json"),
+        command=("mezzo",),
+    )
+    record = run_child(request, output=tmp_path / "output.log", limit_s=0.5)
+    assert record.error == "it was stopped after its limit of 0.5 s"
+    assert (record.exit_code, record.policy, len(record.steps)) == (137, "fp16", 0)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mezzo.records import RunRecord
 
 _INTERRUPTED = 130
+_TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
 def compare(
@@ -35,6 +36,14 @@ def compare(
             "and of the baseline's metric.",
         ),
     ] = 0.02,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=1e-9,
+            help="Stop a run that takes longer; its row says so. [default: 20 times the longest run until then, at least 600]",
+        ),
+    ] = None,
     as_module: options.AsModule = False,
     metric: options.Metric = None,
     out: options.Out = None,
@@ -56,7 +65,7 @@ def compare(
         _request(target, arguments, text, seed, metric=metric, as_module=as_module, folder=folder)
         for text, seed in _interleaved(texts, seeds)
     ]
-    runs = _run_all(requests, folder)
+    runs = _run_all(requests, timeout_s=timeout)
     runs.sort(key=lambda r: (texts.index(r.policy), r.seed))
     _check_baseline(runs, baseline, folder)
     record = judge(runs, baseline=baseline, margin=margin, command=["mezzo", *sys.argv[1:]])
@@ -100,7 +109,13 @@ def _request(
     )
 
 
-def _run_all(requests: list[Request], folder: Path) -> list[RunRecord]:
+def _limit_s(runs: list[RunRecord]) -> float | None:
+    """Return how long the next run may take: none before a first one has ended, since nothing is known of the script."""
+    ended = [run.duration_s for run in runs if run.error is None]
+    return max(_TIMES_LONGER * max(ended), _LEAST_LIMIT_S) if ended else None
+
+
+def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRecord]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from mezzo.launch.runner import run_child
@@ -113,7 +128,7 @@ def _run_all(requests: list[Request], folder: Path) -> list[RunRecord]:
             progress.update(task, description=f"{request.policy}, seed {request.seed}")
             output = Path(request.record_path).with_name("output.log")
             output.parent.mkdir(parents=True, exist_ok=True)
-            record = run_child(request, output=output)
+            record = run_child(request, output=output, limit_s=timeout_s or _limit_s(runs))
             if record.exit_code == _INTERRUPTED:
                 break
             runs.append(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -17,13 +18,14 @@ def report(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show records in the terminal and write each as one self-contained HTML page."""
-    from mezzo.records import read_record
-    from mezzo.report.html import write_html
-    from mezzo.report.text import render
+    """Show records in the terminal and write each as one self-contained HTML page; several comparisons also in one table."""
+    from mezzo.records import CompareRecord, read_record
+    from mezzo.report.html import write_html, write_together
+    from mezzo.report.text import render, render_together
 
     screen = options.console()
-    for path, record in [(path, read_record(path)) for path in records]:
+    found = [(path, read_record(path)) for path in records]
+    for path, record in found:
         page = path.with_name("report.html") if out is None else out / f"{path.resolve().parent.name}.html"
         page.parent.mkdir(parents=True, exist_ok=True)
         write_html(record, page)
@@ -32,3 +34,9 @@ def report(
         else:
             render(record, screen)
             screen.print(f"report: {page}", soft_wrap=True)
+    compared = [record for _, record in found if isinstance(record, CompareRecord)]
+    if len(compared) > 1 and not as_json:
+        folder = out or Path(os.path.commonpath([path.resolve().parent for path in records]))
+        write_together(compared, folder / "together.html")
+        render_together(compared, screen)
+        screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)

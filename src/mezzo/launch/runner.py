@@ -45,19 +45,20 @@ def check_target(target: str, *, module: bool) -> None:
         )
 
 
-def run_child(request: Request, *, output: Path | None = None) -> RunRecord:
+def run_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> RunRecord:
     """Run the script of ``request`` to its end and return its record; the record's ``exit_code`` is the script's.
 
     Args:
         request: what to run, and where the child writes the record.
         output: a file for what the script prints; None passes it through.
+        limit_s: seconds after which the script is stopped; None for as long as it takes.
     """
-    record = diagnose_child(request, output=output)
+    record = diagnose_child(request, output=output, limit_s=limit_s)
     assert isinstance(record, RunRecord)
     return record
 
 
-def diagnose_child(request: Request, *, output: Path | None = None) -> AnyRecord:
+def diagnose_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> AnyRecord:
     """Run the script of ``request`` and return the record of its diagnosis.
 
     That of a child that died is the record of a run. The arguments are those of ``run_child``.
@@ -78,13 +79,22 @@ def diagnose_child(request: Request, *, output: Path | None = None) -> AnyRecord
         stdout = _STANDARD_ERROR if request.output_to_stderr else sink
         process = subprocess.Popen(command, stdout=stdout, stderr=None if sink is None else subprocess.STDOUT)
         with _passing_signals_to(process):
-            returned = process.wait()
+            stopped, returned = _wait(process, limit_s)
     try:
         return read_record(path)
     except RecordError:
-        record = _died(request, returned)
+        record = _died(request, returned, f"it was stopped after its limit of {limit_s:g} s" if stopped else None)
         write_record(record, path)
         return record
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float | None) -> tuple[bool, int]:
+    """Wait for the child; return whether it was stopped at the limit, and what it returned."""
+    try:
+        return False, process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()  # a framework that hangs in native code hears no other signal
+        return True, process.wait()
 
 
 @contextmanager
@@ -112,17 +122,16 @@ def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _died(request: Request, returned: int) -> RunRecord:
-    how = f"exit code {returned}"
-    if returned < 0:
-        how = f"signal {signal.Signals(-returned).name}"
+def _died(request: Request, returned: int, why: str | None) -> RunRecord:
+    how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
     return RunRecord(
         command=list(request.command),
         script=request.target,
         script_sha256="",
+        framework=request.framework,
         policy=request.policy,
         seed=request.seed,
         environment=environment_without_torch(),
         exit_code=128 - returned if returned < 0 else returned or 1,
-        error=f"the process died with {how} before it could write a record",
+        error=why or f"the process died with {how} before it could write a record",
     )

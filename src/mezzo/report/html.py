@@ -13,8 +13,17 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from mezzo.records import AnyRecord, AuditRecord, DiagnoseRecord, DoctorRecord, FallbackRecord, RangesRecord, RunRecord
-from mezzo.report import audit, diagnose, fallback, figures, ranges, sheets, verdicts
+from mezzo.records import (
+    AnyRecord,
+    AuditRecord,
+    CompareRecord,
+    DiagnoseRecord,
+    DoctorRecord,
+    FallbackRecord,
+    RangesRecord,
+    RunRecord,
+)
+from mezzo.report import audit, diagnose, fallback, figures, ranges, sheets, together, verdicts
 from mezzo.report.figures import Plot
 from mezzo.report.plotting import policy_colours
 
@@ -29,10 +38,20 @@ def render_html(record: AnyRecord) -> str:
 
 def write_html(record: AnyRecord, path: Path) -> None:
     """Write ``record`` as a page to ``path``, whole or not at all."""
+    _write(render_html(record), path)
+
+
+def write_together(records: Sequence[CompareRecord], path: Path) -> None:
+    """Write several comparisons as one page to ``path``, whole or not at all."""
+    values = _values("together", together.together_sheet(records), [], {})
+    _write(_environment().get_template("together.html").render(values), path)
+
+
+def _write(page: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        temporary.write_text(render_html(record), encoding="utf-8")
+        temporary.write_text(page, encoding="utf-8")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

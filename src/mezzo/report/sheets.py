@@ -140,7 +140,7 @@ def run_sheet(record: RunRecord) -> RunSheet:
         shares=shares(share_by_format, formats=sorted(share_by_format, key=share_by_format.__getitem__)),
         shares_note=shares_note(record),
         left_alone=facts(record.effective.left_alone),
-        environment=environment_facts(record.environment),
+        environment=environment_facts(record.environment, framework=record.framework),
         command=command_text(record.command),
     )
 
@@ -162,10 +162,12 @@ def facts(reasons: Sequence[Reason]) -> list[Fact]:
     return [Fact(what=fmt.clean(r.what), value=fmt.clean(r.value), reason=fmt.clean(r.reason)) for r in reasons]
 
 
-def environment_facts(environment: Environment) -> list[Fact]:
-    """Return what is known of the machine and the versions."""
+def environment_facts(environment: Environment, *, framework: str = "") -> list[Fact]:
+    """Return what is known of the machine and the versions; the framework is named where it is not torch."""
     known = [(k, getattr(environment, k)) for k in _ENVIRONMENT_LABELS]
-    return [Fact(what=_ENVIRONMENT_LABELS[k], value=fmt.clean(str(v))) for k, v in known if v is not None]
+    facts = [Fact(what=_ENVIRONMENT_LABELS[k], value=fmt.clean(str(v))) for k, v in known if v is not None]
+    other = framework.partition(" ")[0] not in ("", "torch")
+    return [*facts, Fact(what="Framework", value=fmt.clean(framework))] if other else facts
 
 
 def memory_kinds(memory: Memory) -> dict[str, int]:

@@ -20,7 +20,7 @@ from mezzo.records import (
     RangesRecord,
     RunRecord,
 )
-from mezzo.report import audit, diagnose, fallback, ranges, sheets, verdicts
+from mezzo.report import audit, diagnose, fallback, ranges, sheets, together, verdicts
 from mezzo.report.audit import Grid
 from mezzo.report.ranges import TensorLine
 from mezzo.report.sheets import Fact, MemoryLine, Share
@@ -55,6 +55,42 @@ def render(record: AnyRecord, console: Console) -> None:
         _render_compare(record, console)
     else:
         _render_doctor(record, console)
+
+
+def render_together(records: Sequence[CompareRecord], console: Console) -> None:
+    """Print several comparisons as one table."""
+    sheet = together.together_sheet(records)
+    console.print()
+    _line(console, sheet.headline, style=_HEADING)
+    table = _table(
+        "policy", "verdict", "step\nspeed-up", "memory\nratio", "final loss\ndifference", "metric\ndifference", "skips"
+    )
+    table.columns[1].no_wrap = True
+    for column in table.columns[2:]:
+        column.justify = "right"
+    table.add_column("ran in")
+    for group in sheet.groups:
+        table.add_row(Text(f"{group.framework}", style=_HEADING, overflow="fold"))
+        for row in group.lines:
+            line = row.line
+            table.add_row(
+                Text(f" {line.policy}"),
+                Text(line.verdict, style=_STYLES[line.tone]),
+                _stack(line.step, line.speedup),
+                _stack(line.memory, line.memory_ratio),
+                _stack(line.loss.value, line.loss.difference),
+                _stack(line.metric.value, line.metric.difference),
+                Text(line.skipped),
+                Text(row.formats),
+            )
+    console.print()
+    console.print(table)
+    for group in sheet.groups:
+        reasons = [(row.line.policy, text) for row in group.lines for text in row.left_alone]
+        facts = [Fact(what=policy, value=text) for policy, text in dict.fromkeys(reasons)]
+        _section(console, f"Left alone in {group.framework}", _fact_table(facts))
+    console.print()
+    _note(console, sheet.method)
 
 
 def _render_run(record: RunRecord, console: Console) -> None:

@@ -107,9 +107,15 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         effective_note=_effective_note(record),
         runs=[sheets.run_line(run) for run in record.runs],
         explanations=_explanations(record),
-        environment=sheets.environment_facts(record.environment),
+        environment=sheets.environment_facts(record.environment, framework=framework_of(record)),
         command=sheets.command_text(record.command),
     )
+
+
+def framework_of(record: CompareRecord) -> str:
+    """Return what the script trains in: what the runs that trained say, which know its versions."""
+    frameworks = [run.framework for run in record.runs if len(run.steps)] or [run.framework for run in record.runs]
+    return next(iter(frameworks), "")
 
 
 def runs_of(record: CompareRecord, policy: str) -> list[RunRecord]:

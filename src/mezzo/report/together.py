@@ -1,0 +1,90 @@
+"""Several comparisons in one table: scripts in several frameworks, or one script on several machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from mezzo.records import CompareRecord
+from mezzo.report import formatting as fmt
+from mezzo.report import sheets, verdicts
+from mezzo.report.sheets import Fact
+from mezzo.report.verdicts import VerdictLine
+
+
+@dataclass(frozen=True, kw_only=True)
+class TogetherLine:
+    """Hold one policy of one comparison."""
+
+    line: VerdictLine
+    formats: str
+    """What really ran in which format."""
+    left_alone: list[str]
+    """What could not be switched, in sentences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Hold one comparison."""
+
+    script: str
+    framework: str
+    device: str
+    metric_name: str
+    lines: list[TogetherLine]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TogetherSheet:
+    """Hold what a view says of several comparisons."""
+
+    title: str
+    headline: str
+    method: str
+    groups: list[Group]
+    environment: list[Fact]
+
+
+def together_sheet(records: Sequence[CompareRecord]) -> TogetherSheet:
+    """Return what a view says of ``records`` side by side; each is judged by its own baseline."""
+    groups = [_group(record) for record in records]
+    frameworks = list(dict.fromkeys(group.framework for group in groups))
+    return TogetherSheet(
+        title=f"{fmt.plural(len(groups), 'comparison')} together",
+        headline=_headline(groups),
+        method=(
+            f"{fmt.listed(frameworks)}. Each policy is compared with the baseline of its own group; times of different "
+            "groups are of different runs, one after the other."
+        ),
+        groups=groups,
+        environment=sheets.environment_facts(records[-1].environment),
+    )
+
+
+def _group(record: CompareRecord) -> Group:
+    sheet = verdicts.compare_sheet(record)
+    gpu = record.environment.gpu
+    return Group(
+        script=fmt.clean(PurePath(sheet.script).name),
+        framework=fmt.clean(verdicts.framework_of(record)),
+        device=fmt.clean(gpu or record.environment.device),
+        metric_name=sheet.metric_name,
+        lines=[
+            TogetherLine(
+                line=line,
+                formats=", ".join(f"{part.text} {part.format}" for part in effective.shares)
+                + (f" ({verdicts.EMULATED})" if effective.emulated else ""),
+                left_alone=[f"{fact.what} {fact.value}: {fact.reason}" for fact in effective.left_alone],
+            )
+            for line, effective in zip(sheet.lines, sheet.effective, strict=True)
+        ],
+    )
+
+
+def _headline(groups: Sequence[Group]) -> str:
+    judged = [line.line.verdict for group in groups for line in group.lines if line.line.verdict != "baseline"]
+    counts = [(verdict, judged.count(verdict)) for verdict in verdicts.VERDICT_TONES if verdict in judged]
+    words = [f"{count} {verdict}" for verdict, count in counts]
+    rows = fmt.plural(len(judged), "row")
+    return f"{rows} beside {fmt.plural(len(groups), 'baseline')}: {fmt.listed(words or ['nothing to judge'])}."
