@@ -22,6 +22,7 @@ def audit(
     ] = "3",
     as_module: options.AsModule = False,
     out: options.Out = None,
+    tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
     """Watch chosen steps of a training script: every operation with its format, module and phase, and findings.
@@ -43,7 +44,7 @@ def audit(
         target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json, diagnosis=settings
     )
     record = diagnose_child(request)
-    options.finish(record, folder, as_json=as_json, stderr=True)
+    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, stderr=True)
     raise typer.Exit(record.run.exit_code if record.kind == "audit" else 1)
 
 

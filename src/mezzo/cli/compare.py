@@ -47,6 +47,7 @@ def compare(
     as_module: options.AsModule = False,
     metric: options.Metric = None,
     out: options.Out = None,
+    tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
     """Compare a training script across precision policies: speed, memory, loss, and a verdict on each.
@@ -69,7 +70,7 @@ def compare(
     runs.sort(key=lambda r: (texts.index(r.policy), r.seed))
     _check_baseline(runs, baseline, folder)
     record = judge(runs, baseline=baseline, margin=margin, command=["mezzo", *sys.argv[1:]])
-    options.finish(record, folder, as_json=as_json)
+    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
     raise typer.Exit(_INTERRUPTED if len(runs) < len(requests) else 0)
 
 

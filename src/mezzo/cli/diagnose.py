@@ -19,6 +19,7 @@ def diagnose(
     steps: Annotated[int, typer.Option(min=1, help="Training steps to watch at most.")] = 200,
     as_module: options.AsModule = False,
     out: options.Out = None,
+    tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
     """Find the first value of a training script that is not finite: module, operation, line, cause and fix.
@@ -36,7 +37,7 @@ def diagnose(
     folder = options.folder_of_rank(out, f"{Path(target).stem}-diagnose")
     request = options.request_for(target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json)
     record = diagnose_script(request, steps=steps)
-    options.finish(record, folder, as_json=as_json, stderr=True)
+    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, stderr=True)
     if record.kind == "diagnose" and record.verdict == "healthy":
         raise typer.Exit(record.run.exit_code)
     raise typer.Exit(1)

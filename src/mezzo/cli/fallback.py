@@ -27,6 +27,7 @@ def fallback(
     fresh: Annotated[int, typer.Option(min=0, max=100, help="More batches to check the set on.")] = 2,
     as_module: options.AsModule = False,
     out: options.Out = None,
+    tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
     """Find the modules that have to stay in FP32 under a policy, and write a policy file with them.
@@ -57,4 +58,4 @@ def fallback(
         path = folder / "policy.toml"
         path.write_text(judged.replace(fp32_modules=(*judged.fp32_modules, *record.kept)).to_toml(), encoding="utf-8")
         record = record.model_copy(update={"policy_file": str(path)})
-    options.finish(record, folder, as_json=as_json)
+    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard)

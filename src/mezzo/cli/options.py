@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -32,6 +33,25 @@ Metric: TypeAlias = Annotated[
 ]
 Out: TypeAlias = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where record and report go. [default: a new folder under runs/]")
+]
+
+
+def _check_tensorboard(folder: Path | None) -> Path | None:
+    if folder is not None and importlib.util.find_spec("tensorboardX") is None:
+        raise typer.BadParameter(
+            "tensorboardX is not installed; pip install 'mezzo[tensorboard]', or leave the option out"
+        )
+    return folder
+
+
+TensorBoard: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--tensorboard",
+        metavar="DIR",
+        callback=_check_tensorboard,
+        help="Write the record for TensorBoard, too, into DIR.",
+    ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
 
@@ -97,14 +117,18 @@ def request_for(
     )
 
 
-def finish(record: AnyRecord, folder: Path, *, as_json: bool, stderr: bool = False) -> None:
-    """Write ``record.json`` and ``report.html``, and show the record as text or as JSON."""
+def finish(record: AnyRecord, folder: Path, *, as_json: bool, tensorboard: Path | None, stderr: bool = False) -> None:
+    """Write ``record.json`` and ``report.html``, TensorBoard's files where asked, and show the record as text or as JSON."""
     from mezzo.records import write_record
     from mezzo.report.html import write_html
     from mezzo.report.text import render
 
     write_record(record, folder / "record.json")
     write_html(record, folder / "report.html")
+    if tensorboard is not None:
+        from mezzo.report.tensorboard import write_events
+
+        write_events(record, tensorboard)
     if as_json:
         print(record.model_dump_json(indent=1))
         return

@@ -22,6 +22,7 @@ def ranges(
     steps: Annotated[int, typer.Option(min=1, help="Training steps to watch; the script is ended after them.")] = 20,
     as_module: options.AsModule = False,
     out: options.Out = None,
+    tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
     """Show where a training script's values lie, and what each format and loss scale would make of them.
@@ -41,5 +42,5 @@ def ranges(
         target, arguments, as_module=as_module, policy="fp32", folder=folder, as_json=as_json, diagnosis=settings
     )
     record = diagnose_child(request)
-    options.finish(record, folder, as_json=as_json, stderr=True)
+    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, stderr=True)
     raise typer.Exit(record.run.exit_code if record.kind == "ranges" else 1)

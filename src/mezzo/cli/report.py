@@ -16,11 +16,13 @@ def report(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write each page there instead of beside its record.")
     ] = None,
+    tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
     """Show records in the terminal and write each as one self-contained HTML page; several comparisons also in one table."""
     from mezzo.records import CompareRecord, read_record
     from mezzo.report.html import write_html, write_together
+    from mezzo.report.tensorboard import write_events
     from mezzo.report.text import render, render_together
 
     screen = options.console()
@@ -29,6 +31,8 @@ def report(
         page = path.with_name("report.html") if out is None else out / f"{path.resolve().parent.name}.html"
         page.parent.mkdir(parents=True, exist_ok=True)
         write_html(record, page)
+        if tensorboard is not None:
+            write_events(record, tensorboard if len(found) == 1 else tensorboard / path.resolve().parent.name)
         if as_json:
             print(record.model_dump_json(indent=1))
         else:

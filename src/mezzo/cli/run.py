@@ -20,6 +20,7 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Add this to every seed that the script sets.")] = None,
     metric: options.Metric = None,
     out: options.Out = None,
+    tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
     """Run a training script under a precision policy, the script unedited.
@@ -38,5 +39,5 @@ def run(
         target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json, seed=seed, metric=metric
     )
     record = run_child(request)
-    options.finish(record, folder, as_json=as_json, stderr=True)
+    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, stderr=True)
     raise typer.Exit(record.exit_code)
