@@ -3,19 +3,40 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench clean
+DIGITS := --policies fp32,bf16,fp16 --seeds 3 --metric 'acc +([0-9.]+)'
+FRAMEWORKS := keras paddle
 
-# Everything below installs what it needs into .venv and nothing anywhere else.
+.PHONY: demo test test-frameworks demo-frameworks check bench clean
+
+# Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
+
+.venv-%/.ready: pyproject.toml constraints.txt constraints-%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --constraint constraints-$*.txt --editable '.[$*,test]'
+	touch $@
 
 demo: $(READY)
 	$(BIN)/mezzo compare --policies fp32,bf16,fp16,fp16-master --seeds 3 --metric 'acc +([0-9.]+)' --out runs/demo examples/digits.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
+
+test-frameworks: $(FRAMEWORKS:%=test-%)
+
+test-%: .venv-%/.ready
+	.venv-$*/bin/python -m pytest -q tests/frameworks/test_$**.py
+
+# The same comparison in four frameworks, then all of it in one table; one that fails has its rows in the table, too.
+demo-frameworks: $(READY) $(FRAMEWORKS:%=.venv-%/.ready)
+	-$(BIN)/mezzo compare $(DIGITS) --out runs/frameworks/torch examples/digits.py
+	-KERAS_BACKEND=tensorflow .venv-keras/bin/mezzo compare $(DIGITS) --out runs/frameworks/keras-on-tensorflow examples/keras_digits.py
+	-KERAS_BACKEND=torch .venv-keras/bin/mezzo compare $(DIGITS) --out runs/frameworks/keras-on-torch examples/keras_digits.py
+	-.venv-paddle/bin/mezzo compare $(DIGITS) --out runs/frameworks/paddle examples/paddle_digits.py
+	$(BIN)/mezzo report runs/frameworks/*/record.json
 
 check: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples
@@ -27,4 +48,4 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) build dist runs
+	rm -rf $(VENV) $(FRAMEWORKS:%=.venv-%) build dist runs

@@ -12,6 +12,7 @@ from mezzo.errors import ScriptError
 from mezzo.launch.frameworks import framework_of
 from mezzo.launch.request import Request
 from mezzo.launch.runner import diagnose_child, run_child
+from mezzo.records import read_record
 
 
 @pytest.mark.parametrize(
@@ -99,3 +100,19 @@ def test_a_script_that_hangs_is_stopped_and_its_record_says_so(tmp_path: Path) -
     record = run_child(request, output=tmp_path / "output.log", limit_s=0.5)
     assert record.error == "it was stopped after its limit of 0.5 s"
     assert (record.exit_code, record.policy, len(record.steps)) == (137, "fp16", 0)
+
+
+def test_a_framework_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    request = Request(
+        target="train.py",
+        kind="script",
+        framework="paddle",
+        policy="fp16",
+        record_path=str(tmp_path / "record.json"),
+        command=("mezzo",),
+    )
+    record = run_child(request)
+    assert record.error == f"the script imports paddle, which is not installed for {sys.executable}"
+    assert (record.framework, record.exit_code) == ("paddle", 1)
+    assert read_record(tmp_path / "record.json") == record

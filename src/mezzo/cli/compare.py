@@ -68,9 +68,10 @@ def compare(
     ]
     runs = _run_all(requests, timeout_s=timeout)
     runs.sort(key=lambda r: (texts.index(r.policy), r.seed))
+    if any(run.policy == baseline for run in runs):
+        record = judge(runs, baseline=baseline, margin=margin, command=["mezzo", *sys.argv[1:]])
+        options.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
     _check_baseline(runs, baseline, folder)
-    record = judge(runs, baseline=baseline, margin=margin, command=["mezzo", *sys.argv[1:]])
-    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
     raise typer.Exit(_INTERRUPTED if len(runs) < len(requests) else 0)
 
 

@@ -7,6 +7,7 @@ writing one (a crash in native code, a kill) gets a record that says so. Imports
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import subprocess
 import sys
@@ -74,6 +75,11 @@ def diagnose_child(request: Request, *, output: Path | None = None, limit_s: flo
     path = Path(request.record_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
+    if importlib.util.find_spec(request.framework) is None:
+        why = f"the script imports {request.framework}, which is not installed for {sys.executable}"
+        record = _without_record(request, 1, why)
+        write_record(record, path)
+        return record
     command = [sys.executable, "-m", "mezzo.launch.child", request.model_dump_json()]
     with _sink(output) as sink:
         stdout = _STANDARD_ERROR if request.output_to_stderr else sink
@@ -83,7 +89,10 @@ def diagnose_child(request: Request, *, output: Path | None = None, limit_s: flo
     try:
         return read_record(path)
     except RecordError:
-        record = _died(request, returned, f"it was stopped after its limit of {limit_s:g} s" if stopped else None)
+        how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
+        died = f"the process died with {how} before it could write a record"
+        why = f"it was stopped after its limit of {limit_s:g} s" if stopped else died
+        record = _without_record(request, 128 - returned if returned < 0 else returned or 1, why)
         write_record(record, path)
         return record
 
@@ -122,8 +131,7 @@ def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _died(request: Request, returned: int, why: str | None) -> RunRecord:
-    how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
+def _without_record(request: Request, exit_code: int, why: str) -> RunRecord:
     return RunRecord(
         command=list(request.command),
         script=request.target,
@@ -132,6 +140,6 @@ def _died(request: Request, returned: int, why: str | None) -> RunRecord:
         policy=request.policy,
         seed=request.seed,
         environment=environment_without_torch(),
-        exit_code=128 - returned if returned < 0 else returned or 1,
-        error=why or f"the process died with {how} before it could write a record",
+        exit_code=exit_code,
+        error=why,
     )
