@@ -34,14 +34,14 @@ MAY_IMPORT = {
     "explain": "oplists devices",
     "policyfields": "errors policy",  # the policy as a type only
     "policy": "errors formats devices oplists policyfields explain frameworks",
-    "frameworks": "errors formats devices oplists explain policy",  # a policy in the terms of other frameworks
+    "frameworks": "errors formats devices oplists explain policyfields policy frameworks",  # a policy in the terms of other frameworks
     "records": "errors records",
     "engine": f"{FACTS} engine",
     "measure": f"{FACTS} engine measure",
     "diagnosis": f"{FACTS} engine measure diagnosis",
-    "launch": f"{FACTS} engine measure diagnosis launch",  # launch composes the observers of measure and diagnosis
+    "launch": f"{FACTS} frameworks engine measure diagnosis launch",  # launch composes the observers of measure and diagnosis
     "report": "errors records report",
-    "compat": f"{FACTS} engine measure diagnosis launch report compat __init__",  # and nobody imports compat
+    "compat": f"{FACTS} frameworks engine measure diagnosis launch report compat __init__",  # and nobody imports compat
     "cli": f"{FACTS} engine measure diagnosis launch report cli __init__",
     "__init__": f"{FACTS} engine measure diagnosis launch report",  # on first use only
     "__main__": "cli",

@@ -106,7 +106,7 @@ def test_commands_write_what_they_learned(tmp_path: Path, monkeypatch: pytest.Mo
     write_record(run_record(num_steps=5), tmp_path / "b" / "record.json")
     one, two = str(tmp_path / "a" / "record.json"), str(tmp_path / "b" / "record.json")
     assert cli.main(["report", one, "--tensorboard", str(tmp_path / "alone")]) == 0
-    assert "Versions" in text(read(tmp_path / "alone"))
+    assert "Environment" in text(read(tmp_path / "alone"))
     assert cli.main(["report", one, two, "--tensorboard", str(tmp_path / "both")]) == 0
     assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["a", "b"]
     real = importlib.util.find_spec

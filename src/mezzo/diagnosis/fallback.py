@@ -160,7 +160,8 @@ class Fallback(Diagnosis):
         return math.isfinite(self._compared[-1].worst[0])
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if kwargs.get("closure") is not None or any(callable(a) for a in args[1:]):
+        closures = [a for a in (*args[1:], *kwargs.values()) if callable(a)]
+        if any(not getattr(closure, "evaluated", False) for closure in closures):
             self._problem = f"{type(optimizer).__name__} moves the weights inside its step, which calls a closure"
         self._aside += set_aside(p for group in optimizer.param_groups for p in group["params"])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch import nn
 from mezzo import oplists
 from mezzo.diagnosis.names import Names
 from mezzo.diagnosis.noted import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Noted, Product, Trace
+from mezzo.diagnosis.values import storage_of
 from mezzo.formats import format_of
 from mezzo.records import Phase
 
@@ -319,14 +320,6 @@ def _mixes(noted: Noted) -> bool:
     sizes = {m[1].itemsize for m in _floats(noted)}
     out = noted.outs[0][1] if noted.outs else torch.bool
     return sizes >= {2, 4} and out.is_floating_point and out.itemsize == 4
-
-
-def storage_of(tensor: Any) -> int:
-    """Return where a tensor's storage begins; 0 for one without."""
-    try:
-        return int(tensor.data_ptr() - tensor.storage_offset() * tensor.itemsize)
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 def calls_of(seen: Seen) -> list[Entry]:

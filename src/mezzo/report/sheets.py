@@ -167,7 +167,7 @@ def environment_facts(environment: Environment, *, framework: str = "") -> list[
     known = [(k, getattr(environment, k)) for k in _ENVIRONMENT_LABELS]
     facts = [Fact(what=_ENVIRONMENT_LABELS[k], value=fmt.clean(str(v))) for k, v in known if v is not None]
     other = framework.partition(" ")[0] not in ("", "torch")
-    return [*facts, Fact(what="Framework", value=fmt.clean(framework))] if other else facts
+    return [*facts[:-1], Fact(what="Framework", value=fmt.clean(framework)), facts[-1]] if other else facts
 
 
 def memory_kinds(memory: Memory) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -40,21 +41,14 @@ _SHOWN_ROWS = 8
 
 
 def render(record: AnyRecord, console: Console) -> None:
-    """Print ``record`` to ``console``."""
-    if isinstance(record, RunRecord):
-        _render_run(record, console)
-    elif isinstance(record, AuditRecord):
-        _render_audit(record, console)
-    elif isinstance(record, RangesRecord):
-        _render_ranges(record, console)
-    elif isinstance(record, DiagnoseRecord):
-        _render_diagnose(record, console)
-    elif isinstance(record, FallbackRecord):
-        _render_fallback(record, console)
-    elif isinstance(record, CompareRecord):
-        _render_compare(record, console)
-    else:
-        _render_doctor(record, console)
+    """Print ``record`` to ``console``: what every view has around what its kind has."""
+    sheet_of, body = _VIEWS[type(record)]
+    sheet = sheet_of(record)
+    _line(console, sheet.headline, style=_HEADING)
+    body(sheet, console)
+    _section(console, "Environment", _fact_table(sheet.environment))
+    if not isinstance(record, DoctorRecord):
+        _command(console, sheet.command)
 
 
 def render_together(records: Sequence[CompareRecord], console: Console) -> None:
@@ -93,24 +87,17 @@ def render_together(records: Sequence[CompareRecord], console: Console) -> None:
     _note(console, sheet.method)
 
 
-def _render_run(record: RunRecord, console: Console) -> None:
-    sheet = sheets.run_sheet(record)
-    _line(console, sheet.headline, style=_HEADING)
-    if sheet.error:
-        _line(console, f"error: {sheet.error}", style=_STYLES["bad"])
+def _run(sheet: sheets.RunSheet, console: Console) -> None:
+    _error(console, sheet.error)
     _section(console, "Result", _fact_table(sheet.facts))
     _section(console, "Policy", _fact_table(sheet.explanation))
     _section(console, "Memory of a step", _memory_table(sheet.memory))
     _section(console, "Effective formats", _share_lines([(sheet.policy, sheet.shares)]))
     _note(console, sheet.shares_note)
     _section(console, "Left alone", _fact_table(sheet.left_alone))
-    _section(console, "Environment", _fact_table(sheet.environment))
-    _command(console, sheet.command)
 
 
-def _render_compare(record: CompareRecord, console: Console) -> None:
-    sheet = verdicts.compare_sheet(record)
-    _line(console, sheet.headline, style=_HEADING)
+def _compare(sheet: CompareSheet, console: Console) -> None:
     if sheet.details:
         _line(console, sheet.details)
     for body in (_verdict_table(sheet), _reason_table(sheet.lines)):
@@ -122,15 +109,10 @@ def _render_compare(record: CompareRecord, console: Console) -> None:
     shares = [(line.policy, line.shares) for line in sheet.effective]
     _section(console, "Effective formats", _share_lines(shares))
     _note(console, sheet.effective_note)
-    _section(console, "Environment", _fact_table(sheet.environment))
-    _command(console, sheet.command)
 
 
-def _render_audit(record: AuditRecord, console: Console) -> None:
-    sheet = audit.audit_sheet(record)
-    _line(console, sheet.headline, style=_HEADING)
-    if sheet.error:
-        _line(console, f"error: {sheet.error}", style=_STYLES["bad"])
+def _audit(sheet: audit.AuditSheet, console: Console) -> None:
+    _error(console, sheet.error)
     for finding in sheet.findings:
         console.print()
         _line(console, f"{finding.code}  {finding.title}  ({finding.share})", style=_STYLES["warn"])
@@ -143,8 +125,6 @@ def _render_audit(record: AuditRecord, console: Console) -> None:
     _section(console, "What Tensor Cores take badly", _grid(sheet.problems, shown=_SHOWN_ROWS))
     _section(console, "Kernels of products", _grid(sheet.kernels, shown=_SHOWN_ROWS))
     _section(console, "What limits the picture", _fact_table(sheet.notes))
-    _section(console, "Environment", _fact_table(sheet.environment))
-    _command(console, sheet.command)
 
 
 def _grid(grid: Grid, *, shown: int = 1000) -> Table | None:
@@ -160,12 +140,11 @@ def _grid(grid: Grid, *, shown: int = 1000) -> Table | None:
     return table
 
 
-def _render_diagnose(record: DiagnoseRecord, console: Console) -> None:
-    sheet = diagnose.diagnose_sheet(record)
-    _line(console, sheet.headline, style=_HEADING)
+def _diagnose(sheet: diagnose.DiagnoseSheet, console: Console) -> None:
     _line(console, ": ".join(filter(None, [sheet.verdict, sheet.meaning])), style=_STYLES[sheet.tone])
-    for text in filter(None, [sheet.detail, f"error: {sheet.error}" if sheet.error else ""]):
-        _line(console, text)
+    if sheet.detail:
+        _line(console, sheet.detail)
+    _error(console, sheet.error)
     _section(console, "Where", _fact_table(sheet.place))
     fix = Fact(what="do", value=sheet.fix), Fact(what="write", value=sheet.fix_line)
     _section(console, "Fix", _fact_table([fact for fact in fix if fact.value]))
@@ -177,32 +156,22 @@ def _render_diagnose(record: DiagnoseRecord, console: Console) -> None:
         _section(console, "The last steps", trend)
     _section(console, "How it was found", _fact_table([*sheet.passes, *sheet.notes]))
     _note(console, sheet.normal)
-    _section(console, "Environment", _fact_table(sheet.environment))
-    _command(console, sheet.command)
 
 
-def _render_fallback(record: FallbackRecord, console: Console) -> None:
-    sheet = fallback.fallback_sheet(record)
-    _line(console, sheet.headline, style=_HEADING)
+def _fallback(sheet: fallback.FallbackSheet, console: Console) -> None:
     _line(console, f"{sheet.verdict}: {sheet.reason}", style=_STYLES[sheet.tone])
-    if sheet.error:
-        _line(console, f"error: {sheet.error}", style=_STYLES["bad"])
+    _error(console, sheet.error)
     _section(console, "Result", _fact_table(sheet.facts))
     _section(console, "Modules by themselves, the most suspect first", _grid(sheet.modules, shown=_SHOWN_ROWS))
     _section(console, "Verifications", _grid(sheet.verifications))
     _section(console, "Not judged", _fact_table(sheet.ignored[:_SHOWN_ROWS]))
     _section(console, "What limits the result", _fact_table(sheet.notes))
-    _section(console, "Environment", _fact_table(sheet.environment))
-    _command(console, sheet.command)
 
 
-def _render_ranges(record: RangesRecord, console: Console) -> None:
-    sheet = ranges.ranges_sheet(record)
-    _line(console, sheet.headline, style=_HEADING)
+def _ranges(sheet: ranges.RangesSheet, console: Console) -> None:
     if sheet.details:
         _line(console, sheet.details)
-    if sheet.error:
-        _line(console, f"error: {sheet.error}", style=_STYLES["bad"])
+    _error(console, sheet.error)
     windows = _table("format", "scale window", "begin with", "zero at\nscale 1", "zero\nthere", "why")
     for line in sheet.windows:
         window = Text(line.window, style=_STYLES[line.tone])
@@ -214,8 +183,6 @@ def _render_ranges(record: RangesRecord, console: Console) -> None:
     _section(console, "Where the values lie", _range_table(sheet.kinds, sheet.format, windows=False))
     _section(console, "Gradients that need the largest scale", _range_table(sheet.tightest, sheet.format))
     _section(console, "Weight updates without master weights", _fact_table(sheet.updates))
-    _section(console, "Environment", _fact_table(sheet.environment))
-    _command(console, sheet.command)
 
 
 def _range_table(lines: Sequence[TensorLine], form: str, *, windows: bool = True) -> Table | None:
@@ -239,15 +206,12 @@ def _range_table(lines: Sequence[TensorLine], form: str, *, windows: bool = True
     return table
 
 
-def _render_doctor(record: DoctorRecord, console: Console) -> None:
-    sheet = sheets.doctor_sheet(record)
-    _line(console, sheet.headline, style=_HEADING)
+def _doctor(sheet: sheets.DoctorSheet, console: Console) -> None:
     for device in sheet.devices:
         table = _fact_table(device.formats, heads=("format", "level", "reason"))
         _section(console, f"{device.name} ({device.details})", table)
     _section(console, "TF32", _fact_table(sheet.tf32))
     _section(console, "Advice", _fact_table(sheet.advice))
-    _section(console, "Versions", _fact_table(sheet.environment))
 
 
 def _verdict_table(sheet: CompareSheet) -> Table:
@@ -361,6 +325,11 @@ def _command(console: Console, command: str) -> None:
         console.print(Text(f"  {command}"), soft_wrap=True)  # a wrapped command cannot be pasted
 
 
+def _error(console: Console, text: str) -> None:
+    if text:
+        _line(console, f"error: {text}", style=_STYLES["bad"])
+
+
 def _note(console: Console, text: str) -> None:
     if text:
         _line(console, text, style=_FAINT)
@@ -368,3 +337,15 @@ def _note(console: Console, text: str) -> None:
 
 def _line(console: Console, text: str, *, style: str = "") -> None:
     console.print(Text(text, style=style))
+
+
+_VIEWS: dict[type[AnyRecord], tuple[Callable[[Any], Any], Callable[[Any, Console], None]]] = {
+    RunRecord: (sheets.run_sheet, _run),
+    CompareRecord: (verdicts.compare_sheet, _compare),
+    AuditRecord: (audit.audit_sheet, _audit),
+    DiagnoseRecord: (diagnose.diagnose_sheet, _diagnose),
+    FallbackRecord: (fallback.fallback_sheet, _fallback),
+    RangesRecord: (ranges.ranges_sheet, _ranges),
+    DoctorRecord: (sheets.doctor_sheet, _doctor),
+}
+"""By kind of record: what a view says of it, and how that is printed."""
