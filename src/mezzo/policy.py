@@ -16,7 +16,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mezzo import formats, oplists
 from mezzo.devices import Device
@@ -34,6 +34,9 @@ from mezzo.policyfields import (
     OpLists,
     check_policy,
 )
+
+if TYPE_CHECKING:
+    from mezzo.frameworks import keras, paddle
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -226,13 +229,47 @@ class Policy:
         why = "asks for native arithmetic" if self.arithmetic == "native" else "asks for device lists"
         return f"the policy {why}; {reason}"
 
-    def explain(self, device: Device | str = "cpu") -> list[Choice]:
-        """Return what this policy does on ``device`` (a ``Device``, or a torch device type of this machine), each with its reason.
+    def explain(self, where: Device | str = "cpu") -> list[Choice]:
+        """Return what this policy does, each choice with its reason; what a framework cannot honour begins with "not honoured".
+
+        Args:
+            where: a ``Device``, a torch device type of this machine, or ``"keras"`` or ``"paddle"``.
 
         Raises:
             UnsupportedFormatError: the device can do neither what the policy asks nor emulate it.
+            PolicyError: the framework has nothing of the policy's kind.
         """
-        return explain(self, device)
+        from mezzo.frameworks import keras, paddle  # here, because both import this module
+
+        if where == "keras":
+            return keras.explain(self)
+        return paddle.explain(self) if where == "paddle" else explain(self, where)
+
+    def to_keras(self) -> keras.KerasPrecision:
+        """Return this policy as Keras' own objects (see ``mezzo.frameworks.keras``)."""
+        from mezzo.frameworks import keras
+
+        return keras.to_keras(self)
+
+    @staticmethod
+    def from_keras(value: Any) -> Policy:
+        """Return the policy that a Keras dtype policy, its name or its optimizer stands for."""
+        from mezzo.frameworks import keras
+
+        return keras.from_keras(value)
+
+    def to_paddle(self) -> paddle.PaddlePrecision:
+        """Return this policy as the arguments of Paddle's own functions (see ``mezzo.frameworks.paddle``)."""
+        from mezzo.frameworks import paddle
+
+        return paddle.to_paddle(self)
+
+    @staticmethod
+    def from_paddle(value: Any) -> Policy:
+        """Return the policy that the arguments of Paddle's ``auto_cast`` and ``GradScaler`` stand for."""
+        from mezzo.frameworks import paddle
+
+        return paddle.from_paddle(value)
 
 
 def _preset(name: str) -> Policy:

@@ -1,0 +1,210 @@
+"""A policy in Keras' terms, and Keras' own objects as a policy.
+
+Keras states a precision by a dtype policy: the format that every layer computes in, and the one of its variables.
+``mixed_float16`` and ``mixed_bfloat16`` keep variables in FP32. Its ``LossScaleOptimizer`` doubles and halves the loss
+scale, without bounds. There are no op lists: what a layer's 16-bit operations keep in FP32 is decided in the layer's
+code (normalisation sums up in FP32, for one). Imports Keras in the functions that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mezzo import oplists
+from mezzo.errors import PolicyError
+from mezzo.explain import Choice
+from mezzo.formats import FP32
+from mezzo.policy import PRESETS, Policy
+
+NOT_HONOURED = "not honoured"
+_GROWTH, _BACKOFF = 2.0, 0.5  # written into LossScaleOptimizer
+_MIXED = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KerasPrecision:
+    """Hold what Keras is given for a policy."""
+
+    dtype_policy: Any
+    """A ``keras.DTypePolicy``, for ``keras.config.set_dtype_policy`` or a layer's ``dtype``."""
+    loss_scale: dict[str, float] | None
+    """Arguments of ``keras.optimizers.LossScaleOptimizer`` beside the optimizer; None where no scale moves."""
+    loss_scale_factor: float | None
+    """A fixed scale: the argument of that name of every Keras optimizer."""
+    tf32: bool | None
+    """What to give ``tf.config.experimental.enable_tensor_float_32_execution``; None leaves it."""
+
+    def wrap(self, optimizer: Any) -> Any:
+        """Return ``optimizer``, inside a ``LossScaleOptimizer`` where a dynamic scale is asked for."""
+        if self.loss_scale_factor is not None:
+            optimizer.loss_scale_factor = self.loss_scale_factor
+        if self.loss_scale is None:
+            return optimizer
+        import keras
+
+        return keras.optimizers.LossScaleOptimizer(optimizer, **self.loss_scale)
+
+
+def dtype_policy_name(policy: Policy) -> str:
+    """Return the name of the Keras dtype policy that stands for ``policy``.
+
+    Raises:
+        PolicyError: Keras has none; those that have one are listed.
+    """
+    if policy.compute == "fp8":
+        allowed = ", ".join(name for name, preset in PRESETS.items() if preset.compute != policy.compute)
+        raise PolicyError(
+            f"policy {policy!s} has no dtype policy in Keras, which trains in FP8 only layers that are quantized after they are built; "
+            f"allowed: {allowed}",
+            hint="choose one of them, or call model.quantize in the script and run it as-is",
+        )
+    if not policy.lowers:
+        return FP32.dtype_name
+    # With master weights too: Keras' FP32 variables are the masters.
+    return policy.storage.dtype_name if _is_pure(policy) else _MIXED[policy.compute]
+
+
+def to_keras(policy: Policy) -> KerasPrecision:
+    """Return ``policy`` as Keras' own objects; ``explain`` says what they leave out.
+
+    Raises:
+        PolicyError: Keras has no dtype policy for it.
+        ImportError: Keras is not installed.
+    """
+    import keras
+
+    scale: dict[str, float] = {"initial_scale": policy.init_scale, "dynamic_growth_steps": policy.growth_interval}
+    return KerasPrecision(
+        dtype_policy=keras.DTypePolicy(dtype_policy_name(policy)),
+        loss_scale=scale if policy.loss_scale == "dynamic" else None,
+        loss_scale_factor=policy.init_scale if policy.loss_scale == "static" else None,
+        tf32=tf32_of(policy),
+    )
+
+
+def tf32_of(policy: Policy) -> bool | None:
+    """Return whether FP32 products are to be computed in TF32; None under a policy that casts, which leaves it alone."""
+    return None if policy.lowers else policy.compute == "tf32"
+
+
+def from_keras(value: Any) -> Policy:
+    """Return the policy that an object of Keras stands for.
+
+    Args:
+        value: a ``KerasPrecision``, a ``keras.DTypePolicy`` or its name, or a ``LossScaleOptimizer`` (the global dtype
+            policy with its loss scale).
+
+    Raises:
+        PolicyError: no policy stands for it.
+    """
+    if isinstance(value, KerasPrecision):
+        policy = PRESETS["tf32"] if value.tf32 else _named(value.dtype_policy.name)
+        if value.loss_scale_factor is not None:
+            return policy.replace(loss_scale="static", init_scale=value.loss_scale_factor)
+        return _scaled(policy, value.loss_scale)
+    if hasattr(value, "dynamic_growth_steps"):
+        import keras
+
+        scale = {"initial_scale": value.initial_scale, "dynamic_growth_steps": value.dynamic_growth_steps}
+        return _scaled(_named(keras.config.dtype_policy().name), scale)
+    return _named(str(getattr(value, "name", value)))
+
+
+def _named(name: str) -> Policy:
+    known = {dtype_policy_name(p): p for p in reversed(PRESETS.values()) if p.compute != "fp8" and not p.master_weights}
+    if name not in known:
+        raise PolicyError(
+            f"the Keras dtype policy {name!r} stands for no policy; allowed: {', '.join(known)}",
+            hint="pass one of them, a keras.DTypePolicy or a LossScaleOptimizer",
+        )
+    return known[name]
+
+
+def _scaled(policy: Policy, scale: dict[str, float] | None) -> Policy:
+    if scale is None:
+        return policy.replace(loss_scale="none")
+    fields = {"init_scale": float(scale["initial_scale"]), "growth_interval": int(scale["dynamic_growth_steps"])}
+    return policy.replace(loss_scale="dynamic", **fields)
+
+
+def explain(policy: Policy) -> list[Choice]:
+    """Return what ``policy`` does in Keras, one choice a line; what it cannot honour has a value that begins so.
+
+    Raises:
+        PolicyError: Keras has no dtype policy for it.
+    """
+    name = dtype_policy_name(policy)
+    choices = [_compute(policy, name), _weights(policy), _scale(policy), *_modules(policy), *left_out(policy)]
+    if policy.loss_scale == "dynamic":
+        value = f"{NOT_HONOURED} by Keras itself: {policy.min_scale:g} to {policy.max_scale:g}"
+        reason = "LossScaleOptimizer has no floor and no ceiling; mezzo run adds both"
+        choices.append(Choice(what="bounds of the loss scale", value=value, reason=reason))
+    return choices
+
+
+def _compute(policy: Policy, name: str) -> Choice:
+    if policy.lowers:
+        reason = "every layer casts its inputs and weights to it; its kernels are the backend's own"
+        return Choice(what="compute", value=f"{policy.compute}: dtype policy {name}", reason=reason)
+    on = tf32_of(policy)
+    reason = "TensorFlow and cuDNN compute FP32 products in TF32 unless told not to"
+    return Choice(what="compute", value=f"{name}, TF32 {'on' if on else 'off'}", reason=reason)
+
+
+def _weights(policy: Policy) -> Choice:
+    if _is_pure(policy):
+        reason = "a plain dtype policy keeps variables in the format it computes in"
+        return Choice(what="weights", value=f"{policy.compute} only", reason=reason)
+    reason = "Keras' mixed dtype policies keep variables in FP32; they are what the optimizer updates"
+    return Choice(what="weights", value="fp32", reason=reason)
+
+
+def _scale(policy: Policy) -> Choice:
+    if policy.loss_scale == "dynamic":
+        value = f"dynamic from {policy.init_scale:g}, grows every {policy.growth_interval} updates"
+        return Choice(what="loss scale", value=value, reason="LossScaleOptimizer around the script's optimizer")
+    if policy.loss_scale == "static":
+        reason = "LossScaleOptimizer with its scale held under mezzo run; loss_scale_factor of an optimizer in Keras"
+        return Choice(what="loss scale", value=f"static {policy.init_scale:g}", reason=reason)
+    return Choice(what="loss scale", value="none", reason="the policy sets none")
+
+
+def _modules(policy: Policy) -> Iterator[Choice]:
+    if policy.fp32_modules:
+        patterns = ", ".join(policy.fp32_modules)
+        reason = "layers of these names, and what lies in them, get Keras' policy float32"
+        yield Choice(what="modules", value=f"{patterns} in fp32", reason=reason)
+    if policy.casting == "model" and policy.norms == "fp32":
+        reason = "normalisation layers get Keras' policy float32"
+        yield Choice(what="normalisation layers", value="fp32", reason=reason)
+
+
+def left_out(policy: Policy) -> Iterator[Choice]:
+    """Yield what of a policy is not honoured in Keras, under ``mezzo run`` neither."""
+
+    def cannot(field: str, reason: str) -> Choice:
+        return Choice(what=field, value=f"{NOT_HONOURED}: {_shown(getattr(policy, field))}", reason=reason)
+
+    if policy.arithmetic == "emulated":
+        yield cannot("arithmetic", "Keras computes with its backend's kernels; nothing is emulated")
+    for field in oplists.USER_LISTS:
+        if getattr(policy, field):
+            yield cannot(field, "Keras has no op lists: a layer computes in the format of its dtype policy")
+    if policy.loss_scale != "dynamic":
+        return
+    if policy.growth_factor != _GROWTH:
+        yield cannot("growth_factor", f"LossScaleOptimizer grows by {_GROWTH:g}")
+    if policy.backoff_factor != _BACKOFF:
+        yield cannot("backoff_factor", f"LossScaleOptimizer backs off by {_BACKOFF:g}")
+    if policy.hysteresis != 1:
+        yield cannot("hysteresis", "LossScaleOptimizer backs off at the first overflow")
+
+
+def _is_pure(policy: Policy) -> bool:
+    return policy.casting == "model" and not policy.master_weights
+
+
+def _shown(value: Any) -> str:
+    return "+".join(value) if isinstance(value, tuple) else str(value)

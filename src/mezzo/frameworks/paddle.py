@@ -1,0 +1,307 @@
+"""A policy in Paddle's terms, and Paddle's own settings as a policy.
+
+Paddle takes mixed precision as arguments: of ``paddle.amp.auto_cast`` (level, format and two lists of operations), of
+``paddle.amp.decorate`` (a model in 16 bits, with or without FP32 master weights) and of ``paddle.amp.GradScaler``.
+``paddle.Model.prepare`` takes the same in one dictionary. All three do nothing on a CPU. Imports no Paddle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mezzo import explain as sentences
+from mezzo import oplists
+from mezzo.devices import Device
+from mezzo.errors import PolicyError, nearest
+from mezzo.explain import Choice
+from mezzo.formats import BF16, FP16
+from mezzo.frameworks import paddleops
+from mezzo.policy import PRESETS, Policy
+
+NOT_HONOURED = "not honoured"
+NO_EFFECT = "Paddle's AMP makes no effect on a CPU: it turns itself off where there is no GPU"
+
+_LEVELS = {"none": "O0", "ops": "O1", "model": "O2"}
+_SCALER = {
+    "init_loss_scaling": "init_scale",
+    "incr_ratio": "growth_factor",
+    "decr_ratio": "backoff_factor",
+    "incr_every_n_steps": "growth_interval",
+    "decr_every_n_nan_or_inf": "hysteresis",
+}
+"""GradScaler's names for a policy's fields."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddlePrecision:
+    """Hold what Paddle is given for a policy, as keyword arguments."""
+
+    auto_cast: dict[str, Any]
+    """Of ``paddle.amp.auto_cast``."""
+    decorate: dict[str, Any] | None
+    """Of ``paddle.amp.decorate`` beside the models and optimizers; None where the model is left in FP32."""
+    grad_scaler: dict[str, Any]
+    """Of ``paddle.amp.GradScaler``."""
+
+    @property
+    def amp_configs(self) -> dict[str, Any]:
+        """Return the argument of that name of ``paddle.Model.prepare``: what the other three hold, as far as it takes it."""
+        lists = {k: v for k, v in self.auto_cast.items() if k.startswith("custom_")}
+        scaler = {k: v for k, v in self.grad_scaler.items() if k != "enable"}
+        return {"level": self.auto_cast["level"], **lists, **scaler}
+
+
+def to_paddle(policy: Policy) -> PaddlePrecision:
+    """Return ``policy`` as the arguments of Paddle's own functions; ``explain`` says what they leave out.
+
+    Raises:
+        PolicyError: Paddle has no such format.
+    """
+    check(policy)
+    white, black = paddleops.custom_lists(policy) if policy.lowers else ([], [])
+    low = (
+        policy.storage.dtype_name if policy.lowers else FP16.dtype_name
+    )  # a format Paddle takes; nothing is cast to it
+    auto_cast = {
+        "enable": policy.lowers,
+        "custom_white_list": white,
+        "custom_black_list": black,
+        "level": _LEVELS[policy.casting],
+        "dtype": low,
+    }
+    decorate = {"level": "O2", "dtype": low, "master_weight": policy.master_weights}
+    scaler = {theirs: getattr(policy, ours) for theirs, ours in _SCALER.items()}
+    switches = {
+        "enable": policy.loss_scale != "none",
+        "use_dynamic_loss_scaling": policy.loss_scale == "dynamic",
+    }
+    return PaddlePrecision(
+        auto_cast=auto_cast,
+        decorate=decorate if policy.casting == "model" else None,
+        grad_scaler={**switches, **scaler},
+    )
+
+
+def check(policy: Policy) -> None:
+    """Refuse a policy that Paddle has no format for.
+
+    Raises:
+        PolicyError: those that it has are listed.
+    """
+    if policy.compute == "fp8":
+        allowed = ", ".join(name for name, preset in PRESETS.items() if preset.compute != policy.compute)
+        raise PolicyError(
+            f"policy {policy!s} asks for FP8, which paddle.amp does not train in; allowed: {allowed}",
+            hint="choose one of them",
+        )
+
+
+def from_paddle(value: PaddlePrecision | Mapping[str, Any] | str) -> Policy:
+    """Return the policy that Paddle's settings stand for.
+
+    Args:
+        value: a ``PaddlePrecision``; the arguments of ``auto_cast``, ``decorate`` and ``GradScaler`` in one dictionary, as
+            ``amp_configs`` of ``paddle.Model.prepare``; or a level (``O1``).
+
+    Raises:
+        PolicyError: an unknown argument, level, format or operation.
+    """
+    if isinstance(value, PaddlePrecision):
+        scale = value.grad_scaler if value.grad_scaler["enable"] else {"use_dynamic_loss_scaling": None}
+        value = {**value.auto_cast, **(value.decorate or {}), **{k: v for k, v in scale.items() if k != "enable"}}
+    settings: dict[str, Any] = {"level": value} if isinstance(value, str) else dict(value)
+    _check_settings(settings)
+    policy = _base(settings)
+    policy = _with_lists(policy, settings) if policy.lowers else policy
+    return _with_scale(policy, settings)
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    known = ["enable", "level", "dtype", "custom_white_list", "custom_black_list", "master_weight", *_SCALER]
+    known += ["use_dynamic_loss_scaling", "use_promote", "use_fp16_guard"]
+    for name in settings:
+        if name not in known:
+            raise PolicyError(
+                f"Paddle's mixed precision has no setting {name!r}; {nearest(str(name), known)}",
+                hint="pass arguments of paddle.amp.auto_cast, decorate and GradScaler, or amp_configs of paddle.Model.prepare",
+            )
+    for name, allowed in (("level", ("O0", "OD", "O1", "O2")), ("dtype", (FP16.dtype_name, BF16.dtype_name))):
+        given = settings.get(name, allowed[0])
+        if given not in allowed:
+            raise PolicyError(
+                f"Paddle's {name}={given!r} stands for no policy; {nearest(str(given), allowed)}",
+                hint=f"set {name} to one of them",
+            )
+
+
+def _base(settings: dict[str, Any]) -> Policy:
+    level = settings.get("level", "O1") if settings.get("enable", True) else "O0"
+    if level == "O0":
+        return PRESETS["fp32"]
+    family = "bf16" if settings.get("dtype", FP16.dtype_name) == BF16.dtype_name else "fp16"
+    if level != "O2":
+        return PRESETS[family]
+    masters = settings.get("master_weight", True) is not False  # None is Paddle's word for "at O2"
+    # Paddle's O2 keeps batch normalisation in FP32 whether there are masters or not.
+    return PRESETS[f"{family}-master"].replace(master_weights=masters)
+
+
+def _with_lists(policy: Policy, settings: dict[str, Any]) -> Policy:
+    ops = [op for ops in paddleops.OPS.values() for op in ops]
+    known = sorted({*ops, *map(paddleops.amp_name, ops)})
+    chosen = paddleops.precisions(policy)
+    changed: dict[str, tuple[str, ...]] = {}
+    for setting, precision in (("custom_white_list", "lower"), ("custom_black_list", "fp32")):
+        found: set[str] = set()
+        for given in settings.get(setting) or ():
+            if given not in known:
+                raise PolicyError(
+                    f"{setting} names {given!r}, which is in no family of a policy; {nearest(str(given), known)}",
+                    hint="leave it out, or name one of them",
+                )
+            found |= {op for op in ops if given in (op, paddleops.amp_name(op))}
+        changed[precision] = _policy_names({op for op in found if chosen[op] != precision})
+    return policy.replace(**changed)
+
+
+def _policy_names(ops: set[str]) -> tuple[str, ...]:
+    """Return what a policy calls operations of Paddle: whole families, and single ones by a name that torch has too."""
+    names = set()
+    for family, members in paddleops.OPS.items():
+        named = ops & set(members)
+        whole = len(named) == len(members) or not all(map(_is_policy_name, named))
+        names |= ({family} if whole else named) if named else set()
+    return tuple(sorted(names))
+
+
+def _is_policy_name(op: str) -> bool:
+    try:
+        return bool(oplists.resolve(op))
+    except PolicyError:
+        return False
+
+
+def _with_scale(policy: Policy, settings: dict[str, Any]) -> Policy:
+    dynamic = settings.get("use_dynamic_loss_scaling", policy.loss_scale == "dynamic")
+    if not policy.lowers or dynamic is None:
+        return policy.replace(loss_scale="none")
+    fields = {ours: settings[theirs] for theirs, ours in _SCALER.items() if theirs in settings}
+    if not dynamic and "use_dynamic_loss_scaling" not in settings:
+        return policy.replace(**fields)
+    return policy.replace(loss_scale="dynamic" if dynamic else "static", **fields)
+
+
+# --- in sentences ------------------------------------------------------------------------------------------------------------
+
+
+def explain(policy: Policy) -> list[Choice]:
+    """Return what Paddle's own settings make of ``policy``, one choice a line; what they cannot honour has a value that begins so.
+
+    Raises:
+        PolicyError: Paddle has no such format.
+    """
+    native = to_paddle(policy)
+    choices = [_compute(policy, native), *_common(policy)]
+    if policy.lowers:
+        choices.append(_lists(native))
+    return [*choices, *_left_out(policy)]
+
+
+def explain_run(policy: Policy, device: Device) -> list[Choice]:
+    """Return what ``policy`` does to a script that Mezzo runs on ``device``, where Mezzo itself scales losses and keeps modules in FP32."""
+    check(policy)
+    arithmetic, why = arithmetic_on(policy, device)
+    if not policy.lowers:
+        compute = Choice(what="compute", value=policy.compute, reason="the policy casts nothing")
+    elif device.kind == "cpu" and arithmetic == "native":
+        compute = Choice(what="compute", value="fp32", reason=why)
+    else:
+        compute = Choice(what="compute", value=f"{policy.compute}, {arithmetic} on {device.name}", reason=why)
+    choices = [compute, *_common(policy)]
+    if policy.lowers and arithmetic == "emulated":
+        value = "products and convolutions rounded, the rest in fp32"
+        why = "Paddle has hardly any FP16 or BF16 kernels for a CPU; what a 16-bit operation reads is rounded all the same"
+        choices.append(Choice(what="operations", value=value, reason=why))
+    if policy.fp32_modules:
+        patterns = ", ".join(policy.fp32_modules)
+        choices.append(Choice(what="modules", value=f"{patterns} in fp32", reason="the policy keeps them in FP32"))
+    return choices + _unlisted(policy)
+
+
+def arithmetic_on(policy: Policy, device: Device) -> tuple[str, str]:
+    """Return whether Paddle's own kernels compute the policy's format on ``device`` (``native``) or Mezzo rounds, and why.
+
+    On a CPU ``arithmetic=native`` and ``op_lists=device`` leave a script to Paddle's AMP, which is off there.
+    """
+    if device.kind != "cpu":
+        return policy.arithmetic_on(device)
+    if not policy.lowers:
+        return "native", "the policy casts nothing"
+    if policy.arithmetic == "native" or policy.op_lists == "device":
+        return "native", NO_EFFECT
+    if policy.arithmetic == "emulated":
+        return "emulated", "the policy asks for emulated arithmetic"
+    return "emulated", NO_EFFECT
+
+
+def _compute(policy: Policy, native: PaddlePrecision) -> Choice:
+    if not policy.lowers:
+        return Choice(what="compute", value=policy.compute, reason="the policy casts nothing; auto_cast is off")
+    value = f"{policy.compute}, auto_cast at level {native.auto_cast['level']}"
+    return Choice(what="compute", value=value, reason=f"on a GPU; {NO_EFFECT}")
+
+
+def _common(policy: Policy) -> list[Choice]:
+    """Return what is the same in every framework: the weights and the loss scale."""
+    everywhere = sentences.explain(policy, Device(kind="cuda", name="GPU", capability=(9, 0)))
+    return [choice for choice in everywhere if choice.what in ("weights", "loss scale")]
+
+
+def _lists(native: PaddlePrecision) -> Choice:
+    white, black = (native.auto_cast[f"custom_{colour}_list"] for colour in ("white", "black"))
+    value = f"Paddle's, with {', '.join(white) or 'nothing'} in 16 bits and {', '.join(black) or 'nothing'} in fp32"
+    return Choice(what="op lists", value=value, reason="that makes them the lists of the policy")
+
+
+def _left_out(policy: Policy) -> list[Choice]:
+    """Return what Paddle's own settings cannot honour."""
+
+    def left(what: str, value: str, reason: str) -> Choice:
+        return Choice(what=what, value=f"{NOT_HONOURED}: {value}", reason=reason)
+
+    found = _unlisted(policy)
+    if policy.compute == "tf32":
+        found.append(
+            left("tf32", "set by neither auto_cast nor decorate", "NVIDIA_TF32_OVERRIDE in the environment decides")
+        )
+    if policy.fp32_modules:
+        patterns = "+".join(policy.fp32_modules)
+        why = (
+            "excluded_layers of paddle.amp.decorate takes layers, not names, and works at O2 only; mezzo run keeps them"
+        )
+        found.append(left("fp32_modules", patterns, why))
+    if policy.casting == "model" and policy.norms == "compute":
+        found.append(left("norms", "compute", "Paddle keeps batch normalisation in FP32 at every level"))
+    if policy.arithmetic == "emulated":
+        found.append(left("arithmetic", "emulated", "Paddle's kernels are native or not there; mezzo run emulates"))
+    if policy.loss_scale == "dynamic":
+        bounds = f"{policy.min_scale:g} to {policy.max_scale:g}"
+        found.append(left("scale bounds", bounds, "GradScaler has neither a floor nor a ceiling"))
+        if policy.hysteresis > 1:
+            why = (
+                "decr_every_n_nan_or_inf counts anew after each backoff, a policy's hysteresis only after a good update"
+            )
+            found.append(left("hysteresis", f"exactly {policy.hysteresis}", why))
+        if policy.compute == "bf16":
+            found.append(left("loss scale", "dynamic", "GradScaler turns itself off for BF16"))
+    return found
+
+
+def _unlisted(policy: Policy) -> list[Choice]:
+    why = "no operation of Paddle stands for it"
+    unknown = [(f"{lst} list", name, why) for lst, name in paddleops.unknown_to_paddle(policy)]
+    promoted = "auto_cast has no such list: an operation that it does not list runs in FP32 if an operand is FP32"
+    unknown += [("widest list", name, promoted) for name in policy.widest if paddleops.listed_by(name)]
+    return [Choice(what=what, value=f"{NOT_HONOURED}: {name}", reason=reason) for what, name, reason in unknown]
