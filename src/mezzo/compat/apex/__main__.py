@@ -1,0 +1,61 @@
+"""Run somebody's script with ``apex`` in place: ``python -m mezzo.compat.apex [-m] script [arguments]``."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from pathlib import Path
+
+from mezzo.errors import MezzoError, ScriptError
+from mezzo.launch.runner import check_target
+
+ALIASES = {
+    "apex": "mezzo.compat.apex",
+    "apex.amp": "mezzo.compat.apex.amp",
+    "apex.amp._amp_state": "mezzo.compat.apex.amp.state",
+    "apex.amp.scaler": "mezzo.compat.apex.amp.scaler",
+    "apex.normalization": "mezzo.compat.apex.normalization",
+    "apex.normalization.fused_layer_norm": "mezzo.compat.apex.normalization",
+    "apex.optimizers": "mezzo.compat.apex.optimizers",
+    "apex.parallel": "mezzo.compat.apex.parallel",
+    "apex.parallel.LARC": "mezzo.compat.apex.parallel.LARC",
+}
+"""What a script imports, and what it gets."""
+
+
+def put_in_place() -> None:
+    """Let ``import apex`` find this package, in this process."""
+    for name, own in ALIASES.items():
+        sys.modules[name] = importlib.import_module(own)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the script or module that ``arguments`` begin with; it sees the rest as its own.
+
+    Raises:
+        ScriptError: there is none, or it is not there.
+    """
+    module = arguments[:1] == ["-m"]
+    rest = arguments[1:] if module else arguments
+    if not rest:
+        raise ScriptError(
+            f"python -m mezzo.compat.apex got {' '.join(arguments) or 'nothing'}; allowed: [-m] script [arguments]",
+            hint="pass the script that imports apex, or -m and the name of a module",
+        )
+    check_target(rest[0], module=module)
+    put_in_place()
+    sys.argv = rest
+    if module:
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(rest[0]).resolve().parent)
+        runpy.run_path(rest[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except MezzoError as error:
+        print(f"mezzo: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,119 @@
+"""O1: torch's functions cast their operands, wherever they are called, until the handle is deactivated.
+
+Apex replaced some 200 functions of torch by wrappers. Here ``torch.autocast`` is on for good and the engine's function mode
+acts on it, with Apex's lists in its table: what turns autocast off for a while, or on again for the recompute of
+activation checkpointing, does so here too. The mode lies at the bottom of the stack of modes, as
+``torch.set_default_device``'s does, so a mode that is begun and ended around it takes itself off and not this one.
+
+Both belong to the thread that began them; backward passes take them with them into the threads of autograd.
+
+Casts of weights are kept until ``scale_loss`` or ``optimizer.step`` ends, and are made again where the weight changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode  # type: ignore[attr-defined]
+
+from mezzo.compat.apex.amp import lists
+from mezzo.engine.casting import Casting, CastMode, Rule
+from mezzo.engine.conversion import to_format
+from mezzo.formats import FP16, FP32
+from mezzo.oplists import Precision
+
+_FORMATS = (FP16.dtype, FP32.dtype)
+
+
+class PatchedFunctions(CastMode):
+    """Cast the operands of torch's functions by Apex's lists, on one kind of device."""
+
+    def __init__(self, device_type: str, *, keeps_casts: bool, allow_banned: bool, verbose: bool) -> None:
+        casting = Casting.of(lists.POLICY, device_type)
+        super().__init__(casting)
+        self.keeps_kernels = False
+        self.rules = lists.rules(emulate=casting.emulates)
+        self.takes_first = lists.takes_first()
+        self.refused = lists.refused(allow_banned=allow_banned)
+        self.keeps_casts, self.verbose = keeps_casts, verbose
+        self.versions: dict[tuple[int, bool], int] = {}
+        """Of the kept casts: the count of changes of the weight at which each was made."""
+        self.depth = 1  # never 0, at which the engine's mode lets go of its casts
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one torch call as its list says."""
+        kwargs = kwargs or {}
+        if torch.is_autocast_enabled(self.device_type):
+            if func in self.refused:
+                self._refuse_half(func, (*args, *kwargs.values()))
+            if func in self.takes_first and args and args[0].dtype in _FORMATS:
+                first = args[0].dtype
+                args, kwargs = (args[0], *to_format(args[1:], first)), to_format(kwargs, first)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def call(self, function: Callable[..., Any], precision: Precision, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a user's function on operands that are cast as ``precision`` says; what it calls is cast by the lists."""
+        return self._run(function, Rule(precision), args, kwargs)
+
+    def prefer(self, function: Callable[..., Any], precision: Precision) -> None:
+        """Put one of torch's functions into another list."""
+        self.rules[function] = Rule(precision)
+
+    def clear(self) -> None:
+        """Let go of the casts of weights."""
+        self.weights.clear()
+        self.versions.clear()
+        torch.clear_autocast_cache()
+
+    def _run(self, func: Callable[..., Any], rule: Rule | None, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.verbose and rule is not None:
+            print(f"{func.__name__}: {rule.precision}")
+        return super()._run(func, rule, args, kwargs)
+
+    def _refuse_half(self, func: Callable[..., Any], operands: tuple[Any, ...]) -> None:
+        text, first_only = self.refused[func]
+        counted = operands[:1] if first_only else operands
+        if any(isinstance(x, Tensor) and x.dtype is FP16.dtype for x in counted):
+            raise NotImplementedError(text)
+
+    def _lower_weight(self, weight: Tensor) -> Tensor:
+        if not self.keeps_casts:
+            return weight.to(self.low)
+        key = (id(weight), torch.is_grad_enabled())
+        if self.versions.get(key) != weight._version:
+            self.weights.pop(key, None)
+            self.versions[key] = weight._version
+        return super()._lower_weight(weight)
+
+
+def begin(mode: PatchedFunctions) -> None:
+    """Turn autocast on and put ``mode`` below the modes of this thread, above a default device only."""
+    torch.set_autocast_dtype(mode.device_type, mode.low)
+    torch.set_autocast_enabled(mode.device_type, True)
+    above = _taken_off()
+    if above and hasattr(above[-1], "old_device"):  # set by set_default_device, not by ``with torch.device(...)``
+        _push_mode(above.pop())
+    _push_mode(mode)
+    _put_back(above)
+
+
+def end(mode: PatchedFunctions) -> None:
+    """Turn autocast off and take ``mode`` out of the modes of this thread; do nothing where it is not among them."""
+    modes = _taken_off()
+    if mode in modes:
+        torch.set_autocast_enabled(mode.device_type, False)
+    _put_back([m for m in modes if m is not mode])
+
+
+def _taken_off() -> list[Any]:
+    return [_pop_mode() for _ in range(_len_torch_function_stack())]
+
+
+def _put_back(modes: list[Any]) -> None:
+    for mode in reversed(modes):
+        _push_mode(mode)

@@ -1,0 +1,143 @@
+"""The optimization levels O0 to O3, and what a keyword may change in each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzo.compat.apex.amp.state import warn_or_err
+from mezzo.formats import FP16, FP32
+
+
+@dataclass
+class Properties:
+    """Hold the properties of a level, changed by the keywords of ``initialize``."""
+
+    enabled: bool = False
+    opt_level: str | None = None
+    cast_model_type: Any = None
+    """What weights and inputs are cast to; None or False casts nothing."""
+    patch_torch_functions: bool = False
+    """Whether torch's functions cast their operands, each by its list."""
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: float | str = 1.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the properties by name."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Level:
+    """Describe a level in a line, with its properties."""
+
+    brief: str
+    cast_model_type: torch.dtype | None
+    patch_torch_functions: bool
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | str
+
+    def properties(self, name: str) -> Properties:
+        """Return fresh properties of this level, called ``name``."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "brief"}
+        return Properties(enabled=True, opt_level=name, **own)
+
+
+#         in a line                                                       casts model  patches keeps BN masters loss scale
+LEVELS = {
+    "O0": Level("O0:  FP32 training, the baseline.", FP32.dtype, False, None, False, 1.0),
+    "O1": Level("O1:  torch's functions cast their operands; weights stay FP32.", None, True, None, None, "dynamic"),
+    "O2": Level("O2:  FP16 weights, FP32 batch norm and FP32 masters.", FP16.dtype, False, True, True, "dynamic"),
+    "O3": Level("O3:  FP16 throughout.", FP16.dtype, False, False, False, 1.0),
+}
+
+
+def properties_of(opt_level: str) -> Properties:
+    """Return the properties of a level.
+
+    Raises:
+        RuntimeError: there is no such level.
+    """
+    if opt_level not in LEVELS:
+        names = ", ".join(repr(name) for name in LEVELS)
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level!r}. Options are {names}: the letter O, not the number zero."
+        )
+    return LEVELS[opt_level].properties(opt_level)
+
+
+def override(properties: Properties, name: str, value: Any) -> None:
+    """Change one property by a keyword of ``initialize``.
+
+    Raises:
+        RuntimeError: the level does not go with it (a printed warning under ``hard_override``).
+        ValueError, TypeError: the value is none of those allowed.
+    """
+    setattr(properties, name, _CHECKS[name](properties, value))
+
+
+def _cast_model_type(properties: Properties, value: Any) -> Any:
+    if properties.opt_level == "O1" and value not in (None, False, FP32.dtype):
+        warn_or_err(
+            f"cast_model_type={value} with opt_level='O1', which casts around torch's functions and leaves weights in FP32. "
+            "Allowed with O1: None, False, torch.float32. To cast the model choose opt_level='O2' or 'O3'."
+        )
+    return value
+
+
+def _patch_torch_functions(properties: Properties, value: Any) -> bool:
+    if value and properties.opt_level != "O1":
+        warn_or_err(
+            f"patch_torch_functions=True with opt_level={properties.opt_level!r}. It is set by selecting opt_level='O1' only."
+        )
+    return bool(value)
+
+
+def _keep_batchnorm_fp32(properties: Properties, value: Any) -> bool | None:
+    if properties.opt_level == "O1" and value is not None:
+        warn_or_err(
+            f"keep_batchnorm_fp32={value} with opt_level='O1', whose weights stay in FP32, those of batch norm included. "
+            "Leave it None, or choose opt_level='O2' or 'O3'."
+        )
+    read = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+    if read not in (True, False, None) or not isinstance(read, (bool, type(None))):
+        raise TypeError(
+            f"keep_batchnorm_fp32={value!r}; allowed: True, False, None and the texts 'True' and 'False'. Pass one of these."
+        )
+    return read
+
+
+def _master_weights(properties: Properties, value: Any) -> Any:
+    if properties.opt_level == "O1" and value is not None:
+        warn_or_err(
+            f"master_weights={value} with opt_level='O1', whose weights are FP32 already and need no masters. "
+            "Leave it None, or choose opt_level='O2' or 'O3'."
+        )
+    return value
+
+
+def _loss_scale(properties: Properties, value: Any) -> float | str:
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"loss_scale={value!r}; allowed: 'dynamic', a number, or a number as text such as '128.0'. Pass one of these."
+        ) from None
+
+
+_CHECKS: dict[str, Callable[[Properties, Any], Any]] = {
+    "cast_model_type": _cast_model_type,
+    "patch_torch_functions": _patch_torch_functions,
+    "keep_batchnorm_fp32": _keep_batchnorm_fp32,
+    "master_weights": _master_weights,
+    "loss_scale": _loss_scale,
+}

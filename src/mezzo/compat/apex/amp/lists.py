@@ -1,0 +1,119 @@
+"""Apex's op lists, as changes of Mezzo's portable ones.
+
+The portable lists hold nearly all of Apex's: products run in FP16; exponentials, norms, sums and losses in FP32. What
+``oplists`` knows and Apex has elsewhere is said by a policy; what it does not know (dunder methods, comparisons, ``cpu``)
+is named here. Apex left alone what it did not know: ``einsum``, attention and whole recurrent layers run in FP16 here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from mezzo import oplists
+from mezzo.engine.casting import Rule, find_function, rules_for
+from mezzo.policy import Policy
+
+POLICY = Policy.parse("fp16:fp32=gelu+var+grid_sample:widest=add+mul+div")
+
+FP32 = "F.softmin F.local_response_norm F.normalize F.multilabel_soft_margin_loss Tensor.__ipow__ Tensor.cpu"
+"""Beyond the policy: run in FP32. ``cpu`` because what goes there is printed, saved or averaged."""
+
+_ARITHMETIC = "add sub mul div truediv"
+WIDEST = " ".join(
+    [
+        *(f"Tensor.__{kind}{name}__" for name in _ARITHMETIC.split() for kind in ("", "r", "i")),
+        *(f"Tensor.__{name}__" for name in ["eq", "ge", "gt", "le", "lt", "ne"]),
+        *(f"{place}.{name}" for name in ["eq", "equal", "ge", "gt", "le", "lt", "ne"] for place in ("torch", "Tensor")),
+    ]
+)
+"""Beyond the policy: run in the widest format of the operands. ``cat`` and ``stack`` do so in torch itself by now."""
+
+FP32_IN_PLACE = [
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow",
+    "cumprod",
+    "cumsum",
+    "renorm",
+]
+"""Operations of the FP32 list whose in-place form cannot widen an FP16 tensor: refused."""
+
+FIRST_IN_PLACE = [
+    "addmm",
+    "addmv",
+    "addr",
+    "baddbmm",
+    "addbmm",
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "add",
+    "sub",
+    "div",
+    "mul",
+    "eq",
+    "ge",
+    "gt",
+    "le",
+    "lt",
+    "ne",
+]
+"""Operations whose in-place form takes the format of the tensor that they change."""
+
+BANNED = {
+    "F.binary_cross_entropy": (
+        "amp does not take an FP16 input of torch.nn.functional.binary_cross_entropy or torch.nn.BCELoss: near 0 and 1 the "
+        "logarithms of FP16 probabilities are infinite. Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss and "
+        "leave out the sigmoid; or call amp.register_float_function(torch, 'sigmoid') before amp.initialize; or pass "
+        "allow_banned=True to amp.init, which runs it in FP32."
+    )
+}
+
+
+def rules(*, emulate: bool) -> dict[Callable[..., Any], Rule]:
+    """Return the rule of every torch function in Apex's lists."""
+    found = rules_for(POLICY, emulate=emulate, overlay=False)
+    beyond: tuple[tuple[oplists.Precision, str], ...] = (("fp32", FP32), ("widest", WIDEST))
+    for precision, names in beyond:
+        found.update({function: Rule(precision) for function in _functions(names.split())})
+    return found
+
+
+def takes_first() -> set[Callable[..., Any]]:
+    """Return the in-place methods that take the format of the tensor that they change."""
+    return set(_functions(f"Tensor.{name}_" for name in FIRST_IN_PLACE))
+
+
+def refused(*, allow_banned: bool) -> dict[Callable[..., Any], tuple[str, bool]]:
+    """Return the functions that refuse FP16, each with what to say and whether only its first operand counts."""
+    found: dict[Callable[..., Any], tuple[str, bool]] = {}
+    for name in FP32_IN_PLACE:
+        for place in ("torch", "Tensor"):
+            text = (
+                f"Cannot call the in-place function {name}_ on FP16 tensors: its result is FP32 and does not fit into its "
+                f"operand. Call {name} without the underscore, or cast the tensor to FP32 first."
+            )
+            found.update(dict.fromkeys(_functions([f"{place}.{name}_"]), (text, place == "Tensor")))
+    if not allow_banned:
+        for name, text in BANNED.items():
+            found.update(dict.fromkeys(_functions([name]), (text, False)))
+    return found
+
+
+def _functions(names: Iterable[str]) -> Iterator[Callable[..., Any]]:
+    for name in names:
+        function = find_function(name)
+        if function is not None:
+            yield function

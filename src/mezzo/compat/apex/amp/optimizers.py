@@ -1,0 +1,226 @@
+"""Optimizers under a level: gradients set aside and unscaled, FP32 masters, skipped steps.
+
+Masters are made at the first backward pass, from the weights as they are then: a checkpoint that was loaded or a
+broadcast that was done after ``initialize`` is in them. From then on the optimizer's groups hold the masters.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.compat.apex.amp.handle import clear_cache, disable_casts
+from mezzo.compat.apex.amp.scaler import LossScaler
+from mezzo.compat.apex.amp.state import maybe_print
+from mezzo.engine.gradients import put_back, set_aside
+from mezzo.engine.master import MasterWeights
+from mezzo.formats import BF16, FP16, FP32
+
+_HALF = (FP16.dtype, BF16.dtype)
+
+
+class HalfMasters(MasterWeights):
+    """Hold FP32 masters of parameters that are in 16 bits already."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy the masters from those of ``parameters`` that are in 16 bits and are trained."""
+        halves = [p for p in parameters if p.requires_grad and p.dtype in _HALF]
+        self._master_of = {p: nn.Parameter(p.detach().float()) for p in halves}
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return ``parameters`` with new masters in the place of those in 16 bits."""
+        given = list(parameters)
+        self._master_of.update(HalfMasters(given)._master_of)
+        return [self._master_of.get(p, p) for p in given]
+
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return the parameters, each with its master."""
+        return list(self._master_of.items())
+
+
+class AmpOptimizer:
+    """Hold what ``amp`` keeps of one optimizer; the optimizer has it as ``_amp_stash``."""
+
+    def __init__(self, optimizer: Any, *, keeps_masters: bool) -> None:
+        self.optimizer, self.keeps_masters = optimizer, keeps_masters
+        self.lazy_init_called = False
+        self.params_have_scaled_gradients = False
+        """Whether a backward pass with ``delay_unscale`` left gradients with their scale."""
+        self.skipping: str | None = None
+        """What to print when the next step is skipped; None where it is not."""
+        self._masters = HalfMasters([])
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+
+    @property
+    def all_fp16_params(self) -> list[nn.Parameter]:
+        """Return the parameters in 16 bits: those of the model that have masters, or else the optimizer's own."""
+        held = [half for half, _ in self._masters.pairs()]
+        return held if self.keeps_masters else [p for p in self._held() if p.dtype in _HALF]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
+        """Return the masters."""
+        return [master for _, master in self._masters.pairs()]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
+        """Return the FP32 parameters that are their own masters."""
+        masters = {id(master) for _, master in self._masters.pairs()}
+        return [p for p in self._held() if p.dtype is FP32.dtype and id(p) not in masters]
+
+    def _held(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _own(self) -> list[nn.Parameter]:
+        """Return the parameters that are updated themselves, without a master."""
+        masters = {id(master) for _, master in self._masters.pairs()}
+        return [p for p in self._held() if id(p) not in masters]
+
+    def begin(self) -> None:
+        """Check the parameters and make the masters, once.
+
+        Raises:
+            TypeError: a parameter is in neither FP32 nor 16 bits.
+        """
+        if self.lazy_init_called:
+            return
+        self.lazy_init_called = True
+        _check_formats(self._held())
+        if self.keeps_masters:
+            self._masters = HalfMasters(self._held())
+            self._masters.begin([self.optimizer])
+            self.optimizer.load_state_dict(self.optimizer.state_dict())  # casts state to the format of the masters
+
+    def prepare(self) -> None:
+        """Set gradients aside before a backward pass, so that it leaves fresh ones."""
+        self.begin()
+        for half, _ in self._masters.pairs():
+            half.grad = None
+        self._aside = set_aside(self._own())
+
+    def restore(self) -> None:
+        """Put back what was set aside, after a backward pass that failed."""
+        put_back(self._aside)
+        self._aside = []
+
+    def finish(self, scaler: LossScaler) -> None:
+        """Take the scale out of the gradients of a backward pass and add those that were set aside."""
+        self.begin()
+        scaler.unscale_([p.grad for p in self._own() if p.grad is not None])
+        pairs = [(half, master) for half, master in self._masters.pairs() if half.grad is not None]
+        fresh = scaler.unscaled([half.grad for half, _ in pairs if half.grad is not None])
+        for (_, master), gradient in zip(pairs, fresh, strict=True):
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        self.restore()
+        self.params_have_scaled_gradients = False
+
+    def skip(self, message: str) -> None:
+        """Let the next step change nothing and print ``message``, if none is to be skipped already."""
+        self.skipping = self.skipping or message
+
+    def skipped(self) -> bool:
+        """Return whether this step is to be skipped, and end the skipping."""
+        if self.skipping is None:
+            return False
+        maybe_print(self.skipping)
+        self.skipping = None
+        self.drop_master_gradients()
+        return True
+
+    def updated(self) -> None:
+        """Round the masters into the model after an update."""
+        self._masters.push()
+        self.drop_master_gradients()
+
+    def drop_master_gradients(self) -> None:
+        """Clear the gradients that ``model.zero_grad()`` does not reach."""
+        for _, master in self._masters.pairs():
+            master.grad = None
+
+    def clear_gradients(self, *, set_to_none: bool) -> None:
+        """Clear the gradients of the model and of the masters."""
+        self.begin()
+        for parameter in [*self.all_fp16_params, *self._own()]:
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad = torch.zeros_like(parameter.grad)
+        self.drop_master_gradients()
+
+    def with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a new parameter group with masters in the place of 16-bit parameters.
+
+        Raises:
+            TypeError: a parameter is in neither FP32 nor 16 bits, or the parameters are a set, which has no order.
+        """
+        self.begin()
+        given = group["params"]
+        if isinstance(given, set):
+            raise TypeError("optimizer parameters are in a set, whose order changes between runs; pass a list")
+        params: list[Any] = [given] if isinstance(given, Tensor) else list(given)
+        _check_formats(params)
+        return {**group, "params": self._masters.add(params) if self.keeps_masters else params}
+
+
+def process(optimizer: Any, *, keeps_masters: bool) -> None:
+    """Give an optimizer its ``_amp_stash``, and methods that heed it.
+
+    Raises:
+        RuntimeError: it went through ``initialize`` before.
+    """
+    if hasattr(optimizer, "_amp_stash"):
+        raise RuntimeError(
+            "A given optimizer should only be passed through amp.initialize once. Build a new one, or pass it one time only."
+        )
+    optimizer._amp_stash = AmpOptimizer(optimizer, keeps_masters=keeps_masters)
+    optimizer.step = types.MethodType(_step(optimizer.step), optimizer)
+    optimizer.add_param_group = types.MethodType(_add_param_group(optimizer.add_param_group), optimizer)
+    if keeps_masters:
+        optimizer.zero_grad = types.MethodType(_zero_grad, optimizer)
+
+
+def _step(original: Any) -> Any:
+    @functools.wraps(original)
+    def step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        stash: AmpOptimizer = self._amp_stash
+        if closure is not None and (stash.keeps_masters or stash.skipping is not None):
+            raise RuntimeError(
+                "Currently, Amp does not support closure use with optimizers. Run the backward pass under amp.scale_loss "
+                "and call step() with no closure."
+            )
+        if stash.skipped():
+            self._opt_called = True  # to a scheduler a skipped step is one that was called
+            return None
+        with disable_casts():
+            result = original(*(() if closure is None else (closure,)), *args, **kwargs)
+            stash.updated()
+        clear_cache()
+        return result
+
+    return step
+
+
+def _add_param_group(original: Any) -> Any:
+    @functools.wraps(original)
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        original(self._amp_stash.with_masters(param_group))
+
+    return add_param_group
+
+
+def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+    self._amp_stash.clear_gradients(set_to_none=set_to_none)
+
+
+def _check_formats(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.dtype not in (*_HALF, FP32.dtype):
+            raise TypeError(
+                f"Optimizer's parameters must be FP32, FP16 or BF16. Received {parameter.type()}. "
+                "Cast the model to FP32 before amp.initialize, or leave its parameters out."
+            )

@@ -1,0 +1,126 @@
+"""``apex.normalization``: the fused layers, as faces of torch's, whose own kernels are fused by now.
+
+The mixed ones return the format of their weights, whatever they are given; the others want input and weights in one format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Shape: TypeAlias = int | Sequence[int] | torch.Size
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """Normalise over the last dimensions (Ba et al., arXiv:1607.06450).
+
+    Args:
+        normalized_shape: sizes of the last dimensions.
+        eps: added to the variance.
+        elementwise_affine: whether there are weight and bias.
+        memory_efficient: without effect: torch keeps the input and two numbers a row for the backward pass.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(_sizes(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """Normalise over the last dimensions and return the format of the weights; weight and bias are always there.
+
+    Args:
+        normalized_shape: sizes of the last dimensions.
+        eps: added to the variance.
+        memory_efficient: without effect.
+    """
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+        super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input in the format of the weights."""
+        return super().forward(input.to(self.weight.dtype))
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """Divide by the root of the mean square over the last dimensions (Zhang & Sennrich, arXiv:1910.07467).
+
+    Args:
+        normalized_shape: sizes of the last dimensions.
+        eps: added to the mean square.
+        elementwise_affine: whether there is a weight.
+        memory_efficient: without effect.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(_sizes(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """Divide by the root of the mean square and return the format of the weight, which is always there.
+
+    Args:
+        normalized_shape: sizes of the last dimensions.
+        eps: added to the mean square.
+        memory_efficient: without effect.
+    """
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+        super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised input in the format of the weight."""
+        return super().forward(x.to(self.weight.dtype))
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Return ``input`` normalised over its last dimensions, without weights."""
+    return F.layer_norm(input, _sizes(normalized_shape), eps=eps)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Return ``input`` normalised over its last dimensions, times ``weight`` plus ``bias``."""
+    return F.layer_norm(input, _sizes(normalized_shape), weight, bias, eps)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+    """Return ``input`` divided by its root mean square over the last dimensions."""
+    return F.rms_norm(input, _sizes(normalized_shape), eps=eps)
+
+
+def fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Return ``input`` divided by its root mean square over the last dimensions, times ``weight``."""
+    return F.rms_norm(input, _sizes(normalized_shape), weight, eps)
+
+
+def _sizes(shape: Shape) -> list[int]:
+    return [shape] if isinstance(shape, int) else list(shape)

@@ -1,0 +1,246 @@
+"""What else scripts import from apex: LARC, fused optimizers and norms, and ``python -m mezzo.compat.apex``."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers_apex import clean
+from mezzo.compat.apex import amp, normalization, optimizers
+from mezzo.compat.apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
+from mezzo.compat.apex.parallel.LARC import LARC
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield from clean()
+
+
+def updated(optimizer: Any, parameter: nn.Parameter, gradients: list[Tensor]) -> Tensor:
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+GRADIENTS = list(torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(1)))
+
+
+def fresh() -> nn.Parameter:
+    return nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(("decoupled", "oracle"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
+def test_fused_adam_is_adamw_or_adam(decay: float, decoupled: bool, oracle: Any) -> None:
+    mine, theirs = fresh(), fresh()
+    found = updated(optimizers.FusedAdam([mine], lr=0.1, weight_decay=decay, adam_w_mode=decoupled), mine, GRADIENTS)
+    torch.testing.assert_close(found, updated(oracle([theirs], lr=0.1, weight_decay=decay), theirs, GRADIENTS))
+
+
+def test_fused_adam_without_bias_correction() -> None:
+    p = fresh()
+    x, mean, square = p.detach().double(), torch.zeros(3, 4).double(), torch.zeros(3, 4).double()
+    for g in GRADIENTS:
+        mean, square = 0.9 * mean + 0.1 * g, 0.999 * square + 0.001 * g * g
+        x = x - 0.1 * mean / (square.sqrt() + 1e-8)
+    found = updated(optimizers.FusedAdam([p], lr=0.1, bias_correction=False), p, GRADIENTS)
+    torch.testing.assert_close(found.double(), x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}])
+def test_fused_sgd_is_sgd(settings: dict[str, Any]) -> None:
+    mine, theirs = fresh(), fresh()
+    found = updated(optimizers.FusedSGD([mine], lr=0.1, **settings), mine, GRADIENTS)
+    torch.testing.assert_close(found, updated(torch.optim.SGD([theirs], lr=0.1, **settings), theirs, GRADIENTS))
+
+
+def test_fused_optimizers_keep_moments_in_fp32_and_masters_where_asked() -> None:
+    for masters in (False, True):
+        p = nn.Parameter(fresh().detach().half())
+        optimizer = optimizers.FusedAdam([p], lr=1e-4, master_weights=masters)
+        updated(optimizer, p, [g.half() for g in GRADIENTS])
+        state = optimizer.state[p]
+        assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.float32}
+        assert ("master" in state) is masters
+    sgd = optimizers.FusedSGD([p], lr=0.1, momentum=0.9)
+    updated(sgd, p, [GRADIENTS[0].half()])
+    assert "master" not in sgd.state[p]
+
+
+def test_fused_optimizers_clear_gradients_and_take_closures() -> None:
+    p = fresh()
+    for optimizer, expected in ((optimizers.FusedAdam([p]), None), (optimizers.FusedSGD([p], lr=0.1), 0.0)):
+        p.grad = torch.ones(3, 4)
+        assert optimizer.step(lambda: "loss") == "loss"
+        optimizer.zero_grad()
+        assert (None if p.grad is None else p.grad.sum().item()) == expected
+        twin = copy.deepcopy(optimizer)
+        assert twin.set_grad_none is optimizer.set_grad_none
+        optimizer.zero_grad(set_to_none=True)
+        assert p.grad is None
+
+
+def test_what_the_fused_optimizers_do_not_offer_is_refused() -> None:
+    p = [fresh()]
+    for settings in ({"amsgrad": True}, {"capturable": True}):
+        with pytest.raises(RuntimeError, match=r"FusedAdam.*Use mezzo\."):
+            optimizers.FusedAdam(p, **settings)
+    with pytest.raises(RuntimeError, match="wd_after_momentum=True"):
+        optimizers.FusedSGD(p, wd_after_momentum=True)
+    with pytest.raises(RuntimeError, match="got grads, scale"):
+        optimizers.FusedAdam(p).step(grads=[], scale=1.0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    "build", [optimizers.FusedAdam, optimizers.FusedSGD, lambda p: LARC(torch.optim.SGD(p, lr=0.1))]
+)
+def test_they_train_under_every_level(level: str, build: Any) -> None:
+    model = nn.Linear(4, 2)
+    x = torch.randn(8, 4)
+    optimizer = build(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = (model(x).float() - 1).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > losses[-1]
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_larc_follows_its_formula(clip: bool, decay: float) -> None:
+    big, zero = nn.Parameter(torch.tensor([3.0, 4.0])), nn.Parameter(torch.zeros(2))
+    optimizer = LARC(torch.optim.SGD([big, zero], lr=0.5, weight_decay=decay), trust_coefficient=0.02, clip=clip)
+    big.grad, zero.grad = torch.tensor([0.6, 0.8]), torch.ones(2)
+    optimizer.step()
+    local = 0.02 * 5.0 / (1.0 + decay * 5.0 + 1e-8)
+    rate = min(local, 0.5) if clip else 0.5 * local
+    gradient = torch.tensor([0.6, 0.8]) + decay * torch.tensor([3.0, 4.0])
+    torch.testing.assert_close(big.detach(), torch.tensor([3.0, 4.0]) - rate * gradient)
+    torch.testing.assert_close(zero.detach(), torch.full((2,), -0.5))  # of no length: the optimizer's own rate
+    assert optimizer.param_groups[0]["weight_decay"] == decay
+
+
+def test_larc_passes_the_rest_on() -> None:
+    p = nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([p], lr=0.5, momentum=0.5)
+    optimizer = LARC(inner)
+    assert optimizer.state is inner.state
+    assert repr(optimizer) == repr(inner)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(inner.param_groups) == 2
+    p.grad = torch.ones(2)
+    optimizer.step()
+    other = LARC(torch.optim.SGD([p], lr=0.1, momentum=0.5))
+    other.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == 0.5
+    optimizer.zero_grad()
+    assert p.grad is None
+
+
+def test_norms_are_torchs() -> None:
+    x = torch.randn(2, 3, 4)
+    n = normalization
+    pairs = [
+        (n.FusedLayerNorm(4), nn.LayerNorm(4)),
+        (n.FusedLayerNorm((3, 4), eps=1e-3, elementwise_affine=False), nn.LayerNorm((3, 4), 1e-3, False)),
+        (n.FusedRMSNorm(4), nn.RMSNorm(4, 1e-5)),
+    ]
+    for mine, theirs in pairs:
+        assert torch.equal(mine(x), theirs(x))
+    for mixed in (n.MixedFusedLayerNorm(4), n.MixedFusedRMSNorm(4)):
+        assert mixed(x.half()).dtype is torch.float32
+        torch.testing.assert_close(mixed(x), type(mixed).__mro__[2](4, 1e-5)(x))
+    w, b = torch.randn(4), torch.randn(4)
+    assert torch.equal(n.fused_layer_norm_affine(x, w, b, 4), nn.functional.layer_norm(x, (4,), w, b, 1e-6))
+    assert torch.equal(n.fused_layer_norm(x, (3, 4)), nn.functional.layer_norm(x, (3, 4), eps=1e-6))
+    assert torch.equal(n.fused_rms_norm_affine(x, w, 4), nn.functional.rms_norm(x, (4,), w, 1e-6))
+    assert torch.equal(n.fused_rms_norm(x, 4), nn.functional.rms_norm(x, (4,), eps=1e-6))
+
+
+def test_batch_norms_become_synchronised() -> None:
+    model = convert_syncbn_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert isinstance(model[1], SyncBatchNorm)  # type: ignore[index]
+
+
+def test_the_distributed_wrapper_takes_apex_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a process group puts its own there and leaves it
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        wrapped = DistributedDataParallel(model, delay_allreduce=True, retain_allreduce_buffers=False)
+        with amp.scale_loss(wrapped(torch.ones(1, 2)).sum() / 16, optimizer) as loss:
+            loss.backward()
+        assert [p.grad.unique().item() for p in amp.master_params(optimizer) if p.grad is not None] == [0.0625] * 2
+        assert wrapped.state_dict()["module.weight"].dtype is torch.float32
+        with pytest.raises(RuntimeError, match=r"instance of mezzo\.compat\.apex\.parallel\.DistributedDataParallel"):
+            amp.initialize(wrapped, verbosity=0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+SCRIPT = """
+import sys
+import torch
+import apex
+from apex import amp
+from apex.amp import _amp_state
+from apex.amp._amp_state import _amp_state as same, master_params
+from apex.parallel.LARC import LARC
+from apex.parallel import DistributedDataParallel, convert_syncbn_model
+from apex.optimizers import FusedAdam, FusedSGD
+from apex.normalization import FusedLayerNorm
+from apex.normalization.fused_layer_norm import MixedFusedLayerNorm
+import own
+
+assert _amp_state is same is apex.amp._amp_state and own.here
+model = torch.nn.Linear(2, 1)
+model, optimizer = amp.initialize(model, FusedAdam(model.parameters(), lr=0.5), opt_level="O2", verbosity=0)
+for _ in range(3):
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(__name__, sys.argv[1:], {p.dtype for p in master_params(optimizer)})
+sys.exit(3)
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mezzo.compat.apex", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_script_that_imports_apex_runs_unchanged(tmp_path: Path, as_module: bool) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "own.py").write_text("here = True")
+    done = run(tmp_path, *(["-m", "train"] if as_module else ["train.py"]), "--epochs", "3")
+    assert (done.returncode, done.stderr) == (3, "")
+    assert done.stdout.splitlines()[-1] == "__main__ ['--epochs', '3'] {torch.float32}"
+
+
+def test_a_missing_script_is_said(tmp_path: Path) -> None:
+    for arguments, text in (((), "got nothing"), (("-m",), "got -m"), (("none.py",), "there is no script 'none.py'")):
+        done = run(tmp_path, *arguments)
+        assert done.returncode == 7
+        assert text in done.stderr
+        assert "Traceback" not in done.stderr
