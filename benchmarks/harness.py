@@ -93,6 +93,7 @@ def chosen(argv: list[str]) -> list[str]:
         "audit",
         "ranges",
         "diagnose",
+        "trainers",
     ]
 
 

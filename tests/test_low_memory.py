@@ -424,6 +424,7 @@ def test_session_does_not_warn_of_lost_updates_where_none_is_lost() -> None:
     with session.autocast():
         loss = model(torch.randn(4, 64)).square().mean()
     session.step(loss)  # a warning would be an error
+    assert (session.updates, session.skipped) == (1, 0)
 
 
 def test_the_interpreter_s_bits_are_those_of_struct() -> None:

@@ -72,7 +72,11 @@ class Regions:
 
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or local.depth:
+            if torch.compiler.is_compiling():
+                return original(module, *args, **kwargs)
+            if local.autocasts_off:
+                args, kwargs = to_format(args, FP32.dtype), to_format(kwargs, FP32.dtype)
+            if local.depth:
                 return original(module, *args, **kwargs)
             casting = run.casting(run.meet(module, args))
             local.depth = 1

@@ -4,6 +4,9 @@ Under ``fp32`` both are turned off. Under another policy an ``autocast`` of the 
 ``autocast(enabled=False)`` stays what it is, and the scaler is turned off, because the policy scales the loss itself.
 A scaler that is off passes losses and steps through, so the script's calls stay valid. With ``as-is`` both are only
 listened to.
+
+Inside an autocast that was turned off, modules get their 16-bit arguments in FP32: a library that turns autocast on may cast the
+inputs as well (Lightning's Fabric does), and FP32 weights would refuse them.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ def take_over(run: Run, patches: Patches) -> None:
     dtype = run.applied.storage.dtype if run.applied.lowers else None
     patches.wrap(autocast, "__init__", lambda original: _in_policy(original, dtype))
     patches.wrap(autocast, "__enter__", lambda original: _with_mode(run, original))
-    patches.wrap(autocast, "__exit__", _without_mode)
+    patches.wrap(autocast, "__exit__", lambda original: _without_mode(run, original))
     patches.wrap(GradScaler, "__init__", _turned_off)
 
 
@@ -45,6 +48,7 @@ def _in_policy(original: Callable[..., Any], dtype: torch.dtype | None) -> Calla
     ) -> None:
         asked = kwargs.pop("dtype", dtype_asked)
         on = enabled and dtype is not None
+        self._mezzo_turned_off = enabled and not on
         original(self, device_type, dtype=dtype if on else asked, enabled=on, cache_enabled=cache_enabled, **kwargs)
 
     return init
@@ -55,6 +59,7 @@ def _with_mode(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     def enter(self: Any) -> Any:
         result = original(self)
         self._mezzo_mode = None
+        run.local.autocasts_off += getattr(self, "_mezzo_turned_off", False)
         if self._enabled and not torch.compiler.is_compiling():
             casting = run.casting(self.device)
             if casting is not None and casting.mode is not None and casting.mode.depth == 0:
@@ -65,12 +70,13 @@ def _with_mode(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     return enter
 
 
-def _without_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_mode(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def leave(self: Any, *error: Any) -> Any:
         mode = getattr(self, "_mezzo_mode", None)
         if mode is not None:
             mode.__exit__(None, None, None)
+        run.local.autocasts_off -= getattr(self, "_mezzo_turned_off", False)
         return original(self, *error)
 
     return leave

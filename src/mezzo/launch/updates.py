@@ -4,6 +4,11 @@ A hook before every optimizer step takes the norm of its gradients and, where th
 overflow the gradients are set to None while the optimizer steps, so that any torch optimizer does nothing, its step
 count included.
 
+An optimizer of torch calls its closure once, before it reads the gradients: so the closure runs before the step, and the look
+is taken between the two. A closure that draws random numbers, accumulates or logs (Lightning's does all three) goes the way
+that it would go without a loss scale. LBFGS and optimizers that are not torch's call it when they like; an evaluation
+of theirs that overflows is made again.
+
 A scheduler is held when the one update since its last call was skipped: that holds a schedule stepped every update,
 and never one stepped every epoch.
 """
@@ -29,6 +34,20 @@ Optimizer = torch.optim.Optimizer
 _MAX_EVALUATIONS = 64  # halving from 2**24 reaches the smallest floor sooner
 
 
+class Evaluated:
+    """Stand in for a closure that has run."""
+
+    evaluated = True
+    """Tells watchers that the step itself makes no passes."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def __call__(self) -> Any:
+        """Return what the closure returned."""
+        return self._result
+
+
 class Updates:
     """Stand before and after every optimizer step of a script."""
 
@@ -41,6 +60,8 @@ class Updates:
         self._seen = WeakIdKeyDictionary()
         """The same at the last call of a scheduler, by scheduler."""
         self._scheduling = False
+        self._first: set[type] = set()
+        """Classes of optimizers whose closures run before the step."""
 
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
@@ -59,7 +80,7 @@ class Updates:
 
         patches.on_undo(remove)
         self._run.before_compiling.append(shield)
-        patches.wrap(Optimizer, "__init__", self._noting)
+        patches.wrap(Optimizer, "__init__", functools.partial(self._noting, patches))
         if self._run.applied is not None and self._run.applied.loss_scale != "none":
             patches.wrap(clip_grad, "_get_total_norm", _bearing_overflow)
         for scheduler in dict.fromkeys(_classes(LRScheduler)):
@@ -68,11 +89,15 @@ class Updates:
             if "__init__" in vars(scheduler):
                 patches.wrap(scheduler, "__init__", self._constructed)
 
-    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting(self, patches: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             self._run.optimizers[optimizer] = None
             original(optimizer, *args, **kwargs)
+            stepping = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+            if stepping not in self._first and _calls_its_closure_once(optimizer):
+                self._first.add(stepping)
+                patches.wrap(stepping, "step", _closure_first)
 
         return init
 
@@ -82,18 +107,22 @@ class Updates:
         self._stepping = optimizer
         self._run.optimizers[optimizer] = None  # a copy or an unpickled one was never constructed
         closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
-        if closure is not None:
-            self._run.close_update()
-            self._run.in_closure = True
-            again = self._until_finite(optimizer, closure)
-            rest = tuple(again if a is closure else a for a in args)
-            return rest, {k: again if v is closure else v for k, v in kwargs.items()}
+        if closure is None or isinstance(closure, Evaluated):
+            self._decide(optimizer)
+            return None
+        self._run.close_update()
+        self._run.in_closure = True
+        again = self._until_finite(optimizer, closure)
+        rest = tuple(again if a is closure else a for a in args)
+        return rest, {k: again if v is closure else v for k, v in kwargs.items()}
+
+    def _decide(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer's gradients, and take them away where the update is one to skip."""
         skip = self._run.updated(_norm(optimizer))
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
         made, skipped = self._made.get(optimizer, (0, 0))
         self._made[optimizer] = (made + 1, skipped + int(skip))
-        return None
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._stepping is not optimizer:
@@ -144,7 +173,7 @@ class Updates:
                 original(scheduler, *args, **kwargs)
             finally:
                 self._scheduling = before
-            self._seen[scheduler] = self._made.get(scheduler.optimizer, (0, 0))
+            self._seen[scheduler] = self._updates_of(scheduler)
 
         return init
 
@@ -153,7 +182,7 @@ class Updates:
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             if self._scheduling:  # a chain of schedulers steps its parts
                 return original(scheduler, *args, **kwargs)
-            now = self._made.get(getattr(scheduler, "optimizer", None), (0, 0))
+            now = self._updates_of(scheduler)
             then = self._seen.get(scheduler)
             self._seen[scheduler] = now
             if then is not None and (now[0] - then[0], now[1] - then[1]) == (1, 1):
@@ -165,6 +194,34 @@ class Updates:
                 self._scheduling = False
 
         return step
+
+    def _updates_of(self, scheduler: Any) -> tuple[int, int]:
+        """Return how many updates a scheduler's optimizer made and skipped, also where another library wrapped the optimizer."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        while optimizer not in self._made and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = optimizer.optimizer  # type: ignore[union-attr] # what Fabric's and Accelerate's wrappers call it
+        found: tuple[int, int] = self._made.get(optimizer, (0, 0))
+        return found
+
+
+def _calls_its_closure_once(optimizer: Optimizer) -> bool:
+    """Return whether ``step`` is one of torch's that evaluates its closure first and once."""
+    stepping = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    return stepping.__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a closure before the step. Not in a hook before it: what the closure does may set hooks as well."""
+
+    @functools.wraps(original)
+    def step(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if closure is None or isinstance(closure, Evaluated) or torch.compiler.is_compiling():
+            return original(optimizer, closure, *args, **kwargs)
+        with torch.enable_grad():
+            result = closure()
+        return original(optimizer, Evaluated(result), *args, **kwargs)
+
+    return step
 
 
 def _bearing_overflow(original: Callable[..., Any]) -> Callable[..., Any]:

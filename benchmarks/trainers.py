@@ -1,0 +1,187 @@
+"""What Mezzo costs inside Lightning's Trainer, Fabric and Accelerate beside these libraries' own mixed precision.
+
+Both sides run the same loop of the same library, on the same device's own 16-bit kernels; only who does mixed precision differs.
+Accelerate has no loss scale on a CPU and says so nowhere, so for FP16 its own GradScaler is put in place by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import io
+import logging
+import pstats
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.harness import interleave, median_ms, ratio, report, spread
+
+ROUNDS, STEPS, LR = 15, 30, 1e-4
+Loop = Callable[[int], None]
+"""Train a number of steps."""
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+
+def _batches(steps: int) -> torch.utils.data.DataLoader[Any]:
+    torch.manual_seed(1)
+    batch = torch.randn(32, 64), torch.randn(32, 64)
+    return torch.utils.data.DataLoader([batch] * steps, batch_size=None)  # type: ignore[arg-type]
+
+
+def trainer(plugin: Callable[[], Any], clip: float | None) -> Loop:
+    """Return a fit of Lightning's Trainer without logger, checkpoints and progress bar."""
+    import lightning
+
+    class Regression(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _model()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return F.mse_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=LR)
+
+    def run(steps: int) -> None:
+        off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        fit = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", plugins=plugin(), gradient_clip_val=clip, enable_model_summary=False, **off
+        )
+        fit.fit(Regression(), _batches(steps))
+
+    return run
+
+
+def fabric(plugin: Callable[[], Any], clip: float | None) -> Loop:
+    """Return a loop of Fabric."""
+    from lightning.fabric import Fabric
+
+    def run(steps: int) -> None:
+        room = Fabric(accelerator="cpu", devices=1, plugins=plugin())
+        bare = _model()
+        model, optimizer = room.setup(bare, torch.optim.AdamW(bare.parameters(), lr=LR))
+        for inputs, targets in _batches(steps):
+            loss = F.mse_loss(model(inputs), targets)
+            room.backward(loss)
+            if clip:
+                room.clip_gradients(model, optimizer, max_norm=clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def accelerate(accelerator: Callable[[], Any], clip: float | None) -> Loop:
+    """Return a loop of Accelerate."""
+
+    def run(steps: int) -> None:
+        room = accelerator()
+        model = _model()
+        model, optimizer = room.prepare(model, torch.optim.AdamW(model.parameters(), lr=LR))
+        for inputs, targets in _batches(steps):
+            loss = F.mse_loss(model(inputs), targets)
+            room.backward(loss)
+            if clip:
+                room.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def accelerators(precision: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return what makes Accelerate's own accelerator and Mezzo's."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from mezzo.compat.accelerate import MezzoAccelerator
+
+    def own() -> Any:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        room = Accelerator(cpu=True, mixed_precision=precision)
+        if precision == "fp16":
+            room.scaler, room.native_amp = torch.amp.GradScaler("cpu"), True
+        return room
+
+    def ours() -> Any:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return MezzoAccelerator(cpu=True, policy=f"{precision}:op_lists=device")
+
+    return own, ours
+
+
+def pairs(precision: str, clip: float | None) -> Iterator[tuple[str, Loop, Loop]]:
+    """Yield for every library its name, its loop with its own mixed precision and with Mezzo's."""
+    from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
+    from lightning.pytorch.plugins.precision import MixedPrecision as TrainerMixed
+
+    from mezzo.compat.lightning import MezzoFabricPrecision, MezzoPrecision
+
+    mixed: Any = "16-mixed" if precision == "fp16" else "bf16-mixed"
+    policy = f"{precision}:op_lists=device"
+    yield (
+        "Lightning Trainer",
+        trainer(lambda: TrainerMixed(mixed, "cpu"), clip),
+        trainer(lambda: MezzoPrecision(policy), clip),
+    )
+    yield (
+        "Lightning Fabric",
+        fabric(lambda: FabricMixed(mixed, "cpu"), clip),
+        fabric(lambda: MezzoFabricPrecision(policy), clip),
+    )
+    own, ours = accelerators(precision)
+    yield "Accelerate", accelerate(own, clip), accelerate(ours, clip)
+
+
+def calls_a_step(run: Loop) -> float:
+    """Return the Python and C calls of one step: what twice as many steps add, so that beginning and end do not count."""
+    run(3)
+    totals = []
+    for steps in (STEPS, 2 * STEPS):
+        watch = cProfile.Profile()
+        watch.runcall(run, steps)
+        totals.append(pstats.Stats(watch).total_calls)  # type: ignore[attr-defined]
+    return float(totals[1] - totals[0]) / STEPS
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the libraries' banners out of the table."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def main() -> None:
+    """Measure with and without clipping, FP16 and BF16."""
+    rows, data = [], {}
+    for precision in ("fp16", "bf16"):
+        for clip in (None, 1.0):
+            for library, own, ours in pairs(precision, clip):
+                what = f"{library}, {precision}{', clipping' if clip else ''}"
+                with quiet():
+                    calls = calls_a_step(ours) / calls_a_step(own)
+                    pieces = {"mezzo": lambda run=ours: run(STEPS), "own": lambda run=own: run(STEPS)}
+                    times = interleave(pieces, rounds=ROUNDS)
+                rows.append((f"{what}: Python calls a step against its own", f"{calls:.3f}x", "1.0 or less"))
+                # Without a scale and without clipping the library takes no norm of the gradients; a session does, for its record.
+                target = "1.0 or less" if precision == "fp16" or clip else "(takes the gradient norm)"
+                rows.append((f"{what}: thread CPU time", spread(ratio(times, "mezzo", "own")), target))
+                data[what] = {"calls_ratio": calls, "median_ms_of_30_steps": median_ms(times)}
+    report("trainers", rows, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Accelerate under a precision policy: ``MezzoAccelerator(policy="fp16")`` in place of ``Accelerator(mixed_precision=...)``.
+
+The loop stays as it is: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``, ``save_state``. A step is that of a
+session: one unscale and one decision for all optimizers, a short last window averaged over what it holds, FP32 masters under
+``-master`` policies. Prepared schedulers wait on skipped updates.
+
+Limits: one process without DeepSpeed, FSDP or Megatron, which bring mixed precision of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from mezzo.compat.driven import Driven
+from mezzo.engine.conversion import to_format, wrap
+from mezzo.errors import SessionError
+from mezzo.formats import FP32
+from mezzo.policy import Policy
+from mezzo.records import RunRecord
+
+
+class MezzoAccelerator(accelerate.Accelerator):
+    """Prepare and train under a precision policy.
+
+    Args:
+        policy: a ``Policy``, a policy text, or the path of a policy file.
+        **settings: what ``Accelerator`` takes, ``mixed_precision`` left out.
+
+    Raises:
+        SessionError: ``mixed_precision`` was given, or several processes train.
+    """
+
+    driven: Driven
+
+    def __init__(self, *, policy: Policy | str = "fp16", **settings: Any) -> None:
+        if settings.get("mixed_precision") not in (None, "no"):
+            raise SessionError(
+                f"mixed_precision={settings['mixed_precision']!r} beside policy={policy!s}; allowed: one of the two",
+                hint=f"leave mixed_precision out and pass policy={settings['mixed_precision']!r} for the same precision",
+            )
+        super().__init__(**{**settings, "mixed_precision": "no"})
+        self.take_policy(policy)
+
+    def take_policy(self, policy: Policy | str) -> None:
+        """Begin under a policy; for an accelerator that another library made."""
+        if self.distributed_type != DistributedType.NO:
+            raise SessionError(
+                f"MezzoAccelerator runs as {self.distributed_type}; allowed: one process",
+                hint="use mezzo.Session with torch's DistributedDataParallel or fully_shard",
+            )
+        self.driven = Driven(policy)
+        self._micro_batches = 0
+        self.register_for_checkpointing(self.driven)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Prepare a model and let its calls run under the policy."""
+        model = super().prepare_model(model, *args, **kwargs)
+        if not any(model is known for known in self.driven.models):
+            self.driven.add(model)
+            wrap(model, _under_policy, self.driven, model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer whose step is the session's."""
+        prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
+        if isinstance(prepared, AcceleratedOptimizer) and not isinstance(prepared, MezzoOptimizer):
+            prepared.__class__ = MezzoOptimizer
+            prepared.accelerator = self
+        return prepared
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """Return a context under the policy."""
+        return self.driven.region()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run a backward pass; the loss is divided for its window as Accelerate does."""
+        steps = self.gradient_accumulation_steps
+        self.driven.backward(loss if steps == 1 else loss / steps, **kwargs)
+
+    def _do_sync(self) -> None:
+        self._micro_batches += 1
+        super()._do_sync()
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Make gradients true, of all optimizers, once a window."""
+        driven, steps = self.driven, self.gradient_accumulation_steps
+        if 0 < self._micro_batches < steps:
+            driven.short = steps / self._micro_batches
+        driven.unscale()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip true gradients, of master weights where there are any; return their norm."""
+        self.unscale_gradients()
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(self.driven.held(parameters), max_norm, norm_type=norm_type)
+        return norm
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip true gradients, of master weights where there are any."""
+        self.unscale_gradients()
+        torch.nn.utils.clip_grad_value_(self.driven.held(parameters), clip_value)
+
+    def record(self) -> RunRecord:
+        """Return the record of the training so far: ``mezzo.records.write_record`` keeps it, ``mezzo report`` shows it."""
+        return self.driven.record(f"accelerate {accelerate.__version__}")
+
+
+class MezzoOptimizer(AcceleratedOptimizer):
+    """Step at the end of a window, or skip."""
+
+    accelerator: MezzoAccelerator
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update, if gradients are to be synchronized.
+
+        Raises:
+            SessionError: a closure was given.
+        """
+        if closure is not None:
+            raise SessionError(
+                "optimizer.step() got a closure; allowed: none",
+                hint="call accelerator.backward(loss) first, then optimizer.step()",
+            )
+        if not self.gradient_state.sync_gradients:
+            return
+        room = self.accelerator
+        room.unscale_gradients()
+        room._micro_batches = 0
+        room.driven.step(self.optimizer, self.optimizer.step)
+        self._is_overflow = room.driven.skipped
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients at the end of a window."""
+        if self.gradient_state.sync_gradients:
+            self.optimizer.zero_grad(set_to_none=set_to_none is not False)
+
+
+def _under_policy(call: Callable[..., Any], driven: Driven, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not driven.began:
+        _ = driven.session  # may cast the model: its forward is another one then
+        return model(*args, **kwargs)
+    with driven.region():
+        output = call(*args, **kwargs)
+    return to_format(output, FP32.dtype)

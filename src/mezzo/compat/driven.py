@@ -1,0 +1,297 @@
+"""A session whose loop belongs to another library: it decides when there is a backward pass, a look at gradients, a step.
+
+Such a library calls ``optimizer.step`` one optimizer at a time, zeroes gradients itself and clips them itself. The session
+knows an update, after which everything is settled. So it is given one optimizer of all parameters, whose step is that
+of the optimizer that asked. The first optimizer that steps after a backward pass closes the session's window: every
+gradient is unscaled, once, and whether this update is skipped is decided, once. Further optimizers follow that decision.
+
+Gradients that an optimizer left behind unscaled are set aside while others' fresh ones are scaled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.engine.gradients import put_back, set_aside
+from mezzo.engine.session import Session
+from mezzo.errors import SessionError
+from mezzo.measure import memory
+from mezzo.measure.environment import environment
+from mezzo.measure.steps import StepRecorder
+from mezzo.policy import Policy
+from mezzo.records import Effective, Memory, Reason, RunRecord
+
+Optimizer = torch.optim.Optimizer
+
+
+class Asked(Optimizer):
+    """Hold all parameters and do as the optimizer does that asked for an update; zero no gradients."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(list(parameters), {})
+        self.run: Callable[[], Any] = lambda: None
+        self.result: Any = None
+        self.stepped = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step the optimizer that asked."""
+        self.stepped = True
+        self.result = self.run()
+
+    step.hooked = True  # type: ignore[attr-defined] # torch would put its hooks and its profiler around this one as well
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Leave gradients to the library that drives the loop."""
+
+
+class OneNorm(Session):
+    """Take the gradients' norm once a window: the libraries that clip look at it themselves, after ``unscale``."""
+
+    def _norm_here(self, gradients: list[Tensor]) -> Tensor:
+        return self._norm if self._window.unscaled else super()._norm_here(gradients)
+
+
+class Driven:
+    """Hold a policy, the models that are trained under it and, from their first use on, their session."""
+
+    def __init__(self, policy: Policy | str) -> None:
+        self.policy = Policy.of(policy)
+        self.models: list[nn.Module] = []
+        self.recorder = StepRecorder()
+        self.skipped = False
+        """Whether the last update was skipped."""
+        self.short = 1.0
+        """What gradients of this window are to be multiplied by because it is shorter than the library divided losses for."""
+        self._session: Session | None = None
+        self._asked: Asked
+        self._parameters: list[nn.Parameter] = []
+        self._open = self._unscaled = False
+        self.scales = False
+        """Whether gradients are anything but true between a backward pass and ``unscale``."""
+        self._left: list[tuple[nn.Parameter, Tensor]] = []
+        self._taken: WeakSet[Optimizer] = WeakSet()
+        self._last: Optimizer | None = None
+        self._made = self._skips = 0
+        self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+
+    # --- before training -------------------------------------------------------------------------------------------------------
+
+    def add(self, model: nn.Module) -> None:
+        """Take a model in; those that were taken in before its first use make one session.
+
+        Raises:
+            SessionError: the session has begun without it.
+        """
+        if any(model is known for known in self.models):
+            return
+        if self._session is not None:
+            raise SessionError(
+                f"a {type(model).__name__} is set up after training began with {len(self.models)} other models",
+                hint="set up all models before the first is called, or use one plugin for each training",
+            )
+        self.models.append(model)
+
+    @property
+    def session(self) -> Session:
+        """Return the session, which casts the models when it begins."""
+        return self._session or self._begin()
+
+    @property
+    def began(self) -> bool:
+        """Return whether the session has begun."""
+        return self._session is not None
+
+    def _begin(self) -> Session:
+        self._parameters = list(dict.fromkeys(p for m in self.models for p in m.parameters() if p.requires_grad))
+        self._asked = Asked(self._parameters)
+        self._session = session = OneNorm(self.models, self._asked, policy=self.policy)
+        self.scales = session.scales[0].checks or self.policy.master_weights
+        casting = session.casting
+        self.region = casting.autocast if casting.way == "kernels" else session.autocast  # type: ignore[method-assign]
+        held = self._asked.param_groups[0]["params"]
+        self._held: dict[Tensor, Tensor] = dict(zip(self._parameters, held, strict=True))
+        return session
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Give an optimizer the master weights of its parameters, if there are any."""
+        self._last = optimizer
+        if optimizer not in self._taken:
+            self.session.masters.begin([optimizer])
+            self._taken.add(optimizer)
+
+    def held(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+        """Return where the gradients of ``parameters`` are: the same, or their masters."""
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        return [self._held.get(p, p) for p in given]
+
+    def region(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
+        return self.session.autocast()  # until the session has begun: then its own method stands here
+
+    # --- a step ----------------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, model: Any = None, *args: Any, retain_graph: bool = False, **kwargs: Any) -> None:
+        """Run a backward pass from a loss that the library may have divided for its window.
+
+        Args:
+            loss: one number.
+            model: what the library says that it belongs to; of no matter here.
+            *args: nothing.
+            retain_graph: as in torch.
+            **kwargs: nothing.
+
+        Raises:
+            SessionError: more than the loss and ``retain_graph`` was given.
+        """
+        if args or kwargs:
+            raise SessionError(
+                f"backward() got {', '.join([*map(repr, args), *kwargs])}; allowed beside the loss: retain_graph",
+                hint="call it with a loss of one number; compute other gradients with torch.autograd.grad",
+            )
+        session = self._session or self._begin()
+        if not self._open:
+            self._open, self._unscaled = True, False
+            if self.scales:
+                self._left = set_aside(self._parameters)
+        self.recorder.loss(loss)
+        session.backward(loss, retain_graph=retain_graph)
+
+    def unscale(self, optimizer: Optimizer | None = None) -> None:
+        """Make gradients what they are without a loss scale, masters and short windows seen to; once a window.
+
+        ``optimizer``: one that is to have its masters from now on.
+        """
+        if optimizer is not None and optimizer is not self._last:
+            self.take(optimizer)
+        if not self._open or self._unscaled:
+            return
+        self._unscaled = True
+        if self.scales:
+            self.session.unscale()
+            put_back(self._left)
+            self._left = []
+        if self.short != 1.0:
+            held = self._asked.param_groups[0]["params"]
+            torch._foreach_mul_([p.grad for p in held if p.grad is not None], self.short)
+            self.session._norm = self.session._norm * self.short
+
+    @property
+    def overflowed(self) -> bool:
+        """Return whether this window's update, whose gradients were unscaled, will be skipped."""
+        return self.scales and self._unscaled and not bool(self.session._norm.isfinite())
+
+    def step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
+        """Let an optimizer step by ``run`` unless the update is one to skip; return what it returns.
+
+        Raises:
+            ScaleFloorError: the loss scale is at its floor and gradients still overflow.
+        """
+        if optimizer is not self._last:
+            self.take(optimizer)
+        if not self._open:
+            return None if self.skipped else self._follow(run)
+        asked, session = self._asked, self._session or self._begin()
+        if self.short != 1.0:
+            self.unscale()
+        asked.run, asked.stepped, asked.result = run, False, None
+        session.update()
+        self._open, self.short = False, 1.0
+        if self._left:
+            put_back(self._left)
+            self._left = []
+        self.skipped = not asked.stepped
+        self._made += 1
+        self._skips += self.skipped
+        self.recorder.norm(session._norm)
+        self.recorder.close(skipped=self.skipped, scale=session.loss_scale if session.scales[0].checks else None)
+        return asked.result
+
+    def _follow(self, run: Callable[[], Any]) -> Any:
+        """Step one more optimizer after the same backward pass."""
+        result = run()
+        self.session.masters.push()
+        return result
+
+    # --- schedules -------------------------------------------------------------------------------------------------------------
+
+    def hold(self, scheduler: Any) -> Any:
+        """Make a scheduler wait where the one update since its last step was skipped; return it.
+
+        A schedule by update waits, one by epoch never does. The object stays what it was, of a class derived from its own.
+        """
+        kind, driven = type(scheduler), self
+        if getattr(kind, "_mezzo_holds", None) is driven:
+            return scheduler
+
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if driven.waits(self):
+                return None
+            return kind.step(self, *args, **kwargs)
+
+        self._seen[scheduler] = (self._made, self._skips)
+        scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "_mezzo_holds": driven})
+        return scheduler
+
+    def waits(self, scheduler: Any) -> bool:
+        """Return whether the one update since this was asked last for ``scheduler`` was skipped."""
+        made, skips = self._seen.get(scheduler, (0, 0))
+        self._seen[scheduler] = (self._made, self._skips)
+        return (self._made - made, self._skips - skips) == (1, 1)
+
+    # --- what is kept ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scale, counts and, by model, FP32 masters: what the library's own checkpoint lacks."""
+        session = self.session
+        masters = [
+            {n: v.clone() for n, p in m.named_parameters() if (v := session.masters.values(p)) is not None}
+            for m in self.models
+        ]
+        return {
+            "policy": str(self.policy),
+            "scale": session.scales[0].state_dict(),
+            "updates": session.updates,
+            "skipped": session.skipped,
+            "masters": masters,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` returned, after the library has loaded models and optimizers."""
+        session = self.session
+        session.scales[0].load_state_dict(state["scale"])
+        for model, values in zip(self.models, state["masters"], strict=True):
+            for name, parameter in model.named_parameters():
+                if name in values:
+                    session.masters.set_values(parameter, values[name])
+        session.masters.push()
+
+    def record(self, framework: str) -> RunRecord:
+        """Return what the training showed so far; ``framework`` says in which library and version."""
+        session = self.session
+        kept = [p for m in self.models for p in m.parameters()]
+        optimizers = list(self._taken)
+        return RunRecord(
+            command=list(sys.argv),
+            script=Path(sys.argv[0]).name,
+            script_sha256="",
+            framework=f"torch {torch.__version__} in {framework}",
+            policy=str(self.policy),
+            explanation=[Reason(what=c.what, value=c.value, reason=c.reason) for c in session.explain()],
+            environment=environment(session.device.type),
+            steps=self.recorder.steps(),
+            memory=Memory(
+                parameters_bytes=memory.total_bytes(
+                    [*kept, *(p for o in optimizers for g in o.param_groups for p in g["params"])]
+                ),
+                optimizer_bytes=sum(memory.optimizer_bytes(o) for o in optimizers),
+            ),
+            effective=Effective(emulated=session.casting.emulates),
+        )

@@ -1,0 +1,239 @@
+"""Lightning's precision plugins: ``Trainer(plugins=MezzoPrecision("fp16"))``, ``Fabric(plugins=MezzoFabricPrecision("fp16"))``.
+
+Forward passes run under the policy, and a step is that of a session: one unscale and one decision for all optimizers,
+schedules held on a skipped update (Trainer; in Fabric by ``plugin.hold(scheduler)``), a short last window averaged over what it
+holds, FP32 masters under ``-master`` policies. Checkpoints of the Trainer hold FP32 weights and the loss scale.
+
+Limits: one device and one process strategy; LBFGS is refused; Lightning's ``global_step`` counts skipped updates, as it
+does with its own mixed precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning.pytorch import LightningModule as _Module
+from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
+from lightning.pytorch.trainer import call
+from torch import Tensor, nn
+
+from mezzo.compat.driven import Driven
+from mezzo.engine.conversion import fp32_modules, to_format, wrap
+from mezzo.errors import SessionError
+from mezzo.formats import FP32
+from mezzo.policy import Policy
+from mezzo.records import RunRecord
+
+_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+
+
+class _Recorded:
+    """Give a plugin its record."""
+
+    driven: Driven
+
+    def record(self) -> RunRecord:
+        """Return the record of the training so far: ``mezzo.records.write_record`` keeps it, ``mezzo report`` shows it."""
+        return self.driven.record(f"lightning {lightning.__version__}")
+
+    def hold(self, scheduler: Any) -> Any:
+        """Make a learning rate scheduler wait on skipped updates, and return it."""
+        return self.driven.hold(scheduler)
+
+
+class MezzoFabricPrecision(_Recorded, FabricPrecision):
+    """Train with Fabric under a precision policy.
+
+    Args:
+        policy: a ``Policy``, a policy text, or the path of a policy file.
+    """
+
+    def __init__(self, policy: Policy | str = "fp16") -> None:
+        self.driven = Driven(policy)
+        self.precision = str(self.driven.policy)  # what Fabric prints
+        self._low = self.driven.policy.storage.dtype
+        # Named here, not defined below: Fabric's own mixed precision makes as many calls a step, and one more each would show.
+        self.backward = self.driven.backward
+        self.unscale_gradients = self.driven.unscale
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Take a module in; it is cast, where the policy casts models, when it is first called."""
+        self.driven.add(module)
+        return module
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
+        return self.driven.region()
+
+    def convert_output(self, data: Any) -> Any:
+        """Return a module's outputs in FP32."""
+        if isinstance(data, Tensor) and data.dtype is self._low:
+            return data.float()
+        return to_format(data, FP32.dtype)
+
+    def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+        """Yield what Fabric clips: the optimizer's parameters, or a zero where the update will be skipped.
+
+        Fabric raises an error on gradients that are not finite unless told otherwise; a skipped update needs none.
+        """
+        if self.driven.scales and self.driven.overflowed:
+            nothing = nn.Parameter(torch.zeros(()))
+            nothing.grad = torch.zeros(())
+            yield nothing
+            return
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step an optimizer, or skip."""
+        if kwargs:
+            _refuse_closure(kwargs)
+        return self.driven.step(optimizer, optimizer.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scale, counts and masters; name the plugin in the state that ``fabric.save`` gets."""
+        return self.driven.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` returned."""
+        self.driven.load_state_dict(state_dict)
+
+
+class MezzoPrecision(_Recorded, TrainerPrecision):
+    """Train with Lightning's Trainer under a precision policy.
+
+    Args:
+        policy: a ``Policy``, a policy text, or the path of a policy file.
+    """
+
+    def __init__(self, policy: Policy | str = "fp16") -> None:
+        self.driven = Driven(policy)
+        self.precision = str(self.driven.policy)  # what the Trainer prints
+        self._calls = 0
+        self._idle: set[str] = set()
+        """Hooks that the module has not made its own: they do nothing, and calling them takes Lightning some thirty calls each."""
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Any], list[Any]]:
+        """Begin with a module, or go on with it, and hold its schedules on skipped updates."""
+        driven = self.driven
+        _refuse_own_backward(model)
+        if not any(model is known for known in driven.models):
+            self.driven = driven = Driven(driven.policy)  # another fit, of another module
+            driven.add(model)
+            _ = driven.session
+            _cast_parts(model, driven.policy)
+        self._idle = {
+            n for n in _HOOKS if n not in vars(model) and getattr(type(model), n, None) is getattr(_Module, n)
+        }
+        for optimizer in optimizers:
+            _refuse_lbfgs(optimizer)
+            driven.take(optimizer)
+        for config in lr_schedulers:
+            driven.hold(config.scheduler)
+        return model, optimizers, lr_schedulers
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a step of training, validation, test or prediction."""
+        return self.driven.region()
+
+    train_step_context = val_step_context = test_step_context = predict_step_context = forward_context
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass; gradients are true again when ``on_before_optimizer_step`` is called."""
+        self._calls += 1
+        self.driven.backward(tensor, model, *args, **kwargs)
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Tell hooks of a loss, which is not scaled yet."""
+        call._call_callback_hooks(module.trainer, "on_before_backward", tensor)
+        self._tell(module, "on_before_backward", tensor)
+        return tensor
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Tell hooks of the end of a backward pass."""
+        call._call_callback_hooks(module.trainer, "on_after_backward")
+        self._tell(module, "on_after_backward")
+        return tensor.detach()
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        trainer = model.trainer
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        self._tell(model, "on_before_optimizer_step", optimizer)
+        if trainer.gradient_clip_val is not None or "configure_gradient_clipping" not in self._idle:
+            self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+
+    def _tell(self, model: Any, hook: str, *args: Any) -> None:
+        if hook not in self._idle:
+            call._call_lightning_module_hook(model.trainer, hook, *args)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure, show gradients to hooks, clip them and step the optimizer, or skip."""
+        result, driven = closure(), self.driven
+        if result is None and model.automatic_optimization:  # training_step returned no loss
+            self._after_closure(model, optimizer)
+            return None
+        accumulated = model.trainer.accumulate_grad_batches
+        if self._calls < accumulated and model.automatic_optimization:
+            driven.short = accumulated / self._calls
+        self._calls = 0
+        driven.unscale()
+        self._after_closure(model, optimizer)
+        return driven.step(optimizer, optimizer.step)
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Clip true gradients, also in manual optimization."""
+        self.driven.unscale()
+        super().clip_gradients(optimizer, *args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scale, counts and masters."""
+        return self.driven.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` returned."""
+        self.driven.load_state_dict(state_dict)
+
+
+def _refuse_own_backward(model: nn.Module) -> None:
+    if getattr(type(model), "backward", None) is not _Module.backward:
+        raise SessionError(
+            f"{type(model).__name__} has a backward() of its own; a session runs the backward pass itself",
+            hint="leave it out, or use manual optimization and self.manual_backward(loss)",
+        )
+
+
+def _refuse_lbfgs(optimizer: Any) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise SessionError(
+            "LBFGS evaluates the loss several times an update; a session has one backward pass",
+            hint="train with another optimizer, or in precision 32-true without this plugin",
+        )
+
+
+def _refuse_closure(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("closure") is not None:
+        raise SessionError(
+            "optimizer.step() got a closure; allowed: none",
+            hint="call fabric.backward(loss) first, then optimizer.step()",
+        )
+
+
+def _cast_parts(model: nn.Module, policy: Policy) -> None:
+    """Let the parts of a LightningModule with 16-bit weights cast what they are given, and give FP32: its steps call them."""
+    if policy.casting != "model":
+        return
+    low, kept = policy.storage.dtype, set(fp32_modules(model, policy))
+    for part in model.children():
+        if part not in kept and any(p.dtype is low for p in part.parameters()):
+            wrap(part, _cast_ends, low)
+
+
+def _cast_ends(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    return to_format(call(*to_format(args, low), **to_format(kwargs, low)), FP32.dtype)

@@ -1,0 +1,78 @@
+"""A policy in Keras' and Paddle's terms, as far as that needs neither of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from mezzo import Policy, PolicyError
+
+KERAS = {
+    "float32": "fp32",
+    "mixed_float16": "fp16",
+    "mixed_bfloat16": "bf16",
+    "float16": "fp16-pure",
+    "bfloat16": "bf16-pure",
+}
+
+
+@pytest.mark.parametrize(("name", "policy"), KERAS.items())
+def test_the_names_of_keras(name: str, policy: str) -> None:
+    assert Policy.from_keras(name) == Policy.parse(policy)
+
+
+def test_a_name_that_keras_has_not() -> None:
+    with pytest.raises(PolicyError, match="mixed_float8"):
+        Policy.from_keras("mixed_float8")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fp32",
+        "fp16",
+        "bf16",
+        "fp16-master",
+        "bf16-master",
+        "fp16:init_scale=1024:growth_interval=10:hysteresis=2",
+        "fp16:lower=softmax",
+    ],
+)
+def test_paddles_arguments_go_there_and_back(text: str) -> None:
+    policy = Policy.parse(text)
+    assert Policy.from_paddle(policy.to_paddle()) == policy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy"),
+    [
+        ({"level": "O1", "dtype": "float16", "init_loss_scaling": 1024.0}, "fp16:init_scale=1024"),
+        ({"level": "O2", "dtype": "bfloat16"}, "bf16-master"),
+        ({"enable": False}, "fp32"),
+    ],
+)
+def test_paddles_own_arguments(arguments: dict[str, Any], policy: str) -> None:
+    assert Policy.from_paddle(arguments).replace(lower=(), fp32=()) == Policy.parse(policy)
+
+
+def not_honoured(text: str, framework: str) -> set[str]:
+    return {c.what for c in Policy.parse(text).explain(framework) if c.value.startswith("not honoured")}
+
+
+def test_what_frameworks_cannot_honour_is_named() -> None:
+    assert "growth_factor" in not_honoured("fp16:growth_factor=4", "keras")
+    assert "growth_factor" not in not_honoured("fp16", "keras")
+    assert not_honoured("fp32", "paddle") == set()
+    assert not_honoured("fp16", "paddle") == {"scale bounds"}
+
+
+def test_explaining_imports_neither_framework() -> None:
+    code = (
+        "import sys; from mezzo import Policy; p = Policy.parse('fp16'); p.explain('keras'); p.explain('paddle'); p.to_paddle();"
+        "print({'keras', 'tensorflow', 'paddle'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

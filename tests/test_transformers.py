@@ -1,0 +1,267 @@
+"""Hugging Face's Trainer with Mezzo's steps: real small trainings against a session's or exact values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mezzo
+from mezzo.errors import SessionError
+from mezzo.records import read_record, write_record
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+
+from mezzo.compat.transformers import MezzoTrainer, MezzoTrainerMixin  # noqa: E402
+
+OVERFLOWS = "fp16:init_scale=1048576"
+SIZE = 8
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> Iterator[None]:
+    """Forget what Accelerate keeps for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Regression(nn.Module):
+    """A model as Hugging Face has them: it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+        self.losses: list[Tensor] = []
+        self.kinds: list[torch.dtype] = []
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = self.net(inputs)
+        self.kinds += [found.dtype, F.softmax(found, -1).dtype]
+        loss = F.mse_loss(found.float(), labels.float())
+        self.losses.append(loss.detach())
+        return {"loss": loss, "logits": found}
+
+
+class Linear(nn.Module):
+    """Weights of 0.5: the gradient of the mean output is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1, bias=False)
+        nn.init.constant_(self.layer.weight, 0.5)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.layer(inputs).mean()}
+
+
+def examples(count: int, *, same: bool = False) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SIZE if same else count * SIZE, 6, generator=generator)
+    labels = torch.randn(len(inputs), 2, generator=generator)
+    return [{"inputs": x, "labels": y} for x, y in zip(inputs, labels, strict=True)] * (count if same else 1)
+
+
+def arguments(folder: Path, **settings: Any) -> Any:
+    fixed: dict[str, Any] = {
+        "per_device_train_batch_size": SIZE,
+        "num_train_epochs": 1,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "train_sampling_strategy": "sequential",
+    }
+    return transformers.TrainingArguments(str(folder), **{**fixed, **settings})
+
+
+def trainer(folder: Path, policy: str, model: nn.Module, data: list[Any], **settings: Any) -> Any:
+    made = MezzoTrainer(model=model, args=arguments(folder, **settings), train_dataset=data, policy=policy)
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+def logged(made: Any, name: str) -> list[float]:
+    return [entry[name] for entry in made.state.log_history if name in entry]
+
+
+def assert_same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", OVERFLOWS, "fp16-master", "bf16-master"])
+def test_it_trains_as_a_session_does(policy: str, tmp_path: Path) -> None:
+    model, own = Regression(), Regression()
+    made = trainer(tmp_path, policy, model, examples(12))
+    made.train()
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    session = mezzo.Session(own, optimizer, policy=policy)
+    data = examples(12)
+    for start in range(0, len(data), SIZE):
+        batch = {key: torch.stack([e[key] for e in data[start : start + SIZE]]) for key in ("inputs", "labels")}
+        with session.autocast():
+            loss = own(**batch)["loss"]
+        session.step(loss)
+    assert_same(model.losses, own.losses)
+    assert_same(model.parameters(), own.parameters())
+    assert (made.record().steps.num_skipped, made.accelerator.driven.session.loss_scale) == (
+        session.skipped,
+        session.loss_scale,
+    )
+    if policy.endswith("-master"):
+        assert {p.dtype for p in model.parameters()} == {mezzo.Policy.parse(policy).storage.dtype}
+        masters = made.accelerator.driven.state_dict()["masters"][0]
+        assert list(masters) == [name for name, _ in own.named_parameters()]
+        assert_same(masters.values(), optimizer.param_groups[0]["params"])
+        assert {p.dtype for g in made.optimizer.param_groups for p in g["params"]} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("policy", "kinds"),
+    [
+        ("fp16", [torch.float16, torch.float32]),
+        ("fp16:fp32_modules=net.2", [torch.float32, torch.float32]),
+        ("fp16:lower=softmax", [torch.float16, torch.float16]),
+    ],
+)
+def test_it_honours_lists_and_fp32_modules(policy: str, kinds: list[torch.dtype], tmp_path: Path) -> None:
+    model = Regression()
+    trainer(tmp_path, policy, model, examples(1)).train()
+    assert model.kinds == kinds
+
+
+def test_the_schedule_waits_on_a_skip(tmp_path: Path) -> None:
+    model = Regression()
+    made = trainer(tmp_path, OVERFLOWS, model, examples(10, same=True), lr_scheduler_type="linear")
+    made.train()
+    skipped = made.record().steps.num_skipped
+    assert skipped > 2
+    expected = [0.1] * (skipped + 1) + [0.1 * (10 - k) / 10 for k in range(1, 10 - skipped)]
+    assert logged(made, "learning_rate") == pytest.approx(expected[:10])
+    assert_same(model.losses[: skipped + 1], [model.losses[0]] * (skipped + 1))
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+def test_max_grad_norm_clips_true_gradients(policy: str, tmp_path: Path) -> None:
+    model = Linear()
+    data = [{"inputs": torch.full((4,), 2.0), "labels": torch.zeros(1)}] * SIZE
+    made = trainer(tmp_path, policy, model, data, learning_rate=1.0, max_grad_norm=1.0)
+    made.train()
+    assert logged(made, "grad_norm") == [4.0]
+    assert model.layer.weight.tolist()[0] == pytest.approx([0.0] * 4, abs=2**-20)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+def test_a_short_last_window_is_averaged_over_what_it_holds(policy: str, tmp_path: Path) -> None:
+    model, values = Linear(), (1.0, 2.0, 3.0, 2.0, 1.0, 3.0)
+    data = [{"inputs": torch.full((4,), v), "labels": torch.zeros(1)} for v in values for _ in range(SIZE)]
+    made = trainer(tmp_path, policy, model, data, learning_rate=1.0, gradient_accumulation_steps=4)
+    made.train()
+    assert model.layer.weight.tolist() == [[0.5 - 2 - 2] * 4]
+    assert len(made.record().steps) == 2
+
+
+@pytest.mark.parametrize("policy", [OVERFLOWS, "fp16-master"])
+def test_it_goes_on_from_a_checkpoint(policy: str, tmp_path: Path) -> None:
+    whole, second = Regression(), Regression()
+    settings = {"save_strategy": "steps", "save_steps": 6, "optim": "adamw_torch", "learning_rate": 0.01}
+    straight = trainer(tmp_path, policy, whole, examples(10), **settings)
+    straight.train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    resumed = trainer(tmp_path / "again", policy, second, examples(10), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert_same(second.losses, whole.losses[6:])
+    assert_same(second.parameters(), whole.parameters())
+    assert resumed.accelerator.driven.session.loss_scale == straight.accelerator.driven.session.loss_scale
+
+
+def language_model() -> nn.Module:
+    """Return a GPT-2 of a few thousand weights; the embedding of words is also the output layer."""
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 8}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    made: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("policy", "unit"),
+    [("fp16", 2**-11), ("bf16", 2**-8), ("fp16-master", 2**-11), ("fp16:fp32_modules=*.mlp", 2**-11)],
+)
+def test_a_language_model_trains_as_in_fp32(policy: str, unit: float, tmp_path: Path) -> None:
+    words = torch.randint(0, 32, (8 * SIZE, 8), generator=torch.Generator().manual_seed(2))
+    data = [{"input_ids": row, "labels": row} for row in words]
+    settings = {"optim": "adamw_torch", "learning_rate": 0.01, "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
+    losses = {}
+    for name in ("fp32", policy):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        made = trainer(tmp_path, name, language_model(), data, **settings)
+        made.train()
+        losses[name] = made.record().steps.loss
+        assert made.record().steps.skipped == [False] * 4
+    assert losses[policy] == pytest.approx(losses["fp32"], rel=8 * unit)
+    assert losses[policy] != losses["fp32"]
+    assert made.model.transformer.wte.weight is made.model.lm_head.weight
+
+
+class OwnLoss(transformers.Trainer):  # type: ignore[misc,name-defined]
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * 2
+
+
+class MezzoOwnLoss(MezzoTrainerMixin, OwnLoss):
+    pass
+
+
+def test_a_trainer_of_ones_own_takes_the_mixin(tmp_path: Path) -> None:
+    model = Linear()
+    data = [{"inputs": torch.ones(4), "labels": torch.zeros(1)}] * SIZE
+    made = MezzoOwnLoss(
+        model=model, args=arguments(tmp_path, learning_rate=1.0), train_dataset=data, policy="fp16:init_scale=256"
+    )
+    made.remove_callback(transformers.PrinterCallback)
+    made.train()
+    assert model.layer.weight.tolist() == [[-1.5] * 4]
+
+
+def test_evaluation_runs_under_the_policy(tmp_path: Path) -> None:
+    model = Regression()
+    made = trainer(tmp_path, "fp16", model, examples(1))
+    found = made.evaluate(examples(1))
+    assert model.kinds[0] is torch.float16
+    assert found["eval_loss"] == pytest.approx(float(model.losses[0]))
+
+
+def test_a_record_is_kept_and_read(tmp_path: Path) -> None:
+    model = Regression()
+    made = trainer(tmp_path, OVERFLOWS, model, examples(6))
+    made.train()
+    record = made.record()
+    write_record(record, tmp_path / "record.json")
+    assert read_record(tmp_path / "record.json").model_dump_json() == record.model_dump_json()
+    assert record.steps.loss == [float(x) for x in model.losses]
+    assert record.framework == f"torch {torch.__version__} in transformers {transformers.__version__}"
+
+
+def test_mixed_precision_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        SessionError, match=r"TrainingArguments\(bf16=True\) beside policy='fp16'; allowed: one of the two"
+    ):
+        trainer(tmp_path, "fp16", Linear(), [], bf16=True)
