@@ -47,7 +47,17 @@ class PaddlePrecision:
 
     @property
     def amp_configs(self) -> dict[str, Any]:
-        """Return the argument of that name of ``paddle.Model.prepare``: what the other three hold, as far as it takes it."""
+        """Return the argument of that name of ``paddle.Model.prepare``.
+
+        Raises:
+            PolicyError: the format is BF16, which ``paddle.Model`` has no word for.
+        """
+        if self.auto_cast["dtype"] == BF16.dtype_name:
+            raise PolicyError(
+                f"paddle.Model computes in {FP16.dtype_name} at {self.auto_cast['level']}, and the policy asks for BF16; "
+                f"allowed: policies in FP16 or FP32",
+                hint="write the loop with paddle.amp.auto_cast, or run the script under mezzo run --policy bf16",
+            )
         lists = {k: v for k, v in self.auto_cast.items() if k.startswith("custom_")}
         scaler = {k: v for k, v in self.grad_scaler.items() if k != "enable"}
         return {"level": self.auto_cast["level"], **lists, **scaler}
@@ -221,9 +231,14 @@ def explain_run(policy: Policy, device: Device) -> list[Choice]:
         compute = Choice(what="compute", value=f"{policy.compute}, {arithmetic} on {device.name}", reason=why)
     choices = [compute, *_common(policy)]
     if policy.lowers and arithmetic == "emulated":
-        value = "products and convolutions rounded, the rest in fp32"
+        lists = (
+            "of the lower list" if policy.casting == "ops" else "but losses" + (" and norms" * (policy.norms == "fp32"))
+        )
+        value = f"all {lists} rounded, the rest in fp32"
         why = "Paddle has hardly any FP16 or BF16 kernels for a CPU; what a 16-bit operation reads is rounded all the same"
         choices.append(Choice(what="operations", value=value, reason=why))
+        why = "rounded values lie in FP32 tensors, beside those that they were rounded from: a GPU holds half as much"
+        choices.append(Choice(what="memory", value="of the emulation", reason=why))
     if policy.fp32_modules:
         patterns = ", ".join(policy.fp32_modules)
         choices.append(Choice(what="modules", value=f"{patterns} in fp32", reason="the policy keeps them in FP32"))

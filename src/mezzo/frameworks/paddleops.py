@@ -13,6 +13,7 @@ from mezzo import oplists
 from mezzo.oplists import Precision
 from mezzo.policy import Policy
 
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -102,6 +103,9 @@ PADDLE_BLACK = _names(
 )
 
 _UNLISTED: Precision = "follow"
+_LOSSES = ("loss", "binary_cross_entropy", "sum", "mean")
+"""Families that a loss in Paddle is made of: its gradient begins as large as the loss scale, which FP16 may not hold."""
+_NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 
 
 def amp_name(op: str) -> str:
@@ -146,3 +150,15 @@ def unknown_to_paddle(policy: Policy) -> list[tuple[str, str]]:
     """Return the lists' names and the user's names in them that no operation of Paddle stands for."""
     named = [(lst, name) for lst in oplists.USER_LISTS for name in getattr(policy, lst)]
     return [(lst, name) for lst, name in named if not listed_by(name)]
+
+
+def for_scripts(policy: Policy) -> Policy:
+    """Return ``policy`` as it is applied to a script whose parameters stay its own FP32 ones: by operations.
+
+    A model that is cast becomes lists under which everything runs in 16 bits but losses and, where the policy says so, norms.
+    """
+    if policy.casting != "model":
+        return policy
+    named = {*policy.fp32, *policy.widest, *policy.lower, *_LOSSES, *(_NORMS if policy.norms == "fp32" else ())}
+    lower = (*policy.lower, *(family for family in OPS if family not in named))
+    return policy.replace(casting="ops", master_weights=False, norms="fp32", lower=lower)

@@ -1,0 +1,86 @@
+"""Scale a Paddle script's backward passes, and unscale every gradient before the script sees it.
+
+The gradient that a backward pass starts from is multiplied by the loss scale, and a hook on every parameter divides its
+gradient by it before it is added to ``.grad``: the script sees true losses and true gradients, so that its clipping,
+accumulation and logs need no change. All of Paddle's backward passes end in one function of its core.
+
+Not covered: gradients asked for by ``paddle.grad``, as for a penalty. They are not scaled, so they keep FP32's range but
+for what rounding takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from mezzo.launch.paddle.run import PaddleRun, parameters_of
+from mezzo.launch.patches import Patches
+
+
+class BackwardPasses:
+    """Stand before and after every backward pass."""
+
+    def __init__(self, run: PaddleRun) -> None:
+        self._run = run
+        self._hooked: dict[int, Any] = {}
+        self._inverse: float | None = None
+        self._num_roots = -1
+        self.begins: Callable[[], Any] = lambda: None
+        """Called before every backward pass."""
+
+    def install(self, patches: Patches) -> None:
+        """Patch Paddle until ``patches`` are undone."""
+        patches.wrap(paddle.base.core.eager, "run_backward", self._run_backward)
+        patches.on_undo(self._unhook)
+
+    def _run_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        run, local = self._run, self._run.local
+
+        @functools.wraps(original)
+        def backward(tensors: Any, grad_tensors: Any = (), *args: Any, **kwargs: Any) -> Any:
+            if local.in_backward:  # activation checkpointing makes one inside: the outer one has begun and is scaled
+                return original(tensors, grad_tensors, *args, **kwargs)
+            self.begins()
+            run.backward_from(tensors)
+            if run.scale.checks:
+                self._hook_parameters()
+                self._inverse = run.scale.inverse
+                grad_tensors = self._scaled(tensors, grad_tensors)
+            before, local.depth, local.in_backward = local.depth, 1, True  # what is computed again is under the policy
+            try:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                local.depth, local.in_backward, self._inverse = before, False, None
+
+        return backward
+
+    def _scaled(self, tensors: Any, given: Any) -> list[Any]:
+        gradients = list(given or []) or [None] * len(tensors)
+        pairs = zip(tensors, gradients, strict=True)
+        scale = self._run.scale.value
+        return [paddle.full_like(t, scale) if g is None else g * scale for t, g in pairs]
+
+    def _hook_parameters(self) -> None:
+        """Hook what has no hook yet: optimizers' parameters may be unfrozen any time, layers are walked when a new one was called."""
+        run = self._run
+        new_root = len(run.roots) != self._num_roots
+        held = run.parameters() if new_root else [p for o in list(run.optimizers) for p in parameters_of(o)]
+        self._num_roots = len(run.roots)
+        for parameter in held:
+            if id(parameter) not in self._hooked and not parameter.stop_gradient:
+                self._hooked[id(parameter)] = parameter, parameter.register_hook(self._unscale)
+
+    def _unscale(self, gradient: Any) -> Any:
+        """Return ``gradient`` / scale, with NaN for infinity: an overflow must outlive a script's clamp of its gradients."""
+        if self._inverse is None:
+            return None
+        with paddle.no_grad(), self._run.in_fp32():
+            unscaled = gradient * self._inverse
+            return unscaled if gradient.is_selected_rows() else paddle._C_ops.add_(unscaled, gradient * 0.0)
+
+    def _unhook(self) -> None:
+        for _, handle in self._hooked.values():
+            handle.remove()

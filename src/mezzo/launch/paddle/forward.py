@@ -1,0 +1,115 @@
+"""Put a Paddle script's forward passes under a policy, without the script knowing.
+
+A layer called from outside any layer begins a region, its return ends it: optimizer arithmetic, data preparation and
+metrics stay as they were, and what leaves a region is FP32. On a GPU a region is ``paddle.amp.auto_cast`` with the
+policy's lists; on a CPU, where that does nothing, ``operations`` rounds what runs in a region.
+
+Under a policy, code given to ``paddle.jit.to_static`` runs eagerly: a program that was traced knows nothing of regions,
+and Paddle's own AMP aborts the process in some of them on a CPU. The record says so.
+
+Not covered: forward code outside any layer. It runs in FP32, and the count of FLOPs says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import paddle
+from paddle.jit.dy2static.program_translator import StaticFunction
+
+from mezzo.formats import FP32
+from mezzo.frameworks.paddle import to_paddle
+from mezzo.launch.paddle.run import PaddleRun
+from mezzo.launch.patches import Patches
+
+AUTO_CAST_MODULE: Any = importlib.import_module("paddle.amp.auto_cast")  # paddle.amp.auto_cast is its function
+
+
+class Regions:
+    """Begin and end regions around a script's layers."""
+
+    def __init__(self, run: PaddleRun) -> None:
+        self._run = run
+        self._guard = AUTO_CAST_MODULE.amp_guard
+
+    def install(self, patches: Patches) -> None:
+        """Patch Paddle until ``patches`` are undone."""
+        patches.wrap(paddle.nn.Layer, "__call__", self._call)
+        patches.wrap(StaticFunction, "__call__", self._static_call)
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Run what is inside under the policy."""
+        local = self._run.local
+        before, local.depth = local.depth, 1
+        try:
+            with self._casting():
+                yield
+        finally:
+            local.depth = before
+
+    @contextmanager
+    def in_fp32(self) -> Iterator[None]:
+        """Run what is inside in FP32."""
+        off = self._guard(enable=False) if self._run.casts else nullcontext()
+        with self._run.in_fp32(), off:
+            yield
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        run = self._run
+        if not run.casts or run.applied is None or run.local.kept:
+            return nullcontext()
+        casting: AbstractContextManager[Any] = self._guard(**to_paddle(run.applied).auto_cast)
+        return casting
+
+    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Begin a region before a layer that is called from outside any layer, and end it after."""
+        run, local = self._run, self._run.local
+
+        @functools.wraps(original)
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if local.depth:
+                if layer not in run.kept:
+                    return original(layer, *args, **kwargs)
+                with self.in_fp32():
+                    return original(layer, *_to_fp32(args), **_to_fp32(kwargs))
+            run.meet(layer)
+            with self.region():
+                result = original(layer, *args, **kwargs)
+            return _to_fp32(result) if run.casts else result
+
+        return call
+
+    def _static_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        run = self._run
+
+        @functools.wraps(original)
+        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            run.begin()
+            if run.policy is None:
+                run.leave(
+                    "to_static", "not counted", "what a traced program computes is not seen: no FLOPs, no formats"
+                )
+                return original(function, *args, **kwargs)
+            why = "a traced program would not be under the policy; as-is leaves it traced"
+            run.leave("to_static", "run eagerly", why)
+            with self.region():
+                result = function._call_dygraph_function(*args, **kwargs)
+            return _to_fp32(result) if run.casts else result
+
+        return call
+
+
+def _to_fp32(value: Any) -> Any:
+    """Return ``value`` with its 16-bit tensors in FP32, those in lists, tuples and dictionaries too."""
+    if isinstance(value, paddle.Tensor):
+        return value.astype(FP32.dtype_name) if value.is_floating_point() and value.element_size() == 2 else value
+    if isinstance(value, dict):
+        return {key: _to_fp32(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_to_fp32, value))
+    return value

@@ -1,0 +1,175 @@
+"""Stand before Paddle's operations: round what a policy lists, and count the FLOPs of one step by format.
+
+Python reaches an operation by its function in ``paddle._C_ops`` or, for a few, by an operator of ``paddle.Tensor``. Both
+are replaced. Under an emulated policy the operands and the results of the operations in the lower-precision list are
+rounded to the format, and so are the gradients of both on their way back: those of a result before the backward pass of
+the operation, those of an operand after it.
+
+An operation is counted when the backward pass will need it, so evaluations are not; its backward pass costs the same
+again for each of the two operands that needs a gradient. Limits: products inside traced programs and inside backward
+passes that a script wrote are not counted, and attention in one kernel is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from mezzo.formats import FORMATS, TF32
+from mezzo.frameworks import paddleops
+from mezzo.launch.paddle.run import PaddleRun
+from mezzo.launch.patches import Patches
+
+Count = Callable[[Any, tuple[Any, ...], dict[str, Any]], float]
+_FORMAT_NAMES = {f.dtype_name: f.name for f in reversed(FORMATS.values())}  # float32 is fp32, not tf32
+
+
+class Operations:
+    """Round and count operations."""
+
+    def __init__(self, run: PaddleRun) -> None:
+        self._run = run
+        self.counting = False
+        self.by_format: Counter[str] = Counter()
+        self.outside_region = 0
+        """Operations of forward code that no region covered."""
+
+    def install(self, patches: Patches) -> None:
+        """Replace the operations that are rounded or counted until ``patches`` are undone."""
+        policy = self._run.applied
+        chosen = {} if policy is None or not policy.lowers else paddleops.precisions(policy)
+        lower = {op for op, precision in chosen.items() if precision == "lower"}
+        for op in sorted(lower | set(_COUNTS)):
+            if hasattr(paddle._C_ops, op):
+                patches.wrap(paddle._C_ops, op, functools.partial(self._around, op, op in lower))
+        for name, op in paddleops.OPERATORS.items():
+            if op in lower or op in _COUNTS:
+                patches.wrap(paddle.Tensor, name, functools.partial(self._around, op, op in lower))
+
+    def _around(self, op: str, lower: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+        run, count = self._run, _COUNTS.get(op)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            rounds = lower and run.emulates and run.lowered_here()
+            counts = self.counting and count is not None and not run.local.in_backward
+            if not (rounds or counts) or not paddle.in_dynamic_mode():
+                return original(*args, **kwargs)
+            if rounds:
+                args = run.round(args)
+                kwargs = {name: run.round(value) for name, value in kwargs.items()}
+            result = original(*args, **kwargs)
+            if counts and count is not None:
+                needed = _operands_that_need_gradients(op, args, kwargs)
+                if needed and paddle.is_grad_enabled():
+                    self._add(int(count(result, args, kwargs)) * (1 + needed), self._format(result, rounded=rounds))
+            return run.round(result) if rounds else result
+
+        return call
+
+    def _add(self, flops: int, name: str) -> None:
+        self.by_format[name] += flops
+        if not self._run.local.depth:
+            self.outside_region += flops
+
+    def _format(self, result: Any, *, rounded: bool) -> str:
+        policy, device = self._run.policy, self._run.device
+        if policy is not None and rounded:
+            return policy.storage.name
+        if policy is not None and policy.compute == "tf32" and device is not None and device.kind == "cuda":
+            return TF32.name
+        dtype = str(_tensors([result])[0].dtype).removeprefix("paddle.")
+        return _FORMAT_NAMES.get(dtype, dtype)
+
+
+def _tensors(values: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, paddle.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _operands_that_need_gradients(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    values = [*args, *kwargs.values()]
+    if op == "einsum":
+        values = list(values[0])
+    elif op in _PLACES:
+        values = [values[place] for place in _PLACES[op]]
+    return sum(any(not t.stop_gradient for t in _tensors([value])) for value in values[:2])
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *names: str) -> Any:
+    return args[place] if len(args) > place else next((kwargs[name] for name in names if name in kwargs), None)
+
+
+def _matmul(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    x = _argument(args, kwargs, 0, "x")
+    transposed = _argument(args, kwargs, 2, "transpose_x") is True and len(x.shape) > 1
+    return float(2 * result.size * x.shape[-2 if transposed else -1])
+
+
+def _product(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    return float(2 * result.size * _argument(args, kwargs, 0, "x").shape[-1])
+
+
+def _with_addend(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    return float(2 * result.size * _argument(args, kwargs, 1, "x").shape[-1])
+
+
+def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    # Every element of the weight meets every position once a batch entry: groups are already in the weight's shape.
+    weight = _argument(args, kwargs, 1, "filter")
+    return float(2 * weight.size * result.size / weight.shape[0])
+
+
+def _transposed(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    x, weight = _argument(args, kwargs, 0, "x"), _argument(args, kwargs, 1, "filter")
+    return float(2 * weight.size * x.size / weight.shape[0])
+
+
+def _einsum(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Count a product of two operands in one contraction; sums of one operand are no products."""
+    operands, equation = _argument(args, kwargs, 0, "x"), _argument(args, kwargs, 1, "equation")
+    terms = equation.replace(" ", "").split("->")[0].split(",")
+    if len(terms) != 2:
+        return 0.0
+    pairs = zip(terms, operands, strict=True)
+    sizes = {label: n for term, t in pairs for label, n in zip(reversed(term), reversed(t.shape), strict=False)}
+    return float(2 * math.prod(sizes.values()))
+
+
+def _recurrent(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    x, weights = _argument(args, kwargs, 0, "x"), _argument(args, kwargs, 2, "weight_list")
+    return float(2 * x.size / x.shape[-1] * sum(w.size for w in weights if len(w.shape) == 2))
+
+
+_PLACES = {"addmm": (1, 2), "addmm_": (1, 2), "baddbmm": (1, 2), "rnn": (0, 2)}
+"""Where the two operands of a product stand among the arguments, if not first."""
+
+_COUNTS: dict[str, Count] = {
+    "matmul": _matmul,
+    "linear": _product,
+    "linear_v2": _product,
+    "bmm": _product,
+    "mv": _product,
+    "addmm": _with_addend,
+    "addmm_": _with_addend,
+    "baddbmm": _with_addend,
+    "einsum": _einsum,
+    "conv2d": _convolution,
+    "depthwise_conv2d": _convolution,
+    "conv3d": _convolution,
+    "conv2d_transpose": _transposed,
+    "depthwise_conv2d_transpose": _transposed,
+    "conv3d_transpose": _transposed,
+    "rnn": _recurrent,
+}
+"""How to count an operation, from its result and its arguments."""

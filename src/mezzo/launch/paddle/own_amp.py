@@ -1,0 +1,114 @@
+"""Take over a script's own mixed precision: ``paddle.amp.auto_cast``, ``decorate`` and ``GradScaler``.
+
+Under a policy the scaler is off and ``decorate`` gives back what it got, because the policy does their work. An
+``auto_cast`` is a region of the policy (under ``fp32`` it does nothing), an ``auto_cast(enable=False)`` inside a layer stays
+what it is. Outside it says that the script has no mixed precision, which is what the policy is to change:
+``paddle.Model`` makes one around every forward pass. With ``as-is`` all are only listened to; what Paddle turns off by
+itself, as on a CPU, is noted.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import paddle
+from paddle.amp.grad_scaler import AmpScaler, GradScaler
+
+from mezzo.launch.paddle.forward import AUTO_CAST_MODULE, Regions
+from mezzo.launch.paddle.run import PaddleRun
+from mezzo.launch.patches import Patches
+
+
+def take_over(run: PaddleRun, regions: Regions, patches: Patches) -> None:
+    """Replace what the script's own mixed precision does until ``patches`` are undone."""
+    for owner in (AUTO_CAST_MODULE, paddle.amp):  # the second has a name of its own for it
+        patches.wrap(owner, "amp_guard", lambda original: _auto_cast(run, regions, original))
+    patches.wrap(AUTO_CAST_MODULE, "amp_decorate", lambda original: _decorate(run, original))
+    patches.wrap(AmpScaler, "__init__", lambda original: _scaler(run, original))
+    if run.policy is None:
+        patches.wrap(AmpScaler, "scale", lambda original: _hear_scale(run, original))
+        for owner, name in ((GradScaler, "step"), (AmpScaler, "minimize")):
+            patches.wrap(owner, name, lambda original: _hear_step(run, original))
+        patches.wrap(AmpScaler, "_update", lambda original: _hear_update(run, original))
+
+
+def _auto_cast(run: PaddleRun, regions: Regions, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def auto_cast(enable: bool = True, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        if run.policy is None:
+            if enable:
+                run.leave_own_amp("the script's auto_cast")
+            kept: AbstractContextManager[Any] = original(enable, *args, **kwargs)
+            return kept
+        if enable:
+            run.begin()
+            return regions.region()
+        return nullcontext() if not run.local.depth or _called_by_paddle() else regions.in_fp32()
+
+    return auto_cast
+
+
+def _called_by_paddle() -> bool:
+    """Return whether Paddle's own code, as in activation checkpointing, asked for the auto_cast that is being made."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals["__name__"] == AUTO_CAST_MODULE.__name__:
+        frame = frame.f_back
+    return bool(str(frame.f_globals["__name__"]).split(".")[0] == paddle.__name__)
+
+
+def _decorate(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def decorate(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if run.policy is None:
+            run.leave_own_amp("the script's decorate")
+            return original(models, optimizers, *args, **kwargs)
+        return models if optimizers is None else (models, optimizers)
+
+    return decorate
+
+
+def _scaler(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(self: Any, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        original(self, enable and run.policy is None, *args, **kwargs)
+        if enable and run.policy is None and not self._enable:
+            run.leave_own_amp("the script's GradScaler")
+
+    return init
+
+
+def _hear_scale(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scaled = original(self, *args, **kwargs)
+        if self._enable:
+            run.script_scaler = self
+        return scaled
+
+    return scale
+
+
+def _hear_step(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if self._enable and bool(self._found_inf):
+            run.script_skipped()
+        return result
+
+    return step
+
+
+def _hear_update(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if self._enable:
+            run.script_scaler, run.script_scale = None, float(self._scale.item())
+        return result
+
+    return update

@@ -1,0 +1,117 @@
+"""Round tensors to a 16-bit format and keep them in FP32: what a cast there and back would do, gradients included.
+
+The gradient of a 16-bit tensor has that format too, so a rounded tensor's gradient is rounded on its way back: casts
+there and back do so by themselves. For BF16 they are used. For FP16 on a CPU they are not: Paddle 3.3.1 casts tiny
+values wrongly there (2.5e-27 becomes 6.0e-08, and -2.1e-24 becomes -3.9e-05), just where gradients vanish. So FP16 is
+rounded by arithmetic that any FP32 unit does exactly:
+
+* adding and subtracting ``1.5 * 2**(e + 13)``, where ``2**e`` is the value's binade and at least FP16's smallest normal
+  one, leaves FP16's 10 mantissa bits, rounded to nearest, ties to even;
+* multiplying by ``2**112`` and back makes 65536 and more infinite and is exact below.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+from paddle.autograd import PyLayer
+
+from mezzo.formats import FP16, FP32, Format
+
+Array: TypeAlias = npt.NDArray[np.float32]
+
+_EXPONENT, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
+_LOWEST, _HIGHEST = np.float32(FP16.min_normal), np.float32(2.0 ** (FP16.bias + 1))
+_MAGIC = np.float32(1.5 * 2.0 ** (FP32.mantissa_bits - FP16.mantissa_bits))
+_UP, _DOWN = np.float32(2.0 ** (FP32.bias - FP16.bias)), np.float32(2.0 ** (FP16.bias - FP32.bias))
+_PIECE = 32768
+"""Values that are rounded at a time: what is read and written ten times then stays in the second level of cache."""
+
+
+class _Scratch(threading.local):
+    """Hold each thread's room for the values that are added: fresh memory would cost more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.bits = np.empty(_PIECE, np.uint32)
+
+
+_scratch = _Scratch()
+
+
+def round_to_fp16(values: Array, out: Array) -> None:
+    """Write FP32 ``values`` rounded to FP16 into ``out``, as FP32: nearest, ties to even, infinite from 65520 on, subnormals kept.
+
+    Both are contiguous, of one size and one dimension.
+    """
+    with np.errstate(all="ignore"):
+        for start in range(0, values.size, _PIECE):
+            _round_piece(values[start : start + _PIECE], out[start : start + _PIECE])
+
+
+def _round_piece(values: Array, out: Array) -> None:
+    bits, given = _scratch.bits[: values.size], values.view(np.uint32)
+    magic = bits.view(np.float32)
+    np.bitwise_and(given, _EXPONENT, out=bits)
+    np.clip(magic, _LOWEST, _HIGHEST, out=magic)  # larger values overflow whatever is added
+    magic *= _MAGIC
+    np.add(values, magic, out=out)
+    out -= magic
+    out *= _UP
+    out *= _DOWN
+    np.bitwise_and(given, _SIGN, out=bits)  # what vanishes keeps its sign
+    written = out.view(np.uint32)
+    np.bitwise_or(written, bits, out=written)
+
+
+def rounded(tensor: Any, fmt: Format) -> Any:
+    """Return an FP32 ``tensor`` rounded to ``fmt``, in FP32; its gradient is rounded on its way back."""
+    if fmt is FP16 and tensor.place.is_cpu_place():
+        if tensor.stop_gradient or not paddle.is_grad_enabled():
+            return _on_cpu(tensor)
+        return _RoundedOnCpu.apply(tensor)
+    return tensor.astype(fmt.dtype_name).astype(FP32.dtype_name)
+
+
+def rounder(fmt: Format) -> Callable[[Any], Any]:
+    """Return what rounds every initialised FP32 tensor in its argument to ``fmt``, in lists and tuples too."""
+
+    def apply(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(apply(item) for item in value)
+        if isinstance(value, paddle.Tensor) and value.dtype == paddle.float32 and value._is_initialized():
+            return rounded(value, fmt)
+        return value
+
+    return apply
+
+
+def _on_cpu(tensor: Any) -> Any:
+    count = math.prod(tensor.shape)
+    if not count:
+        return tensor
+    given = tensor if tensor.is_contiguous() else tensor.contiguous()
+    result = paddle._C_ops.empty_like(given, given.dtype, given.place)
+    round_to_fp16(_values(given, count), _values(result, count))
+    return result
+
+
+def _values(tensor: Any, count: int) -> Array:
+    """Return the values of a contiguous FP32 tensor on the CPU, not copied: an exchange by DLPack takes ten times as long."""
+    return np.frombuffer(memoryview((ctypes.c_float * count).from_address(tensor.data_ptr())), np.float32)
+
+
+class _RoundedOnCpu(PyLayer):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        return _on_cpu(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _on_cpu(gradient)

@@ -1,0 +1,266 @@
+"""What is known while somebody's Paddle script runs under a policy: the state that the patches of this folder share."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+from weakref import WeakSet
+
+import paddle
+
+from mezzo.devices import Device, cpu_name
+from mezzo.errors import NonFiniteLossError, PolicyError, ScaleFloorError, nearest
+from mezzo.formats import FP32
+from mezzo.frameworks import paddleops
+from mezzo.frameworks.paddle import NO_EFFECT, arithmetic_on, check
+from mezzo.launch.paddle.rounding import rounder
+from mezzo.launch.paddle.scaling import HostScale
+from mezzo.measure.plainsteps import PlainSteps
+from mezzo.policy import Policy
+from mezzo.records import Reason
+
+
+class Local(threading.local):
+    """Hold what each thread has for itself."""
+
+    depth = 0
+    """1 inside a layer, a region of the script's own or a backward pass, else 0."""
+    kept = 0
+    """How many layers or regions that stay in FP32 are open."""
+    in_backward = False
+
+
+class UpdateSteps(PlainSteps):
+    """Take down steps with the time of their last update: a step closes later, at the next backward pass."""
+
+    _updated_at: tuple[float, float] | None = None
+
+    def updated(self) -> None:
+        """Take the time of an update."""
+        self._updated_at = (time.perf_counter(), time.process_time())
+
+    def _now(self) -> tuple[float, float]:  # type: ignore[override]
+        at, self._updated_at = self._updated_at, None
+        return at or PlainSteps._now()
+
+    def has_loss(self) -> bool:
+        """Return whether the open step has a loss."""
+        return bool(self._open)
+
+
+class PaddleRun:
+    """Hold a run's policy, loss scale, steps and what could not be switched."""
+
+    def __init__(self, policy: Policy | None) -> None:
+        """Begin a run; ``policy`` is None where the script's own precision is left alone."""
+        self.policy = policy
+        self.applied = None if policy is None else paddleops.for_scripts(policy)
+        """The policy by operations: the script's parameters stay FP32, and are the masters where the policy has some."""
+        self.scale = HostScale(policy)
+        self.steps = UpdateSteps()
+        self.local = Local()
+        self.left_alone: dict[str, Reason] = {}
+        self.roots: WeakSet[Any] = WeakSet()
+        """Layers that were called from outside any layer."""
+        self.kept: WeakSet[Any] = WeakSet()
+        """Layers that the policy keeps in FP32."""
+        self.optimizers: WeakSet[Any] = WeakSet()
+        self.device: Device | None = None
+        self.emulates = self.casts = False
+        """Whether Mezzo rounds what is below FP32, or Paddle's own kernels compute in it; neither before the first layer."""
+        self.watchers: list[Callable[[], Any]] = []
+        """Called after every update."""
+        self.script_scaler: Any = None
+        """The script's own GradScaler, where it is left alone and has scaled a loss since its last update."""
+        self.script_scale: float | None = None
+        self.in_closure = False
+        """Whether an optimizer evaluates the loss itself: the first evaluation is the step's."""
+        self._unmatched = set(() if policy is None else policy.fp32_modules)
+        self._stepped = self._found = False
+        self._norms: list[Any] = []
+        self.round = rounder(FP32 if policy is None else policy.storage)
+
+    # --- forward ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def lowers(self) -> bool:
+        """Return whether the policy casts anything below FP32."""
+        return self.policy is not None and self.policy.lowers
+
+    def meet(self, layer: Any) -> None:
+        """Take note of a layer that is called from outside any layer."""
+        self.begin()
+        if layer in self.roots:
+            return
+        self.roots.add(layer)
+        self.round_weights(layer.parameters())
+        names = {name: inner for name, inner in layer.named_sublayers() if name}
+        names = {re.sub(r"^(_layers\.)+", "", name): inner for name, inner in names.items()}  # DataParallel's own
+        for pattern in () if self.policy is None else self.policy.fp32_modules:
+            found = [inner for name, inner in names.items() if fnmatchcase(name, pattern)]
+            if found:
+                self._unmatched.discard(pattern)
+                self.kept.update(found)
+
+    def begin(self) -> None:
+        """Decide how the policy is computed where the script trains: at the first layer, when the script has chosen its device.
+
+        Raises:
+            PolicyError: Paddle has no such format.
+        """
+        if self.device is not None:
+            return
+        if self.policy is not None:
+            check(self.policy)
+        self.device = this_device()
+        if self.policy is None or not self.policy.lowers:
+            return
+        arithmetic, reason = arithmetic_on(self.policy, self.device)
+        self.emulates = arithmetic == "emulated"
+        self.casts = not self.emulates and self.device.kind != "cpu"
+        if not self.emulates and not self.casts:
+            self.leave(self.policy.compute, "fp32", reason)
+
+    def round_weights(self, parameters: Iterable[Any]) -> None:
+        """Keep of weights what 16 bits keep, where the policy has no FP32 masters of them."""
+        policy = self.policy
+        if policy is None or policy.casting != "model" or policy.master_weights:
+            return
+        if not self.emulates:
+            self.leave(
+                "weights", "fp32", "the script's parameters stay its own, as masters: paddle.amp.decorate casts them"
+            )
+            return
+        with paddle.no_grad():
+            for parameter in parameters:
+                if parameter.dtype == paddle.float32 and parameter.trainable:
+                    paddle.assign(self.round(parameter.detach()), parameter)
+
+    def lowered_here(self) -> bool:
+        """Return whether the running code is under the policy and not in something that stays in FP32."""
+        return self.local.depth > 0 and not self.local.kept
+
+    @contextmanager
+    def in_fp32(self) -> Iterator[None]:
+        """Keep what runs inside in FP32."""
+        self.local.kept += 1
+        try:
+            yield
+        finally:
+            self.local.kept -= 1
+
+    def leave(self, what: str, value: str, reason: str) -> None:
+        """Take note of something that could not be switched."""
+        self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
+
+    def leave_own_amp(self, what: str) -> None:
+        """Take note of mixed precision of the script's own that does nothing here."""
+        if this_device().kind == "cpu":
+            self.leave(what, "fp32", NO_EFFECT)
+
+    # --- updates ---------------------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> list[Any]:
+        """Return the parameters of all layers and optimizers that are known, each once."""
+        held = [p for root in list(self.roots) for p in root.parameters()]
+        held += [p for optimizer in list(self.optimizers) for p in parameters_of(optimizer)]
+        return list({id(p): p for p in held}.values())
+
+    @property
+    def num_updates(self) -> int:
+        """Return how many updates were made, the open one included."""
+        return len(self.steps) + self._stepped
+
+    def backward_from(self, losses: Iterable[Any]) -> None:
+        """Take note of a backward pass: it closes the open update, and its losses belong to the next.
+
+        Raises:
+            NonFiniteLossError: the first loss of all is not finite.
+        """
+        self.begin()
+        self.close_update()
+        for loss in losses:
+            if loss.size != 1 or (self.in_closure and self.steps.has_loss()):
+                continue
+            value = loss.detach().astype(FP32.dtype_name).reshape([])
+            if self.script_scaler is not None:
+                value = value / self.script_scaler._scale.reshape([])
+            elif not len(self.steps) and not self.steps.has_loss() and not bool(value.isfinite()):
+                raise NonFiniteLossError(
+                    f"the loss is {float(value)} before the first update",
+                    hint="no loss scale can help: look at the data and at the forward pass; compare with --policy fp32",
+                )
+            self.steps.loss(value)
+
+    def updated(self, norm: Any | None) -> bool:
+        """Take note of an update with gradients of this norm; return whether to skip it.
+
+        Raises:
+            PolicyError: a pattern of the policy has matched no layer.
+        """
+        self._check_patterns()
+        self._stepped = True
+        if norm is None:
+            return False
+        self._norms.append(norm)
+        skip = self.scale.checks and not bool(norm.isfinite())
+        self._found |= skip
+        return skip
+
+    def script_skipped(self) -> None:
+        """Take note that the script's own GradScaler skipped an optimizer's step."""
+        self._stepped = self._found = True
+
+    def close_update(self) -> None:
+        """Close the update that is open, if one is: all optimizer steps between two backward passes are one update.
+
+        Raises:
+            ScaleFloorError: gradients overflow at the smallest scale that the policy allows.
+        """
+        if not self._stepped:
+            return
+        skipped, floor = self._found, self._found and self.scale.at_floor()
+        scale = self.script_scale
+        if self.scale.checks:
+            self.scale.update(overflow=skipped)
+            scale = self.scale.value
+        self.steps.close(skipped=skipped, scale=scale, norm=_together(self._norms))
+        self._stepped, self._found, self._norms = False, False, []
+        if floor:
+            raise ScaleFloorError(
+                f"gradients overflow at the loss scale's floor of {self.scale.value:g}, update {len(self.steps)}",
+                hint="try --policy bf16, which has FP32's range, or keep modules in FP32 (fp32_modules=...)",
+            )
+
+    def _check_patterns(self) -> None:
+        if self._unmatched:
+            names = [name for root in self.roots for name, _ in root.named_sublayers()]
+            raise PolicyError(
+                f"no layer is named {sorted(self._unmatched)[0]!r}; {nearest(sorted(self._unmatched)[0], names[:100])}",
+                hint="patterns match whole names as layer.named_sublayers() gives them, with * and ?",
+            )
+
+
+def this_device() -> Device:
+    """Return the device that Paddle puts tensors on now."""
+    if paddle.device.get_device().startswith("gpu"):
+        capability = paddle.device.cuda.get_device_capability()
+        return Device(kind="cuda", name=paddle.device.cuda.get_device_name(), capability=tuple(capability))
+    return Device(kind="cpu", name=cpu_name())
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """Return the parameters that an optimizer holds, of all its groups."""
+    groups = getattr(optimizer, "_param_groups", None) or []
+    return [p for group in groups for p in (group["params"] if isinstance(group, dict) else [group])]
+
+
+def _together(norms: list[Any]) -> Any:
+    if not norms:
+        return float("nan")
+    return norms[0] if len(norms) == 1 else sum(norm * norm for norm in norms).sqrt()

@@ -1,0 +1,117 @@
+"""Run Paddle code that knows nothing of Mezzo under a policy, and tell of its training."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import paddle
+
+from mezzo.diagnosis.settings import AnySettings
+from mezzo.frameworks.paddle import explain_run
+from mezzo.launch.paddle.backward import BackwardPasses
+from mezzo.launch.paddle.forward import Regions
+from mezzo.launch.paddle.look import CloseLook
+from mezzo.launch.paddle.operations import Operations
+from mezzo.launch.paddle.own_amp import take_over
+from mezzo.launch.paddle.run import PaddleRun, this_device
+from mezzo.launch.paddle.seeds import shift_seeds
+from mezzo.launch.paddle.updates import Updates
+from mezzo.launch.patches import Patches
+from mezzo.measure.environment import environment_without_torch, nvidia_driver
+from mezzo.policy import Policy
+from mezzo.records import Effective, Environment, Memory, Reason, Steps
+
+
+@contextmanager
+def training(
+    policy: Policy | None, *, seed: int | None, diagnosis: AnySettings | None = None
+) -> Iterator[PaddleTraining]:
+    """Run the code inside under ``policy`` (None: its own precision) and take down every training step.
+
+    Args:
+        policy: what to apply.
+        seed: added to every seed that the code sets; None leaves seeds alone.
+        diagnosis: None: what diagnoses watches PyTorch only, and the parent process refuses it for other frameworks.
+    """
+    run, patches = PaddleRun(policy), Patches()
+    operations, passes, regions = Operations(run), BackwardPasses(run), Regions(run)
+    look = CloseLook(run, operations, passes)
+    try:
+        if seed is not None:
+            shift_seeds(seed, patches)
+        if policy is not None and not policy.lowers:
+            _set_tf32(patches, on=policy.compute == "tf32")
+        take_over(run, regions, patches)
+        regions.install(patches)
+        operations.install(patches)
+        passes.install(patches)
+        Updates(run).install(patches)
+        look.install(patches)
+        yield PaddleTraining(run, look)
+        run.close_update()
+    finally:
+        patches.undo()
+
+
+class PaddleTraining:
+    """Tell of a Paddle script's training (``launch.frameworks.Training``)."""
+
+    diagnosis = None
+
+    def __init__(self, run: PaddleRun, look: CloseLook) -> None:
+        self._run, self._look = run, look
+        self.framework = f"paddle {paddle.__version__}"
+
+    @property
+    def num_updates(self) -> int:
+        """Return how many updates were made, the open one included."""
+        return self._run.num_updates
+
+    def close_update(self) -> None:
+        """Close the update that is open."""
+        self._run.close_update()
+
+    def steps(self) -> Steps:
+        """Return what every step showed."""
+        return self._run.steps.steps()
+
+    def memory(self) -> Memory:
+        """Return the bytes of a step."""
+        return self._look.memory()
+
+    def effective(self) -> Effective:
+        """Return what really ran in which format."""
+        return self._look.effective()
+
+    def explanation(self) -> list[Reason]:
+        """Return what the policy does on the device, with reasons."""
+        if self._run.policy is None or self._run.device is None:  # nothing was trained
+            return []
+        choices = explain_run(self._run.policy, self._run.device)
+        return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
+
+    def environment(self) -> Environment:
+        """Return the machine and the versions."""
+        device = self._run.device or this_device()
+        on_gpu = device.kind == "cuda"
+        known = {
+            "device": device.kind,
+            "threads": int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1,
+            "gpu": device.name if on_gpu else None,
+            "driver": nvidia_driver() if on_gpu else None,
+            "cuda": paddle.version.cuda() if on_gpu else None,
+        }
+        return environment_without_torch().model_copy(update=known)
+
+
+def _set_tf32(patches: Patches, *, on: bool) -> None:
+    """Switch TF32 in the products and convolutions of CUDA builds, which have it on by default."""
+    core = paddle.base.core
+    for library in ("cublas", "cudnn"):
+        if hasattr(core, f"set_{library}_switch"):
+            switch = getattr(core, f"set_{library}_switch")
+            patches.on_undo(functools.partial(switch, getattr(core, f"get_{library}_switch")()))
+            switch(on)

@@ -1,0 +1,172 @@
+"""Watch a Paddle script's optimizers and schedulers: skip an update that overflowed, hold the schedule.
+
+Before an optimizer steps (``step`` and ``minimize``) the norm of its gradients is taken and, where the loss is scaled, one
+flag is read: after an overflow the optimizer is not called at all, so its state and its step count stay as they are.
+
+A scheduler is held when the one update since its last call was skipped: that holds a schedule stepped every update, and
+never one stepped every epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import paddle
+from paddle.optimizer import Optimizer
+from paddle.optimizer.lr import LRScheduler
+
+from mezzo.formats import FP32
+from mezzo.launch.paddle.run import PaddleRun, parameters_of
+from mezzo.launch.patches import Patches
+
+
+class Updates:
+    """Stand before and after every optimizer step of a script."""
+
+    def __init__(self, run: PaddleRun) -> None:
+        self._run = run
+        self._stepping = self._scheduling = False
+        self._made: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        """Updates made and skipped, by optimizer."""
+        self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        """The same at the last call of a scheduler, by scheduler."""
+        self._patches: Patches | None = None
+        self._patched: set[type] = set()
+
+    def install(self, patches: Patches) -> None:
+        """Patch Paddle until ``patches`` are undone."""
+        self._patches = patches
+        patches.wrap(Optimizer, "__init__", self._noting)
+        for kind in _classes(Optimizer):
+            self._patch(kind)
+        for kind in dict.fromkeys(_classes(LRScheduler)):
+            if "step" in vars(kind):
+                patches.wrap(kind, "step", self._held)
+            if "__init__" in vars(kind):
+                patches.wrap(kind, "__init__", self._constructed)
+
+    def _patch(self, kind: type) -> None:
+        if kind in self._patched or self._patches is None:
+            return
+        self._patched.add(kind)
+        for name in ("step", "minimize"):
+            if name in vars(kind):
+                self._patches.wrap(kind, name, self._step)
+
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            for kind in type(optimizer).__mro__:  # a script's own class was not there when the others were patched
+                if issubclass(kind, Optimizer):
+                    self._patch(kind)
+            self._run.optimizers.add(optimizer)
+            original(optimizer, *args, **kwargs)
+
+        return init
+
+    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Decide before an optimizer steps whether it does."""
+
+        @functools.wraps(original)
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._stepping or not paddle.in_dynamic_mode():
+                return original(optimizer, *args, **kwargs)
+            self._run.optimizers.add(optimizer)
+            if isinstance(optimizer, paddle.optimizer.LBFGS):
+                return self._by_closure(original, optimizer, args, kwargs)
+            skip = self._run.updated(_norm(optimizer))
+            made, skipped = self._made.get(optimizer, (0, 0))
+            self._made[optimizer] = (made + 1, skipped + skip)
+            self._stepping = True
+            try:
+                return ([], []) if skip else original(optimizer, *args, **kwargs)
+            finally:
+                self._stepping = False
+                self._after(optimizer, made=not skip)
+
+        return step
+
+    def _by_closure(self, original: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Let an optimizer that evaluates the loss itself go its way; what is taken down is its first evaluation."""
+        run = self._run
+        if run.scale.checks:
+            run.leave(
+                "LBFGS", "not skipped", "it evaluates the loss as often as it likes: an overflow in it is not undone"
+            )
+        run.close_update()
+        self._stepping = run.in_closure = True
+        try:
+            return original(optimizer, *args, **kwargs)
+        finally:
+            self._stepping = run.in_closure = False
+            run.updated(_norm(optimizer))
+            self._after(optimizer, made=True)
+
+    def _after(self, optimizer: Any, *, made: bool) -> None:
+        run = self._run
+        if made:
+            run.round_weights(parameters_of(optimizer))
+        run.steps.updated()
+        for watcher in run.watchers:
+            watcher()
+
+    # --- schedulers ------------------------------------------------------------------------------------------------------------
+
+    def _constructed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a scheduler step while it is made: that sets the first learning rate."""
+
+        @functools.wraps(original)
+        def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            before, self._scheduling = self._scheduling, True
+            try:
+                original(scheduler, *args, **kwargs)
+            finally:
+                self._scheduling = before
+
+        return init
+
+    def _held(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._scheduling:  # a warm-up steps the schedule inside it
+                return original(scheduler, *args, **kwargs)
+            now, then = self._updates_of(scheduler), self._seen.get(scheduler, (0, 0))
+            self._seen[scheduler] = now
+            if (now[0] - then[0], now[1] - then[1]) == (1, 1):
+                return None
+            self._scheduling = True
+            try:
+                return original(scheduler, *args, **kwargs)
+            finally:
+                self._scheduling = False
+
+        return step
+
+    def _updates_of(self, scheduler: Any) -> tuple[int, int]:
+        held = [n for o, n in self._made.items() if getattr(o, "_learning_rate", None) is scheduler]
+        return max(held, default=(0, 0))
+
+
+def _norm(optimizer: Any) -> Any | None:
+    """Return the norm of an optimizer's gradients in FP32, None where it has none."""
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    squares = [paddle._C_ops.squared_l2_norm(_dense(g)) for g in gradients]
+    return paddle.add_n(squares).sqrt().astype(FP32.dtype_name).reshape([]) if squares else None
+
+
+def _dense(gradient: Any) -> Any:
+    """Return a gradient, or the rows of a sparse one, as FP32."""
+    if gradient.is_selected_rows():
+        merged = paddle.nn.clip.merge_selected_rows(gradient)
+        return paddle.nn.clip.get_tensor_from_selected_rows(merged)
+    return gradient if gradient.element_size() > 2 else gradient.astype(FP32.dtype_name)
+
+
+def _classes(base: type[Any]) -> Iterator[type[Any]]:
+    yield base
+    derived: list[type[Any]] = base.__subclasses__()
+    for kind in derived:
+        yield from _classes(kind)

@@ -1,0 +1,61 @@
+"""The commands on whole Paddle scripts, in processes of their own: records, rows, verdicts, errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FIT = ROOT / "tests/frameworks/scripts/paddle_fit.py"
+DIGITS = ROOT / "examples/paddle_digits.py"
+
+
+def mezzo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mezzo", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+
+
+def record_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_compare_on_a_script_that_fits_a_model(tmp_path: Path) -> None:
+    done = mezzo(
+        "compare", "--policies", "fp32,fp16", "--seeds", "2", "--metric", "acc ([0-9.]+)", "--out", tmp_path, FIT
+    )
+    assert done.returncode == 0, done.stderr
+    rows = record_in(tmp_path)["rows"]
+    assert [row["policy"] for row in rows] == ["fp32", "fp16"]
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_run_on_the_example(tmp_path: Path) -> None:
+    done = mezzo("run", "--policy", "fp16", "--out", tmp_path, DIGITS, "--epochs", "1")
+    assert done.returncode == 0, done.stderr
+    assert "acc 0." in done.stdout
+    record = record_in(tmp_path)
+    assert record["framework"] == "paddle 3.3.1"
+    assert len(record["steps"]["loss"]) == 23
+    assert record["steps"]["loss_scale"] == [65536.0] * 23
+    assert record["effective"]["emulated"]
+    assert list(record["effective"]["flops_by_format"]) == ["fp16"]
+    assert record["environment"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("policy", "exit_code", "message"),
+    [
+        ("fp8", 2, "asks for FP8, which paddle.amp does not train in; allowed: fp32, tf32, fp16"),
+        ("bf16:fp32_modules=heads", 2, "no layer is named 'heads'"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_a_sentence(tmp_path: Path, policy: str, exit_code: int, message: str) -> None:
+    done = mezzo("run", "--policy", policy, "--out", tmp_path, FIT)
+    assert done.returncode == exit_code
+    assert message in done.stderr
