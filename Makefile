@@ -6,6 +6,9 @@ READY := $(VENV)/.ready
 DIGITS := --policies fp32,bf16,fp16 --seeds 3 --metric 'acc +([0-9.]+)'
 FRAMEWORKS := keras paddle
 
+# Byte code is kept where it can be: a framework that is compiled anew at every start takes longer to start than to train.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-frameworks demo-frameworks check bench clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
@@ -14,16 +17,16 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
-.venv-%/.ready: pyproject.toml constraints.txt constraints-%.txt
+.venv-%/.ready: pyproject.toml requirements-%.txt
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --constraint constraints-$*.txt --editable '.[$*,test]'
+	.venv-$*/bin/python -m pip install --quiet --no-compile --requirement requirements-$*.txt --editable '.[test]'
 	touch $@
 
 demo: $(READY)
 	$(BIN)/mezzo compare --policies fp32,bf16,fp16,fp16-master --seeds 3 --metric 'acc +([0-9.]+)' --out runs/demo examples/digits.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-frameworks: $(FRAMEWORKS:%=test-%)
 

@@ -1,0 +1,150 @@
+"""Run Keras code that knows nothing of Mezzo under a policy: every patch of Keras and its backend is made here and undone here.
+
+Keras is patched as soon as the script has imported it, on the backend that the script chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mezzo.diagnosis.settings import AnySettings
+from mezzo.errors import ScriptError
+from mezzo.frameworks.keras import dtype_policy_name, explain, left_out
+from mezzo.launch.keras import seeds
+from mezzo.launch.keras.imports import after_import
+from mezzo.launch.keras.layers import Layers
+from mezzo.launch.keras.run import Backend, KerasRun
+from mezzo.launch.keras.updates import Updates, num_bytes
+from mezzo.launch.patches import Patches
+from mezzo.launch.seeds import shift_seeds
+from mezzo.measure.environment import environment, package_version
+from mezzo.policy import Policy
+from mezzo.records import Effective, Environment, Memory, Reason, Steps
+
+if TYPE_CHECKING:
+    from mezzo.diagnosis.watching import Diagnosis
+
+_BACKENDS = ("tensorflow", "torch")
+
+
+@contextmanager
+def training(policy: Policy | None, *, seed: int | None, diagnosis: AnySettings | None) -> Iterator[KerasTraining]:
+    """Run the code inside under ``policy`` (None: its own precision) and take down every training step.
+
+    Args:
+        policy: what to apply.
+        seed: added to every seed that the code sets; None leaves seeds alone.
+        diagnosis: None; what watches operations knows PyTorch only.
+
+    Raises:
+        PolicyError: Keras has no dtype policy for the policy.
+    """
+    assert diagnosis is None
+    run, patches = KerasRun(policy), Patches()
+    if policy is not None:
+        dtype_policy_name(policy)
+        for choice in left_out(policy):
+            run.leave(choice.what, choice.value, choice.reason)
+    try:
+        if seed is not None:
+            shift_seeds(seed, patches)
+            after_import("tensorflow", lambda: seeds.shift_tensorflow(seed, patches), patches)
+        after_import("keras", lambda: _install(run, seed, patches), patches)
+        yield KerasTraining(run)
+    finally:
+        if run.backend is not None:
+            run.backend.finish()
+        patches.undo()
+
+
+def _install(run: KerasRun, seed: int | None, patches: Patches) -> None:
+    """Patch Keras and its backend, which have just been imported."""
+    import keras
+
+    if seed is not None:
+        seeds.shift_keras(seed, patches)
+    run.backend = _backend_of(keras.backend.backend(), run)
+    layers = Layers(run, run.backend)
+    layers.install(patches)
+    Updates(run, run.backend, layers).install(patches)
+    run.backend.install(patches)
+
+
+def _backend_of(name: str, run: KerasRun) -> Backend:
+    if name == "tensorflow":
+        from mezzo.launch.keras.on_tensorflow import TensorFlowBackend
+
+        return TensorFlowBackend(run)
+    if name == "torch":
+        from mezzo.launch.keras.on_torch import TorchBackend
+
+        return TorchBackend(run)
+    raise ScriptError(
+        f"Keras runs on the backend {name!r} here; allowed: {', '.join(_BACKENDS)}",
+        hint=f"set KERAS_BACKEND to one of them, as in KERAS_BACKEND={_BACKENDS[0]}",
+    )
+
+
+class KerasTraining:
+    """Tell of a Keras script's training (``launch.frameworks.Training``)."""
+
+    diagnosis: Diagnosis | None = None
+    """Nothing watches Keras' operations."""
+
+    def __init__(self, run: KerasRun) -> None:
+        self._run = run
+
+    @property
+    def framework(self) -> str:
+        """Return Keras' version and that of its backend."""
+        version = package_version("keras") or "not installed"
+        return f"keras {version} on {self._run.backend.name if self._run.backend else 'no backend'}"
+
+    @property
+    def num_updates(self) -> int:
+        """Return how many updates were made."""
+        if self._run.backend is not None:
+            self._run.backend.collect()
+        return len(self._run.steps)
+
+    def close_update(self) -> None:
+        """Read the steps that were not read yet."""
+        if self._run.backend is not None:
+            self._run.backend.finish()
+            self._run.backend.collect()
+
+    def steps(self) -> Steps:
+        """Return what every step showed."""
+        return self._run.steps.steps()
+
+    def memory(self) -> Memory:
+        """Return the bytes of variables, of gradients and of what the forward pass keeps; a GPU's peaks are not read."""
+        run = self._run
+        trained = {id(v) for v in run.variables.values()}
+        state = {id(v): v for o in run.optimizers.values() for v in o.variables if id(v) not in trained}
+        return Memory(
+            parameters_bytes=_num_bytes(run.variables.values()),
+            gradients_bytes=run.gradients_bytes,
+            optimizer_bytes=_num_bytes(state.values()),
+            activations_bytes=run.activations_bytes,
+        )
+
+    def effective(self) -> Effective:
+        """Return what really ran in which format."""
+        return self._run.effective()
+
+    def explanation(self) -> list[Reason]:
+        """Return what the policy does in Keras, with reasons."""
+        choices = [] if self._run.policy is None else explain(self._run.policy)
+        return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
+
+    def environment(self) -> Environment:
+        """Return the machine and the versions."""
+        backend = self._run.backend
+        return environment("cpu" if backend is None else backend.device_type())
+
+
+def _num_bytes(variables: Iterable[Any]) -> int:
+    return sum(num_bytes(v.shape, v.dtype) for v in variables)

@@ -1,0 +1,291 @@
+"""Count the products in a traced TensorFlow function from its graph: forward, backward, branches and called functions.
+
+The graph of a function was traced with sizes left open, the batch size most of all. It is read again with that size
+put in, and TensorFlow's own shape inference carries it through. Counted as in ``measure.flops``: two operations (multiply and
+add) a product. Of a branch both ways are counted, of a loop's body one turn.
+
+What TensorFlow's tape keeps is what operations of the backward pass, which it names ``gradient_tape/...``, read of
+the forward pass: an upper bound of what the runtime holds, because it may still simplify the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import function_def_to_graph, op_def_registry
+
+from mezzo.formats import FORMATS, FP32, STORED_BYTES, TF32
+
+Shape = Sequence[int | None]
+Attribute = Callable[[str], Any]
+_BACKWARD = "gradient_tape/"
+_SOURCES = {"Const", "ReadVariableOp", "VarHandleOp", "Shape", "ShapeN", "BroadcastGradientArgs"}
+_LOOPS = {"While", "StatelessWhile"}
+_STATED = {"Placeholder": "shape"} | dict.fromkeys(
+    ("IteratorGetNext", "OptionalGetValue", "If", "StatelessIf", "While", "StatelessWhile"), "output_shapes"
+)
+"""Operations that state the shapes of their results in an attribute of this name."""
+_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
+_WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
+"""Operations on variables with a result, and how the names of those without one begin."""
+_TRACED = "_output_shapes"
+"""What ``as_graph_def(add_shapes=True)`` calls the shapes that were known when the function was traced."""
+
+
+@dataclass
+class Counted:
+    """Hold what was found in a graph."""
+
+    flops: Counter[str] = field(default_factory=Counter)
+    """Operations by the name of the dtype of their operands."""
+    activations_bytes: int = 0
+    loops: int = 0
+    unknown: int = 0
+    """Products whose sizes are not known."""
+    variables: set[str] = field(default_factory=set)
+    """Names of the operations that read a variable."""
+
+
+def outermost(graph: Any) -> Any:
+    """Return the graph of the outermost function around ``graph``."""
+    while getattr(graph, "outer_graph", None) is not None and not tf.executing_eagerly():
+        outer = graph.outer_graph
+        if not getattr(outer, "building_function", False):
+            break
+        graph = outer
+    return graph
+
+
+def is_within(graph: Any, ancestor: Any) -> bool:
+    """Return whether ``graph`` is ``ancestor`` or is traced inside it."""
+    while graph is not None:
+        if graph is ancestor:
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def count(graph: Any, *, batch: int | None) -> Counted:
+    """Return the products in a function's graph at a batch size, None for one that is not known."""
+    found = Counted()
+    definition = graph.as_graph_def(add_shapes=True)
+    library = {f.signature.name: f for f in definition.library.function}
+    live = _live(definition.node, [t.name for t in graph.outputs])
+    _walk(_read_again(definition, batch, found), live, library, batch, found)
+    return found
+
+
+def by_format(by_dtype: Counter[str], *, tf32: bool) -> dict[str, int]:
+    """Return counts by format of counts by the names of dtypes; FP32 ones as TF32 where that is on."""
+    names = {f.dtype_name: f.name for f in FORMATS.values() if f is not TF32}
+    if tf32:
+        names[FP32.dtype_name] = TF32.name
+    return {names.get(dtype, dtype): flops for dtype, flops in by_dtype.items() if flops}
+
+
+def _read_again(definition: Any, batch: int | None, found: Counted) -> Any:
+    """Return the graph of a definition, with the sizes that follow from the batch size."""
+    _fill(definition.node, batch, found.variables)
+    graph = tf.Graph()
+    with graph.as_default():
+        tf.graph_util.import_graph_def(definition, name="")
+    return graph
+
+
+def _fill(nodes: Any, batch: int | None, variables: set[str]) -> None:
+    """Put the batch size in for first sizes that are left open, and let variables, whose shapes lie outside, be inputs."""
+    for node in nodes:
+        if node.op in _READS and _TRACED in node.attr:
+            shape, dtype = node.attr[_TRACED].list.shape[0], node.attr["dtype"].type
+            _replace(node, "Placeholder")
+            variables.add(node.name)
+            node.attr["shape"].shape.CopyFrom(shape)
+            node.attr["dtype"].type = dtype
+        elif node.op.startswith(_WRITES):
+            _replace(node, "NoOp")
+        for name in (_TRACED, "_class"):  # the second asks for the place of a node that may be gone
+            node.attr.pop(name, None)
+        attribute = _STATED.get(node.op)
+        if batch is None or attribute is None or attribute not in node.attr:
+            continue
+        value = node.attr[attribute]
+        for shape in [value.shape] if attribute == "shape" else value.list.shape:
+            if len(shape.dim) and shape.dim[0].size == -1:
+                shape.dim[0].size = batch
+
+
+def _replace(node: Any, op: str) -> None:
+    node.op = op
+    del node.input[:]
+    node.attr.clear()
+
+
+def _live(nodes: Any, results: Iterable[str]) -> set[str]:
+    """Return the names of the nodes that run: those behind a result, or behind an operation with an effect.
+
+    The tape makes a convolution's gradient for its input also where nobody asks for it.
+    """
+    by_name = {node.name: node for node in nodes}
+    known = {node.op: op_def_registry.get(node.op) for node in nodes}
+    waiting = [_node_of(name) for name in results]
+    waiting += [node.name for node in nodes if known[node.op] is None or known[node.op].is_stateful]
+    live: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in by_name and name not in live:
+            live.add(name)
+            waiting += map(_node_of, by_name[name].input)
+    return live
+
+
+def _node_of(tensor: str) -> str:
+    return tensor.lstrip("^").split(":")[0]
+
+
+def _walk(graph: Any, live: set[str], library: dict[str, Any], batch: int | None, found: Counted) -> None:
+    operations = [op for op in graph.get_operations() if op.name in live]
+    for op in operations:
+        if op.type in PRODUCTS:
+            _add(op, found)
+        found.loops += op.type in _LOOPS
+        for name in _called(op):
+            if name in library:
+                called = library[name]
+                inside = _live(called.node_def, [*called.ret.values(), *called.control_ret.values()])
+                _walk(_body(called, op, batch, found), inside, library, batch, found)
+    found.activations_bytes += sum(map(_bytes, _kept(operations, found.variables)))
+
+
+def _add(op: Any, found: Counted) -> None:
+    inputs, outputs = ([_sizes(t) for t in tensors] for tensors in (op.inputs, op.outputs))
+    operand = next((t.dtype.name for t in op.inputs if t.dtype.is_floating), None)
+    if operand is None:
+        return
+    try:
+        found.flops[operand] += PRODUCTS[op.type](inputs, outputs, op.get_attr)
+    except (TypeError, IndexError):  # a size or a rank that is not known
+        found.unknown += 1
+
+
+def _called(op: Any) -> Iterator[str]:
+    """Yield the names of the functions that an operation runs."""
+    for name, value in op.node_def.attr.items():
+        if name.startswith("_") or name == "cond":
+            continue
+        for function in [value.func, *value.list.func]:
+            if function.name:
+                yield function.name
+
+
+def _body(definition: Any, op: Any, batch: int | None, found: Counted) -> Any:
+    """Return the graph of a function that an operation calls, with the sizes of what it is given."""
+    num = len(definition.signature.input_arg)
+    given = list(op.inputs)[-num:] if num else []  # the first input of a branch is its condition
+    shapes = [tensor.shape.as_proto() for tensor in given]
+    graph, _ = function_def_to_graph.function_def_to_graph_def(
+        definition, input_shapes=shapes, include_library_functions=True
+    )
+    return _read_again(graph, batch, found)
+
+
+def _kept(operations: Iterable[Any], variables: set[str]) -> Iterator[Any]:
+    """Yield the tensors of the forward pass that the backward pass reads, each once."""
+    seen: set[str] = set()
+    for op in operations:
+        if _BACKWARD not in op.name:
+            continue
+        for tensor in op.inputs:
+            made_by = tensor.op
+            is_made = made_by.type not in _SOURCES and made_by.name not in variables
+            if is_made and _BACKWARD not in made_by.name and tensor.name not in seen:
+                seen.add(tensor.name)
+                yield tensor
+
+
+def _bytes(tensor: Any) -> int:
+    known = [size for size in _sizes(tensor) or [None] if size is not None]
+    if len(known) != tensor.shape.rank:
+        return 0
+    return math.prod(known) * STORED_BYTES.get(tensor.dtype.name, int(tensor.dtype.size))
+
+
+def _sizes(tensor: Any) -> tuple[int | None, ...] | None:
+    return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
+
+
+# --- how much each operation multiplies --------------------------------------------------------------------------------------------
+
+
+def _matmul(inputs: Any, outputs: Any, attribute: Attribute) -> int:
+    inner = inputs[0][0 if attribute("transpose_a") else 1]
+    return int(2 * math.prod(outputs[0]) * inner)
+
+
+def _batch_matmul(inputs: Any, outputs: Any, attribute: Attribute) -> int:
+    inner = inputs[0][-2 if attribute("adj_x") else -1]
+    return int(2 * math.prod(outputs[0]) * inner)
+
+
+def _einsum(inputs: Any, outputs: Any, attribute: Attribute) -> int:
+    equation = attribute("equation")
+    text = equation.decode() if isinstance(equation, bytes) else str(equation)
+    sizes: dict[str, int] = {}
+    wide = 1  # the sizes that an ellipsis stands for
+    for names, shape in zip(text.split("->")[0].split(","), inputs, strict=True):
+        before, dots, after = names.strip().partition("...")
+        ends = len(shape) - len(after)
+        sizes |= dict(zip(before, shape, strict=False)) | dict(zip(after, shape[ends:], strict=True))
+        wide = max(wide, math.prod(shape[len(before) : ends]) if dots else 1)
+    return int(2 * math.prod(sizes.values()) * wide) if len(inputs) > 1 else 0
+
+
+def _convolution(inputs: Any, outputs: Any, attribute: Attribute) -> int:
+    return _convolved(outputs[0], inputs[1])
+
+
+def _input_gradient(inputs: Any, outputs: Any, attribute: Attribute) -> int:
+    return _convolved(inputs[2], inputs[1])
+
+
+def _weight_gradient(inputs: Any, outputs: Any, attribute: Attribute) -> int:
+    return _convolved(inputs[2], outputs[0])
+
+
+def _convolved(result: Any, weight: Any) -> int:
+    # Every element of the result is a sum over the weight's sizes but the last, the number of results.
+    return int(2 * math.prod(result) * math.prod(weight[:-1]))
+
+
+def _depthwise(
+    count_dense: Callable[[Any, Any, Attribute], int], weight: int | None
+) -> Callable[[Any, Any, Attribute], int]:
+    def counted(inputs: Any, outputs: Any, attribute: Attribute) -> int:
+        # Its weight is (*kernel, channels, multiplier), and no sum goes over the channels.
+        channels = (outputs[0] if weight is None else inputs[weight])[-2]
+        return count_dense(inputs, outputs, attribute) // int(channels)
+
+    return counted
+
+
+PRODUCTS: dict[str, Callable[[Any, Any, Attribute], int]] = {
+    "MatMul": _matmul,
+    "BatchMatMul": _batch_matmul,
+    "BatchMatMulV2": _batch_matmul,
+    "BatchMatMulV3": _batch_matmul,
+    "Einsum": _einsum,
+    "Conv2D": _convolution,
+    "Conv2DBackpropInput": _input_gradient,
+    "Conv2DBackpropFilter": _weight_gradient,
+    "Conv3D": _convolution,
+    "Conv3DBackpropInputV2": _input_gradient,
+    "Conv3DBackpropFilterV2": _weight_gradient,
+    "DepthwiseConv2dNative": _depthwise(_convolution, 1),
+    "DepthwiseConv2dNativeBackpropInput": _depthwise(_input_gradient, 1),
+    "DepthwiseConv2dNativeBackpropFilter": _depthwise(_weight_gradient, None),
+}
+"""How to count an operation, from the sizes of its inputs and results and from its attributes."""

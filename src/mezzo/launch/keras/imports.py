@@ -1,0 +1,63 @@
+"""Do something as soon as a package has been imported, by whoever imports it.
+
+A script chooses Keras' backend before it imports Keras (``os.environ["KERAS_BACKEND"] = "torch"``) and sets TensorFlow's
+devices before they are used. So neither is imported ahead of the script.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from mezzo.launch.patches import Patches
+
+
+def after_import(name: str, action: Callable[[], None], patches: Patches) -> None:
+    """Call ``action`` once the package ``name`` has been imported: now if it has been, never if it is not until ``patches`` are undone."""
+    if name in sys.modules:
+        action()
+        return
+    finder = _Finder(name, action)
+    sys.meta_path.insert(0, finder)
+    patches.on_undo(lambda: sys.meta_path.remove(finder))
+
+
+class _Finder(MetaPathFinder):
+    """Find one package as Python does, and load it with what is to be done after it."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the package, with its loader wrapped."""
+        if fullname != self._name:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._action)
+        return spec
+
+
+class _Loader(Loader):
+    """Load as another loader does, then act."""
+
+    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
+        self._loader, self._action = loader, action
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Make the module as the other loader does."""
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code, then act, once."""
+        self._loader.exec_module(module)
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
+        self._action()

@@ -1,0 +1,78 @@
+"""Variables that a TensorFlow graph writes its steps into: one row a step, read when Python is at hand again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+from mezzo.launch.keras.run import KerasRun
+
+_CAPACITY = 65_536
+"""Steps that one call of a traced function may make before rows are overwritten."""
+_NUM_COLUMNS = 5  # loss, norm, scale, skipped, batch size
+
+
+class Ledger:
+    """Write down steps by operations that run in graphs as well as eagerly."""
+
+    def __init__(self, run: KerasRun) -> None:
+        self._run = run
+        self._made = False
+        self._collected = 0
+        self.last_batch: int | None = None
+        """The batch size of the step that was read last."""
+
+    def loss(self, losses: Sequence[Any]) -> None:
+        """Add losses to the open step."""
+        self._make()
+        self._loss.assign_add(tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]))
+        self._num_losses.assign_add(1)
+
+    def update(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, batch: Any) -> None:
+        """Write a step, unless its gradients are still accumulated or it follows the same backward pass as the last."""
+        self._make()
+        skipped = tf.equal(before, after)
+        is_update = skipped | tf.equal(after % tf.cast(accumulates, after.dtype), 0)
+        if self._run.has_backward:
+            is_update = is_update & (self._num_losses > 0)
+        loss = tf.where(self._num_losses > 0, self._loss / accumulates, math.nan)
+        values = [loss, norm, math.nan if scale is None else scale, skipped, batch]
+        row = tf.stack([tf.cast(value, tf.float32) for value in values])
+        place = tf.cast(self._num_rows % _CAPACITY, tf.int32)
+        self._rows.scatter_nd_update([[place]], [row])  # over the row before, until that is one
+        self._num_rows.assign_add(tf.cast(is_update, tf.int64))
+        self._loss.assign(tf.where(is_update, 0.0, self._loss))
+        self._num_losses.assign(tf.where(is_update, 0, self._num_losses))
+
+    def collect(self) -> None:
+        """Close the steps that were written since the last time."""
+        num = 0 if not self._made else int(self._num_rows.numpy()) - self._collected
+        if not num:
+            return
+        lost = max(num - _CAPACITY, 0)
+        places = [k % _CAPACITY for k in range(self._collected + lost, self._collected + num)]
+        self._collected += num
+        rows = [[math.nan] * _NUM_COLUMNS] * lost + tf.gather(self._rows, places).numpy().tolist()
+        losses, norms, scales, skips, batches = zip(*rows, strict=True)
+        known = int(batches[-1]) if math.isfinite(batches[-1]) else -1
+        self.last_batch = known if known > 0 else None
+        if num > 1:
+            why = "one call of a traced function makes several steps; each is given an even share of its time"
+            self._run.leave("time a step", "not known of each", why)
+        self._run.close(losses=losses, norms=norms, scales=scales, skips=[s == 1.0 for s in skips])
+
+    def _make(self) -> None:
+        if self._made:
+            return
+        self._made = True
+        # Of the plain class: in the scope of a distribution strategy tf.Variable makes a variable for each replica.
+        variable = resource_variable_ops.ResourceVariable
+        with tf.init_scope():
+            self._loss = variable(0.0, trainable=False)
+            self._num_losses = variable(0, trainable=False)
+            self._num_rows = variable(0, trainable=False, dtype=tf.int64)
+            self._rows = variable(tf.zeros([_CAPACITY, _NUM_COLUMNS]), trainable=False)

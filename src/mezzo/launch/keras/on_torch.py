@@ -1,0 +1,161 @@
+"""Keras on PyTorch: backward passes are ``torch.autograd.backward``, everything runs eagerly.
+
+One step, the second, is counted by ``measure.flops`` and ``measure.memory`` as in a script of PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.formats import FP16, FP32
+from mezzo.launch.keras.run import KerasRun
+from mezzo.launch.patches import Patches
+from mezzo.measure.flops import FlopCounter
+from mezzo.measure.memory import SavedTensors
+
+
+class TorchBackend:
+    """Take down what Keras does by torch (``launch.keras.run.Backend``)."""
+
+    def __init__(self, run: KerasRun) -> None:
+        self._run = run
+        self._losses: list[Tensor] = []
+        self._divides: Tensor | None = None
+        """What the gradients of the running backward pass are divided by, None for as they are."""
+        self._look: ExitStack | None = None
+        self._flops: FlopCounter | None = None
+        self._saved = SavedTensors()
+        self._looked = False
+        self.name = f"torch {torch.__version__}"
+
+    def install(self, patches: Patches) -> None:
+        """Patch torch's backward pass and Keras' variables."""
+        patches.wrap(torch.autograd, "backward", self._backward)
+        variable = importlib.import_module("keras.src.backend.torch.core").Variable
+        if self._run.scales:
+            patches.wrap(variable, "_initialize", self._initialize)
+        policy = self._run.policy
+        if policy is not None and not policy.lowers and torch.cuda.is_available():
+            precision = "tf32" if policy.compute == "tf32" else "ieee"
+            patches.replace(torch.backends.cuda.matmul, "fp32_precision", precision)
+            patches.replace(torch.backends.cudnn.conv, "fp32_precision", precision)  # type: ignore[attr-defined]
+
+    def outside_graph(self) -> AbstractContextManager[Any]:
+        """Return nothing to enter: there are no graphs."""
+        return nullcontext()
+
+    def layer_called(self, inputs: Any) -> None:
+        """Need no note: shapes are read off what runs."""
+
+    def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
+        """Return the norm of all gradients together."""
+        known = [torch.linalg.vector_norm(g.detach().float()) for g in gradients if g is not None]
+        total = torch.linalg.vector_norm(torch.stack(known))
+        return total if scale is None else total / scale.value.detach()
+
+    def read(self, variable: Any) -> Any:
+        """Return a copy of a variable's value."""
+        return variable.value.detach().clone()
+
+    def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int) -> None:
+        """Close a step, unless its gradients are still accumulated or it follows the same backward pass as the last."""
+        skipped = bool(after == before)
+        if (int(after) % accumulates and not skipped) or (not self._losses and self._run.has_backward):
+            return
+        loss = float(sum(float(loss) for loss in self._losses)) / accumulates if self._losses else math.nan
+        self._losses = []
+        scales = [math.nan if scale is None else float(scale)]
+        if self._look is not None:
+            self._end_look()
+        self._run.close(losses=[loss], norms=[float(norm)], scales=scales, skips=[skipped])
+        if not self._looked:
+            self._begin_look()
+
+    def collect(self) -> None:
+        """Need not collect: every step is closed when it is made."""
+
+    def finish(self) -> None:
+        """End a look that no further step has ended."""
+        if self._look is not None:
+            self._look.close()
+            self._look = None
+
+    def device_type(self) -> str:
+        """Return the kind of device that the trained variables are on."""
+        return next((str(v.value.device.type) for v in self._run.variables.values()), "cpu")
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            if run.local.in_apply:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            origins = [run.unscaled(loss) for loss in losses]
+            given = [o if o is not None else t for o, t in zip(origins, losses, strict=True)]
+            self._losses += [loss.detach().sum() for loss in given]
+            run.has_backward = True
+            if self._look is not None:
+                self._saved.backward_begins()
+            run.is_unscaled = run.scales and all(o is None for o in origins)
+            if not run.is_unscaled:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            self._divides = run.scale.value.detach().clone()
+            seeds = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
+            scaled = [self._seed(t, g) for t, g in zip(losses, [*seeds, *[None] * len(losses)], strict=False)]
+            try:
+                return original(losses, scaled, *args, **kwargs)
+            finally:
+                self._divides = None
+
+        return backward
+
+    def _seed(self, loss: Tensor, given: Tensor | None) -> Tensor:
+        assert self._divides is not None
+        return (torch.ones_like(loss) if given is None else given) * self._divides.to(loss.dtype)
+
+    def _initialize(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def initialize(variable: Any, value: Any) -> None:
+            original(variable, value)
+            if variable._value.requires_grad and variable._value.is_floating_point():
+                variable._value.register_hook(self._divided)
+
+        return initialize
+
+    def _divided(self, gradient: Tensor) -> Tensor:
+        return gradient if self._divides is None else gradient / self._divides.to(gradient.dtype)
+
+    def _begin_look(self) -> None:
+        self._looked = True
+        self._flops = FlopCounter(None, in_region=lambda: True)
+        self._look = ExitStack()
+        self._look.enter_context(self._flops)
+        self._saved.start(v.value for v in self._run.variables.values())
+        self._look.callback(self._saved.stop)
+
+    def _end_look(self) -> None:
+        assert self._look is not None
+        assert self._flops is not None
+        self._look.close()
+        self._look = None
+        self._run.flops = dict(self._flops.by_format)
+        self._run.activations_bytes = self._saved.peak_bytes
+        self._run.counted_on_step = len(self._run.steps) + 1 if self._run.flops else None
+        policy = self._run.policy
+        if (
+            policy is not None
+            and policy.compute == FP16.name
+            and FP32.name in self._run.flops
+            and self.device_type() == "cpu"
+        ):
+            why = "on a CPU, Keras on torch computes matrix products of FP16 operands in FP32"
+            self._run.leave("fp16 products", "in fp32", why)

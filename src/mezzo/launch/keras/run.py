@@ -1,0 +1,181 @@
+"""What is known while somebody's Keras script runs under a policy: the state that the patches of this folder share."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from mezzo.errors import ScaleFloorError
+from mezzo.formats import FP32
+from mezzo.launch.patches import Patches
+from mezzo.measure.plainsteps import PlainSteps
+from mezzo.policy import Policy
+from mezzo.records import Effective, Reason
+
+_NUM_SCALED = 16
+"""How many scaled losses are remembered: those of one training step of several models."""
+
+
+class Local(threading.local):
+    """Hold what each thread has for itself: replicas of a distributed model are traced in threads."""
+
+    in_apply = False
+    """Whether an optimizer of Keras is making an update."""
+    in_layer = False
+    """Whether a layer is being called."""
+
+
+class Backend(Protocol):
+    """Be what Keras computes with: take down backward passes and updates in its own way."""
+
+    name: str
+
+    def install(self, patches: Patches) -> None:
+        """Patch the backend until ``patches`` are undone."""
+
+    def outside_graph(self) -> AbstractContextManager[Any]:
+        """Return a context in which variables are made at once, also while a function is traced."""
+
+    def layer_called(self, inputs: Any) -> None:
+        """Take note of a layer called from outside any layer, with these inputs."""
+
+    def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
+        """Return the norm of all gradients together, divided by ``scale``; None leaves them."""
+
+    def read(self, variable: Any) -> Any:
+        """Return a copy of a variable's value now."""
+
+    def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int) -> None:
+        """Take down an update.
+
+        Args:
+            norm: norm of its unscaled gradients.
+            scale: the loss scale after it, None where there is none.
+            before: the optimizer's count of updates before it.
+            after: the same count now: not larger where the update was skipped.
+            accumulates: over how many calls the optimizer accumulates gradients.
+        """
+
+    def collect(self) -> None:
+        """Bring the steps that were taken down by now into ``run.steps``."""
+
+    def finish(self) -> None:
+        """Stop looking, at the end of the script."""
+
+    def device_type(self) -> str:
+        """Return torch's name for the kind of device that the script runs on."""
+
+
+class CallSteps(PlainSteps):
+    """Collect steps of which one call may make several."""
+
+    def share_time(self, num: int) -> None:
+        """Divide the time of the last ``num`` steps evenly among them: one call made them all."""
+        for column in (self._time_ms, self._cpu_ms):
+            column[-num:] = [math.fsum(column[-num:]) / num] * num
+
+
+class KerasRun:
+    """Hold a run's policy, loss scale, steps and what could not be switched."""
+
+    def __init__(self, policy: Policy | None) -> None:
+        """Begin a run; ``policy`` is None where the script's own precision is left alone."""
+        self.policy = policy
+        self.backend: Backend | None = None
+        """None until the script has imported Keras."""
+        self.steps = CallSteps()
+        self.left_alone: dict[str, Reason] = {}
+        self.local = Local()
+        self.is_unscaled = False
+        """Whether the latest gradients were divided by the loss scale when they were made, as the script sees them."""
+        self.has_backward = False
+        """Whether a backward pass was ever seen: without one, updates have no loss."""
+        self.flops: dict[str, int] = {}
+        self.counted_on_step: int | None = None
+        self.activations_bytes = 0
+        self.gradients_bytes = 0
+        self.variables: dict[int, Any] = {}
+        """The variables that were trained, by identity."""
+        self.optimizers: dict[int, Any] = {}
+        self._scale: Any = None
+        self._scaled: list[tuple[Any, Any]] = []
+
+    @property
+    def scales(self) -> bool:
+        """Return whether the policy scales the loss."""
+        return self.policy is not None and self.policy.loss_scale != "none"
+
+    @property
+    def scale(self) -> Any:
+        """Return the variable that holds the policy's loss scale: one for the whole run, in FP32."""
+        if self._scale is None:
+            import keras
+
+            assert self.policy is not None
+            assert self.backend is not None
+            with self.backend.outside_graph():
+                self._scale = keras.Variable(
+                    self.policy.init_scale, trainable=False, dtype=FP32.dtype_name, name="loss_scale"
+                )
+        return self._scale
+
+    def leave(self, what: str, value: str, reason: str) -> None:
+        """Take note of something that could not be switched."""
+        self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
+
+    def scaled(self, result: Any, loss: Any) -> None:
+        """Take note that an optimizer of the script made ``result`` by scaling ``loss``."""
+        self._scaled = [*self._scaled[1 - _NUM_SCALED :], (result, loss)]
+
+    def unscaled(self, target: Any) -> Any | None:
+        """Return the loss that ``target`` was scaled from, None if it is no scaled loss."""
+        return next((loss for result, loss in self._scaled if result is target), None)
+
+    def weigh(self, optimizer: Any, variables: Sequence[Any], gradients_bytes: int) -> None:
+        """Take note of what an optimizer updates, and of the bytes of its gradients."""
+        new = [v for v in variables if id(v) not in self.variables]
+        if new or not self.gradients_bytes:
+            self.gradients_bytes += gradients_bytes
+        self.variables |= {id(v): v for v in new}
+        self.optimizers[id(optimizer)] = optimizer
+
+    def close(
+        self, *, losses: Sequence[float], norms: Sequence[float], scales: Sequence[float], skips: Sequence[bool]
+    ) -> None:
+        """Close the steps that one call of the backend made, in their order.
+
+        Args:
+            losses: one a step, NaN where none is known.
+            norms: of the unscaled gradients.
+            scales: the loss scale after each step, NaN where there is none.
+            skips: whether the update was skipped.
+
+        Raises:
+            ScaleFloorError: the policy's scale is below its floor and the gradients still overflow.
+        """
+        for loss, norm, scale, skipped in zip(losses, norms, scales, skips, strict=True):
+            self.steps.loss(loss)
+            self.steps.close(skipped=skipped, scale=None if math.isnan(scale) else scale, norm=norm)
+            if (
+                skipped
+                and self.policy is not None
+                and self.policy.loss_scale == "dynamic"
+                and scale < self.policy.min_scale
+            ):
+                raise ScaleFloorError(
+                    f"gradients overflow at the loss scale's floor of {self.policy.min_scale:g}, update {len(self.steps)}",
+                    hint="try --policy bf16, which has FP32's range, or keep layers in FP32 (fp32_modules=...)",
+                )
+        if len(losses) > 1:
+            self.steps.share_time(len(losses))
+
+    def effective(self) -> Effective:
+        """Return what the counted step ran in, and what could not be switched."""
+        return Effective(
+            flops_by_format=self.flops,
+            counted_on_step=self.counted_on_step,
+            left_alone=list(self.left_alone.values()),
+        )

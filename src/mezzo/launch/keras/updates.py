@@ -1,0 +1,196 @@
+"""Updates by Keras' optimizers: every one is taken down, and scaled, checked and skipped as the policy says.
+
+``LossScaleOptimizer`` does the scaling: the one that ``compile`` or the script puts around an optimizer, or else one that
+is put around it here. All of them share the run's one scale. Gradients reach it in one of two ways:
+
+* a loss was given to ``optimizer.scale_loss``, as ``fit`` does: its gradients are scaled and the optimizer divides them;
+* the script took gradients of the loss itself: the backward pass began at the scale in place of 1 and its results were
+  divided by it at once, so that a script's own clipping sees true gradients. They are multiplied again on their way
+  into ``LossScaleOptimizer``, which divides them: exact for powers of two.
+
+Where the policy scales nothing, a ``LossScaleOptimizer`` of the script passes everything through. With ``as-is``
+everything is only listened to.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mezzo.launch.keras.layers import Layers
+from mezzo.launch.keras.run import Backend, KerasRun
+from mezzo.launch.patches import Patches
+from mezzo.policy import Policy
+
+Method = Callable[..., Any]
+
+
+class Updates:
+    """Patch Keras' optimizers."""
+
+    def __init__(self, run: KerasRun, backend: Backend, layers: Layers) -> None:
+        self._run, self._backend, self._layers = run, backend, layers
+        self._wrapped: dict[int, Any] = {}
+        """The LossScaleOptimizer that was put around each optimizer, by the optimizer's identity."""
+        self._driven: list[int] = []
+        """Optimizers that one around them is driving, by identity: TensorFlow's strategies do that in threads of their own."""
+
+    def install(self, patches: Patches) -> None:
+        """Patch until ``patches`` are undone."""
+        import keras
+
+        optimizers = keras.optimizers
+        self._scaler = optimizers.LossScaleOptimizer
+        base = importlib.import_module("keras.src.optimizers.base_optimizer").BaseOptimizer
+        for owner in {base, self._scaler, getattr(optimizers, "MultiOptimizer", base)}:
+            patches.wrap(owner, "apply", self._apply)
+        for owner in (base, self._scaler):
+            patches.wrap(owner, "scale_loss", self._scale_loss)
+        if self._run.policy is not None:
+            patches.wrap(self._scaler, "__init__", self._init)
+            patches.wrap(self._scaler, "build", self._build)
+            trainer = importlib.import_module("keras.src.trainers.trainer").Trainer
+            patches.wrap(trainer, "compile", self._compile)
+
+    # --- the scale is the policy's ---------------------------------------------------------------------------------------------
+
+    def _init(self, original: Method) -> Method:
+        @functools.wraps(original)
+        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scaler, *args, **kwargs)
+            policy = self._run.policy
+            assert policy is not None
+            scaler.initial_scale = policy.init_scale if self._run.scales else 1.0
+            scaler.dynamic_growth_steps = policy.growth_interval
+
+        return init
+
+    def _build(self, original: Method) -> Method:
+        @functools.wraps(original)
+        def build(scaler: Any, variables: Any) -> None:
+            original(scaler, variables)
+            if self._run.scales:
+                object.__setattr__(scaler, "dynamic_scale", self._run.scale)
+
+        return build
+
+    def _compile(self, original: Method) -> Method:
+        @functools.wraps(original)
+        def compile(model: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(model, *args, **kwargs)
+            optimizer = getattr(model, "optimizer", None)
+            if self._run.scales and optimizer is not None and not isinstance(optimizer, self._scaler):
+                model.optimizer = self._scaler(optimizer, name="loss_scale_optimizer")
+            return result
+
+        return compile
+
+    # --- a step ----------------------------------------------------------------------------------------------------------------
+
+    def _scale_loss(self, original: Method) -> Method:
+        @functools.wraps(original)
+        def scale_loss(optimizer: Any, loss: Any) -> Any:
+            run = self._run
+            if not isinstance(optimizer, self._scaler) or run.policy is None:
+                scaled = original(optimizer, loss)
+            else:
+                scaled = loss * self._read_scale(loss) if run.scales else loss
+            run.scaled(scaled, loss)
+            return scaled
+
+        return scale_loss
+
+    def _read_scale(self, loss: Any) -> Any:
+        import keras
+
+        return keras.ops.cast(self._run.scale, loss.dtype)
+
+    def _apply(self, original: Method) -> Method:
+        @functools.wraps(original)
+        def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            local = self._run.local
+            if local.in_apply or id(optimizer) in self._driven or len(grads := list(grads)) == 0:
+                return original(optimizer, grads, trainable_variables)
+            local.in_apply = True
+            try:
+                variables = None if trainable_variables is None else list(trainable_variables)
+                return self._update(optimizer, grads, variables)
+            finally:
+                local.in_apply = False
+
+        return apply
+
+    def _update(self, optimizer: Any, grads: list[Any], variables: list[Any] | None) -> Any:
+        run, backend = self._run, self._backend
+        self._layers.check_patterns()
+        if run.scales and not isinstance(optimizer, self._scaler):
+            optimizer = self._around(optimizer)
+        inner = optimizer.inner_optimizer if isinstance(optimizer, self._scaler) else optimizer
+        passes = inner is not optimizer and run.policy is not None and not run.scales
+        if inner is not optimizer and not optimizer.built:
+            optimizer.build(variables)
+            optimizer.built = True
+        scaler = None if inner is optimizer or passes else optimizer
+        norm = backend.norm(grads, scale=None if scaler is None or run.is_unscaled else scaler.dynamic_scale)
+        if scaler is not None and run.is_unscaled:
+            grads = [None if g is None else times(g, scaler.dynamic_scale) for g in grads]
+        before = backend.read(inner._iterations)
+        self._driven.append(id(inner))
+        try:
+            result = (inner if passes else optimizer).apply(grads, variables)
+        finally:
+            self._driven.remove(id(inner))
+        if scaler is not None and run.policy is not None:
+            self._bound(run.policy, scaler.dynamic_scale)
+        backend.updated(
+            norm=norm,
+            scale=None if scaler is None else backend.read(scaler.dynamic_scale),
+            before=before,
+            after=backend.read(inner._iterations),
+            accumulates=getattr(inner, "gradient_accumulation_steps", None) or 1,
+        )
+        self._weigh(optimizer, variables or inner._trainable_variables, grads)
+        return result
+
+    def _bound(self, policy: Policy, scale: Any) -> None:
+        """Keep a static scale where it is and a dynamic one below its ceiling."""
+        import keras
+
+        static = policy.loss_scale == "static"
+        scale.assign(policy.init_scale if static else keras.ops.minimum(scale, policy.max_scale))
+
+    def _around(self, optimizer: Any) -> Any:
+        if id(optimizer) not in self._wrapped:
+            wrapper = self._scaler(optimizer)
+            if (
+                optimizer.built
+            ):  # it was built before its first update: by the script, or by a tf.function's first trace
+                wrapper.build(optimizer._trainable_variables)
+                wrapper.built = True
+            self._wrapped[id(optimizer)] = wrapper
+        return self._wrapped[id(optimizer)]
+
+    def _weigh(self, optimizer: Any, variables: Sequence[Any], grads: Sequence[Any]) -> None:
+        pairs = [(v, g) for v, g in zip(variables, grads, strict=False) if g is not None]
+        self._run.weigh(optimizer, list(variables), sum(num_bytes(v.shape, g.dtype) for v, g in pairs))
+
+
+def times(gradient: Any, factor: Any) -> Any:
+    """Return a gradient times a factor; of TensorFlow's sparse ones the values."""
+    if hasattr(gradient, "indices") and hasattr(gradient, "dense_shape"):
+        return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def num_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """Return the bytes of a tensor; ``dtype`` is a backend's or the name of one."""
+    import keras
+
+    from mezzo.formats import STORED_BYTES
+
+    num = 1
+    for size in shape:
+        num *= int(size)
+    return num * STORED_BYTES.get(keras.backend.standardize_dtype(dtype), 4)
