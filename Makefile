@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-DIGITS := --policies fp32,bf16,fp16 --seeds 3 --metric 'acc +([0-9.]+)'
+DIGITS := --policies fp32,bf16,fp16 --seeds 2 --metric 'acc +([0-9.]+)'
 FRAMEWORKS := keras paddle
 
 # Byte code is kept where it can be: a framework that is compiled anew at every start takes longer to start than to train.

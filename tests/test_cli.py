@@ -205,9 +205,7 @@ def test_a_comparison_whose_baseline_fails_says_where_to_look(tmp_path: Path) ->
     assert "no run of the baseline fp32 succeeded: SystemError: broken" in done.stderr
     assert "broken" in (tmp_path / "out" / "fp32-seed0" / "output.log").read_text()
     record = CompareRecord.model_validate_json((tmp_path / "out" / "record.json").read_text())
-    assert [(row.verdict, row.num_failed, row.reason) for row in record.rows] == [
-        ("failed", 1, "SystemError: broken")
-    ]
+    assert [(row.verdict, row.num_failed, row.reason) for row in record.rows] == [("failed", 1, "SystemError: broken")]
 
 
 def test_report_shows_what_was_recorded_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from mezzo.launch.patches import Patches
 
@@ -23,26 +22,42 @@ _NAMES = ("seed", "a")  # how the functions below call their first argument
 
 
 def shift_seeds(seed: int, patches: Patches) -> None:
-    """Seed the global generators with ``seed``, and add it to every seed set from now until ``patches`` are undone."""
+    """Seed Python's, NumPy's and torch's global generators, and add ``seed`` to every seed set from now until ``patches`` are undone."""
+    shift_python(seed, patches)
+    shift_torch(seed, patches)
+
+
+def shift_python(seed: int, patches: Patches) -> None:
+    """Do so for Python's and NumPy's seeds."""
     random.seed(seed)
     np.random.seed(seed)
+    shift = Shift(seed)
+    for owner, name in ((random, "seed"), (np.random, "seed"), (np.random, "default_rng")):
+        patches.wrap(owner, name, shift.wrap)
+
+
+def shift_torch(seed: int, patches: Patches) -> None:
+    """Do so for torch's seeds; imports torch."""
+    import torch
+
+    # torch's class is immutable: a subclass stands in for its name.
+    class Generator(torch.Generator):
+        def manual_seed(self, value: int) -> torch.Generator:  # noqa: D102 - torch's own
+            return super().manual_seed(value + seed)
+
     torch.manual_seed(seed)
-    places: list[tuple[Any, str]] = [
+    shift = Shift(seed)
+    for owner, name in (
         (torch, "manual_seed"),
         (torch.random, "manual_seed"),
         (torch.cuda, "manual_seed"),
         (torch.cuda, "manual_seed_all"),
-        (random, "seed"),
-        (np.random, "seed"),
-        (np.random, "default_rng"),
-    ]
-    shift = _Shift(seed)
-    for owner, name in places:
+    ):
         patches.wrap(owner, name, shift.wrap)
-    patches.replace(torch, "Generator", _shifted_generator(seed))
+    patches.replace(torch, "Generator", Generator)
 
 
-class _Shift:
+class Shift:
     """Add a number to the seed of the outermost call: ``torch.manual_seed`` calls ``torch.cuda.manual_seed_all`` itself."""
 
     def __init__(self, by: int) -> None:
@@ -67,12 +82,3 @@ class _Shift:
 
     def _shifted(self, value: Any) -> Any:
         return value + self._by if isinstance(value, (int, np.integer)) else value
-
-
-def _shifted_generator(by: int) -> type:
-    # torch's class is immutable: a subclass stands in for its name.
-    class Generator(torch.Generator):
-        def manual_seed(self, seed: int) -> torch.Generator:
-            return super().manual_seed(seed + by)
-
-    return Generator

@@ -5,6 +5,7 @@ Keras is patched as soon as the script has imported it, on the backend that the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,8 @@ from mezzo.launch.keras.layers import Layers
 from mezzo.launch.keras.run import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
-from mezzo.launch.seeds import shift_seeds
-from mezzo.measure.environment import environment, package_version
+from mezzo.launch.seeds import shift_python, shift_torch
+from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Memory, Reason, Steps
 
@@ -49,7 +50,8 @@ def training(policy: Policy | None, *, seed: int | None, diagnosis: AnySettings 
             run.leave(choice.what, choice.value, choice.reason)
     try:
         if seed is not None:
-            shift_seeds(seed, patches)
+            shift_python(seed, patches)
+            after_import("torch", lambda: shift_torch(seed, patches), patches)
             after_import("tensorflow", lambda: seeds.shift_tensorflow(seed, patches), patches)
         after_import("keras", lambda: _install(run, seed, patches), patches)
         yield KerasTraining(run)
@@ -142,8 +144,10 @@ class KerasTraining:
 
     def environment(self) -> Environment:
         """Return the machine and the versions."""
-        backend = self._run.backend
-        return environment("cpu" if backend is None else backend.device_type())
+        device = "cpu" if self._run.backend is None else self._run.backend.device_type()
+        if device == "cpu" and "torch" not in sys.modules:  # seconds that a script on TensorFlow need not wait for
+            return environment_without_torch().model_copy(update={"device": device})
+        return environment(device)
 
 
 def _num_bytes(variables: Iterable[Any]) -> int:
