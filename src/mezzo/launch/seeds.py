@@ -42,7 +42,7 @@ def shift_torch(seed: int, patches: Patches) -> None:
 
     # torch's class is immutable: a subclass stands in for its name.
     class Generator(torch.Generator):
-        def manual_seed(self, value: int) -> torch.Generator:  # noqa: D102 - torch's own
+        def manual_seed(self, value: int) -> torch.Generator:
             return super().manual_seed(value + seed)
 
     torch.manual_seed(seed)
@@ -64,6 +64,8 @@ class Shift:
         self._by, self._inside = by, False
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a seed function that adds the number to its first argument."""
+
         @functools.wraps(original)
         def seed(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
