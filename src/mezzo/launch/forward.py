@@ -89,6 +89,7 @@ class Regions:
                 local.depth = 0
             return _half_to_fp32(output)
 
+        self._run.before_compiling.append(functools.partial(_never_compile_alone, call))
         return call
 
     @contextmanager
@@ -173,6 +174,13 @@ class Regions:
         if tensors:
             self._run.begin_on(tensors[0].device)
         return self._run.casting(tensors[0].device.type if tensors else self._run.device_type or "cpu")
+
+
+def _never_compile_alone(call: Callable[..., Any]) -> None:
+    """Keep torch.compile from beginning at a module's call where it gives up the code around it: at the module's own frame it may."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(call.__code__)
 
 
 def _used_by(function: Any) -> list[Any]:

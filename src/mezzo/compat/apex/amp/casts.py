@@ -39,6 +39,8 @@ class PatchedFunctions(CastMode):
         self.takes_first = lists.takes_first()
         self.refused = lists.refused(allow_banned=allow_banned)
         self.keeps_casts, self.verbose = keeps_casts, verbose
+        self.dtype_before = torch.get_autocast_dtype(device_type)
+        """What autocast cast to before."""
         self.versions: dict[tuple[int, bool], int] = {}
         """Of the kept casts: the count of changes of the weight at which each was made."""
         self.depth = 1  # never 0, at which the engine's mode lets go of its casts
@@ -107,6 +109,7 @@ def end(mode: PatchedFunctions) -> None:
     modes = _taken_off()
     if mode in modes:
         torch.set_autocast_enabled(mode.device_type, False)
+        torch.set_autocast_dtype(mode.device_type, mode.dtype_before)
     _put_back([m for m in modes if m is not mode])
 
 
