@@ -20,7 +20,8 @@ RUNS = {
 
 
 def test_every_example_is_run() -> None:
-    assert set(RUNS) == {path.name for path in EXAMPLES.glob("*.py")}
+    of_other_frameworks = {"keras_digits.py", "paddle_digits.py"}  # make demo-frameworks runs these
+    assert set(RUNS) | of_other_frameworks == {path.name for path in EXAMPLES.glob("*.py")}
 
 
 @pytest.mark.parametrize("name", RUNS)

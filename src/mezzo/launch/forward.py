@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casting import Casting
@@ -36,16 +37,24 @@ from mezzo.launch.run import Run
 class Regions:
     """Begin and end regions around a script's modules and compiled functions."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, *, watched: bool) -> None:
+        self._run, self._watched = run, watched
 
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
         patches.wrap(nn.Module, "__call__", self._call)
+        if self._watched and self._run.applied is not None and self._run.applied.lowers:
+            patches.on_undo(register_module_forward_hook(self._end_inside).remove)
         patches.wrap(torch, "compile", self._compile)
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         if self._run.applied is not None and self._run.applied.lowers:
             patches.wrap(F, "binary_cross_entropy", _in_fp32)
+
+    def _end_inside(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Convert what the outermost module returns while watchers still count it as the module's own work."""
+        if torch.compiler.is_compiling() or self._run.local.outermost is not module:
+            return None
+        return _half_to_fp32(output)
 
     def covered(self) -> bool:
         """Return whether the running code is under the policy: in a module, a compiled function or the script's own autocast."""
@@ -79,14 +88,14 @@ class Regions:
             if local.depth:
                 return original(module, *args, **kwargs)
             casting = run.casting(run.meet(module, args))
-            local.depth = 1
+            local.depth, local.outermost = 1, module
             try:
                 if casting is None:
                     return original(module, *args, **kwargs)
                 with casting.region():
                     output = original(module, *args, **kwargs)
             finally:
-                local.depth = 0
+                local.depth, local.outermost = 0, None
             return _half_to_fp32(output)
 
         self._run.before_compiling.append(functools.partial(_never_compile_alone, call))

@@ -30,6 +30,8 @@ class Local(threading.local):
 
     depth = 0
     """1 inside a module or a compiled function, else 0."""
+    outermost: nn.Module | None = None
+    """The module that was called from outside any module, while it runs under a policy."""
     autocasts_off = 0
     """How many of the script's autocasts that are open were turned off by the policy."""
 

@@ -38,7 +38,7 @@ def switched(
         diagnosis: what to watch for, in ``run.diagnosis``; the close look at formats and bytes is then not taken.
     """
     run, patches = Run(policy), Patches()
-    regions = Regions(run)
+    regions = Regions(run, watched=diagnosis is not None)
     look = CloseLook(run, in_region=regions.covered)
     try:
         if seed is not None:
