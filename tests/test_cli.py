@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,15 @@ def test_a_process_that_dies_leaves_a_record_that_says_so(dies: str, code: int, 
     assert record.error == f"the process died with {said} before it could write a record"
 
 
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """Hear SIGINT, which a shell's background job ignores, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_reaches_the_script_and_keeps_the_record(tmp_path: Path) -> None:
     text = """
         import time, torch
