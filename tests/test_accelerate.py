@@ -6,7 +6,7 @@ with a rate of 1 shows the gradient that was used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
+from helpers_trainers import Batch, assert_same, batches, network, sgd
 from mezzo.errors import SessionError
 from mezzo.records import read_record, write_record
 
@@ -24,7 +25,6 @@ from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
 from mezzo.compat.accelerate import MezzoAccelerator  # noqa: E402
 
-Batch = tuple[Tensor, Tensor]
 OVERFLOWS = "fp16:init_scale=1048576"
 
 
@@ -36,25 +36,6 @@ def _anew() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
-
-
-def batches(count: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(count)]
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def assert_same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
 
 
 class Training:

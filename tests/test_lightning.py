@@ -7,7 +7,6 @@ with a rate of 1 shows the gradient that was used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
+from helpers_trainers import Batch, assert_same, batches, network, sgd
 from mezzo.errors import SessionError
 from mezzo.records import RunRecord, read_record, write_record
 
 lightning = pytest.importorskip("lightning")
 from lightning.fabric import Fabric  # noqa: E402
 
+from mezzo.compat.driven import Driven  # noqa: E402
 from mezzo.compat.lightning import MezzoFabricPrecision, MezzoPrecision  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore:.*LeafSpec:FutureWarning")
 
-Batch = tuple[Tensor, Tensor]
 OVERFLOWS = "fp16:init_scale=1048576"
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
-
-
-def batches(count: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(count)]
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def by_session(policy: str, data: list[Batch], **settings: Any) -> tuple[nn.Sequential, mezzo.Session, list[Tensor]]:
@@ -92,11 +78,6 @@ def fit(
     trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", plugins=plugin, **off, **settings)
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=resume)
     return trainer, plugin
-
-
-def assert_same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
 
 
 # --- Trainer -----------------------------------------------------------------------------------------------------------------
@@ -428,3 +409,10 @@ def test_what_cannot_work_is_refused_with_its_reason() -> None:
     with pytest.raises(SessionError, match="a Linear is set up after training began with 1 other models"):
         room.setup(linear())
     assert math.isfinite(loss.item())
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(SessionError, match="training in 2 processes; allowed inside another library: one"):
+        _ = Driven("fp16").session

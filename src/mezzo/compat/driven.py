@@ -110,6 +110,11 @@ class Driven:
         return self._session is not None
 
     def _begin(self) -> Session:
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise SessionError(
+                f"training in {torch.distributed.get_world_size()} processes; allowed inside another library: one",
+                hint="use mezzo.Session with torch's DistributedDataParallel or fully_shard, or mezzo run on the script",
+            )
         self._parameters = list(dict.fromkeys(p for m in self.models for p in m.parameters() if p.requires_grad))
         self._asked = Asked(self._parameters)
         self._session = session = OneNorm(self.models, self._asked, policy=self.policy)

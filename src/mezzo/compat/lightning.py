@@ -4,7 +4,7 @@ Forward passes run under the policy, and a step is that of a session: one unscal
 schedules held on a skipped update (Trainer; in Fabric by ``plugin.hold(scheduler)``), a short last window averaged over what it
 holds, FP32 masters under ``-master`` policies. Checkpoints of the Trainer hold FP32 weights and the loss scale.
 
-Limits: one device and one process strategy; LBFGS is refused; Lightning's ``global_step`` counts skipped updates, as it
+Limits: one device and one process (several are refused); LBFGS is refused; Lightning's ``global_step`` counts skipped updates, as it
 does with its own mixed precision.
 """
 

@@ -15,7 +15,35 @@ from torch import Tensor, nn
 Shape: TypeAlias = int | Sequence[int] | torch.Size
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Fused(nn.Module):
+    """Take Apex's arguments in the place of torch's."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(_sizes(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class _Mixed(_Fused):
+    """Have weights always, and return their format."""
+
+    weight: nn.Parameter
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+        super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input in the format of the weights."""
+        normalised: Tensor = super().forward(input.to(self.weight.dtype))
+        return normalised
+
+
+class FusedLayerNorm(_Fused, nn.LayerNorm):
     """Normalise over the last dimensions (Ba et al., arXiv:1607.06450).
 
     Args:
@@ -25,18 +53,8 @@ class FusedLayerNorm(nn.LayerNorm):
         memory_efficient: without effect: torch keeps the input and two numbers a row for the backward pass.
     """
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_sizes(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
 
-
-class MixedFusedLayerNorm(FusedLayerNorm):
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """Normalise over the last dimensions and return the format of the weights; weight and bias are always there.
 
     Args:
@@ -45,15 +63,8 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         memory_efficient: without effect.
     """
 
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
-        super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input in the format of the weights."""
-        return super().forward(input.to(self.weight.dtype))
-
-
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Fused, nn.RMSNorm):
     """Divide by the root of the mean square over the last dimensions (Zhang & Sennrich, arXiv:1910.07467).
 
     Args:
@@ -63,18 +74,8 @@ class FusedRMSNorm(nn.RMSNorm):
         memory_efficient: without effect.
     """
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_sizes(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
 
-
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """Divide by the root of the mean square and return the format of the weight, which is always there.
 
     Args:
@@ -82,13 +83,6 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         eps: added to the mean square.
         memory_efficient: without effect.
     """
-
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
-        super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised input in the format of the weight."""
-        return super().forward(x.to(self.weight.dtype))
 
 
 def fused_layer_norm(
