@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.amp.autocast_mode import autocast
-from torch.amp.grad_scaler import GradScaler
 
 from mezzo.diagnosis.settings import RangesSettings
 from mezzo.diagnosis.watching import Watched
 from mezzo.errors import ScriptError, SessionError
+from mezzo.launch.existing import amp_off, existing
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
 from mezzo.policy import Policy
 from mezzo.records import RangesRecord, RunRecord
-
-_SWITCH = "_enabled"
-"""The attribute of an autocast or GradScaler object that says whether it does anything."""
 
 
 def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: int = 20) -> RangesRecord:
@@ -45,9 +39,9 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
     judged = str(Policy.of(policy))
     wanted = RangesSettings(steps=tuple(range(1, steps + 1)), policy=judged)
     started = time.perf_counter()
-    with _amp_off(), switched(Policy.parse("fp32"), diagnosis=wanted) as (run, _):
+    with amp_off(), switched(Policy.parse("fp32"), diagnosis=wanted) as (run, _):
         # Made before the launcher could see it: without any, each backward pass would count as an update by hand.
-        run.optimizers.update(dict.fromkeys(o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)))
+        run.optimizers.update(dict.fromkeys(*existing(torch.optim.Optimizer)))
         for action in (train, run.close_update):
             try:
                 action()
@@ -71,28 +65,6 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
     record = run.diagnosis.record(whole)
     assert isinstance(record, RangesRecord)
     return record
-
-
-@contextmanager
-def _amp_off() -> Iterator[None]:
-    """Turn mixed precision off that began before: regions that are open, and autocast and GradScaler objects that exist."""
-    with ExitStack() as stack:
-        for owner in (autocast, GradScaler):
-            setattr(owner, _SWITCH, _Never())
-            stack.callback(delattr, owner, _SWITCH)
-        for device_type in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
-
-
-class _Never:
-    """Stand before an attribute of objects: it reads False, and what is set is there again afterwards."""
-
-    def __get__(self, owner: Any, kind: type) -> bool:
-        return False
-
-    def __set__(self, owner: Any, value: bool) -> None:
-        owner.__dict__[_SWITCH] = value
 
 
 def _name(train: Callable[[], Any]) -> str:

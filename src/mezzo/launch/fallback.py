@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import random
 import shutil
 import sys
@@ -146,10 +145,11 @@ class _Calls:
         self._name = getattr(train, "__qualname__", type(train).__name__)
 
     def __call__(self, policy: Policy, settings: FallbackSettings) -> tuple[Measured, RunRecord]:
+        from mezzo.launch.existing import amp_off
         from mezzo.measure.environment import environment
 
         started = time.perf_counter()
-        with _state_put_back() as optimizers, _amp_off():
+        with _state_put_back() as optimizers, amp_off():
             run, ending = self._run(policy, settings, optimizers)
             record = RunRecord(
                 command=[sys.executable, *sys.argv],
@@ -186,40 +186,23 @@ class _Calls:
 
 
 @contextlib.contextmanager
-def _amp_off() -> Iterator[None]:
-    """Turn mixed precision off that began before: regions that are open, and autocast and GradScaler objects that exist."""
-    import torch
-    from torch.amp.autocast_mode import autocast
-    from torch.amp.grad_scaler import GradScaler
-
-    with ExitStack() as stack:
-        for held in [o for o in gc.get_objects() if issubclass(type(o), (autocast, GradScaler))]:
-            stack.callback(setattr, held, "_enabled", held._enabled)
-            held._enabled = False
-        for device_type in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
-
-
-@contextlib.contextmanager
 def _state_put_back() -> Iterator[list[Any]]:
     """Put back the state of every module, optimizer and scheduler there is, and of random numbers; give the optimizers."""
     import torch
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 
-    def alive(kind: type) -> list[Any]:
-        return [o for o in gc.get_objects() if issubclass(type(o), kind)]
+    from mezzo.launch.existing import existing
 
-    optimizers = alive(torch.optim.Optimizer)
+    optimizers, modules, schedulers = existing(torch.optim.Optimizer, nn.Module, LRScheduler)
     with ExitStack() as stack:
         _put_back_random_numbers(stack)
-        for module in alive(nn.Module):
+        for module in modules:
             _put_back_module(stack, module)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 stack.callback(group.update, {k: copy.copy(v) for k, v in group.items() if k != "params"})
-        for scheduler in alive(LRScheduler):
+        for scheduler in schedulers:
             stack.callback(scheduler.__dict__.update, _plain_state(scheduler))
         yield optimizers
 
