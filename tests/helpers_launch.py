@@ -1,18 +1,23 @@
-"""What the launcher's tests share: run a script of ``tests/scripts`` in this process, under a policy or by itself."""
+"""What the launcher's tests share: run a script of ``tests/scripts`` in this process, by itself, under a policy or under a command."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import runpy
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from mezzo.launch import child, runner
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 from mezzo.records import Effective, Memory, Steps
@@ -74,3 +79,41 @@ def _as_script(path: str, arguments: Sequence[str]) -> Iterator[None]:
     folder = str(Path(path).parent)
     with mock.patch.object(sys, "argv", [path, *arguments]), mock.patch.object(sys, "path", [folder, *sys.path]):
         yield
+
+
+@contextlib.contextmanager
+def children_in_this_process(*, before_each: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Run the commands' child processes in this one: importing torch and its compiler takes longer than what they do."""
+    popen = functools.partial(_InThisProcess, before_each)
+    with mock.patch.object(runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen})):
+        yield
+
+
+class _InThisProcess:
+    """Stand in for a child process of the runner."""
+
+    def __init__(self, before: Callable[[], object], command: Sequence[str], **streams: Any) -> None:
+        assert command[1:3] == ["-m", "mezzo.launch.child"]
+        self._before, self._argument, self._file = before, command[3], streams["stdout"]
+
+    def wait(self, limit_s: float | None = None) -> int:
+        printed = io.StringIO()
+        self._before()
+        with _as_child(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            returned = child.main([self._argument])
+        if hasattr(self._file, "write"):
+            self._file.write(printed.getvalue().encode())
+        else:
+            sys.stderr.write(printed.getvalue())
+        return returned
+
+
+@contextlib.contextmanager
+def _as_child() -> Iterator[None]:
+    """Put back what a child process changes of its own; a trainer's progress bar leaves a daemon thread."""
+    handler = signal.getsignal(signal.SIGINT)
+    with mock.patch.multiple(sys, argv=[], path=["", *sys.path]), mock.patch.object(child, "_leave_at_once"):
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers_audit import audited
-from helpers_launch import SCRIPTS
+from helpers_launch import SCRIPTS, children_in_this_process
 from mezzo import cli
 from mezzo.records import AuditRecord, RunRecord, read_record
 
@@ -25,6 +25,11 @@ def run_cli(out: Path, *words: str, env: dict[str, str] | None = None) -> subpro
     return subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **(env or {})}
     )
+
+
+def run_here(out: Path, *words: str) -> int:
+    with children_in_this_process():
+        return cli.main(["audit", "--out", str(out), *words])
 
 
 def read(out: Path) -> AuditRecord:
@@ -51,10 +56,9 @@ def test_a_plain_script(tmp_path: Path) -> None:
     assert 'data-plot="flops"' in page
 
 
-def test_json_of_several_steps_under_a_policy(tmp_path: Path) -> None:
-    done = run_cli(tmp_path, "--json", "--policy", "bf16", "--steps", "2,4-5", str(SCRIPTS / "plain.py"))
-    assert done.returncode == 0, done.stderr
-    record = AuditRecord.model_validate(json.loads(done.stdout))
+def test_json_of_several_steps_under_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(tmp_path, "--json", "--policy", "bf16", "--steps", "2,4-5", str(SCRIPTS / "plain.py")) == 0
+    record = AuditRecord.model_validate(json.loads(capsys.readouterr().out))
     assert record == read(tmp_path)
     assert record.steps == [2, 4, 5]
     assert record.run.policy == "bf16"
@@ -62,21 +66,20 @@ def test_json_of_several_steps_under_a_policy(tmp_path: Path) -> None:
     assert all(o.count % 3 == 0 for o in record.operations if o.flops), "three steps alike"
 
 
-def test_steps_beyond_the_end_of_the_script(tmp_path: Path) -> None:
-    done = run_cli(tmp_path, "--steps", "1000", str(SCRIPTS / "plain.py"))
-    assert done.returncode == 7
-    assert "training steps; the steps to watch are 1000" in done.stderr
-    assert "pass numbers from 1 to" in done.stderr
+def test_steps_beyond_the_end_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(tmp_path, "--steps", "1000", str(SCRIPTS / "plain.py")) == 7
+    said = " ".join(capsys.readouterr().err.split())
+    assert "training steps; the steps to watch are 1000" in said
+    assert "pass numbers from 1 to" in said
     assert read(tmp_path).operations == []
 
 
-def test_a_script_that_crashes(tmp_path: Path) -> None:
+def test_a_script_that_crashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "crash.py"
     script.write_text("raise RuntimeError('broken')\n", encoding="utf-8")
-    done = run_cli(tmp_path / "out", str(script))
-    assert done.returncode == 1
+    assert run_here(tmp_path / "out", str(script)) == 1
     assert read(tmp_path / "out").run.error == "RuntimeError: broken"
-    assert "No step of crash.py was watched to its end" in done.stderr
+    assert "No step of crash.py was watched to its end" in capsys.readouterr().err
 
 
 def test_a_process_that_dies_leaves_the_record_of_a_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -216,18 +217,17 @@ def test_the_metrics_margin_is_a_share_of_the_baselines_metric() -> None:
 
 
 def brute_force(quantities: list[Paired]) -> int | None:
-    for n in range(2, MAX_SEEDS + 1):
-        inside, outside = True, False
-        for q in quantities:
-            d = stats.describe(q.differences)
-            scale = math.sqrt(d.variance / n)
-            low, high = stats.t.interval(0.90, n - 1, loc=d.mean, scale=scale)
-            inside = inside and -q.margin <= low and high <= q.margin
-            low, high = stats.t.interval(0.95, n - 1, loc=d.mean, scale=scale)
-            outside = outside or low > q.margin or high < -q.margin
-        if inside or outside:
-            return n
-    return None
+    n = np.arange(2, MAX_SEEDS + 1)
+    inside, outside = np.ones(len(n), bool), np.zeros(len(n), bool)
+    for q in quantities:
+        d = stats.describe(q.differences)
+        scale = np.sqrt(d.variance / n)
+        low, high = stats.t.interval(0.90, n - 1, loc=d.mean, scale=scale)
+        inside &= (-q.margin <= low) & (high <= q.margin)
+        low, high = stats.t.interval(0.95, n - 1, loc=d.mean, scale=scale)
+        outside |= (low > q.margin) | (high < -q.margin)
+    decided = n[inside | outside]
+    return int(decided[0]) if len(decided) else None
 
 
 def paired(differences: list[float], margin: float) -> Paired:

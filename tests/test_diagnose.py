@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mezzo
-from helpers_launch import SCRIPTS
+from helpers_launch import SCRIPTS, children_in_this_process
 from mezzo import ScriptError, SessionError, cli
 from mezzo.launch.passes import diagnose_script
 from mezzo.launch.request import Request
@@ -49,7 +49,9 @@ def test_the_command_finds_a_fault_in_three_runs(tmp_path: Path, capfd: pytest.C
 def test_a_healthy_script_ends_with_code_0_and_json_on_standard_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["diagnose", "--json", "--steps", "4", "--out", str(tmp_path), FAULTS, "healthy_few_skips"]) == 0
+    words = ["diagnose", "--json", "--steps", "4", "--out", str(tmp_path), FAULTS, "healthy_few_skips"]
+    with children_in_this_process():
+        assert cli.main(words) == 0
     printed = json.loads(capfd.readouterr().out)
     assert (printed["kind"], printed["verdict"], len(printed["run"]["steps"]["loss"])) == ("diagnose", "healthy", 4)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers_launch import SCRIPTS
+from helpers_launch import SCRIPTS, children_in_this_process
 from mezzo.cli import main
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
@@ -18,7 +18,8 @@ FRAGILE = str(SCRIPTS / "fragile.py")
 
 
 def test_a_script_gets_a_policy_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = main(["fallback", "--json", "--fresh", "1", "--out", str(tmp_path), FRAGILE])
+    with children_in_this_process():
+        code = main(["fallback", "--json", "--fresh", "1", "--out", str(tmp_path), FRAGILE])
 
     shown = capfd.readouterr()
     record = read_record(tmp_path / "record.json")

@@ -112,7 +112,7 @@ CASES = [
     ("fp16-master:arithmetic=emulated:growth_interval=3", "AdamW", {"clip_norm": 0.5}),
     ("fp16-master:arithmetic=emulated:growth_interval=3", "SGD", {"clip_norm": 0.5, "accumulate": 3}),
     ("fp16:arithmetic=emulated:growth_interval=2", "AdamW", {"accumulate": 2, "scheduled": True}),
-    ("bf16-master:arithmetic=emulated", "AdamW 8bit", {"clip_norm": 0.5, "accumulate": 10}),
+    ("bf16-master:arithmetic=emulated", "AdamW 8bit", {"clip_norm": 0.5, "accumulate": 5}),
     ("fp32", "SGD", {"scheduled": True}),
 ]
 

@@ -5,25 +5,17 @@ The commands' child processes are run in this one: importing a trainer takes lon
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import math
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
 import helpers_launch
-from helpers_launch import AS_IS, PLAIN, SCRIPTS, Ran
+from helpers_launch import AS_IS, PLAIN, SCRIPTS, Ran, children_in_this_process
 from mezzo.cli import main
-from mezzo.launch import child, runner
 from mezzo.records import (
     AuditRecord,
     CompareRecord,
@@ -152,38 +144,10 @@ SCRIPTS_OF = {"Trainer": "lightning_trainer", "Fabric": "lightning_fabric", "Acc
 SCRIPTS_OF["Hugging Face"] = "hf_trainer"
 
 
-class InThisProcess:
-    """Stand in for a child process of the runner."""
-
-    def __init__(self, command: Sequence[str], **streams: Any) -> None:
-        assert command[1:3] == ["-m", "mezzo.launch.child"]
-        self._argument, self._file = command[3], streams["stdout"]
-
-    def wait(self, limit_s: float | None = None) -> int:
-        printed = io.StringIO()
-        begin_anew()
-        with as_child(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            returned = child.main([self._argument])
-        if hasattr(self._file, "write"):
-            self._file.write(printed.getvalue().encode())
-        return returned
-
-
-@contextlib.contextmanager
-def as_child() -> Iterator[None]:
-    """Put back what a child process changes of its own; a trainer's progress bar leaves a daemon thread."""
-    handler = signal.getsignal(signal.SIGINT)
-    with mock.patch.multiple(sys, argv=[], path=["", *sys.path]), mock.patch.object(child, "_leave_at_once"):
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, handler)
-
-
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": InThisProcess}))
-    return tmp_path
+def folder(tmp_path: Path) -> Iterator[Path]:
+    with children_in_this_process(before_each=begin_anew):
+        yield tmp_path
 
 
 def record_of(folder: Path, command: str, script: str, *options: str) -> Any:
