@@ -6,7 +6,7 @@ import contextlib
 import io
 import runpy
 
-from helpers_launch import SCRIPTS, _as_script
+from helpers_launch import SCRIPTS, as_script
 from mezzo.diagnosis.settings import AuditSettings
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
@@ -18,7 +18,7 @@ def audited(name: str, *arguments: str, policy: str = "as-is", steps: tuple[int,
     """Run ``tests/scripts/<name>.py`` and return the audit of ``steps``."""
     path = str(SCRIPTS / f"{name}.py")
     chosen = None if policy == "as-is" else Policy.parse(policy)
-    with _as_script(path, arguments), contextlib.redirect_stdout(io.StringIO()):
+    with as_script(path, arguments), contextlib.redirect_stdout(io.StringIO()):
         with switched(chosen, diagnosis=AuditSettings(steps=steps)) as (run, _), contextlib.suppress(SystemExit):
             runpy.run_path(path, run_name="__main__")
         assert run.diagnosis is not None

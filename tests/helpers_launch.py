@@ -54,7 +54,7 @@ def ran(name: str, policy: str, *arguments: str, seed: int | None = None) -> Ran
     path = str(SCRIPTS / f"{name}.py")
     output = io.StringIO()
     steps, effective, memory = Steps(), Effective(), Memory()
-    with _as_script(path, arguments), contextlib.redirect_stdout(output):
+    with as_script(path, arguments), contextlib.redirect_stdout(output):
         if policy == PLAIN:
             runpy.run_path(path, run_name="__main__")
         else:
@@ -75,7 +75,7 @@ def read_values(printed: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _as_script(path: str, arguments: Sequence[str]) -> Iterator[None]:
+def as_script(path: str, arguments: Sequence[str]) -> Iterator[None]:
     folder = str(Path(path).parent)
     with mock.patch.object(sys, "argv", [path, *arguments]), mock.patch.object(sys, "path", [folder, *sys.path]):
         yield

@@ -38,9 +38,8 @@ def read(out: Path) -> AuditRecord:
     return record
 
 
-def test_a_plain_script(tmp_path: Path) -> None:
-    done = run_cli(tmp_path, str(SCRIPTS / "plain.py"))
-    assert done.returncode == 0, done.stderr
+def test_a_plain_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(tmp_path, str(SCRIPTS / "plain.py")) == 0
     record = read(tmp_path)
     assert record.steps == [3]
     assert record.run.policy == "as-is"
@@ -50,7 +49,7 @@ def test_a_plain_script(tmp_path: Path) -> None:
     assert {f.code for f in record.findings} == {"A101"}
     assert record.run.effective.flops_by_format == record.flops_by_format
     assert record.run.effective.counted_on_step == 3
-    assert "A101  no mixed precision" in done.stderr
+    assert "A101  no mixed precision" in capsys.readouterr().err
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "no mixed precision" in page
     assert 'data-plot="flops"' in page

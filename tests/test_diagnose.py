@@ -34,7 +34,8 @@ PARALLEL = str(Path(__file__).parent / "faults" / "parallel.py")
 
 
 def test_the_command_finds_a_fault_in_three_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["diagnose", "--out", str(tmp_path), FAULTS, "late_log"]) == 1
+    with children_in_this_process():
+        assert cli.main(["diagnose", "--out", str(tmp_path), FAULTS, "late_log"]) == 1
     record = read_record(tmp_path / "record.json")
     assert isinstance(record, DiagnoseRecord)
     assert (record.verdict, record.module, record.op, record.step) == ("invalid_operation", "1", "log", 7)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import mezzo
 import record_builders as build
-from helpers_launch import SCRIPTS
-from helpers_launch import _as_script as as_script
+from helpers_launch import SCRIPTS, as_script, children_in_this_process
 from mezzo import Policy, PolicyError, ScriptError, SessionError, cli
 from mezzo.diagnosis.casts import SCALES
 from mezzo.diagnosis.settings import RangesSettings
@@ -371,27 +370,20 @@ def test_every_optimizer_s_updates_are_counted() -> None:
 # --- the command -----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_runs_a_script_unedited_and_leaves_a_record_and_a_page(tmp_path: Path) -> None:
-    words = [
-        "ranges",
-        "--json",
-        "--steps",
-        "2",
-        "--policy",
-        "fp16:init_scale=1024",
-        "--out",
-        "out",
-        str(SCRIPTS / "plain.py"),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "mezzo", *words], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_command_runs_a_script_unedited_and_leaves_a_record_and_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["ranges", "--json", "--steps", "2", "--policy", "fp16:init_scale=1024", "--out", "out"]
+    monkeypatch.setattr(sys, "argv", ["mezzo", *words, str(SCRIPTS / "plain.py")])
+    with children_in_this_process():
+        assert cli.main(sys.argv[1:]) == 0
+    done = capsys.readouterr()
     record = read_record(tmp_path / "out" / "record.json")
     assert isinstance(record, RangesRecord)
-    assert RangesRecord.model_validate_json(done.stdout) == record
+    assert RangesRecord.model_validate_json(done.out) == record
     assert (record.steps_watched, record.policy, record.run.policy) == ([1, 2], "fp16:init_scale=1024", "fp32")
-    assert record.run.command[:2] == ["mezzo", "ranges"]
+    assert record.run.command == ["mezzo", *words, str(SCRIPTS / "plain.py")]
     assert (tmp_path / "out" / "report.html").stat().st_size > 1000
 
 
@@ -458,7 +450,8 @@ def test_what_cannot_work_is_refused(
 def test_a_script_that_never_trains_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "idle.py"
     script.write_text("print('nothing to do')\n")
-    assert cli.main(["ranges", "--out", str(tmp_path / "out"), str(script)]) == 7
+    with children_in_this_process():
+        assert cli.main(["ranges", "--out", str(tmp_path / "out"), str(script)]) == 7
     printed = capfd.readouterr()
     assert "it never called backward()" in re.sub(r"\s+", " ", printed.err)
     assert "idle.py failed before a step could be watched" in printed.err
