@@ -132,7 +132,7 @@ def test_trainer_holds_the_schedule_on_a_skip() -> None:
     assert_same(module.losses[: skipped + 1], [module.losses[0]] * (skipped + 1))
 
 
-class Linear(lightning.LightningModule):  # type: ignore[misc,name-defined]
+class Unseen(lightning.LightningModule):  # type: ignore[misc,name-defined]
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1, bias=False)
@@ -143,11 +143,13 @@ class Linear(lightning.LightningModule):  # type: ignore[misc,name-defined]
         output: Tensor = self.layer(batch)
         return output.mean()
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen += [p.grad.clone() for p in optimizer.param_groups[0]["params"]]
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Linear(Unseen):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen += [p.grad.clone() for p in optimizer.param_groups[0]["params"]]
 
 
 def constants(*values: float) -> list[Tensor]:
@@ -168,18 +170,38 @@ def test_trainer_averages_a_short_last_window_over_what_it_holds(policy: str) ->
     ("settings", "step"),
     [({"gradient_clip_val": 1.0}, 0.5), ({"gradient_clip_val": 1.5, "gradient_clip_algorithm": "value"}, 1.5), ({}, 2)],
 )
-def test_trainer_clips_true_gradients(policy: str, settings: dict[str, Any], step: float) -> None:
-    module = Linear()
-    fit(module, policy, constants(2), **settings)  # a norm of 4
-    assert module.seen[0].tolist() == [[2.0] * 4]
+@pytest.mark.parametrize("kind", [Linear, Unseen])
+def test_trainer_clips_true_gradients(
+    policy: str, settings: dict[str, Any], step: float, kind: type[Linear | Unseen]
+) -> None:
+    module = kind()
+    _, plugin = fit(module, policy, constants(2), **settings)  # a norm of 4
+    if isinstance(module, Linear):
+        assert module.seen[0].tolist() == [[2.0] * 4]
     assert module.layer.weight.tolist()[0] == pytest.approx([0.5 - step] * 4, abs=2**-10)
+    assert plugin.record().steps.grad_norm == [4.0]  # before it was clipped
+
+
+class Halving(lightning.Callback):  # type: ignore[misc,name-defined]
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_clip_val": 100.0}])
+def test_trainer_records_the_norm_before_a_callback_changes_gradients(settings: dict[str, Any]) -> None:
+    module = Unseen()
+    _, plugin = fit(module, "fp16:init_scale=256", constants(2), callbacks=[Halving()], **settings)
+    assert module.layer.weight.tolist() == [[-0.5] * 4]
+    assert plugin.record().steps.grad_norm == [4.0]
 
 
 class TwoPlayers(lightning.LightningModule):  # type: ignore[misc,name-defined]
     automatic_optimization = False
 
-    def __init__(self) -> None:
+    def __init__(self, largest: float) -> None:
         super().__init__()
+        self.largest = largest
         self.first, self.second = (nn.Linear(4, 1, bias=False) for _ in range(2))
         for layer in (self.first, self.second):
             nn.init.constant_(layer.weight, 0.5)
@@ -187,7 +209,7 @@ class TwoPlayers(lightning.LightningModule):  # type: ignore[misc,name-defined]
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self.manual_backward((self.first(batch) + self.second(batch)).mean())
         for optimizer in self.optimizers():
-            self.clip_gradients(optimizer, gradient_clip_val=1e6, gradient_clip_algorithm="norm")
+            self.clip_gradients(optimizer, gradient_clip_val=self.largest, gradient_clip_algorithm="norm")
         for optimizer in self.optimizers():
             optimizer.step()
             optimizer.zero_grad()
@@ -196,12 +218,14 @@ class TwoPlayers(lightning.LightningModule):  # type: ignore[misc,name-defined]
         return [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (self.first, self.second)]
 
 
+@pytest.mark.parametrize(("largest", "weight"), [(1e6, -0.5), (1.0, 0.0)])
 @pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
-def test_trainer_unscales_two_optimizers_once(policy: str) -> None:
-    module = TwoPlayers()
+def test_trainer_unscales_two_optimizers_once(policy: str, largest: float, weight: float) -> None:
+    module = TwoPlayers(largest)
     _, plugin = fit(module, policy, constants(1))
-    assert module.first.weight.tolist() == module.second.weight.tolist() == [[-0.5] * 4]
-    assert len(plugin.record().steps) == 1
+    for layer in (module.first, module.second):
+        assert layer.weight.tolist()[0] == pytest.approx([weight] * 4, abs=2**-10)
+    assert plugin.record().steps.grad_norm == pytest.approx([8**0.5])  # of both, before they were clipped
 
 
 @pytest.mark.parametrize("policy", ["fp16:init_scale=1048576:growth_interval=3", "fp16-master"])

@@ -91,10 +91,13 @@ class MezzoAccelerator(accelerate.Accelerator):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Make gradients true, of all optimizers, once a window."""
-        driven, steps = self.driven, self.gradient_accumulation_steps
+        self._note_short_window()
+        self.driven.unscale()
+
+    def _note_short_window(self) -> None:
+        steps = self.gradient_accumulation_steps
         if 0 < self._micro_batches < steps:
-            driven.short = steps / self._micro_batches
-        driven.unscale()
+            self.driven.short = steps / self._micro_batches
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip true gradients, of master weights where there are any; return their norm."""
@@ -131,7 +134,7 @@ class MezzoOptimizer(AcceleratedOptimizer):
         if not self.gradient_state.sync_gradients:
             return
         room = self.accelerator
-        room.unscale_gradients()
+        room._note_short_window()
         room._micro_batches = 0
         room.driven.step(self.optimizer, self.optimizer.step)
         self._is_overflow = room.driven.skipped

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
+from mezzo.engine import checks
 from mezzo.engine.gradients import put_back, set_aside
 from mezzo.engine.session import Session
 from mezzo.errors import SessionError
@@ -52,11 +53,46 @@ class Asked(Optimizer):
         """Leave gradients to the library that drives the loop."""
 
 
-class OneNorm(Session):
-    """Take the gradients' norm once a window: the libraries that clip look at it themselves, after ``unscale``."""
+class Observed(Session):
+    """Unscale and look for overflow in one pass, and take the norm once an update: who clips may know it already.
+
+    Masters and gradients of models are FP32, in one process, and the library has divided losses for its window.
+    """
+
+    norm: Tensor | None = None
+    """The norm of this window's gradients once it is known."""
+
+    def unscale(self) -> None:
+        """Divide the scale out of the gradients and learn whether the update will be skipped."""
+        checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled)
+        gradients, inverse = self._gradients(self.optimizers), self.scales[0].inverse()
+        checks.refuse_half_gradients(gradients)
+        if inverse is not None:
+            self._found = torch.zeros((), device=self.device)
+            for alike in _by_format(gradients):
+                torch._amp_foreach_non_finite_check_and_unscale_(alike, self._found, inverse)
+            self._overflowed = bool(self._found)  # the one host read of an update
+        self._window.unscaled = True
+
+    @property
+    def overflowed(self) -> bool:
+        """Return whether gradients that were unscaled are not finite, so that the update will be skipped."""
+        return self._overflowed
+
+    def look(self) -> None:
+        """Take the norm now."""
+        self.norm = super()._norm_here(self._gradients(self.optimizers))
 
     def _norm_here(self, gradients: list[Tensor]) -> Tensor:
-        return self._norm if self._window.unscaled else super()._norm_here(gradients)
+        return super()._norm_here(gradients) if self.norm is None else self.norm
+
+
+def _by_format(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Return lists of one format and device each, as torch's kernel asks for."""
+    kinds = {g.dtype for g in gradients}
+    if len(kinds) < 2:
+        return [gradients] if gradients else []
+    return [[g for g in gradients if g.dtype is kind] for kind in kinds]
 
 
 class Driven:
@@ -70,7 +106,7 @@ class Driven:
         """Whether the last update was skipped."""
         self.short = 1.0
         """What gradients of this window are to be multiplied by because it is shorter than the library divided losses for."""
-        self._session: Session | None = None
+        self._session: Observed | None = None
         self._asked: Asked
         self._parameters: list[nn.Parameter] = []
         self._open = self._unscaled = False
@@ -100,7 +136,7 @@ class Driven:
         self.models.append(model)
 
     @property
-    def session(self) -> Session:
+    def session(self) -> Observed:
         """Return the session, which casts the models when it begins."""
         return self._session or self._begin()
 
@@ -109,7 +145,7 @@ class Driven:
         """Return whether the session has begun."""
         return self._session is not None
 
-    def _begin(self) -> Session:
+    def _begin(self) -> Observed:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise SessionError(
                 f"training in {torch.distributed.get_world_size()} processes; allowed inside another library: one",
@@ -117,7 +153,7 @@ class Driven:
             )
         self._parameters = list(dict.fromkeys(p for m in self.models for p in m.parameters() if p.requires_grad))
         self._asked = Asked(self._parameters)
-        self._session = session = OneNorm(self.models, self._asked, policy=self.policy)
+        self._session = session = Observed(self.models, self._asked, policy=self.policy)
         self.scales = session.scales[0].checks or self.policy.master_weights
         casting = session.casting
         self.region = casting.autocast if casting.way == "kernels" else session.autocast  # type: ignore[method-assign]
@@ -163,19 +199,39 @@ class Driven:
             )
         session = self._session or self._begin()
         if not self._open:
-            self._open, self._unscaled = True, False
+            self._open, self._unscaled, session.norm = True, False, None
             if self.scales:
                 self._left = set_aside(self._parameters)
         self.recorder.loss(loss)
         session.backward(loss, retain_graph=retain_graph)
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
-        """Make gradients what they are without a loss scale, masters and short windows seen to; once a window.
+        """Make gradients true and take their norm: the library is about to clip them.
 
         ``optimizer``: one that is to have its masters from now on.
         """
         if optimizer is not None and optimizer is not self._last:
             self.take(optimizer)
+        self.settle()
+        self.look()
+
+    def look(self) -> None:
+        """Take the norm of true gradients, once a window: what follows may change them."""
+        if self._open and self.session.norm is None:
+            self.session.look()
+
+    def clip(self, parameters: Iterable[Tensor], max_norm: float) -> None:
+        """Clip true gradients by their norm; it is the update's as well where these are all parameters."""
+        self.settle()
+        clipped = list(parameters)
+        if len(clipped) < len(self._parameters):
+            self.look()
+        norm = torch.nn.utils.clip_grad_norm_(clipped, max_norm)
+        if self._open and self.session.norm is None:
+            self.session.norm = norm
+
+    def settle(self) -> None:
+        """Make gradients what they are without a loss scale, masters and short windows seen to; once a window."""
         if not self._open or self._unscaled:
             return
         self._unscaled = True
@@ -186,12 +242,11 @@ class Driven:
         if self.short != 1.0:
             held = self._asked.param_groups[0]["params"]
             torch._foreach_mul_([p.grad for p in held if p.grad is not None], self.short)
-            self.session._norm = self.session._norm * self.short
 
     @property
     def overflowed(self) -> bool:
         """Return whether this window's update, whose gradients were unscaled, will be skipped."""
-        return self.scales and self._unscaled and not bool(self.session._norm.isfinite())
+        return self._unscaled and self.session.overflowed
 
     def step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """Let an optimizer step by ``run`` unless the update is one to skip; return what it returns.
@@ -204,11 +259,11 @@ class Driven:
         if not self._open:
             return None if self.skipped else self._follow(run)
         asked, session = self._asked, self._session or self._begin()
-        if self.short != 1.0:
-            self.unscale()
+        if self.scales or self.short != 1.0:
+            self.settle()
         asked.run, asked.stepped, asked.result = run, False, None
         session.update()
-        self._open, self.short = False, 1.0
+        self._open, self.short, session.norm = False, 1.0, None
         if self._left:
             put_back(self._left)
             self._left = []

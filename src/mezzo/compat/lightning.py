@@ -30,6 +30,7 @@ from mezzo.policy import Policy
 from mezzo.records import RunRecord
 
 _HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+_IDLE = lightning.Callback.on_before_optimizer_step
 
 
 class _Recorded:
@@ -81,7 +82,7 @@ class MezzoFabricPrecision(_Recorded, FabricPrecision):
 
         Fabric raises an error on gradients that are not finite unless told otherwise; a skipped update needs none.
         """
-        if self.driven.scales and self.driven.overflowed:
+        if self.driven.overflowed:
             nothing = nn.Parameter(torch.zeros(()))
             nothing.grad = torch.zeros(())
             yield nothing
@@ -117,9 +118,11 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
         self._calls = 0
         self._idle: set[str] = set()
         """Hooks that the module has not made its own: they do nothing, and calling them takes Lightning some thirty calls each."""
+        self._changed = False
+        """Whether somebody's hook may change gradients before they are clipped, so that their norm is to be taken first."""
 
     def connect(
-        self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
+        self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
         """Begin with a module, or go on with it, and hold its schedules on skipped updates."""
         driven = self.driven
@@ -132,6 +135,8 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
         self._idle = {
             n for n in _HOOKS if n not in vars(model) and getattr(type(model), n, None) is getattr(_Module, n)
         }
+        before_step = {getattr(type(c), "on_before_optimizer_step", _IDLE) for c in model.trainer.callbacks}
+        self._changed = bool(before_step - {_IDLE}) or not self._idle.issuperset(_HOOKS[2:])
         for optimizer in optimizers:
             _refuse_lbfgs(optimizer)
             driven.take(optimizer)
@@ -183,14 +188,20 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
         if self._calls < accumulated and model.automatic_optimization:
             driven.short = accumulated / self._calls
         self._calls = 0
-        driven.unscale()
+        driven.settle()
+        if self._changed:
+            driven.look()
         self._after_closure(model, optimizer)
         return driven.step(optimizer, optimizer.step)
 
-    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Clip true gradients, also in manual optimization."""
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip true gradients by their norm, also in manual optimization."""
+        self.driven.clip(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the elements of true gradients, also in manual optimization."""
         self.driven.unscale()
-        super().clip_gradients(optimizer, *args, **kwargs)
+        super().clip_grad_by_value(optimizer, clip_val)
 
     def state_dict(self) -> dict[str, Any]:
         """Return loss scale, counts and masters."""

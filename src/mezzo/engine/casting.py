@@ -66,6 +66,7 @@ class Casting:
     def __init__(self, policy: Policy, device: Device) -> None:
         self.policy = policy
         self.device_type = device.kind
+        self._dtype = policy.storage.dtype
         self.arithmetic, self.arithmetic_reason = policy.arithmetic_on(device)
         self.way, reason = self.choose()
         self.choice = Choice(what="casting", value=self.way, reason=reason)
@@ -113,8 +114,7 @@ class Casting:
         """Return torch's own autocast context in the policy's dtype (a null context where the policy has no use for it)."""
         if self.way == "none":
             return nullcontext()
-        dtype = self.policy.storage.dtype
-        return torch.autocast(self.device_type, dtype=dtype, enabled=enabled)
+        return torch.autocast(self.device_type, dtype=self._dtype, enabled=enabled)
 
     @contextmanager
     def backward(self) -> Iterator[None]:

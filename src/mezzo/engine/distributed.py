@@ -69,7 +69,7 @@ class OneProcess:
 
     def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the gradients of ``parameters``, of shared ones what this process holds."""
-        return [p.grad for p in parameters if p.grad is not None]
+        return [gradient for p in parameters if (gradient := p.grad) is not None]
 
     def norm(
         self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None

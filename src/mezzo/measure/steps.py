@@ -41,7 +41,8 @@ class StepRecorder:
         """Add a backward pass's loss to the open step: micro-batches and several losses add up."""
         if not self.measures:
             return
-        value = loss.detach().sum()
+        value = loss.detach()
+        value = value.sum() if value.dim() else value.clone()  # the script may change its own in place
         self._open_loss = value if self._open_loss is None else self._open_loss + value.to(self._open_loss.device)
 
     def has_loss(self) -> bool:
@@ -54,7 +55,7 @@ class StepRecorder:
 
     def norm(self, norm: Tensor) -> None:
         """Add the gradient norm of one optimizer's update to the open step."""
-        self._open_norms.append(norm.detach())
+        self._open_norms.append(norm)
 
     def updated(self) -> None:
         """Take the time of an update; the last one before the step closes counts."""
