@@ -55,7 +55,7 @@ def test_a_linear_layer_loses_what_rounding_takes(policy: str, dtype: torch.dtyp
     assert found.dgrad == pytest.approx(relative_error([exact], [low]), rel=0.02)
     assert found.wgrad == pytest.approx(torch.finfo(dtype).eps / 4, rel=0.6)
     assert found.flops == 3 * 2 * 40 * 32 * 24
-    assert found.name == "it"
+    assert found.module == "it"
     assert not found.reason
 
 

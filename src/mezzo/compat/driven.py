@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from mezzo.engine import checks
 from mezzo.engine.gradients import put_back, set_aside
 from mezzo.engine.session import Session
 from mezzo.errors import SessionError
+from mezzo.launch.schedules import Schedules
 from mezzo.measure import memory
 from mezzo.measure.environment import environment
 from mezzo.measure.steps import StepRecorder
@@ -116,7 +117,7 @@ class Driven:
         self._taken: WeakSet[Optimizer] = WeakSet()
         self._last: Optimizer | None = None
         self._made = self._skips = 0
-        self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self._schedules = Schedules(lambda scheduler: (self._made, self._skips))
 
     # --- before training -------------------------------------------------------------------------------------------------------
 
@@ -287,24 +288,18 @@ class Driven:
 
         A schedule by update waits, one by epoch never does. The object stays what it was, of a class derived from its own.
         """
-        kind, driven = type(scheduler), self
-        if getattr(kind, "_mezzo_holds", None) is driven:
+        kind, schedules = type(scheduler), self._schedules
+        if getattr(kind, "_mezzo_holds", None) is schedules:
             return scheduler
 
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if driven.waits(self):
+            if schedules.waits(self):
                 return None
             return kind.step(self, *args, **kwargs)
 
-        self._seen[scheduler] = (self._made, self._skips)
-        scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "_mezzo_holds": driven})
+        schedules.begin(scheduler)
+        scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "_mezzo_holds": schedules})
         return scheduler
-
-    def waits(self, scheduler: Any) -> bool:
-        """Return whether the one update since this was asked last for ``scheduler`` was skipped."""
-        made, skips = self._seen.get(scheduler, (0, 0))
-        self._seen[scheduler] = (self._made, self._skips)
-        return (self._made - made, self._skips - skips) == (1, 1)
 
     # --- what is kept ----------------------------------------------------------------------------------------------------------
 

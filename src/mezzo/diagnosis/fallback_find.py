@@ -167,8 +167,8 @@ def _judge_noise(hunt: Hunt) -> str:
 
 
 def _searched(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
-    names = [local.name for local in hunt.local if not local.unnamed]
-    costs = {local.name: float(local.flops) for local in hunt.local}
+    names = [local.module for local in hunt.local if not local.unnamed]
+    costs = {local.module: float(local.flops) for local in hunt.local}
     whole = _whole(hunt)
     first = search(names, lambda kept: _verify(hunt, kept), tolerance=hunt.tolerance, costs=costs, whole=whole)
     if first.kept is None:
@@ -195,7 +195,7 @@ def _searched(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
 def _whole(hunt: Hunt) -> set[str]:
     """Return the modules that fail by what they compute themselves; a dear one is opened all the same."""
     most = _DEAR * max((local.flops for local in hunt.local), default=0)
-    return {local.name for local in hunt.local if _suspicion(local) > hunt.tolerance and local.flops <= most}
+    return {local.module for local in hunt.local if _suspicion(local) > hunt.tolerance and local.flops <= most}
 
 
 def _found(hunt: Hunt, kept: Names, how: str) -> tuple[FallbackVerdict, str, Names]:
@@ -256,8 +256,8 @@ def _with(policy: Policy, kept: Sequence[str]) -> Policy:
 
 def _scale(hunt: Hunt, policy: Policy, kept: Names) -> float:
     """Return the scale that dynamic scaling comes to: the gradients of what is not kept just fit."""
-    free = [local for local in hunt.local if not local.unnamed and not covered(local.name, kept)]
-    inside = [local.largest for local in free if not any(covered(name, [local.name]) for name in kept)]
+    free = [local for local in hunt.local if not local.unnamed and not covered(local.module, kept)]
+    inside = [local.largest for local in free if not any(covered(name, [local.module]) for name in kept)]
     largest = max((value for value in inside if math.isfinite(value)), default=0.0)
     return max(policy.min_scale, fitting_scale(largest, policy.init_scale))
 
@@ -269,12 +269,14 @@ def _ranked(local: Sequence[Local], policy: Policy) -> list[Local]:
     """
     named: dict[str, Local] = {}
     for one in local:  # a name in several models is kept in all of them
-        known = named.get(one.name)
+        known = named.get(one.module)
         if known is None or _suspicion(one) > _suspicion(known):
-            named[one.name] = one
-    free = [one for one in named.values() if not any(fnmatchcase(one.name, p) for p in policy.fp32_modules)]
-    containers = {one.name for one in free if any(covered(other.name, [one.name]) and other != one for other in free)}
-    return sorted(free, key=lambda one: (-_suspicion(one), one.name in containers, one.flops))
+            named[one.module] = one
+    free = [one for one in named.values() if not any(fnmatchcase(one.module, p) for p in policy.fp32_modules)]
+    containers = {
+        one.module for one in free if any(covered(other.module, [one.module]) and other != one for other in free)
+    }
+    return sorted(free, key=lambda one: (-_suspicion(one), one.module in containers, one.flops))
 
 
 def _suspicion(local: Local) -> float:
@@ -286,19 +288,10 @@ def _suspicion(local: Local) -> float:
 
 def _record(hunt: Hunt, run: RunRecord, verdict: FallbackVerdict, reason: str, kept: Names) -> FallbackRecord:
     whole = max((local.flops for local in hunt.local), default=0)
-    spent = sum(local.flops for local in hunt.local if local.name in kept)
+    spent = sum(local.flops for local in hunt.local if local.module in kept)
     modules = [
         ModuleError(
-            module=local.name,
-            type=local.type,
-            unnamed=local.unnamed,
-            output=local.output,
-            dgrad=local.dgrad,
-            wgrad=local.wgrad,
-            rounded=local.rounded,
-            flops=local.flops,
-            kept=covered(local.name, kept) and not local.unnamed,
-            reason=local.reason,
+            **local.model_dump(exclude={"largest", "kept"}), kept=covered(local.module, kept) and not local.unnamed
         )
         for local in hunt.local
     ]
@@ -339,6 +332,6 @@ def _notes(hunt: Hunt) -> list[Reason]:
     ]
     alone = [local for local in hunt.local if local.reason]
     if alone:
-        value = f"{len(alone)} modules, as {alone[0].name}"
+        value = f"{len(alone)} modules, as {alone[0].module}"
         notes.append(Reason(what="not run by themselves", value=value, reason=alone[0].reason))
     return notes

@@ -167,13 +167,13 @@ class Bench:
                 low = self._run_low(call, rounds=False)
                 rounded = self._run_low(call, rounds=True)
         except Exception as error:  # somebody's module: what it cannot do by itself is its own affair
-            return Local(name=name, type=kind, reason=f"{type(error).__name__}: {error}".splitlines()[0])
+            return Local(module=name, type=kind, reason=f"{type(error).__name__}: {error}".splitlines()[0])
         pairs = [(exact.output, low.output), (exact.dgrad, low.dgrad), (exact.wgrad, low.wgrad)]
         output, dgrad, wgrad = (relative_error(a, b) if a else None for a, b in pairs)
         also = [(exact.output, rounded.output), (exact.dgrad, rounded.dgrad), (exact.wgrad, rounded.wgrad)]
         arrived = [g for g in call.gradients if g is not None]
         return Local(
-            name=name,
+            module=name,
             type=kind,
             output=output,
             dgrad=dgrad,

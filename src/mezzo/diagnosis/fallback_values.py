@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import math
 
-from pydantic import BaseModel, ConfigDict
+from mezzo.records import ModuleError, Value
 
 _TOP_EXPONENT = 14  # a quarter of FP16's largest number: other batches have other gradients
 
 
-class Passed(BaseModel):
-    """Be a value that passes between processes; numbers that are not finite survive."""
+class Local(ModuleError):
+    """Hold the error that one module makes by itself, and what the search needs besides."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-
-class Local(Passed):
-    """Hold the error that one module makes by itself."""
-
-    name: str
-    type: str
-    unnamed: bool = False
-    output: float | None = None
-    dgrad: float | None = None
-    wgrad: float | None = None
-    rounded: float = 0.0
-    """The largest of the three with inputs, and children's outputs, in the lower precision."""
-    flops: int = 0
     largest: float = 0.0
     """The largest magnitude of a gradient at its outputs, inputs and weights."""
-    reason: str = ""
 
     @property
     def own(self) -> float:
@@ -38,7 +22,7 @@ class Local(Passed):
         return max((math.inf if math.isnan(error) else error for error in found), default=0.0)
 
 
-class StepErrors(Passed):
+class StepErrors(Value):
     """Hold the error of every parameter's gradient in one step."""
 
     step: int
@@ -50,7 +34,7 @@ class StepErrors(Passed):
         return max(((error, name) for name, error in self.errors.items()), default=(0.0, ""))
 
 
-class Measured(Passed):
+class Measured(Value):
     """Hold what one run showed."""
 
     local: list[Local] = []

@@ -8,15 +8,12 @@ An optimizer of torch calls its closure once, before it reads the gradients: so 
 is taken between the two. A closure that draws random numbers, accumulates or logs (Lightning's does all three) goes the way
 that it would go without a loss scale. LBFGS and optimizers that are not torch's call it when they like; an evaluation
 of theirs that overflows is made again.
-
-A scheduler is held when the one update since its last call was skipped: that holds a schedule stepped every update,
-and never one stepped every epoch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mezzo.engine.gradients import all_finite, set_aside, total_norm
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
+from mezzo.launch.schedules import Schedules
 
 Optimizer = torch.optim.Optimizer
 _MAX_EVALUATIONS = 64  # halving from 2**24 reaches the smallest floor sooner
@@ -57,9 +55,7 @@ class Updates:
         self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._made = WeakIdKeyDictionary()
         """Updates made and skipped, by optimizer."""
-        self._seen = WeakIdKeyDictionary()
-        """The same at the last call of a scheduler, by scheduler."""
-        self._scheduling = False
+        self._schedules = Schedules(self._updates_of)
         self._first: set[type] = set()
         """Classes of optimizers whose closures run before the step."""
 
@@ -83,11 +79,7 @@ class Updates:
         patches.wrap(Optimizer, "__init__", functools.partial(self._noting, patches))
         if self._run.applied is not None and self._run.applied.loss_scale != "none":
             patches.wrap(clip_grad, "_get_total_norm", _bearing_overflow)
-        for scheduler in dict.fromkeys(_classes(LRScheduler)):
-            if "step" in vars(scheduler):
-                patches.wrap(scheduler, "step", self._held)
-            if "__init__" in vars(scheduler):
-                patches.wrap(scheduler, "__init__", self._constructed)
+        self._schedules.install(patches, LRScheduler)
 
     def _noting(self, patches: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -163,38 +155,6 @@ class Updates:
 
         return evaluate
 
-    def _constructed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a scheduler step while it is made: that sets the first learning rate."""
-
-        @functools.wraps(original)
-        def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-            before, self._scheduling = self._scheduling, True
-            try:
-                original(scheduler, *args, **kwargs)
-            finally:
-                self._scheduling = before
-            self._seen[scheduler] = self._updates_of(scheduler)
-
-        return init
-
-    def _held(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._scheduling:  # a chain of schedulers steps its parts
-                return original(scheduler, *args, **kwargs)
-            now = self._updates_of(scheduler)
-            then = self._seen.get(scheduler)
-            self._seen[scheduler] = now
-            if then is not None and (now[0] - then[0], now[1] - then[1]) == (1, 1):
-                return None
-            self._scheduling = True
-            try:
-                return original(scheduler, *args, **kwargs)
-            finally:
-                self._scheduling = False
-
-        return step
-
     def _updates_of(self, scheduler: Any) -> tuple[int, int]:
         """Return how many updates a scheduler's optimizer made and skipped, also where another library wrapped the optimizer."""
         optimizer = getattr(scheduler, "optimizer", None)
@@ -247,9 +207,3 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
     groups = (group["params"] for group in optimizer.param_groups)
     gradients = (p.grad for group in groups for p in group if p.grad is not None)
     return [g.coalesce().values() if g.is_sparse else g for g in gradients]
-
-
-def _classes(base: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
-    yield base
-    for derived in base.__subclasses__():
-        yield from _classes(derived)

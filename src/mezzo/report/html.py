@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,23 +17,40 @@ from mezzo.records import (
     AnyRecord,
     AuditRecord,
     CompareRecord,
-    DiagnoseRecord,
-    DoctorRecord,
     FallbackRecord,
     RangesRecord,
     RunRecord,
 )
-from mezzo.report import audit, diagnose, fallback, figures, ranges, sheets, together, verdicts
+from mezzo.report import audit, fallback, figures, ranges, together
 from mezzo.report.figures import Plot
 from mezzo.report.plotting import policy_colours
+from mezzo.report.views import sheet_of
 
 _JSON = {"allow_nan": False, "separators": (",", ":")}
 
 
+def _none(record: AnyRecord) -> Sequence[Plot]:
+    return []
+
+
+_PLOTS: dict[type[AnyRecord], Callable[[Any], Sequence[Plot]]] = {
+    RunRecord: figures.run_plots,
+    CompareRecord: figures.compare_plots,
+    AuditRecord: audit.audit_plots,
+    FallbackRecord: fallback.fallback_plots,
+    RangesRecord: ranges.ranges_plots,
+}
+"""The figures of a record's page."""
+
+
 def render_html(record: AnyRecord) -> str:
     """Return ``record`` as one page."""
-    page, values = _page(record)
-    return _environment().get_template(page).render(values)
+    sheet, plots = sheet_of(record), _PLOTS.get(type(record), _none)(record)
+    colours = {}
+    if isinstance(record, CompareRecord):
+        # The sheet's names are cleaned, the record's are not; both stand for the same colours in the same order.
+        colours = policy_colours(list(dict.fromkeys(line.policy for line in sheet.lines)))
+    return _environment().get_template(f"{record.kind}.html").render(_values(record.kind, sheet, plots, colours))
 
 
 def write_html(record: AnyRecord, path: Path) -> None:
@@ -55,28 +72,6 @@ def _write(page: str, path: Path) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _page(record: AnyRecord) -> tuple[str, dict[str, Any]]:
-    if isinstance(record, DoctorRecord):
-        return "doctor.html", {"sheet": sheets.doctor_sheet(record), "kind": record.kind}
-    if isinstance(record, AuditRecord):
-        return "audit.html", _values(record.kind, audit.audit_sheet(record), audit.audit_plots(record), {})
-    if isinstance(record, DiagnoseRecord):
-        return "diagnose.html", _values(record.kind, diagnose.diagnose_sheet(record), [], {})
-    if isinstance(record, FallbackRecord):
-        return "fallback.html", _values(
-            record.kind, fallback.fallback_sheet(record), fallback.fallback_plots(record), {}
-        )
-    if isinstance(record, RangesRecord):
-        return "ranges.html", _values(record.kind, ranges.ranges_sheet(record), ranges.ranges_plots(record), {})
-    if isinstance(record, RunRecord):
-        sheet: Any = sheets.run_sheet(record)
-        return "run.html", _values(record.kind, sheet, figures.run_plots(record), {})
-    sheet = verdicts.compare_sheet(record)
-    # The sheet's names are cleaned, the record's are not; both stand for the same colours in the same order.
-    colours = policy_colours(list(dict.fromkeys(line.policy for line in sheet.lines)))
-    return "compare.html", _values(record.kind, sheet, figures.compare_plots(record), colours)
 
 
 def _values(kind: str, sheet: Any, plots: Sequence[Plot], colours: dict[str, str]) -> dict[str, Any]:

@@ -21,11 +21,12 @@ from mezzo.records import (
     RangesRecord,
     RunRecord,
 )
-from mezzo.report import audit, diagnose, fallback, ranges, sheets, together, verdicts
+from mezzo.report import audit, diagnose, fallback, ranges, sheets, together
 from mezzo.report.audit import Grid
 from mezzo.report.ranges import TensorLine
 from mezzo.report.sheets import Fact, MemoryLine, Share
 from mezzo.report.verdicts import Compared, CompareSheet, VerdictLine
+from mezzo.report.views import sheet_of
 
 _STYLES = {
     "good": "bold green",
@@ -42,10 +43,9 @@ _SHOWN_ROWS = 8
 
 def render(record: AnyRecord, console: Console) -> None:
     """Print ``record`` to ``console``: what every view has around what its kind has."""
-    sheet_of, body = _VIEWS[type(record)]
     sheet = sheet_of(record)
     _line(console, sheet.headline, style=_HEADING)
-    body(sheet, console)
+    _BODIES[type(record)](sheet, console)
     _section(console, "Environment", _fact_table(sheet.environment))
     if not isinstance(record, DoctorRecord):
         _command(console, sheet.command)
@@ -339,13 +339,13 @@ def _line(console: Console, text: str, *, style: str = "") -> None:
     console.print(Text(text, style=style))
 
 
-_VIEWS: dict[type[AnyRecord], tuple[Callable[[Any], Any], Callable[[Any, Console], None]]] = {
-    RunRecord: (sheets.run_sheet, _run),
-    CompareRecord: (verdicts.compare_sheet, _compare),
-    AuditRecord: (audit.audit_sheet, _audit),
-    DiagnoseRecord: (diagnose.diagnose_sheet, _diagnose),
-    FallbackRecord: (fallback.fallback_sheet, _fallback),
-    RangesRecord: (ranges.ranges_sheet, _ranges),
-    DoctorRecord: (sheets.doctor_sheet, _doctor),
+_BODIES: dict[type[AnyRecord], Callable[[Any, Console], None]] = {
+    RunRecord: _run,
+    CompareRecord: _compare,
+    AuditRecord: _audit,
+    DiagnoseRecord: _diagnose,
+    FallbackRecord: _fallback,
+    RangesRecord: _ranges,
+    DoctorRecord: _doctor,
 }
-"""By kind of record: what a view says of it, and how that is printed."""
+"""How what a record's kind says of it is printed."""

@@ -2,15 +2,12 @@
 
 Before an optimizer steps (``step`` and ``minimize``) the norm of its gradients is taken and, where the loss is scaled, one
 flag is read: after an overflow the optimizer is not called at all, so its state and its step count stay as they are.
-
-A scheduler is held when the one update since its last call was skipped: that holds a schedule stepped every update, and
-never one stepped every epoch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +18,7 @@ from paddle.optimizer.lr import LRScheduler
 from mezzo.formats import FP32
 from mezzo.launch.paddle.run import PaddleRun, parameters_of
 from mezzo.launch.patches import Patches
+from mezzo.launch.schedules import Schedules, classes
 
 
 class Updates:
@@ -28,11 +26,10 @@ class Updates:
 
     def __init__(self, run: PaddleRun) -> None:
         self._run = run
-        self._stepping = self._scheduling = False
+        self._stepping = False
         self._made: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         """Updates made and skipped, by optimizer."""
-        self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-        """The same at the last call of a scheduler, by scheduler."""
+        self._schedules = Schedules(self._updates_of)
         self._patches: Patches | None = None
         self._patched: set[type] = set()
 
@@ -40,13 +37,9 @@ class Updates:
         """Patch Paddle until ``patches`` are undone."""
         self._patches = patches
         patches.wrap(Optimizer, "__init__", self._noting)
-        for kind in _classes(Optimizer):
+        for kind in classes(Optimizer):
             self._patch(kind)
-        for kind in dict.fromkeys(_classes(LRScheduler)):
-            if "step" in vars(kind):
-                patches.wrap(kind, "step", self._held)
-            if "__init__" in vars(kind):
-                patches.wrap(kind, "__init__", self._constructed)
+        self._schedules.install(patches, LRScheduler)
 
     def _patch(self, kind: type) -> None:
         if kind in self._patched or self._patches is None:
@@ -113,38 +106,6 @@ class Updates:
         for watcher in run.watchers:
             watcher()
 
-    # --- schedulers ------------------------------------------------------------------------------------------------------------
-
-    def _constructed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a scheduler step while it is made: that sets the first learning rate."""
-
-        @functools.wraps(original)
-        def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-            before, self._scheduling = self._scheduling, True
-            try:
-                original(scheduler, *args, **kwargs)
-            finally:
-                self._scheduling = before
-
-        return init
-
-    def _held(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._scheduling:  # a warm-up steps the schedule inside it
-                return original(scheduler, *args, **kwargs)
-            now, then = self._updates_of(scheduler), self._seen.get(scheduler, (0, 0))
-            self._seen[scheduler] = now
-            if (now[0] - then[0], now[1] - then[1]) == (1, 1):
-                return None
-            self._scheduling = True
-            try:
-                return original(scheduler, *args, **kwargs)
-            finally:
-                self._scheduling = False
-
-        return step
-
     def _updates_of(self, scheduler: Any) -> tuple[int, int]:
         held = [n for o, n in self._made.items() if getattr(o, "_learning_rate", None) is scheduler]
         return max(held, default=(0, 0))
@@ -163,10 +124,3 @@ def _dense(gradient: Any) -> Any:
         merged = paddle.nn.clip.merge_selected_rows(gradient)
         return paddle.nn.clip.get_tensor_from_selected_rows(merged)
     return gradient if gradient.element_size() > 2 else gradient.astype(FP32.dtype_name)
-
-
-def _classes(base: type[Any]) -> Iterator[type[Any]]:
-    yield base
-    derived: list[type[Any]] = base.__subclasses__()
-    for kind in derived:
-        yield from _classes(kind)
