@@ -31,18 +31,22 @@ _ADAPTER: TypeAdapter[AnyRecord] = TypeAdapter(Record)
 
 
 def write_record(record: AnyRecord, path: Path) -> None:
-    """Write ``record`` to ``path`` whole or not at all: to a temporary file beside it, then moved into place."""
+    """Write ``record`` to ``path`` whole or not at all."""
+    write_whole(record.model_dump_json(indent=1), path)
+
+
+def write_whole(text: str, path: Path) -> None:
+    """Write ``text`` to a temporary file beside ``path``, then move it into place; make the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(record.model_dump_json(indent=1))
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())  # a crash of the machine must not leave an empty file under the final name
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def read_record(path: Path | str) -> AnyRecord:

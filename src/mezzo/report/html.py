@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -13,14 +12,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from mezzo.records import (
-    AnyRecord,
-    AuditRecord,
-    CompareRecord,
-    FallbackRecord,
-    RangesRecord,
-    RunRecord,
-)
+from mezzo.records import AnyRecord, CompareRecord
+from mezzo.records.files import write_whole
 from mezzo.report import audit, fallback, figures, ranges, together
 from mezzo.report.figures import Plot
 from mezzo.report.plotting import policy_colours
@@ -29,23 +22,20 @@ from mezzo.report.views import sheet_of
 _JSON = {"allow_nan": False, "separators": (",", ":")}
 
 
-def _none(record: AnyRecord) -> Sequence[Plot]:
-    return []
-
-
-_PLOTS: dict[type[AnyRecord], Callable[[Any], Sequence[Plot]]] = {
-    RunRecord: figures.run_plots,
-    CompareRecord: figures.compare_plots,
-    AuditRecord: audit.audit_plots,
-    FallbackRecord: fallback.fallback_plots,
-    RangesRecord: ranges.ranges_plots,
+_PLOTS: dict[str, Callable[[Any], Sequence[Plot]]] = {
+    "run": figures.run_plots,
+    "compare": figures.compare_plots,
+    "audit": audit.audit_plots,
+    "fallback": fallback.fallback_plots,
+    "ranges": ranges.ranges_plots,
 }
 """The figures of a record's page."""
 
 
 def render_html(record: AnyRecord) -> str:
     """Return ``record`` as one page."""
-    sheet, plots = sheet_of(record), _PLOTS.get(type(record), _none)(record)
+    sheet = sheet_of(record)
+    plots = _PLOTS[record.kind](record) if record.kind in _PLOTS else []
     colours = {}
     if isinstance(record, CompareRecord):
         # The sheet's names are cleaned, the record's are not; both stand for the same colours in the same order.
@@ -55,23 +45,13 @@ def render_html(record: AnyRecord) -> str:
 
 def write_html(record: AnyRecord, path: Path) -> None:
     """Write ``record`` as a page to ``path``, whole or not at all."""
-    _write(render_html(record), path)
+    write_whole(render_html(record), path)
 
 
 def write_together(records: Sequence[CompareRecord], path: Path) -> None:
     """Write several comparisons as one page to ``path``, whole or not at all."""
     values = _values("together", together.together_sheet(records), [], {})
-    _write(_environment().get_template("together.html").render(values), path)
-
-
-def _write(page: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(_environment().get_template("together.html").render(values), path)
 
 
 def _values(kind: str, sheet: Any, plots: Sequence[Plot], colours: dict[str, str]) -> dict[str, Any]:

@@ -11,16 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.records import (
-    AnyRecord,
-    AuditRecord,
-    CompareRecord,
-    DiagnoseRecord,
-    DoctorRecord,
-    FallbackRecord,
-    RangesRecord,
-    RunRecord,
-)
+from mezzo.records import AnyRecord, CompareRecord, DoctorRecord
 from mezzo.report import audit, diagnose, fallback, ranges, sheets, together
 from mezzo.report.audit import Grid
 from mezzo.report.ranges import TensorLine
@@ -45,7 +36,7 @@ def render(record: AnyRecord, console: Console) -> None:
     """Print ``record`` to ``console``: what every view has around what its kind has."""
     sheet = sheet_of(record)
     _line(console, sheet.headline, style=_HEADING)
-    _BODIES[type(record)](sheet, console)
+    _BODIES[record.kind](sheet, console)
     _section(console, "Environment", _fact_table(sheet.environment))
     if not isinstance(record, DoctorRecord):
         _command(console, sheet.command)
@@ -339,13 +330,13 @@ def _line(console: Console, text: str, *, style: str = "") -> None:
     console.print(Text(text, style=style))
 
 
-_BODIES: dict[type[AnyRecord], Callable[[Any, Console], None]] = {
-    RunRecord: _run,
-    CompareRecord: _compare,
-    AuditRecord: _audit,
-    DiagnoseRecord: _diagnose,
-    FallbackRecord: _fallback,
-    RangesRecord: _ranges,
-    DoctorRecord: _doctor,
+_BODIES: dict[str, Callable[[Any, Console], None]] = {
+    "run": _run,
+    "compare": _compare,
+    "audit": _audit,
+    "diagnose": _diagnose,
+    "fallback": _fallback,
+    "ranges": _ranges,
+    "doctor": _doctor,
 }
 """How what a record's kind says of it is printed."""
