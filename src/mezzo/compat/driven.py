@@ -57,7 +57,7 @@ class Asked(Optimizer):
 class Observed(Session):
     """Unscale and look for overflow in one pass, and take the norm once an update: who clips may know it already.
 
-    Masters and gradients of models are FP32, in one process, and the library has divided losses for its window.
+    Gradients are in one process and on one device, and the library has divided losses for its window.
     """
 
     norm: Tensor | None = None
@@ -70,7 +70,8 @@ class Observed(Session):
         checks.refuse_half_gradients(gradients)
         if inverse is not None:
             self._found = torch.zeros((), device=self.device)
-            for alike in _by_format(gradients):
+            for kind in {g.dtype for g in gradients}:  # torch's kernel takes one format at a time
+                alike = [g for g in gradients if g.dtype is kind]
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, self._found, inverse)
             self._overflowed = bool(self._found)  # the one host read of an update
         self._window.unscaled = True
@@ -86,14 +87,6 @@ class Observed(Session):
 
     def _norm_here(self, gradients: list[Tensor]) -> Tensor:
         return super()._norm_here(gradients) if self.norm is None else self.norm
-
-
-def _by_format(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Return lists of one format and device each, as torch's kernel asks for."""
-    kinds = {g.dtype for g in gradients}
-    if len(kinds) < 2:
-        return [gradients] if gradients else []
-    return [[g for g in gradients if g.dtype is kind] for kind in kinds]
 
 
 class Driven:
@@ -200,9 +193,10 @@ class Driven:
             )
         session = self._session or self._begin()
         if not self._open:
-            self._open, self._unscaled, session.norm = True, False, None
+            self._open, self._unscaled = True, False
             if self.scales:
                 self._left = set_aside(self._parameters)
+        session.norm = None  # that of other gradients
         self.recorder.loss(loss)
         session.backward(loss, retain_graph=retain_graph)
 
@@ -264,7 +258,7 @@ class Driven:
             self.settle()
         asked.run, asked.stepped, asked.result = run, False, None
         session.update()
-        self._open, self.short, session.norm = False, 1.0, None
+        self._open, self.short = False, 1.0
         if self._left:
             put_back(self._left)
             self._left = []

@@ -135,7 +135,7 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
         self._idle = {
             n for n in _HOOKS if n not in vars(model) and getattr(type(model), n, None) is getattr(_Module, n)
         }
-        before_step = {getattr(type(c), "on_before_optimizer_step", _IDLE) for c in model.trainer.callbacks}
+        before_step = {type(c).on_before_optimizer_step for c in model.trainer.callbacks}
         self._changed = bool(before_step - {_IDLE}) or not self._idle.issuperset(_HOOKS[2:])
         for optimizer in optimizers:
             _refuse_lbfgs(optimizer)

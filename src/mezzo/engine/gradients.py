@@ -17,12 +17,10 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     16-bit gradients are squared in FP32: their squares leave FP16's range from 256 on.
     """
     widest = None if gradients[0].element_size() > 2 else FP32.dtype
-    norms = torch._foreach_norm(gradients, dtype=widest)
-    try:
-        together = torch.stack(norms)
-    except RuntimeError:  # on several devices; asking each for its device costs as much as the rest
-        together = torch.stack([n.to(norms[0].device) for n in norms])
-    total: Tensor = torch.linalg.vector_norm(together)
+    norms = list(torch._foreach_norm(gradients, dtype=widest))
+    if len({n.device for n in norms}) > 1:
+        norms = [n.to(norms[0].device) for n in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
 

@@ -55,7 +55,7 @@ class StepRecorder:
 
     def norm(self, norm: Tensor) -> None:
         """Add the gradient norm of one optimizer's update to the open step."""
-        self._open_norms.append(norm)
+        self._open_norms.append(norm.detach())  # a backward pass with create_graph gives it a graph to hold
 
     def updated(self) -> None:
         """Take the time of an update; the last one before the step closes counts."""
