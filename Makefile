@@ -17,10 +17,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
+# Only a tenth of a framework is ever imported: the last command writes the byte code of that before anything is timed.
 .venv-%/.ready: pyproject.toml requirements-%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --no-compile --requirement requirements-$*.txt --editable '.[test]'
-	.venv-$*/bin/python -c 'import $*, sklearn.datasets'  # writes the byte code of what is used, a tenth of all, before anything is timed
+	.venv-$*/bin/python -c 'import $*, sklearn.datasets'
 	touch $@
 
 demo: $(READY)
