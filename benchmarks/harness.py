@@ -94,6 +94,7 @@ def chosen(argv: list[str]) -> list[str]:
         "ranges",
         "diagnose",
         "trainers",
+        "machine_code",
     ]
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in multiply
 def tape(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     gpu = importlib.import_module("mezzo.engine.kernels.gpu")
-    for kernel in ("square_kernel", "adamw_kernel", "sgd_kernel"):
+    for kernel in ("square_kernel", "begin_kernel", "adamw_kernel", "sgd_kernel"):
         monkeypatch.setattr(gpu, kernel, Kernel(getattr(gpu, kernel)))
     for module in (graphs, onepass, preparation, session):
         if hasattr(module, "choose"):

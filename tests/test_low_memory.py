@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -161,8 +161,9 @@ def trained(
     *,
     updates: int = 12,
     shapes: list[tuple[int, ...]] = SHAPES,
+    odd: bool = False,
 ) -> Batch:
-    """Updates, some of them skipped, with gradients over many decades."""
+    """Updates, some of them skipped, with gradients over many decades; ``odd`` ones begin at no multiple of 16 bytes."""
     values = [normal(math.prod(s), i).view(s) for i, s in enumerate(shapes)]
     masters = values
     if weights == "fp16 master":
@@ -182,7 +183,8 @@ def trained(
     )
     common = {"lr": 1e-2, "weight_decay": 0.01, "maximize": False}
     for step in range(updates):
-        batch.gradients = [normal(v.numel(), 100 * step + i).view(v.shape) for i, v in enumerate(values)]
+        drawn = [normal(v.numel() + odd, 100 * step + i)[int(odd) :] for i, v in enumerate(values)]
+        batch.gradients = [d.view(v.shape) for d, v in zip(drawn, values, strict=True)]
         factor, found = torch.tensor(0.5), torch.tensor(float(step in (0, 7)))
         if rule == "adamw":
             kernels.adamw(batch, AdamWSettings(beta1=0.9, beta2=0.999, eps=1e-8, amsgrad=True, **common), factor, found)
@@ -231,10 +233,12 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from mezzo.engine.kernels import gpu, reference
 from test_low_memory import COMBINATIONS, assert_same, trained
-gpu.CHUNK = 1024  # before the first table
+
 for case in COMBINATIONS:
     results = [trained(kernels, *case, updates=2, shapes=[(7, 5), (1100,)]) for kernels in (gpu, reference)]
     assert_same(*results)
+for odd in (False, True):  # two chunks; whole tiles of 16 bytes at a time, and element by element
+    assert_same(*[trained(k, "adamw", "fp32", "bf16 split", updates=2, shapes=[(4500,)], odd=odd) for k in (gpu, reference)])
 print("identical", len(COMBINATIONS))
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -428,10 +432,11 @@ def test_session_does_not_warn_of_lost_updates_where_none_is_lost() -> None:
 
 
 def test_the_interpreter_s_bits_are_those_of_struct() -> None:
-    # The settings travel as the bits of FP64 numbers.
+    # The settings travel as the bits of FP64 and FP32 numbers.
     pytest.importorskip("triton")
     code = "from mezzo.engine.kernels.gpu import _head; from mezzo.engine.kernels.batch import SGDSettings as S; \
 print(_head(S(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.01, nesterov=False, maximize=True)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    expected = [0.1, 0.01, -1.0, 0.9, 0.5, 0.0, 0.0, 0.0]
-    assert done.stdout.strip() == str([struct.unpack("q", struct.pack("d", v))[0] for v in expected])
+    expected = np.zeros(8, dtype=np.int64)
+    expected[3:].view(np.float32)[:5] = [-1.0, 0.01, 0.1, 0.9, 0.5]
+    assert done.stdout.strip() == str(expected.tolist())

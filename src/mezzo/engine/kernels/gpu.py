@@ -1,15 +1,15 @@
 """The Triton way for NVIDIA and AMD GPUs: all tensors of a group in one launch, by tables of addresses.
 
-A program finds its chunk in a table, the tensor's memory in tables of addresses, and the group's settings at the table's head;
+A program finds its chunk in a table, the tensor's memory in the table's rows of addresses, and the group's settings at its head;
 ``factor`` and ``found_inf`` are read on the device, and where ``found_inf`` is above 0 a program ends before it loads
 anything else. The host only sends the table, through pinned memory: a captured step sends its tables once and
 from then on nothing but settings that changed.
 
 Tensors of different kinds (formats of weight, gradient, moments and master) go in a launch each, because formats are
-compiled in.
+compiled in. Multiplications and additions are not fused, roots and quotients are correctly rounded: the reference's bits.
 
-On a CPU these kernels run under Triton's interpreter (``TRITON_INTERPRET=1``), which is how they are tested; what they reach on
-a GPU is for ``benchmarks/`` to show.
+On a CPU these kernels run under Triton's interpreter (``TRITON_INTERPRET=1``), which is how their values are tested; for GPUs they
+are compiled by tests that read the machine code, which needs no GPU. What they reach on one is for ``benchmarks/`` to show.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.gpu_kernels import adamw_kernel, sgd_kernel, square_kernel
+from mezzo.engine.kernels.gpu_kernels import adamw_kernel, begin_kernel, sgd_kernel, square_kernel
 from mezzo.engine.kernels.layout import dense
 from mezzo.engine.kernels.moments import KINDS
 from mezzo.errors import SessionError
@@ -34,10 +34,15 @@ from mezzo.formats import BF16, FP16, FP32
 
 CHUNK = 4096
 """Elements a program works on: 64 to 120 KB of memory traffic, enough to hide the table look-ups."""
+SUMMING = {"TILE": 2048, "num_warps": 4}
+"""A tile is 16 elements a thread, which adds them up in registers: 32 to 64 bytes under way."""
+UPDATING = {"TILE": 256, "num_warps": 2, "enable_fp_fusion": False}
+"""A tile is 4 elements a thread: up to 56 bytes under way, in 48 to 72 registers, so a thousand threads share a processor."""
+_BEGINNING = {"TILE": 128, "num_warps": 4, "enable_fp_fusion": False}
 _TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, KINDS["8bit"]: tl.uint8}
 _ALONE, _MASTER, _SPLIT, _STOCHASTIC = 0, 1, 2, 3
-_SETTINGS = 8
-"""Places at a table's head."""
+_HEAD = struct.Struct("3d10f")
+"""A table's head: FP64 settings, which only one program a tensor needs, and FP32 ones."""
 
 Settings = AdamWSettings | SGDSettings
 
@@ -55,32 +60,28 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class Table:
-    """Hold what a launch reads on the device: settings, then addresses of every list, numbers and sizes; all int64."""
+    """Hold what a launch reads on the device: settings, then rows of sizes, numbers, corrections and addresses; all int64."""
 
     def __init__(
         self,
         lists: Sequence[Sequence[Tensor]],
-        numbers: Sequence[int],
-        settings: Settings | None,
+        *,
+        numbers: Sequence[int] = (),
+        settings: Settings | None = None,
         memory: Tensor | None = None,
     ) -> None:
         """Lay the table out in new memory, or in that of another table of this length."""
         first = lists[0]
-        sizes = [t.numel() for t in first]
-        rows = [t.data_ptr() for tensors in lists for t in tensors]
-        self.settings = settings
+        sizes, zeros = [t.numel() for t in first], [0] * len(first)
+        addresses = [t.data_ptr() for tensors in lists for t in tensors]
+        self.settings, self.count = settings, len(first)
         self.chunks = _chunks(tuple(sizes), first[0].device)
         self.programs = len(self.chunks) // 2
-        self._rows = [*_head(settings), *rows, *numbers, *sizes]
+        self._rows = [*_head(settings), *sizes, *(numbers or zeros), *zeros, *addresses]
         self.memory = (
             torch.empty(len(self._rows), dtype=torch.int64, device=first[0].device) if memory is None else memory
         )
         assert len(self.memory) == len(self._rows)
-        self.head, rest = self.memory[:_SETTINGS], self.memory[_SETTINGS:]
-        count = len(first)
-        self.addresses = [rest[i * count : (i + 1) * count] for i in range(len(lists))]
-        rest = rest[len(lists) * count :]
-        self.numbers, self.sizes = rest[:count], rest[count:]
 
     def send(self) -> None:
         """Send everything to the device, without waiting for it."""
@@ -104,7 +105,8 @@ class Table:
                 hint="capture the step anew after such a change",
             )
         self.settings = fresh
-        _send(_head(fresh), self.head)
+        head = _head(fresh)
+        _send(head, self.memory[: len(head)])
 
 
 _recorded: list[Table] | None = None
@@ -128,11 +130,13 @@ def recording(rehearsed: Sequence[Table] = ()) -> Iterator[list[Table]]:
         _recorded = _memories = None
 
 
-def _table(lists: Sequence[Sequence[Tensor]], numbers: Sequence[int], settings: Settings | None = None) -> Table:
+def _table(
+    lists: Sequence[Sequence[Tensor]], *, numbers: Sequence[int] = (), settings: Settings | None = None
+) -> Table:
     if _memories is not None:
-        table = Table(lists, numbers, settings, next(_memories))
+        table = Table(lists, numbers=numbers, settings=settings, memory=next(_memories))
     else:
-        table = Table(lists, numbers, settings)
+        table = Table(lists, numbers=numbers, settings=settings)
         table.send()
     if _recorded is not None:
         _recorded.append(table)
@@ -148,12 +152,12 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
     parts, gradients = [], [dense(g) for g in gradients]
     for dtype in dict.fromkeys(g.dtype for g in gradients):
-        own = [g for g in gradients if g.dtype is dtype]
-        table = _table([own], [0] * len(own))
-        partials = torch.empty(table.programs, dtype=torch.double, device=own[0].device)
-        square_kernel[(table.programs,)](
-            table.addresses[0], table.chunks, table.sizes, partials, TYPE=_TYPES[dtype], BLOCK=CHUNK
-        )
+        table = _table([[g for g in gradients if g.dtype is dtype]])
+        partials = torch.empty(table.programs, dtype=torch.double, device=table.memory.device)
+        # Squares of FP16 are exact in FP32 and a handful of them stays far below its end. FP64 is slow on many GPUs.
+        few = tl.float32 if dtype is FP16.dtype else tl.float64
+        kind = {"TYPE": _TYPES[dtype], "SUM": few, "BLOCK": CHUNK}
+        square_kernel[(table.programs,)](table.memory, table.chunks, partials, table.count, **kind, **SUMMING)
         parts.append(partials.sum())
     return torch.stack(parts).sum()
 
@@ -181,16 +185,18 @@ def _launch(
     found_inf: Tensor,
     **compiled_in: bool,
 ) -> None:
-    torch._foreach_add_(batch.steps, [1 - found_inf] * len(batch.steps))
     for kind, which in _kinds(batch, moments[0]):
-        lists = [batch.weights, batch.gradients, batch.masters]
+        lists = [batch.weights, batch.gradients, batch.masters, batch.steps]
         lists += [
             batch.moments.get(name, batch.masters) for name in moments
         ]  # masters stand in for what is not touched
-        chosen = [[tensors[i] for i in which] for tensors in (*lists, batch.steps)]
-        table = _table(chosen, [batch.numbers[i] for i in which] if batch.numbers else [0] * len(which), settings)
-        rest = (table.numbers, table.sizes, table.chunks, table.head, factor, found_inf)
-        kernel[(table.programs,)](*table.addresses, *rest, **kind, **compiled_in, BLOCK=CHUNK)
+        numbers = [batch.numbers[i] for i in which] if batch.numbers else ()
+        table = _table([[tensors[i] for i in which] for tensors in lists], numbers=numbers, settings=settings)
+        begin_kernel[(-(-table.count // _BEGINNING["TILE"]),)](
+            table.memory, found_inf, table.count, ADAMW=kernel is adamw_kernel, **_BEGINNING
+        )
+        arguments = (table.memory, table.chunks, factor, found_inf, table.count)
+        kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=CHUNK, **UPDATING)
 
 
 def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], list[int]]]:
@@ -207,17 +213,19 @@ def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], list[int
 
 
 def _head(settings: Settings | None) -> list[int]:
-    """Return a group's settings as the kernels read them: the bits of FP64 numbers."""
-    if settings is None:
-        return [0] * _SETTINGS
-    s = settings
-    values = [s.lr, s.weight_decay, -1.0 if s.maximize else 1.0]
-    if isinstance(s, AdamWSettings):
-        values += [s.beta1, s.beta2, s.eps, *(math.log(b) if b else -math.inf for b in (s.beta1, s.beta2))]
-    else:
-        values += [s.momentum, 1.0 - s.dampening]
-    values += [0.0] * (_SETTINGS - len(values))
-    return list(struct.unpack(f"{_SETTINGS}q", struct.pack(f"{_SETTINGS}d", *values)))
+    """Return a group's settings as the kernels read them: the bits of ``_HEAD``, eight bytes at a time."""
+    exact: list[float] = [0.0] * 3
+    rounded: list[float] = []
+    if isinstance(settings, AdamWSettings):
+        s = settings
+        exact = [s.lr, *(math.log(b) if b else -math.inf for b in (s.beta1, s.beta2))]
+        rounded = [s.lr * s.weight_decay, s.beta1, 1.0 - s.beta1, s.beta2, 1.0 - s.beta2, s.eps]
+    elif isinstance(settings, SGDSettings):
+        rounded = [settings.weight_decay, settings.lr, settings.momentum, 1.0 - settings.dampening]
+    if settings is not None:
+        rounded = [-1.0 if settings.maximize else 1.0, *rounded]
+    rounded += [0.0] * (10 - len(rounded))
+    return list(struct.unpack(f"{_HEAD.size // 8}q", _HEAD.pack(*exact, *rounded)))
 
 
 def _compiled_in(settings: Settings) -> tuple[bool, bool]:

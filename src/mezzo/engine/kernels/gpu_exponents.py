@@ -16,41 +16,56 @@ from torch import Tensor
 
 from mezzo.engine.kernels import exponents
 from mezzo.engine.kernels.gpu import _TYPES, CHUNK, Table
-from mezzo.engine.kernels.gpu_formats import place, read
+from mezzo.engine.kernels.gpu_formats import FIRST, extent, offsets, place, read
 
 _LOCAL_BINS = 4096  # a power of two with room for the table; what lies beyond it are places outside the tensor
+_TILE = 1024
+_WARPS = 8
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "chunks", "cuts"]
+)  # one binary for any memory
 def exponent_kernel(
-    tensors,
-    tables,
-    sizes,
+    table,
     chunks,
     cuts,
+    count,
     TYPE: tl.constexpr,
     CUTS: tl.constexpr,
     BINS: tl.constexpr,
     LOCAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Add the counts of a chunk to its tensor's table."""
-    tensor, at, inside = place(chunks, sizes, BLOCK)
-    magnitude = tl.abs(read(tensors, tensor, at, inside, TYPE).to(tl.float32))
-    plain = magnitude.to(tl.int32, bitcast=True)
+    column, first, size = place(table, chunks, count)
+    values = tl.load(column + FIRST * count)
+    counts = tl.zeros([LOCAL], dtype=tl.int32)
+    for offset in range(0, extent(first, size, BLOCK), TILE):
+        at = offsets(first + offset, TILE)
+        if (values % 16 == 0) & (first + offset + TILE <= size):
+            value = read(values, at, at < size, TYPE, True).to(tl.float32)
+        else:
+            value = read(values, at, at < size, TYPE, False).to(tl.float32)
+        place_of = _bins(value, cuts, CUTS, TILE)
+        counts += tl.histogram(tl.where(at < size, place_of, LOCAL - 1), LOCAL)
+    bins = tl.arange(0, LOCAL)
+    counted = tl.load(column + (FIRST + 1) * count).to(tl.pointer_type(tl.int64))
+    tl.atomic_add(counted + bins, counts.to(tl.int64), mask=(bins < BINS) & (counts > 0), sem="relaxed")
+
+
+@triton.jit
+def _bins(value, cuts, CUTS: tl.constexpr, TILE: tl.constexpr):
+    plain = tl.abs(value).to(tl.int32, bitcast=True)
     # FP32's subnormals are made normal by whole numbers: a GPU may flush them in floating-point arithmetic.
     small = plain.to(tl.float32).to(tl.int32, bitcast=True) - (149 << 23)
     bits = tl.where(plain < (1 << 23), tl.where(plain == 0, -(127 << 23), small), plain)
     mantissa = bits & 0x7FFFFF
-    row = tl.maximum((bits >> 23) + 23, 0)
-    cell = tl.zeros([BLOCK], dtype=tl.int32)
+    cell = tl.zeros([TILE], dtype=tl.int32)
     for number in tl.static_range(CUTS):
         cell += (mantissa >= tl.load(cuts + number)).to(tl.int32)
-    where = tl.where(inside, row * (CUTS + 1) + cell, LOCAL - 1)
-    counts = tl.histogram(where, LOCAL)
-    bins = tl.arange(0, LOCAL)
-    table = tl.load(tables + tensor).to(tl.pointer_type(tl.int64))
-    tl.atomic_add(table + bins, counts.to(tl.int64), mask=(bins < BINS) & (counts > 0), sem="relaxed")
+    return tl.maximum((bits >> 23) + 23, 0) * (CUTS + 1) + cell
 
 
 @functools.cache
@@ -65,17 +80,18 @@ def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         own = [
             (t, r) for t, r in zip(tensors, rows, strict=True) if t.numel() and (t.dtype, t.device) == (dtype, device)
         ]
-        table = Table([[t for t, _ in own], [r for _, r in own]], [0] * len(own), None)
+        table = Table([[t for t, _ in own], [r for _, r in own]])
         table.send()
         exponent_kernel[(table.programs,)](
-            table.addresses[0],
-            table.addresses[1],
-            table.sizes,
+            table.memory,
             table.chunks,
             _cuts(device),
+            table.count,
             TYPE=_TYPES[dtype],
             CUTS=len(exponents.CUTS),
             BINS=exponents.BINS,
             LOCAL=_LOCAL_BINS,
             BLOCK=CHUNK,
+            TILE=_TILE,
+            num_warps=_WARPS,
         )

@@ -8,21 +8,52 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# A table of int64: the group's settings, then rows of one entry a tensor. ``gpu.Table`` lays it out.
+HEAD = tl.constexpr(8)
+EXACT = tl.constexpr(3)
+"""Settings at the head that are FP64; FP32 ones follow."""
+SIZES, NUMBERS, CORRECTIONS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+FIRST = tl.constexpr(3)
+"""The first of the rows that hold addresses."""
+
 
 @triton.jit
-def place(chunks, sizes, BLOCK: tl.constexpr):
-    """Return this program's tensor, its element offsets in it, and which of them exist."""
-    program = tl.program_id(0)
-    tensor = tl.load(chunks + 2 * program)
-    at = tl.load(chunks + 2 * program + 1) + tl.arange(0, BLOCK).to(tl.int64)
-    return tensor, at, at < tl.load(sizes + tensor)
+def place(table, chunks, count):
+    """Return where this program's tensor has its entry in the first row, the first element to work on, and the tensor's size."""
+    chunk = chunks + 2 * tl.program_id(0)
+    column = table + HEAD + tl.load(chunk)
+    return column, tl.load(chunk + 1), tl.load(column + SIZES * count)
 
 
 @triton.jit
-def read(addresses, tensor, at, inside, TYPE: tl.constexpr):
-    """Return elements of one of the tensors."""
-    pointer = tl.load(addresses + tensor).to(tl.pointer_type(TYPE))
-    return tl.load(pointer + at, mask=inside, other=0)
+def extent(first, size, BLOCK: tl.constexpr):
+    """Return how many of a chunk's elements exist."""
+    return tl.minimum(size - first, BLOCK).to(tl.int32)
+
+
+@triton.jit
+def offsets(first, TILE: tl.constexpr):
+    """Return the places of a tile's elements in their tensor."""
+    return tl.max_contiguous(tl.multiple_of(first + tl.arange(0, TILE).to(tl.int64), TILE), TILE)
+
+
+@triton.jit
+def read(address, at, inside, TYPE: tl.constexpr, WHOLE: tl.constexpr):
+    """Return elements of the tensor at ``address``: of a whole tile 16 bytes at a time, else those that are ``inside``."""
+    pointer = address.to(tl.pointer_type(TYPE))
+    if WHOLE:
+        return tl.load(tl.multiple_of(pointer, 16) + at)
+    else:
+        return tl.load(pointer + at, mask=inside, other=0)
+
+
+@triton.jit
+def _put(address, at, inside, value, TYPE: tl.constexpr, WHOLE: tl.constexpr):
+    pointer = address.to(tl.pointer_type(TYPE))
+    if WHOLE:
+        tl.store(tl.multiple_of(pointer, 16) + at, value)
+    else:
+        tl.store(pointer + at, value, mask=inside)
 
 
 @triton.jit
@@ -34,20 +65,12 @@ def _to_bf16(value):
 
 
 @triton.jit
-def write(addresses, tensor, at, inside, value, TYPE: tl.constexpr):
-    """Write elements of one of the tensors, rounded to nearest."""
+def write(address, at, inside, value, TYPE: tl.constexpr, WHOLE: tl.constexpr):
+    """Write elements of the tensor at ``address``, rounded to nearest."""
     if TYPE == tl.bfloat16:  # spelled out: Triton's interpreter cuts FP32 off instead of rounding it
-        pointer = tl.load(addresses + tensor).to(tl.pointer_type(tl.int16))
-        tl.store(pointer + at, _to_bf16(value), mask=inside)
+        _put(address, at, inside, _to_bf16(value), tl.int16, WHOLE)
     else:
-        pointer = tl.load(addresses + tensor).to(tl.pointer_type(TYPE))
-        tl.store(pointer + at, value.to(TYPE), mask=inside)
-
-
-@triton.jit
-def setting(settings, number: tl.constexpr):
-    """Return one of the group's settings, which travel as the bits of FP64 numbers."""
-    return tl.load(settings + number).to(tl.float64, bitcast=True)
+        _put(address, at, inside, value.to(TYPE), TYPE, WHOLE)
 
 
 @triton.jit
@@ -59,10 +82,9 @@ def mix(x):
 
 
 @triton.jit
-def hashed(numbers, tensor, step, at):
+def hashed(number, step, at):
     """Return 32 random bits for every element; ``for_weight``, ``for_first`` and ``for_second`` take theirs out of them."""
-    number = tl.load(numbers + tensor).to(tl.uint32)
-    seed = mix(mix(step.to(tl.uint32)) + number * tl.full([], 0x9E3779B9, tl.uint32))
+    seed = mix(mix(step.to(tl.uint32)) + number.to(tl.uint32) * tl.full([], 0x9E3779B9, tl.uint32))
     return mix(at.to(tl.uint32) + seed)
 
 
@@ -92,42 +114,59 @@ def _to_bf16_by(value, bits16):
 
 
 @triton.jit
-def open_master(weights, masters, tensor, at, inside, TYPE: tl.constexpr, KIND: tl.constexpr):
+def open_master(weight, master, at, inside, TYPE: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr):
     """Return FP32 weights: KIND 1 has an FP32 master, 2 the low bits of one, 0 and 3 none."""
     if KIND == 1:
-        return read(masters, tensor, at, inside, tl.float32)
+        return read(master, at, inside, tl.float32, WHOLE)
     elif KIND == 2:
-        low = read(masters, tensor, at, inside, tl.int16)
-        high = read(weights, tensor, at, inside, tl.int16).to(tl.int32) - (low < 0).to(tl.int32)
+        low = read(master, at, inside, tl.int16, WHOLE)
+        high = read(weight, at, inside, tl.int16, WHOLE).to(tl.int32) - (low < 0).to(tl.int32)
         return ((high << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
     else:
-        return read(weights, tensor, at, inside, TYPE).to(tl.float32)
+        return read(weight, at, inside, TYPE, WHOLE).to(tl.float32)
 
 
 @triton.jit
-def close_master(weights, masters, tensor, at, inside, value, h, TYPE: tl.constexpr, KIND: tl.constexpr):
+def close_master(weight, master, at, inside, value, h, TYPE: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr):
     """Write FP32 weights back; KIND 3 is BF16 without a master, rounded stochastically."""
     if KIND == 2:
         bits = value.to(tl.int32, bitcast=True)
         low = bits.to(tl.int16)
         high = (bits >> 16) + (low < 0).to(tl.int32)
-        write(weights, tensor, at, inside, high, tl.int16)
-        write(masters, tensor, at, inside, low, tl.int16)
+        write(weight, at, inside, high, tl.int16, WHOLE)
+        write(master, at, inside, low, tl.int16, WHOLE)
     elif KIND == 3:
-        write(weights, tensor, at, inside, _to_bf16_by(value, for_weight(h)), tl.int16)
+        write(weight, at, inside, _to_bf16_by(value, for_weight(h)), tl.int16, WHOLE)
     else:
         if KIND == 1:
-            write(masters, tensor, at, inside, value, tl.float32)
-        write(weights, tensor, at, inside, value, TYPE)
+            write(master, at, inside, value, tl.float32, WHOLE)
+        write(weight, at, inside, value, TYPE, WHOLE)
 
 
 @triton.jit
-def open_moment(moments, sizes, tensor, at, inside, SIGNED: tl.constexpr, TYPE: tl.constexpr):
+def _exponents(moment, size, first, TILE: tl.constexpr):
+    """Return where the exponents of a tile's blocks lie, behind the tensor's codes, and which of them exist."""
+    block = first // 128 + tl.arange(0, TILE // 128)
+    return (moment + size).to(tl.pointer_type(tl.uint8)) + block, block * 128 < size
+
+
+@triton.jit
+def _spread(of_blocks, TILE: tl.constexpr):
+    """Return for every element what ``of_blocks`` has for its block."""
+    BLOCKS: tl.constexpr = TILE // 128
+    return tl.reshape(tl.broadcast_to(of_blocks[:, None], (BLOCKS, 128)), (TILE,))
+
+
+@triton.jit
+def open_moment(
+    moment, size, first, at, inside, SIGNED: tl.constexpr, TYPE: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr
+):
     """Return a moment in FP32; ``TYPE`` uint8 is a packed one."""
     if TYPE == tl.uint8:
         TOP: tl.constexpr = 15 if SIGNED else 31
-        code = read(moments, tensor, at, inside, tl.uint8).to(tl.int32)
-        largest = read(moments, tensor, tl.load(sizes + tensor) + at // 128, inside, tl.uint8).to(tl.int32)
+        code = read(moment, at, inside, tl.uint8, WHOLE).to(tl.int32)
+        pointers, there = _exponents(moment, size, first, TILE)
+        largest = _spread(tl.load(pointers, mask=there, other=0).to(tl.int32), TILE)
         magnitude = code & 0x7F if SIGNED else code
         bits = tl.where(magnitude > 0, (magnitude + ((largest - TOP) << 3)) << 20, 0)
         bits = tl.where(largest == 255, 0x7FC00000, bits)
@@ -136,23 +175,32 @@ def open_moment(moments, sizes, tensor, at, inside, SIGNED: tl.constexpr, TYPE: 
             value = tl.where(code > 0x7F, -value, value)
         return value
     else:
-        return read(moments, tensor, at, inside, TYPE).to(tl.float32)
+        return read(moment, at, inside, TYPE, WHOLE).to(tl.float32)
 
 
 @triton.jit
 def close_moment(
-    moments, sizes, tensor, at, inside, value, bits16, SIGNED: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr
+    moment,
+    size,
+    first,
+    at,
+    inside,
+    value,
+    bits16,
+    SIGNED: tl.constexpr,
+    TYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Write a moment back, below FP32 stochastically rounded."""
     if TYPE == tl.uint8:
         TOP: tl.constexpr = 15 if SIGNED else 31
         FLOOR: tl.constexpr = 40 if SIGNED else 64
-        ROWS: tl.constexpr = BLOCK // 128
         bits = value.to(tl.int32, bitcast=True)
         magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x7F800000)
         rounded = (magnitude + (bits16 << 4)) >> 20
-        largest = tl.maximum(tl.max(tl.reshape(rounded, (ROWS, 128)), axis=1) >> 3, FLOOR)
-        reach = tl.reshape(tl.broadcast_to(largest[:, None], (ROWS, 128)), (BLOCK,)) - TOP
+        largest = tl.maximum(tl.max(tl.reshape(rounded, (TILE // 128, 128)), axis=1) >> 3, FLOOR)
+        reach = _spread(largest, TILE) - TOP
         code = rounded - (reach << 3)
         if SIGNED:
             smallest = (reach + 1) << 23
@@ -161,11 +209,10 @@ def close_moment(
             code = code | ((bits >> 24) & 0x80)
         else:
             code = tl.where(magnitude > 0, tl.maximum(code, 8), 0)
-        write(moments, tensor, at, inside, code, tl.uint8)
-        size = tl.load(sizes + tensor)
-        row = tl.min(at, axis=0) // 128 + tl.arange(0, ROWS)
-        write(moments, tensor, size + row, row * 128 < size, largest, tl.uint8)
+        write(moment, at, inside, code, tl.uint8, WHOLE)
+        pointers, there = _exponents(moment, size, first, TILE)
+        tl.store(pointers, largest.to(tl.uint8), mask=there)
     elif TYPE == tl.bfloat16:
-        write(moments, tensor, at, inside, _to_bf16_by(value, bits16), tl.int16)
+        write(moment, at, inside, _to_bf16_by(value, bits16), tl.int16, WHOLE)
     else:
-        write(moments, tensor, at, inside, value, TYPE)
+        write(moment, at, inside, value, TYPE, WHOLE)

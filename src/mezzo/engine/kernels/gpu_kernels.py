@@ -1,4 +1,9 @@
-"""The Triton kernels themselves: a program works on one chunk of one tensor, reads it once and writes it once."""
+"""The Triton kernels themselves: a program works on one chunk of one tensor, reads it once and writes it once.
+
+A chunk goes by in tiles, few enough elements for a thread's registers. A tile that is whole, of tensors that begin at
+multiples of 16 bytes, is read and written 16 bytes at a time; what is left of a tensor, and one that begins elsewhere, element by
+element. Both are compiled into one kernel, which chooses by the addresses it finds.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +11,78 @@ import triton
 import triton.language as tl
 
 from mezzo.engine.kernels.gpu_formats import (
+    CORRECTIONS,
+    EXACT,
+    FIRST,
+    HEAD,
+    NUMBERS,
     close_master,
     close_moment,
+    extent,
     for_first,
     for_second,
     hashed,
+    offsets,
     open_master,
     open_moment,
     place,
     read,
-    setting,
+)
+
+WEIGHTS, GRADIENTS, MASTERS, STEPS = FIRST, tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+MOMENTS = tl.constexpr(7)
+"""The first of the rows of moments; as ``gpu`` lists them."""
+
+unspecialized = triton.jit(
+    # One binary for any memory: a second one would be compiled and loaded in the middle of training, or of a capture.
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["table", "chunks", "factor", "found_inf", "partials"],
 )
 
 
-@triton.jit
-def square_kernel(gradients, chunks, sizes, partials, TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a chunk's sum of squares, in FP64."""
-    tensor, at, inside = place(chunks, sizes, BLOCK)
-    g = read(gradients, tensor, at, inside, TYPE).to(tl.float64)
-    tl.store(partials + tl.program_id(0), tl.sum(g * g))
+@unspecialized
+def square_kernel(
+    table, chunks, partials, count, TYPE: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """Write a chunk's sum of squares, in FP64; ``SUM`` is the format in which a few squares are added first."""
+    column, first, size = place(table, chunks, count)
+    gradient = tl.load(column + FIRST * count)
+    total = tl.zeros([TILE], SUM)
+    for offset in range(0, extent(first, size, BLOCK), TILE):
+        at = offsets(first + offset, TILE)
+        if (gradient % 16 == 0) & (first + offset + TILE <= size):
+            g = read(gradient, at, at < size, TYPE, True).to(SUM)
+        else:
+            g = read(gradient, at, at < size, TYPE, False).to(SUM)
+        total += g * g
+    tl.store(partials + tl.program_id(0), tl.sum(total.to(tl.float64)))
 
 
-@triton.jit
+@unspecialized
+def begin_kernel(table, found_inf, count, ADAMW: tl.constexpr, TILE: tl.constexpr):
+    """Count an update of every tensor, and take down AdamW's corrections of the moments: FP64 is for here, where it costs little."""
+    tensor = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column, there = table + HEAD + tensor, tensor < count
+    steps = tl.load(column + STEPS * count, mask=there, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(steps, mask=there, other=0) + 1
+    if tl.load(found_inf) == 0:
+        tl.store(steps, step, mask=there)
+    if ADAMW:
+        exact = step.to(tl.float64)
+        exact_settings = table.to(tl.pointer_type(tl.float64), bitcast=True)
+        lr, log_beta1, log_beta2 = tl.load(exact_settings), tl.load(exact_settings + 1), tl.load(exact_settings + 2)
+        corrections = (column + CORRECTIONS * count).to(tl.pointer_type(tl.float32), bitcast=True)
+        tl.store(corrections, (lr / (1.0 - tl.exp(exact * log_beta1))).to(tl.float32), mask=there)
+        tl.store(corrections + 1, tl.sqrt(1.0 - tl.exp(exact * log_beta2)).to(tl.float32), mask=there)
+
+
+@unspecialized
 def adamw_kernel(
-    weights,
-    gradients,
-    masters,
-    means,
-    squares,
-    largest,
-    steps,
-    numbers,
-    sizes,
+    table,
     chunks,
-    settings,
     factor,
     found_inf,
+    count,
     WEIGHT: tl.constexpr,
     GRADIENT: tl.constexpr,
     MOMENT: tl.constexpr,
@@ -49,46 +90,64 @@ def adamw_kernel(
     AMSGRAD: tl.constexpr,
     MOSTLY_OLD: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Update a chunk by AdamW; the settings are lr, weight_decay, sign, beta1, beta2, eps and the betas' logarithms."""
+    """Update a chunk by AdamW; the settings are sign, lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2 and eps."""
     if tl.load(found_inf) == 0:
-        tensor, at, inside = place(chunks, sizes, BLOCK)
-        step = tl.load(tl.load(steps + tensor).to(tl.pointer_type(tl.float32)))
-        h = hashed(numbers, tensor, step, at)
-        lr, sign = setting(settings, 0), setting(settings, 2).to(tl.float32)
-        beta1, beta2 = setting(settings, 3), setting(settings, 4)
-        length = (lr / (1.0 - tl.exp(step.to(tl.float64) * setting(settings, 6)))).to(tl.float32)
-        root = tl.sqrt(1.0 - tl.exp(step.to(tl.float64) * setting(settings, 7))).to(tl.float32)
-        decay = (lr * setting(settings, 1)).to(tl.float32)
-        g = read(gradients, tensor, at, inside, GRADIENT).to(tl.float32) * (tl.load(factor) * sign)
-        m = open_moment(means, sizes, tensor, at, inside, True, MOMENT)
-        v = open_moment(squares, sizes, tensor, at, inside, False, MOMENT)
-        p = open_master(weights, masters, tensor, at, inside, WEIGHT, KIND)
-        # torch.lerp's two forms
-        m = m + (g - m) * (1.0 - beta1).to(tl.float32) if MOSTLY_OLD else g - (g - m) * beta1.to(tl.float32)
-        v = v * beta2.to(tl.float32) + (1.0 - beta2).to(tl.float32) * g * g
-        close_moment(means, sizes, tensor, at, inside, m, for_first(h), True, MOMENT, BLOCK)
-        close_moment(squares, sizes, tensor, at, inside, v, for_second(h), False, MOMENT, BLOCK)
-        if AMSGRAD:
-            v = tl.maximum(v, open_moment(largest, sizes, tensor, at, inside, False, MOMENT))
-            close_moment(largest, sizes, tensor, at, inside, v, for_second(h), False, MOMENT, BLOCK)
-        p -= decay * p + length * (m / (tl.sqrt(v) / root + setting(settings, 5).to(tl.float32)))
-        close_master(weights, masters, tensor, at, inside, p, h, WEIGHT, KIND)
+        column, first, size = place(table, chunks, count)
+        settings = table.to(tl.pointer_type(tl.float32), bitcast=True) + 2 * EXACT
+        weight, gradient = tl.load(column + WEIGHTS * count), tl.load(column + GRADIENTS * count)
+        master, mean = tl.load(column + MASTERS * count), tl.load(column + MOMENTS * count)
+        square, largest = tl.load(column + (MOMENTS + 1) * count), tl.load(column + (MOMENTS + 2) * count)
+        together = ((weight | gradient | master | mean | square | largest) & 15) == 0
+        for offset in range(0, extent(first, size, BLOCK), TILE):
+            if together & (first + offset + TILE <= size):
+                _adamw(
+                    column, settings, count, factor, first + offset, size, weight, gradient, master, mean, square, largest,
+                    WEIGHT, GRADIENT, MOMENT, KIND, AMSGRAD, MOSTLY_OLD, TILE, True,
+                )  # fmt: skip
+            else:
+                _adamw(
+                    column, settings, count, factor, first + offset, size, weight, gradient, master, mean, square, largest,
+                    WEIGHT, GRADIENT, MOMENT, KIND, AMSGRAD, MOSTLY_OLD, TILE, False,
+                )  # fmt: skip
 
 
 @triton.jit
+def _adamw(
+    column, settings, count, factor, first, size, weight, gradient, master, mean, square, largest,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, MOMENT: tl.constexpr, KIND: tl.constexpr, AMSGRAD: tl.constexpr,
+    MOSTLY_OLD: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    at = offsets(first, TILE)
+    inside = at < size
+    step = tl.load(tl.load(column + STEPS * count).to(tl.pointer_type(tl.float32)))
+    h = hashed(tl.load(column + NUMBERS * count), step, at)
+    corrections = (column + CORRECTIONS * count).to(tl.pointer_type(tl.float32), bitcast=True)
+    length, root = tl.load(corrections), tl.load(corrections + 1)
+    g = read(gradient, at, inside, GRADIENT, WHOLE).to(tl.float32) * (tl.load(factor) * tl.load(settings))
+    m = open_moment(mean, size, first, at, inside, True, MOMENT, TILE, WHOLE)
+    v = open_moment(square, size, first, at, inside, False, MOMENT, TILE, WHOLE)
+    p = open_master(weight, master, at, inside, WEIGHT, KIND, WHOLE)
+    # torch.lerp's two forms
+    m = m + (g - m) * tl.load(settings + 3) if MOSTLY_OLD else g - (g - m) * tl.load(settings + 2)
+    v = v * tl.load(settings + 4) + tl.load(settings + 5) * g * g
+    close_moment(mean, size, first, at, inside, m, for_first(h), True, MOMENT, TILE, WHOLE)
+    close_moment(square, size, first, at, inside, v, for_second(h), False, MOMENT, TILE, WHOLE)
+    if AMSGRAD:
+        v = tl.maximum(v, open_moment(largest, size, first, at, inside, False, MOMENT, TILE, WHOLE))
+        close_moment(largest, size, first, at, inside, v, for_second(h), False, MOMENT, TILE, WHOLE)
+    p -= tl.load(settings + 1) * p + length * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + tl.load(settings + 6))
+    close_master(weight, master, at, inside, p, h, WEIGHT, KIND, WHOLE)
+
+
+@unspecialized
 def sgd_kernel(
-    weights,
-    gradients,
-    masters,
-    buffers,
-    steps,
-    numbers,
-    sizes,
+    table,
     chunks,
-    settings,
     factor,
     found_inf,
+    count,
     WEIGHT: tl.constexpr,
     GRADIENT: tl.constexpr,
     MOMENT: tl.constexpr,
@@ -96,22 +155,47 @@ def sgd_kernel(
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Update a chunk by SGD; the settings are lr, weight_decay, sign, momentum and what is fresh in the buffer."""
+    """Update a chunk by SGD; the settings are sign, weight_decay, lr, momentum and what is fresh in the buffer."""
     if tl.load(found_inf) == 0:
-        tensor, at, inside = place(chunks, sizes, BLOCK)
-        step = tl.load(tl.load(steps + tensor).to(tl.pointer_type(tl.float32)))
-        h = hashed(numbers, tensor, step, at)
-        lr, decay = setting(settings, 0).to(tl.float32), setting(settings, 1).to(tl.float32)
-        sign, momentum = setting(settings, 2).to(tl.float32), setting(settings, 3).to(tl.float32)
-        p = open_master(weights, masters, tensor, at, inside, WEIGHT, KIND)
-        g = read(gradients, tensor, at, inside, GRADIENT).to(tl.float32) * (tl.load(factor) * sign) + decay * p
-        direction = g
-        if MOMENTUM:
-            b = open_moment(buffers, sizes, tensor, at, inside, True, MOMENT)
-            b = tl.where(step == 1.0, g, momentum * b + setting(settings, 4).to(tl.float32) * g)
-            close_moment(buffers, sizes, tensor, at, inside, b, for_first(h), True, MOMENT, BLOCK)
-            direction = b
-            if NESTEROV:
-                direction = g + momentum * b
-        close_master(weights, masters, tensor, at, inside, p - lr * direction, h, WEIGHT, KIND)
+        column, first, size = place(table, chunks, count)
+        settings = table.to(tl.pointer_type(tl.float32), bitcast=True) + 2 * EXACT
+        weight, gradient = tl.load(column + WEIGHTS * count), tl.load(column + GRADIENTS * count)
+        master, buffer = tl.load(column + MASTERS * count), tl.load(column + MOMENTS * count)
+        together = ((weight | gradient | master | buffer) & 15) == 0
+        for offset in range(0, extent(first, size, BLOCK), TILE):
+            if together & (first + offset + TILE <= size):
+                _sgd(
+                    column, settings, count, factor, first + offset, size, weight, gradient, master, buffer,
+                    WEIGHT, GRADIENT, MOMENT, KIND, MOMENTUM, NESTEROV, TILE, True,
+                )  # fmt: skip
+            else:
+                _sgd(
+                    column, settings, count, factor, first + offset, size, weight, gradient, master, buffer,
+                    WEIGHT, GRADIENT, MOMENT, KIND, MOMENTUM, NESTEROV, TILE, False,
+                )  # fmt: skip
+
+
+@triton.jit
+def _sgd(
+    column, settings, count, factor, first, size, weight, gradient, master, buffer,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, MOMENT: tl.constexpr, KIND: tl.constexpr, MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    at = offsets(first, TILE)
+    inside = at < size
+    step = tl.load(tl.load(column + STEPS * count).to(tl.pointer_type(tl.float32)))
+    h = hashed(tl.load(column + NUMBERS * count), step, at)
+    p = open_master(weight, master, at, inside, WEIGHT, KIND, WHOLE)
+    g = read(gradient, at, inside, GRADIENT, WHOLE).to(tl.float32) * (tl.load(factor) * tl.load(settings))
+    g += tl.load(settings + 1) * p
+    direction = g
+    if MOMENTUM:
+        b = open_moment(buffer, size, first, at, inside, True, MOMENT, TILE, WHOLE)
+        b = tl.where(step == 1.0, g, tl.load(settings + 3) * b + tl.load(settings + 4) * g)
+        close_moment(buffer, size, first, at, inside, b, for_first(h), True, MOMENT, TILE, WHOLE)
+        direction = b
+        if NESTEROV:
+            direction = g + tl.load(settings + 3) * b
+    close_master(weight, master, at, inside, p - tl.load(settings + 2) * direction, h, WEIGHT, KIND, WHOLE)
