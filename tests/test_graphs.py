@@ -305,12 +305,13 @@ def test_kernels_that_cannot_be_captured_are_named(monkeypatch: pytest.MonkeyPat
 class Arrived:
     """An event that is over."""
 
-    def record(self) -> None: ...
+    def record(self, stream: object) -> None: ...
 
     def synchronize(self) -> None: ...
 
 
-def test_schedulers_step_when_the_flag_has_arrived() -> None:
+def test_schedulers_step_when_the_flag_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizer.step()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.engine.kernels import cpu, eightbit, fused, reference
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.choice import choose
 from mezzo.engine.kernels.moments import as_fp32, begun, kept_as
 from mezzo.engine.kernels.noise import mix, round_to_bf16, streams
 from mezzo.engine.kernels.split import split
@@ -162,9 +163,10 @@ def trained(
     updates: int = 12,
     shapes: list[tuple[int, ...]] = SHAPES,
     odd: bool = False,
+    device: str = "cpu",
 ) -> Batch:
     """Updates, some of them skipped, with gradients over many decades; ``odd`` ones begin at no multiple of 16 bytes."""
-    values = [normal(math.prod(s), i).view(s) for i, s in enumerate(shapes)]
+    values = [normal(math.prod(s), i).view(s).to(device) for i, s in enumerate(shapes)]
     masters = values
     if weights == "fp16 master":
         values = [v.half() for v in masters]
@@ -176,16 +178,17 @@ def trained(
         weights=values,
         gradients=[],
         masters=masters,
-        steps=[torch.zeros(()) for _ in values],
+        steps=[torch.zeros((), device=device) for _ in values],
         moments={name: [begun(kind, v) for v in values] for name in MOMENTS[rule]},
         numbers=list(range(len(values))),
         stochastic=weights == "stochastic",
     )
     common = {"lr": 1e-2, "weight_decay": 0.01, "maximize": False}
     for step in range(updates):
-        drawn = [normal(v.numel() + odd, 100 * step + i)[int(odd) :] for i, v in enumerate(values)]
+        drawn = [normal(v.numel() + odd, 100 * step + i).to(device)[int(odd) :] for i, v in enumerate(values)]
         batch.gradients = [d.view(v.shape) for d, v in zip(drawn, values, strict=True)]
-        factor, found = torch.tensor(0.5), torch.tensor(float(step in (0, 7)))
+        factor = torch.tensor(0.5, device=device)
+        found = torch.tensor(float(step in (0, 7)), device=device)
         if rule == "adamw":
             kernels.adamw(batch, AdamWSettings(beta1=0.9, beta2=0.999, eps=1e-8, amsgrad=True, **common), factor, found)
         else:
@@ -195,10 +198,10 @@ def trained(
 
 def assert_same(batch: Batch, other: Batch) -> None:
     for one, two in zip(batch.weights + batch.masters, other.weights + other.masters, strict=True):
-        assert torch.equal(one, two)
+        assert torch.equal(one.cpu(), two.cpu())
     for name, tensors in batch.moments.items():
         for one, two in zip(tensors, other.moments[name], strict=True):
-            assert torch.equal(one, two), name
+            assert torch.equal(one.cpu(), two.cpu()), name
 
 
 COMBINATIONS = [
@@ -243,6 +246,21 @@ print("identical", len(COMBINATIONS))
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == f"identical {len(COMBINATIONS)}", done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@combinations
+def test_triton_kernels_on_a_gpu_are_bit_identical_to_the_reference(rule: str, kind: str, weights: str) -> None:
+    kernels, reason = choose("cuda")
+    assert reason.startswith("Triton"), reason
+    for odd in (False, True):
+        case = {"updates": 9, "shapes": [*SHAPES, (9000,)], "odd": odd}
+        ours = trained(kernels, rule, kind, weights, **case, device="cuda")
+        assert_same(ours, trained(reference, rule, kind, weights, **case))
+    gradients = [normal(size, size).to(dtype) for size in (1, 4097, 100_000) for dtype in (FP32, FP16, BF16)]
+    total = kernels.sum_of_squares([g.cuda() for g in gradients])
+    assert float(total) == pytest.approx(float(reference.sum_of_squares(gradients)), rel=1e-6)
 
 
 def test_stochastic_rounding_keeps_small_updates_that_nearest_loses() -> None:

@@ -190,6 +190,23 @@ print("identical", int(ours.sum()))
     assert done.stdout.strip() == f"identical {9001 + 64 + 5 + 777 + 33 + 1}", done.stderr[-3000:]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_triton_kernel_counts_alike_on_a_gpu() -> None:
+    count, reason = exponents.counter("cuda")
+    assert reason.startswith("a Triton kernel"), reason
+    bits = torch.randint(-(2**31), 2**31 - 1, (100_001,), generator=torch.Generator().manual_seed(0))
+    values = [
+        bits.int().view(torch.float32),
+        torch.arange(64, dtype=torch.int32).view(torch.float32),
+        torch.ones(9).half(),
+    ]
+    ours, other = exponents.tables(3, "cuda"), exponents.tables(3)
+    count([v.cuda() for v in values], list(ours))
+    exponents.reference(values, list(other))
+    assert torch.equal(ours.cpu(), other)
+
+
 # --- what follows from the counts --------------------------------------------------------------------------------------------
 
 

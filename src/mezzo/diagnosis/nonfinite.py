@@ -191,7 +191,7 @@ class NonFinite(Diagnosis):
             # Read at the next step's end: by then it has long been copied, and nobody waits.
             arrived = torch.cuda.Event()
             copied = flags.to("cpu", non_blocking=True)
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(flags.device))
             self._late = _Late(step, copied, skipped, arrived)
             return
         self._decide(step, flags, skipped=skipped)

@@ -45,7 +45,7 @@ class FloorWatch:
         if self._noted % self._every == 0:
             self._arrived.copy_(self._stuck, non_blocking=True)
             if self._sent is not None:
-                self._sent.record()
+                self._sent.record(torch.cuda.current_stream(self._stuck.device))
 
     def reached(self) -> bool:
         """Return whether the flag was up in the copy that has arrived, and lower it: who goes on is told of the next time only."""

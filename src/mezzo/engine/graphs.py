@@ -54,17 +54,18 @@ class CudaGraphs:
         state = torch.cuda.get_rng_state(self._device)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # makes its device the current one
             yield
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.set_rng_state(state, self._device)
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return a replay of what ``run`` enqueues, and what it returned."""
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: a data loader's pinning thread may allocate while this one captures.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = run()
+        # The device by name: a capture is of the current one. thread_local: a data loader's pinning thread may allocate meanwhile.
+        with torch.cuda.device(self._device):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = run()
         self._pool = graph.pool()
         return graph.replay, outputs
 

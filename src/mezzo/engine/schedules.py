@@ -33,7 +33,7 @@ class Schedules:
             return
         self._flag.copy_(skipped, non_blocking=True)
         if self._sent is not None:
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(self._device))
         self._open = optimizers
 
     def settle(self) -> None:

@@ -148,6 +148,11 @@ def _send(numbers: Sequence[int], to: Tensor) -> None:
     to.copy_(torch.tensor(numbers, dtype=torch.int64, pin_memory=to.is_cuda), non_blocking=True)
 
 
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context whose launches go to ``device``: Triton's go to the current one, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
     parts, gradients = [], [dense(g) for g in gradients]
@@ -157,7 +162,8 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
         # Squares of FP16 are exact in FP32 and a handful of them stays far below its end. FP64 is slow on many GPUs.
         few = tl.float32 if dtype is FP16.dtype else tl.float64
         kind = {"TYPE": _TYPES[dtype], "SUM": few, "BLOCK": CHUNK}
-        square_kernel[(table.programs,)](table.memory, table.chunks, partials, table.count, **kind, **SUMMING)
+        with on(table.memory.device):
+            square_kernel[(table.programs,)](table.memory, table.chunks, partials, table.count, **kind, **SUMMING)
         parts.append(partials.sum())
     return torch.stack(parts).sum()
 
@@ -192,11 +198,11 @@ def _launch(
         ]  # masters stand in for what is not touched
         numbers = [batch.numbers[i] for i in which] if batch.numbers else ()
         table = _table([[tensors[i] for i in which] for tensors in lists], numbers=numbers, settings=settings)
-        begin_kernel[(-(-table.count // _BEGINNING["TILE"]),)](
-            table.memory, found_inf, table.count, ADAMW=kernel is adamw_kernel, **_BEGINNING
-        )
+        begun = {"ADAMW": kernel is adamw_kernel, **_BEGINNING}
         arguments = (table.memory, table.chunks, factor, found_inf, table.count)
-        kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=CHUNK, **UPDATING)
+        with on(table.memory.device):
+            begin_kernel[(-(-table.count // begun["TILE"]),)](table.memory, found_inf, table.count, **begun)
+            kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=CHUNK, **UPDATING)
 
 
 def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], list[int]]]:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.engine.kernels import exponents
-from mezzo.engine.kernels.gpu import _TYPES, CHUNK, Table
+from mezzo.engine.kernels.gpu import _TYPES, CHUNK, Table, on
 from mezzo.engine.kernels.gpu_formats import FIRST, extent, offsets, place, read
 
 _LOCAL_BINS = 4096  # a power of two with room for the table; what lies beyond it are places outside the tensor
@@ -82,16 +82,15 @@ def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         ]
         table = Table([[t for t, _ in own], [r for _, r in own]])
         table.send()
-        exponent_kernel[(table.programs,)](
-            table.memory,
-            table.chunks,
-            _cuts(device),
-            table.count,
-            TYPE=_TYPES[dtype],
-            CUTS=len(exponents.CUTS),
-            BINS=exponents.BINS,
-            LOCAL=_LOCAL_BINS,
-            BLOCK=CHUNK,
-            TILE=_TILE,
-            num_warps=_WARPS,
-        )
+        compiled_in = {"TYPE": _TYPES[dtype], "CUTS": len(exponents.CUTS), "BINS": exponents.BINS, "BLOCK": CHUNK}
+        with on(device):
+            exponent_kernel[(table.programs,)](
+                table.memory,
+                table.chunks,
+                _cuts(device),
+                table.count,
+                **compiled_in,
+                LOCAL=_LOCAL_BINS,
+                TILE=_TILE,
+                num_warps=_WARPS,
+            )
