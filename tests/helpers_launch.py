@@ -85,7 +85,10 @@ def as_script(path: str, arguments: Sequence[str]) -> Iterator[None]:
 def children_in_this_process(*, before_each: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Run the commands' child processes in this one: importing torch and its compiler takes longer than what they do."""
     popen = functools.partial(_InThisProcess, before_each)
-    with mock.patch.object(runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen})):
+    with (
+        mock.patch.object(runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen})),
+        mock.patch.object(runner, "several_runs", contextlib.nullcontext),
+    ):
         yield
 
 

@@ -22,7 +22,7 @@ from helpers_launch import SCRIPTS
 from mezzo.launch import child
 from mezzo.launch.output import MetricReader, Watched
 from mezzo.launch.request import Request
-from mezzo.records import RunRecord, read_record
+from mezzo.records import Reason, RunRecord, read_record
 
 TRAINS = """
     import sys, torch
@@ -249,6 +249,18 @@ def test_a_module_runs_from_the_folder_it_is_called_in(tmp_path: Path, monkeypat
     ended = run_script(tmp_path, "trainers.first", "--lr", "1", kind="module")
     assert (ended.code, len(ended.record.steps)) == (0, 4)
     assert ended.record.script_sha256 == hashlib.sha256((package / "first.py").read_bytes()).hexdigest()
+
+
+def test_settings_that_came_too_late_are_in_the_record(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS) + "train()\n")
+    target, record = str(tmp_path / "script.py"), tmp_path / "record.json"
+    request = Request(target=target, kind="script", policy="fp32", record_path=str(record), command=("mezzo",))
+    late = Reason(what="TORCHDYNAMO_VERBOSE", value="not heeded", reason="it was set too late")
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert child.main([request.model_dump_json()], unheeded=lambda: [late]) == 0
+    read = read_record(record)
+    assert isinstance(read, RunRecord)
+    assert read.effective.left_alone == [late]
 
 
 def test_a_training_thread_that_outlives_the_script_is_waited_for(tmp_path: Path) -> None:

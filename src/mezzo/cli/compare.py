@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,7 +55,7 @@ def compare(
 
     Policies and seeds are interleaved, so that a machine that drifts drifts for all of them.
     """
-    from mezzo.launch.runner import check_target
+    from mezzo.launch.runner import check_target, several_runs
     from mezzo.measure.compare import compare as judge
 
     options.check_metric(metric)
@@ -66,7 +67,8 @@ def compare(
         _request(target, arguments, text, seed, metric=metric, as_module=as_module, folder=folder)
         for text, seed in _interleaved(texts, seeds)
     ]
-    runs = _run_all(requests, timeout_s=timeout)
+    with several_runs() if len(requests) > 1 else nullcontext():
+        runs = _run_all(requests, timeout_s=timeout)
     runs.sort(key=lambda r: (texts.index(r.policy), r.seed))
     if any(run.policy == baseline for run in runs):
         record = judge(runs, baseline=baseline, margin=margin, command=["mezzo", *sys.argv[1:]])

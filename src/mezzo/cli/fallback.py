@@ -36,7 +36,7 @@ def fallback(
     FP32 after the other. The policy file is for --policy of the other commands and for mezzo.Session.
     """
     from mezzo.launch.fallback import fallback_of_script
-    from mezzo.launch.runner import check_target
+    from mezzo.launch.runner import check_target, several_runs
     from mezzo.policy import Policy
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -53,7 +53,8 @@ def fallback(
     def note(text: str) -> None:
         screen.print(f"mezzo: {text}", markup=False, soft_wrap=True)
 
-    record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=note)
+    with several_runs():
+        record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=note)
     if record.verdict == "found":
         path = folder / "policy.toml"
         path.write_text(judged.replace(fp32_modules=(*judged.fp32_modules, *record.kept)).to_toml(), encoding="utf-8")

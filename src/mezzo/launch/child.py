@@ -26,13 +26,18 @@ from mezzo.launch.output import MetricReader, Watched
 from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.tracebacks import print_error
 from mezzo.policy import Policy
-from mezzo.records import RunRecord, write_record
+from mezzo.records import Effective, Reason, RunRecord, write_record
 
 INTERRUPTED = 130
 
 
-def main(argv: list[str]) -> int:
-    """Run the script of the request in ``argv`` and return the exit code."""
+def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int:
+    """Run the script of the request in ``argv`` and return the exit code.
+
+    Args:
+        argv: the request, as JSON.
+        unheeded: tells, at the end, which of the script's settings came too late to be heeded.
+    """
     request = Request.model_validate_json(argv[0])
     process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the folder
     policy = None if request.policy == AS_IS else Policy.of(request.policy)
@@ -64,7 +69,7 @@ def main(argv: list[str]) -> int:
         environment=training.environment(),
         steps=training.steps(),
         memory=training.memory(),
-        effective=training.effective(),
+        effective=_with(training.effective(), unheeded()),
         metric=reader.metric() if reader else None,
         duration_s=time.perf_counter() - started,
         exit_code=exit_code,
@@ -76,6 +81,10 @@ def main(argv: list[str]) -> int:
     if diagnosis is not None and any(t.daemon for t in threading.enumerate()):
         _leave_at_once(exit_code)
     return exit_code
+
+
+def _with(effective: Effective, more: list[Reason]) -> Effective:
+    return effective.model_copy(update={"left_alone": [*effective.left_alone, *more]})
 
 
 def _leave_at_once(exit_code: int) -> None:

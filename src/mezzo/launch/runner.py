@@ -13,17 +13,39 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, TypeAlias
 
 from mezzo.errors import RecordError, ScriptError
 from mezzo.launch.frameworks import spec_of
+from mezzo.launch.ready import PASSED_ON, Forked, Starter, child_command
 from mezzo.launch.request import Request
 from mezzo.measure.environment import environment_without_torch
 from mezzo.records import AnyRecord, RunRecord, read_record, write_record
 
+Process: TypeAlias = "subprocess.Popen[bytes] | Forked"
+
 _STANDARD_ERROR = 2  # the file descriptor: also for what a script's own child processes print
+_STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
+
+
+@contextmanager
+def several_runs() -> Iterator[None]:
+    """Let the runs of PyTorch scripts inside share their imports, where the system can fork; say on standard error why, if they cannot."""
+    if sys.platform != "linux":  # elsewhere, native libraries do not survive a fork
+        yield
+        return
+    starter = Starter()
+    token = _STARTER.set(starter)
+    try:
+        yield
+    finally:
+        _STARTER.reset(token)
+        starter.close()
+        if starter.why_afresh is not None:
+            print(f"mezzo: runs imported PyTorch anew: {starter.why_afresh}", file=sys.stderr)
 
 
 def check_target(target: str, *, module: bool) -> None:
@@ -80,10 +102,8 @@ def diagnose_child(request: Request, *, output: Path | None = None, limit_s: flo
         record = _without_record(request, 1, why)
         write_record(record, path)
         return record
-    command = [sys.executable, "-m", "mezzo.launch.child", request.model_dump_json()]
     with _sink(output) as sink:
-        stdout = _STANDARD_ERROR if request.output_to_stderr else sink
-        process = subprocess.Popen(command, stdout=stdout, stderr=None if sink is None else subprocess.STDOUT)
+        process = _started(request, sink)
         with _passing_signals_to(process):
             stopped, returned = _wait(process, limit_s)
     try:
@@ -97,7 +117,18 @@ def diagnose_child(request: Request, *, output: Path | None = None, limit_s: flo
         return record
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float | None) -> tuple[bool, int]:
+def _started(request: Request, sink: IO[bytes] | None) -> Process:
+    starter = _STARTER.get()
+    if starter is not None and sink is not None and request.framework == "torch" and not request.output_to_stderr:
+        forked = starter.start(request, sink=sink)
+        if forked is not None:
+            return forked
+    stdout = _STANDARD_ERROR if request.output_to_stderr else sink
+    command = child_command(request.model_dump_json())
+    return subprocess.Popen(command, stdout=stdout, stderr=None if sink is None else subprocess.STDOUT)
+
+
+def _wait(process: Process, limit_s: float | None) -> tuple[bool, int]:
     """Wait for the child; return whether it was stopped at the limit, and what it returned."""
     try:
         return False, process.wait(limit_s)
@@ -116,14 +147,14 @@ def _sink(output: Path | None) -> Iterator[IO[bytes] | None]:
 
 
 @contextmanager
-def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _passing_signals_to(process: Process) -> Iterator[None]:
     """Pass signals on while the child runs. A terminal sends Ctrl-C to both by itself, so that one is not sent twice."""
 
     def forward(number: int, frame: FrameType | None) -> None:
         if not (number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()):
             process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, forward) for number in PASSED_ON}
     try:
         yield
     finally:
