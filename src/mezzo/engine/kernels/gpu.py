@@ -37,7 +37,7 @@ CHUNK = 4096
 SUMMING = {"TILE": 2048, "num_warps": 4}
 """A tile is 16 elements a thread, which adds them up in registers: 32 to 64 bytes under way."""
 UPDATING = {"TILE": 256, "num_warps": 2, "enable_fp_fusion": False}
-"""A tile is 4 elements a thread: up to 56 bytes under way, in 48 to 72 registers, so a thousand threads share a processor."""
+"""A tile is 4 elements a thread: up to 56 bytes under way, in 32 to 64 registers, so a thousand threads share a processor."""
 _BEGINNING = {"TILE": 128, "num_warps": 4, "enable_fp_fusion": False}
 _TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, KINDS["8bit"]: tl.uint8}
 _ALONE, _MASTER, _SPLIT, _STOCHASTIC = 0, 1, 2, 3
