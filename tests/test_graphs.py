@@ -302,6 +302,30 @@ def test_kernels_that_cannot_be_captured_are_named(monkeypatch: pytest.MonkeyPat
         captured(one, monkeypatch)
 
 
+@pytest.mark.usefixtures("tape")
+def test_an_eager_step_s_table_is_sent_once_and_settings_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = importlib.import_module("mezzo.engine.kernels.gpu")
+    sent: list[int] = []
+    send = gpu._send
+    monkeypatch.setattr(gpu, "_send", lambda numbers, to: (sent.append(len(numbers)), send(numbers, to)))
+    weights = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3, 2))]
+    optimizer = mezzo.AdamW(weights, lr=0.5, weight_decay=0.0)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    gpu._chunks((5, 6), torch.device("cpu"))
+    moved, rows = [], 3 + 4 + 2  # sizes, numbers, corrections; weight, gradient, master, step; two moments
+    for lr in (0.5, 0.5, 0.25, 0.25):
+        optimizer.param_groups[0]["lr"] = lr
+        before, sent[:] = float(weights[0].detach()[0]), []
+        optimizer.step()
+        moved.append((round(before - float(weights[0].detach()[0]), 6), list(sent)))
+    assert moved == [(0.5, [8 + 2 * rows, 8]), (0.5, []), (0.25, [8]), (0.25, [])]
+    sent[:] = []
+    weights[0].grad = torch.ones(5)  # in another place: it was made before the old one was freed
+    optimizer.step()
+    assert sent == [8 + 2 * rows, 8]
+
+
 class Arrived:
     """An event that is over."""
 

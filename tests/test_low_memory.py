@@ -457,4 +457,4 @@ print(_head(S(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.01, nesterov=F
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     expected = np.zeros(8, dtype=np.int64)
     expected[3:].view(np.float32)[:5] = [-1.0, 0.01, 0.1, 0.9, 0.5]
-    assert done.stdout.strip() == str(expected.tolist())
+    assert done.stdout.strip() == str(tuple(expected.tolist()))

@@ -106,7 +106,8 @@ class OnePass(torch.optim.Optimizer):
         Raises:
             SessionError: a gradient is sparse.
         """
-        return [dense(p.grad) for p in self.parameters() if p.grad is not None]
+        given = [p.grad for p in self.parameters()]
+        return [dense(g) for g in given if g is not None]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -142,15 +143,16 @@ class OnePass(torch.optim.Optimizer):
                     run(batch, self._settings(group), factor.to(device), found_inf.to(device))
 
     def _batch(self, group: dict[str, Any], device: torch.device) -> Batch:
-        held = [(p, local(p)) for p in group["params"] if p.grad is not None and p.device == device]
-        held = [(p, w) for p, w in held if w.numel()]
-        parameters, weights = [p for p, _ in held], [w for _, w in held]
+        given = [(p, p.grad) for p in group["params"]]
+        here = [(p, local(p), g) for p, g in given if g is not None and p.device == device]
+        held = [(p, w, g) for p, w, g in here if w.numel()]
+        parameters, weights = [p for p, _, _ in held], [w for _, w, _ in held]
         kind = (self._moments(group), group["moments"], group["rounding"])
-        states = [self._state_of(p, w, kind, group) for p, w in held]
+        states = [self._state_of(p, w, kind, group) for p, w, _ in held]
         stochastic = group["rounding"] == "stochastic"
         return Batch(
             weights=weights,
-            gradients=[gradient_as(w, local(p.grad)) for p, w in held],
+            gradients=[gradient_as(w, local(g)) for _, w, g in held],
             masters=[s.get("master", w) for s, w in zip(states, weights, strict=True)],
             steps=[s["step"] for s in states],
             moments={name: [s[name] for s in states] for name in kind[0]},

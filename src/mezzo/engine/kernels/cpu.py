@@ -114,7 +114,7 @@ def _cache_folder() -> Path:
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
-    own = [g if g.layout is torch.strided and g.is_contiguous() else dense(g) for g in gradients]
+    own = [dense(g) for g in gradients]
     rows = [[g.data_ptr() for g in own], [g.numel() for g in own], [_CODES[g.dtype] for g in own]]
     count, table, row = _table(rows)
     total = _lib().mezzo_sum_of_squares(count, *row, torch.get_num_threads())

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import math
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,31 +65,36 @@ class Table:
 
     def __init__(
         self,
-        lists: Sequence[Sequence[Tensor]],
+        rows: tuple[int, ...],
+        sizes: tuple[int, ...],
+        device: torch.device,
         *,
-        numbers: Sequence[int] = (),
         settings: Settings | None = None,
         memory: Tensor | None = None,
     ) -> None:
-        """Lay the table out in new memory, or in that of another table of this length."""
-        first = lists[0]
-        sizes, zeros = [t.numel() for t in first], [0] * len(first)
-        addresses = [t.data_ptr() for tensors in lists for t in tensors]
-        self.settings, self.count = settings, len(first)
-        self.chunks = _chunks(tuple(sizes), first[0].device)
+        """Lay the table out in new memory, or in that of another table of this length, without sending it."""
+        self.count, self.settings = len(sizes), settings
+        self.chunks = _chunks(sizes, device)
         self.programs = len(self.chunks) // 2
-        self._rows = [*_head(settings), *sizes, *(numbers or zeros), *zeros, *addresses]
-        self.memory = (
-            torch.empty(len(self._rows), dtype=torch.int64, device=first[0].device) if memory is None else memory
-        )
-        assert len(self.memory) == len(self._rows)
+        self._head, self._rows = _head(settings), rows
+        length = len(self._head) + len(rows)
+        self.memory = torch.empty(length, dtype=torch.int64, device=device) if memory is None else memory
+        assert len(self.memory) == length
 
     def send(self) -> None:
         """Send everything to the device, without waiting for it."""
-        _send(self._rows, self.memory)
+        _send((*self._head, *self._rows), self.memory)
+
+    def set(self, settings: Settings | None) -> None:
+        """Take other settings, and send them if they differ."""
+        self.settings = settings
+        head = _head(settings)
+        if head != self._head:
+            self._head = head
+            _send(head, self.memory[: len(head)])
 
     def refresh(self) -> None:
-        """Send the group's settings again if they changed.
+        """Take the group's settings as they are now.
 
         Raises:
             SessionError: a setting changed that is compiled into the launch.
@@ -104,9 +110,7 @@ class Table:
                 "amsgrad, nesterov, momentum from or to 0, or beta1 across 0.5",
                 hint="capture the step anew after such a change",
             )
-        self.settings = fresh
-        head = _head(fresh)
-        _send(head, self.memory[: len(head)])
+        self.set(fresh)
 
 
 _recorded: list[Table] | None = None
@@ -130,22 +134,38 @@ def recording(rehearsed: Sequence[Table] = ()) -> Iterator[list[Table]]:
         _recorded = _memories = None
 
 
-def _table(
+def table_of(
     lists: Sequence[Sequence[Tensor]], *, numbers: Sequence[int] = (), settings: Settings | None = None
 ) -> Table:
-    if _memories is not None:
-        table = Table(lists, numbers=numbers, settings=settings, memory=next(_memories))
-    else:
-        table = Table(lists, numbers=numbers, settings=settings)
+    """Return a table that is on its way to the device: one that is there already where addresses are those of a step before."""
+    device, sizes = lists[0][0].device, tuple([t.numel() for t in lists[0]])
+    zeros = (0,) * len(sizes)
+    rows = (*sizes, *(numbers or zeros), *zeros, *[t.data_ptr() for tensors in lists for t in tensors])
+    if _recorded is None:
+        table = _sent(rows, sizes, device)
+        table.set(settings)
+        return table
+    # A captured step's tables are its own: an eager step in between would leave other gradients' addresses there.
+    memory = None if _memories is None else next(_memories)
+    table = Table(rows, sizes, device, settings=settings, memory=memory)
+    if memory is None:
         table.send()
-    if _recorded is not None:
-        _recorded.append(table)
+    _recorded.append(table)
+    return table
+
+
+@functools.lru_cache(maxsize=32)
+def _sent(rows: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Table:
+    """Return a table of these rows, sent: allocators give a step's gradients the places of those before."""
+    table = Table(rows, sizes, device)
+    table.send()
     return table
 
 
 def _send(numbers: Sequence[int], to: Tensor) -> None:
+    packed = torch.frombuffer(array("q", numbers), dtype=torch.int64)
     # Through pinned memory: a pageable copy would make the host wait.
-    to.copy_(torch.tensor(numbers, dtype=torch.int64, pin_memory=to.is_cuda), non_blocking=True)
+    to.copy_(packed.pin_memory() if to.is_cuda else packed, non_blocking=True)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -157,7 +177,7 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
     parts, gradients = [], [dense(g) for g in gradients]
     for dtype in dict.fromkeys(g.dtype for g in gradients):
-        table = _table([[g for g in gradients if g.dtype is dtype]])
+        table = table_of([[g for g in gradients if g.dtype is dtype]])
         partials = torch.empty(table.programs, dtype=torch.double, device=table.memory.device)
         # Squares of FP16 are exact in FP32 and a handful of them stays far below its end. FP64 is slow on many GPUs.
         few = tl.float32 if dtype is FP16.dtype else tl.float64
@@ -170,7 +190,7 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
     """Update as ``reference.adamw`` says, in one pass."""
-    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq" if settings.amsgrad else "exp_avg_sq")
+    moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if settings.amsgrad else ()))
     amsgrad, mostly_old = _compiled_in(settings)
     _launch(adamw_kernel, batch, moments, settings, factor, found_inf, AMSGRAD=amsgrad, MOSTLY_OLD=mostly_old)
 
@@ -197,7 +217,7 @@ def _launch(
             batch.moments.get(name, batch.masters) for name in moments
         ]  # masters stand in for what is not touched
         numbers = [batch.numbers[i] for i in which] if batch.numbers else ()
-        table = _table([[tensors[i] for i in which] for tensors in lists], numbers=numbers, settings=settings)
+        table = table_of([[tensors[i] for i in which] for tensors in lists], numbers=numbers, settings=settings)
         begun = {"ADAMW": kernel is adamw_kernel, **_BEGINNING}
         arguments = (table.memory, table.chunks, factor, found_inf, table.count)
         with on(table.memory.device):
@@ -205,20 +225,24 @@ def _launch(
             kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=CHUNK, **UPDATING)
 
 
-def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], list[int]]]:
+def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
     """Yield what is compiled in for each kind of tensor, and the numbers of the tensors of that kind."""
     kept = batch.moments.get(moment, batch.weights)
-    found: dict[tuple[Any, ...], list[int]] = {}
-    for i, (weight, gradient, master) in enumerate(zip(batch.weights, batch.gradients, batch.masters, strict=True)):
-        alone = _STOCHASTIC if batch.stochastic and weight.dtype is BF16.dtype else _ALONE
-        kind = _SPLIT if master.dtype is torch.int16 else alone if weight is master else _MASTER
-        found.setdefault((weight.dtype, gradient.dtype, kept[i].dtype, kind), []).append(i)
-    for (weight_dtype, gradient_dtype, moment_dtype, kind), which in found.items():
-        types = {"WEIGHT": weight_dtype, "GRADIENT": gradient_dtype, "MOMENT": moment_dtype}
-        yield {**{name: _TYPES[dtype] for name, dtype in types.items()}, "KIND": kind}, which
+    lists = (batch.weights, batch.gradients, kept, batch.masters)
+    alone = [weight is master for weight, master in zip(batch.weights, batch.masters, strict=True)]
+    kinds = list(zip(*[[t.dtype for t in tensors] for tensors in lists], alone, strict=True))
+    for kind in dict.fromkeys(kinds):
+        weight, gradient, moments, master, is_alone = kind
+        which = [i for i, other in enumerate(kinds) if other == kind]
+        types = {"WEIGHT": _TYPES[weight], "GRADIENT": _TYPES[gradient], "MOMENT": _TYPES[moments]}
+        if is_alone:
+            way = _STOCHASTIC if batch.stochastic and weight is BF16.dtype else _ALONE
+        else:
+            way = _SPLIT if master is torch.int16 else _MASTER
+        yield {**types, "KIND": way}, which
 
 
-def _head(settings: Settings | None) -> list[int]:
+def _head(settings: Settings | None) -> tuple[int, ...]:
     """Return a group's settings as the kernels read them: the bits of ``_HEAD``, eight bytes at a time."""
     exact: list[float] = [0.0] * 3
     rounded: list[float] = []
@@ -231,7 +255,7 @@ def _head(settings: Settings | None) -> list[int]:
     if settings is not None:
         rounded = [-1.0 if settings.maximize else 1.0, *rounded]
     rounded += [0.0] * (10 - len(rounded))
-    return list(struct.unpack(f"{_HEAD.size // 8}q", _HEAD.pack(*exact, *rounded)))
+    return struct.unpack(f"{_HEAD.size // 8}q", _HEAD.pack(*exact, *rounded))
 
 
 def _compiled_in(settings: Settings) -> tuple[bool, bool]:

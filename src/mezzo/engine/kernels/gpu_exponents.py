@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.engine.kernels import exponents
-from mezzo.engine.kernels.gpu import _TYPES, CHUNK, Table, on
+from mezzo.engine.kernels.gpu import _TYPES, CHUNK, on, table_of
 from mezzo.engine.kernels.gpu_formats import FIRST, extent, offsets, place, read
 
 _LOCAL_BINS = 4096  # a power of two with room for the table; what lies beyond it are places outside the tensor
@@ -80,8 +80,7 @@ def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         own = [
             (t, r) for t, r in zip(tensors, rows, strict=True) if t.numel() and (t.dtype, t.device) == (dtype, device)
         ]
-        table = Table([[t for t, _ in own], [r for _, r in own]])
-        table.send()
+        table = table_of([[t for t, _ in own], [r for _, r in own]])
         compiled_in = {"TYPE": _TYPES[dtype], "CUTS": len(exponents.CUTS), "BINS": exponents.BINS, "BLOCK": CHUNK}
         with on(device):
             exponent_kernel[(table.programs,)](

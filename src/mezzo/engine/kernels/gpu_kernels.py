@@ -98,7 +98,8 @@ def adamw_kernel(
         settings = table.to(tl.pointer_type(tl.float32), bitcast=True) + 2 * EXACT
         weight, gradient = tl.load(column + WEIGHTS * count), tl.load(column + GRADIENTS * count)
         master, mean = tl.load(column + MASTERS * count), tl.load(column + MOMENTS * count)
-        square, largest = tl.load(column + (MOMENTS + 1) * count), tl.load(column + (MOMENTS + 2) * count)
+        square = tl.load(column + (MOMENTS + 1) * count)
+        largest = tl.load(column + (MOMENTS + 2) * count) if AMSGRAD else square
         together = ((weight | gradient | master | mean | square | largest) & 15) == 0
         for offset in range(0, extent(first, size, BLOCK), TILE):
             if together & (first + offset + TILE <= size):

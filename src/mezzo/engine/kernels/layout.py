@@ -24,6 +24,8 @@ def dense(gradient: Tensor) -> Tensor:
             f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}; allowed: dense gradients",
             hint="build the embedding with sparse=False, or use torch.optim.SparseAdam for it",
         )
+    if gradient.is_contiguous():  # asked for every gradient of every update
+        return gradient
     return gradient.contiguous() if has_gaps(gradient) else gradient
 
 
