@@ -34,7 +34,7 @@ WIDE = {
 
 PROGRAM = f"""
 import json, warnings
-warnings.simplefilter("ignore")  # Triton's, about its own next version
+warnings.simplefilter("error")  # none for a user, either
 from benchmarks.machine_code import compiled, launches
 every = list(launches())
 params = [[launch.kernel.fn.__name__, p] for launch in every for p in launch.kernel.params if not p.is_constexpr]

@@ -2,8 +2,8 @@
 
 A program finds its chunk in a table, the tensor's memory in the table's rows of addresses, and the group's settings at its head;
 ``factor`` and ``found_inf`` are read on the device, and where ``found_inf`` is above 0 a program ends before it loads
-anything else. The host only sends the table, through pinned memory: a captured step sends its tables once and
-from then on nothing but settings that changed.
+anything else. The host only sends the table, through pinned memory and if no table like it is there; a captured step sends its
+tables once and from then on nothing but settings that changed.
 
 Tensors of different kinds (formats of weight, gradient, moments and master) go in a launch each, because formats are
 compiled in. Multiplications and additions are not fused, roots and quotients are correctly rounded: the reference's bits.
@@ -35,7 +35,7 @@ from mezzo.formats import BF16, FP16, FP32
 
 CHUNK = 4096
 """Elements a program works on: 64 to 120 KB of memory traffic, enough to hide the table look-ups."""
-SUMMING = {"TILE": 2048, "num_warps": 4}
+SUMMING = {"TILE": 2048, "num_warps": 4, "enable_fp_fusion": True}
 """A tile is 16 elements a thread, which adds them up in registers: 32 to 64 bytes under way."""
 UPDATING = {"TILE": 256, "num_warps": 2, "enable_fp_fusion": False}
 """A tile is 4 elements a thread: up to 56 bytes under way, in 32 to 64 registers, so a thousand threads share a processor."""

@@ -92,4 +92,5 @@ def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
                 LOCAL=_LOCAL_BINS,
                 TILE=_TILE,
                 num_warps=_WARPS,
+                enable_fp_fusion=True,
             )
