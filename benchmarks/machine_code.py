@@ -7,6 +7,7 @@ those arguments. NVIDIA's compiler and disassembler come with Triton.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import importlib
 import os
 import re
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -78,9 +80,7 @@ class _Recorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **compiled_in: Any) -> None:
-            self._launches.append(
-                Launch(name="", kernel=self._kernel, arguments=arguments, compiled_in=compiled_in),
-            )
+            self._launches.append(Launch(name="", kernel=self._kernel, arguments=arguments, compiled_in=compiled_in))
 
         return launch
 
@@ -122,20 +122,12 @@ def _batch(weight: torch.dtype, gradient: torch.dtype, moment: torch.dtype, mast
 
 def _taken(module: ModuleType, kernel: str, name: str, run: Any) -> Iterator[Launch]:
     taken: list[Launch] = []
-    kernels = [n for n in vars(module) if n.endswith("_kernel")]
-    before = {n: getattr(module, n) for n in kernels}
-    for n, original in before.items():
-        setattr(module, n, _Recorder(original, taken))
-    try:
+    kernels = {n: k for n, k in vars(module).items() if n.endswith("_kernel")}
+    with mock.patch.multiple(module, **{n: _Recorder(k, taken) for n, k in kernels.items()}):
         run()
-    finally:
-        for n, original in before.items():
-            setattr(module, n, original)
     for launch in taken:
-        if launch.kernel is before[kernel]:
-            yield Launch(
-                name=name, kernel=launch.kernel, arguments=launch.arguments, compiled_in=dict(launch.compiled_in)
-            )
+        if launch.kernel is kernels[kernel]:
+            yield dataclasses.replace(launch, name=name)
 
 
 def compiled(launch: Launch, capability: int) -> Code:
