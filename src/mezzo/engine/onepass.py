@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.choice import choose
-from mezzo.engine.kernels.layout import dense, gradient_as, laid_out_as, refuse_gaps
+from mezzo.engine.kernels.layout import gradient_as, laid_out_as, refuse_gaps
 from mezzo.engine.kernels.moments import KINDS, SIGNED, as_fp32, begun, kept_as
 from mezzo.engine.kernels.split import join, split
 from mezzo.engine.shards import local, shared_as
@@ -99,15 +99,6 @@ class OnePass(torch.optim.Optimizer):
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all groups."""
         return [p for group in self.param_groups for p in group["params"]]
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients that an update would use, in their own formats.
-
-        Raises:
-            SessionError: a gradient is sparse.
-        """
-        given = [p.grad for p in self.parameters()]
-        return [dense(g) for g in given if g is not None]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
