@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -120,7 +120,7 @@ def _batch(weight: torch.dtype, gradient: torch.dtype, moment: torch.dtype, mast
     )
 
 
-def _taken(module: ModuleType, kernel: str, name: str, run: Any) -> Iterator[Launch]:
+def _taken(module: ModuleType, kernel: str, name: str, run: Callable[[], object]) -> Iterator[Launch]:
     taken: list[Launch] = []
     kernels = {n: k for n, k in vars(module).items() if n.endswith("_kernel")}
     with mock.patch.multiple(module, **{n: _Recorder(k, taken) for n, k in kernels.items()}):

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.gpu_formats import EXACT, HEAD
 from mezzo.engine.kernels.gpu_kernels import adamw_kernel, begin_kernel, sgd_kernel, square_kernel
 from mezzo.engine.kernels.layout import dense
 from mezzo.engine.kernels.moments import KINDS
@@ -42,7 +43,8 @@ UPDATING = {"TILE": 256, "num_warps": 2, "enable_fp_fusion": False}
 _BEGINNING = {"TILE": 128, "num_warps": 4, "enable_fp_fusion": False}
 _TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, KINDS["8bit"]: tl.uint8}
 _ALONE, _MASTER, _SPLIT, _STOCHASTIC = 0, 1, 2, 3
-_HEAD = struct.Struct("3d10f")
+_EXACT, _ROUNDED = EXACT.value, 2 * (HEAD.value - EXACT.value)
+_HEAD = struct.Struct(f"{_EXACT}d{_ROUNDED}f")
 """A table's head: FP64 settings, which only one program a tensor needs, and FP32 ones."""
 
 Settings = AdamWSettings | SGDSettings
@@ -244,7 +246,7 @@ def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], Sequence
 
 def _head(settings: Settings | None) -> tuple[int, ...]:
     """Return a group's settings as the kernels read them: the bits of ``_HEAD``, eight bytes at a time."""
-    exact: list[float] = [0.0] * 3
+    exact: list[float] = [0.0] * _EXACT
     rounded: list[float] = []
     if isinstance(settings, AdamWSettings):
         s = settings
@@ -254,8 +256,8 @@ def _head(settings: Settings | None) -> tuple[int, ...]:
         rounded = [settings.weight_decay, settings.lr, settings.momentum, 1.0 - settings.dampening]
     if settings is not None:
         rounded = [-1.0 if settings.maximize else 1.0, *rounded]
-    rounded += [0.0] * (10 - len(rounded))
-    return struct.unpack(f"{_HEAD.size // 8}q", _HEAD.pack(*exact, *rounded))
+    rounded += [0.0] * (_ROUNDED - len(rounded))
+    return struct.unpack(f"{HEAD.value}q", _HEAD.pack(*exact, *rounded))
 
 
 def _compiled_in(settings: Settings) -> tuple[bool, bool]:

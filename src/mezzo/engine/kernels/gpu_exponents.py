@@ -16,16 +16,14 @@ from torch import Tensor
 
 from mezzo.engine.kernels import exponents
 from mezzo.engine.kernels.gpu import _TYPES, CHUNK, on, table_of
-from mezzo.engine.kernels.gpu_formats import FIRST, extent, offsets, place, read
+from mezzo.engine.kernels.gpu_formats import FIRST, extent, offsets, place, read_tile, unspecialized
 
 _LOCAL_BINS = 4096  # a power of two with room for the table; what lies beyond it are places outside the tensor
 _TILE = 1024
 _WARPS = 8
 
 
-@triton.jit(
-    do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "chunks", "cuts"]
-)  # one binary for any memory
+@unspecialized
 def exponent_kernel(
     table,
     chunks,
@@ -43,13 +41,9 @@ def exponent_kernel(
     values = tl.load(column + FIRST * count)
     counts = tl.zeros([LOCAL], dtype=tl.int32)
     for offset in range(0, extent(first, size, BLOCK), TILE):
-        at = offsets(first + offset, TILE)
-        if (values % 16 == 0) & (first + offset + TILE <= size):
-            value = read(values, at, at < size, TYPE, True).to(tl.float32)
-        else:
-            value = read(values, at, at < size, TYPE, False).to(tl.float32)
-        place_of = _bins(value, cuts, CUTS, TILE)
-        counts += tl.histogram(tl.where(at < size, place_of, LOCAL - 1), LOCAL)
+        value = read_tile(values, first + offset, size, TYPE, TILE).to(tl.float32)
+        inside = offsets(first + offset, TILE) < size
+        counts += tl.histogram(tl.where(inside, _bins(value, cuts, CUTS, TILE), LOCAL - 1), LOCAL)
     bins = tl.arange(0, LOCAL)
     counted = tl.load(column + (FIRST + 1) * count).to(tl.pointer_type(tl.int64))
     tl.atomic_add(counted + bins, counts.to(tl.int64), mask=(bins < BINS) & (counts > 0), sem="relaxed")

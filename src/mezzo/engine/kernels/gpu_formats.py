@@ -16,6 +16,13 @@ SIZES, NUMBERS, CORRECTIONS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FIRST = tl.constexpr(3)
 """The first of the rows that hold addresses."""
 
+unspecialized = triton.jit(
+    # One binary for any memory: a second one would be compiled and loaded in the middle of training, or of a capture.
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["table", "chunks", "factor", "found_inf", "partials", "cuts"],
+)
+"""Compile a kernel once for each set of constants."""
+
 
 @triton.jit
 def place(table, chunks, count):
@@ -45,6 +52,17 @@ def read(address, at, inside, TYPE: tl.constexpr, WHOLE: tl.constexpr):
         return tl.load(tl.multiple_of(pointer, 16) + at)
     else:
         return tl.load(pointer + at, mask=inside, other=0)
+
+
+@triton.jit
+def read_tile(address, first, size, TYPE: tl.constexpr, TILE: tl.constexpr):
+    """Return a tile of the tensor at ``address``, in the way that its place allows; 0 beyond the tensor's end."""
+    at = offsets(first, TILE)
+    if (address % 16 == 0) & (first + TILE <= size):
+        value = read(address, at, at < size, TYPE, True)
+    else:
+        value = read(address, at, at < size, TYPE, False)
+    return value
 
 
 @triton.jit

@@ -27,17 +27,13 @@ from mezzo.engine.kernels.gpu_formats import (
     open_moment,
     place,
     read,
+    read_tile,
+    unspecialized,
 )
 
 WEIGHTS, GRADIENTS, MASTERS, STEPS = FIRST, tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 MOMENTS = tl.constexpr(7)
 """The first of the rows of moments; as ``gpu`` lists them."""
-
-unspecialized = triton.jit(
-    # One binary for any memory: a second one would be compiled and loaded in the middle of training, or of a capture.
-    do_not_specialize=["count"],
-    do_not_specialize_on_alignment=["table", "chunks", "factor", "found_inf", "partials"],
-)
 
 
 @unspecialized
@@ -49,11 +45,7 @@ def square_kernel(
     gradient = tl.load(column + FIRST * count)
     total = tl.zeros([TILE], SUM)
     for offset in range(0, extent(first, size, BLOCK), TILE):
-        at = offsets(first + offset, TILE)
-        if (gradient % 16 == 0) & (first + offset + TILE <= size):
-            g = read(gradient, at, at < size, TYPE, True).to(SUM)
-        else:
-            g = read(gradient, at, at < size, TYPE, False).to(SUM)
+        g = read_tile(gradient, first + offset, size, TYPE, TILE).to(SUM)
         total += g * g
     tl.store(partials + tl.program_id(0), tl.sum(total.to(tl.float64)))
 
