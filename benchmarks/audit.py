@@ -57,7 +57,7 @@ def _step(loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Ca
 
 
 def _audited(step: Callable[[], None], tracers: list[Tracer]) -> None:
-    tracer = Tracer(OperandFormats(None), device_type="cpu")
+    tracer = Tracer(OperandFormats(), device_type="cpu")
     tracer.start()
     step()
     tracer.stop()

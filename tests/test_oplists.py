@@ -1,108 +1,46 @@
 """The op lists against torch's own registry and documentation."""
 
 from collections import Counter
-from types import FunctionType, ModuleType
 
 import pytest
 import torch
-from torch.nn import functional
 
 from mezzo import oplists
+from mezzo.engine.autocast_kernels import find_op
 from mezzo.errors import PolicyError
-from mezzo.oplists import FAMILIES, Precision, assign, resolve
+from mezzo.oplists import ALIASES, FAMILIES, Precision, assign, python_name, resolve
 
-PLACES: dict[str, ModuleType | type] = {
-    "torch": torch,
-    "F": functional,
-    "Tensor": torch.Tensor,
-    "_nn": torch._C._nn,
-    "_VF": torch._C._VariableFunctions,
-    "linalg": torch.linalg,
-    "special": torch.special,
-}
-
-# Operations that CUDA's autocast registers and that the lists hold under no such name.
-NOT_LISTED = {
-    "linalg_matrix_norm": "exposed as torch.linalg.matrix_norm",
-    "linalg_multi_dot": "exposed as torch.linalg.multi_dot",
-    "linalg_vecdot": "exposed as torch.linalg.vecdot",
-    "linalg_vector_norm": "exposed as torch.linalg.vector_norm",
-    "_scaled_dot_product_flash_attention": "the kernel under F.scaled_dot_product_attention",
-    "_thnn_fused_gru_cell": "the kernel under torch.gru_cell; no Python code calls it",
-    "_thnn_fused_lstm_cell": "the kernel under torch.lstm_cell; no Python code calls it",
-}
-
-# Operations that the lists lower, widen or keep in FP32 and that CUDA's autocast does not register.
-BEYOND_CUDA = {
-    # other names of what is registered
-    "__matmul__": "matmul",
-    "__pow__": "pow",
-    "arccos arcsin arctan2": "acos asin atan2",
-    "matrix_norm vector_norm multi_dot vecdot": "linalg_*",
-    "nll_loss_nd cross_entropy_loss": "nll_loss and log_softmax are inside",
-    "pairwise_distance": "norm is inside",
-    # whole layers, by the name that Python calls rather than by the cuDNN kernel
-    "lstm gru rnn_tanh rnn_relu": "_cudnn_rnn",
-}
+# Operations that the lists lower, widen or keep in FP32 and that CUDA's autocast does not register: whole recurrent layers, by
+# the name that Python calls rather than by the cuDNN kernel.
+BEYOND_CUDA = {f"{kind}.{given}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for given in ("input", "data")}
+CUDNN = "_cudnn_rnn"
+"""The kernel of those layers, which builds with cuDNN register."""
 
 
 def registered() -> set[str]:
-    """Return what torch itself registers; a build with cuDNN has its kernel of recurrent layers, too, which is listed by other names."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    return {name.removeprefix("aten::").split(".")[0] for name in names if name.startswith("aten::")} - {"_cudnn_rnn"}
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")} - {CUDNN}
 
 
-def last_names(*precisions: Precision) -> set[str]:
-    chosen = [f for f in FAMILIES if not precisions or f.precision in precisions]
-    return {op.split(".")[-1] for family in chosen for op in family.ops}
+def listed(*precisions: Precision) -> set[str]:
+    return {op for family in FAMILIES for op in family.ops if family.precision in precisions}
 
 
-def test_every_operation_of_cuda_autocast_is_listed() -> None:
-    assert len(registered()) > 100
-    assert registered() - last_names("lower", "fp32", "widest") == set(NOT_LISTED)
-
-
-def test_exceptions_that_only_change_name_are_listed_by_the_other_name() -> None:
-    renamed = {name: why.split(".")[-1] for name, why in NOT_LISTED.items() if "exposed" in why}
-    assert set(renamed.values()) <= last_names()
-    assert len(renamed) == 4
-
-
-def test_nothing_is_listed_that_cuda_autocast_leaves_alone() -> None:
-    beyond = {name for names in BEYOND_CUDA for name in names.split()}
-    assert last_names("lower", "fp32", "widest") - registered() == beyond
+def test_the_lists_are_what_cuda_autocast_registers_overload_by_overload() -> None:
+    assert len(registered()) > 110
+    assert listed("lower", "fp32", "widest") - BEYOND_CUDA == registered()
+    assert listed("lower") >= BEYOND_CUDA
 
 
 def test_followed_operations_are_left_alone_by_cuda_autocast() -> None:
-    assert last_names("follow") & registered() == set()
+    assert listed("follow") & registered() == set()
+    assert len(listed("follow")) > 30
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_every_operation_exists_in_torch(family: oplists.Family) -> None:
     for op in family.ops:
-        place, name = op.split(".")
-        assert callable(getattr(PLACES[place], name, None)), op
-
-
-# Compiled functions that share the name of a listed operation and are another operation.
-NAMESAKES = {"linalg.cross": "aten::linalg_cross, which CUDA's autocast does not register"}
-
-
-def test_every_face_of_an_operation_is_listed() -> None:
-    """An operation that is cast as a function must be cast as a method too: ``x.exp()`` as ``torch.exp(x)``.
-
-    A Python function of the same name ends in a listed operation and needs no row.
-    """
-    listed = {op for family in FAMILIES for op in family.ops}
-    known = {id(getattr(PLACES[op.split(".")[0]], op.split(".")[1])) for op in listed}
-    faces = {f"{place}.{name}" for name in last_names("lower", "fp32", "widest") for place in PLACES}
-    missing = []
-    for face in sorted(faces - listed):
-        place, name = face.split(".")
-        found = getattr(PLACES[place], name, None)
-        if found is not None and place != "_VF" and not isinstance(found, FunctionType) and id(found) not in known:
-            missing.append(face)
-    assert missing == list(NAMESAKES)
+        assert find_op(op) is not None, op
 
 
 def test_every_operation_stands_once_and_has_a_reason() -> None:
@@ -116,7 +54,7 @@ def test_one_operation_name_never_stands_in_two_families() -> None:
     homes: dict[str, set[str]] = {}
     for family in FAMILIES:
         for op in family.ops:
-            homes.setdefault(op.split(".")[-1], set()).add(family.name)
+            homes.setdefault(python_name(op), set()).add(family.name)
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
     # a family named like an operation holds that operation
     assert {f.name for f in FAMILIES if homes.get(f.name, {f.name}) != {f.name}} == set()
@@ -125,6 +63,8 @@ def test_one_operation_name_never_stands_in_two_families() -> None:
 # "Autocast Op Reference" of torch's documentation (torch.amp), CUDA part.
 # The reflected operators are Python functions around a listed operation, which is what is cast.
 REFLECTED = {"__rpow__": "pow", "__rdiv__": "reciprocal", "__rtruediv__": "reciprocal"}
+COMPOSED = {"cross_entropy_loss": "nll_loss"}
+"""Documented as listed; torch registers a part."""
 DOCUMENTED: dict[Precision, str] = {
     "lower": """__matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d
         conv3d conv_transpose1d conv_transpose2d conv_transpose3d gru_cell linear lstm_cell matmul
@@ -146,31 +86,28 @@ DOCUMENTED: dict[Precision, str] = {
 )
 def test_precision_is_the_documented_one(precision: Precision, name: str) -> None:
     chosen = assign((), (), ())
-    listed = REFLECTED.get(name, name)
-    assert {p for op, p in chosen.items() if op.split(".")[-1] == listed} == {precision}
+    for names in (REFLECTED, COMPOSED, ALIASES):
+        name = names.get(name, name)
+    assert {p for op, p in chosen.items() if python_name(op) == name} == {precision}
 
 
 def test_binary_cross_entropy_runs_where_cuda_autocast_refuses() -> None:
-    assert assign((), (), ())["_nn.binary_cross_entropy"] == "fp32"
+    assert assign((), (), ())["binary_cross_entropy"] == "fp32"
 
 
 RESOLVED = [
-    ("softplus", ("F.softplus",)),
-    ("gelu", ("F.gelu",)),
-    ("cumsum", ("torch.cumsum", "Tensor.cumsum")),
-    ("log1p", ("torch.log1p", "Tensor.log1p", "special.log1p")),
-    ("linear", ("F.linear",)),
-    ("log_softmax", ("torch.log_softmax", "Tensor.log_softmax", "special.log_softmax")),
-    ("nll_loss", ("_nn.nll_loss",)),
-    ("bmm", ("torch.bmm", "Tensor.bmm")),
-    ("__matmul__", ("Tensor.__matmul__",)),
-    (
-        "softmax",  # the family, of which the operation is a part
-        (
-            *("torch.softmax", "Tensor.softmax", "torch.log_softmax", "Tensor.log_softmax"),
-            *("special.softmax", "special.log_softmax"),
-        ),
-    ),
+    ("softplus", ("softplus",)),
+    ("gelu", ("gelu",)),
+    ("cumsum", ("cumsum",)),
+    ("linear", ("linear",)),
+    ("log_softmax", ("log_softmax.int",)),
+    ("vector_norm", ("linalg_vector_norm",)),
+    ("linalg_vector_norm", ("linalg_vector_norm",)),
+    ("__matmul__", ("matmul",)),
+    ("arccos", ("acos",)),
+    ("pow", ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar")),
+    ("sum", ("sum", "sum.dim_IntList")),
+    ("softmax", ("softmax.int", "log_softmax.int")),  # the family, of which the operation is a part
 ]
 
 
@@ -183,14 +120,14 @@ def test_every_family_and_operation_resolves() -> None:
     for family in FAMILIES:
         assert resolve(family.name) == family.ops
         for op in family.ops:
-            assert op in resolve(op.split(".")[-1])
+            assert op in resolve(python_name(op))
 
 
 FAMILY_NAMES = ", ".join(f.name for f in FAMILIES)
 UNKNOWN = [
     ("sofmax", "did you mean softmax or log_softmax? Allowed: "),
     ("conv2", "did you mean conv2d or conv or conv3d? Allowed: "),
-    ("crossentropy", "did you mean cross_entropy_loss or binary_cross_entropy or cross? Allowed: "),
+    ("crossentropy", "did you mean cross_entropy or cross_entropy_loss or binary_cross_entropy? Allowed: "),
     ("zzz", "allowed: "),
 ]
 
@@ -210,17 +147,16 @@ def test_assign_without_user_lists_is_the_families_own() -> None:
 
 
 ASSIGNED: list[tuple[dict[Precision, tuple[str, ...]], dict[str, Precision]]] = [
-    ({"lower": ("layer_norm",)}, {"torch.layer_norm": "lower", "torch.native_layer_norm": "lower"}),
-    ({"fp32": ("bmm",)}, {"torch.bmm": "fp32", "Tensor.bmm": "fp32"}),
-    ({"fp32": ("gelu",)}, {"F.gelu": "fp32"}),
+    ({"lower": ("layer_norm",)}, {"layer_norm": "lower", "native_layer_norm": "lower"}),
+    ({"fp32": ("bmm",)}, {"bmm": "fp32"}),
+    ({"fp32": ("gelu",)}, {"gelu": "fp32"}),
     ({"widest": ("add",)}, dict.fromkeys(resolve("add"), "widest")),
     (
         {"lower": ("exp",), "fp32": ("relu",), "widest": ("mm",)},
         {
             **dict.fromkeys(resolve("exp"), "lower"),
             **dict.fromkeys(resolve("relu"), "fp32"),
-            "torch.mm": "widest",
-            "Tensor.mm": "widest",
+            "mm": "widest",
         },
     ),
     ({"fp32": ("softmax", "log_softmax")}, {}),  # they are in that list already
@@ -237,10 +173,10 @@ def test_assign_changes_what_the_user_names_and_nothing_else(
 
 
 TWICE = [
-    (("softmax",), ("softmax",), (), "torch.softmax", "lower", "fp32", "softmax"),
-    (("log_softmax",), ("softmax",), (), "torch.log_softmax", "lower", "fp32", "softmax"),
-    ((), ("exp",), ("expm1",), "torch.expm1", "fp32", "widest", "expm1"),
-    (("mm",), (), ("matmul",), "torch.mm", "lower", "widest", "matmul"),
+    (("softmax",), ("softmax",), (), "softmax.int", "lower", "fp32", "softmax"),
+    (("log_softmax",), ("softmax",), (), "log_softmax.int", "lower", "fp32", "softmax"),
+    ((), ("exp",), ("expm1",), "expm1", "fp32", "widest", "expm1"),
+    (("mm",), (), ("matmul",), "mm", "lower", "widest", "matmul"),
 ]
 
 

@@ -45,8 +45,7 @@ class Audit(Diagnosis):
 
     def begin(self, step: int) -> None:
         """Enter the tracer."""
-        casting = self.run.main_casting
-        formats = OperandFormats(None if casting is None else casting.mode, inside=lambda: self.run.inside)
+        formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer, self._marked = Tracer(formats, device_type=device_type, flags=self.run), 0
         self._tracer.start()
@@ -196,7 +195,7 @@ def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
         for _ in range(warmup):
             step()
     device_type = next((d for d in devices if d != "cpu"), "cpu")
-    tracer = Tracer(OperandFormats(None), device_type=device_type)
+    tracer = Tracer(OperandFormats(), device_type=device_type)
     profiler = kernels.KernelWatch() if device_type == "cuda" else None
     with _eagerly() as forced_eager:
         tracer.start()

@@ -159,7 +159,7 @@ class Bench:
 
     def _local(self, call: Call, name: str) -> Local:
         kind = type(call.module).__name__
-        counter = FlopCounter(None, in_region=lambda: True)
+        counter = FlopCounter(in_region=lambda: True)
         try:
             with _as_it_was(call.module):
                 with counter:
@@ -189,7 +189,7 @@ class Bench:
 
     def _run(self, call: Call, *, low: bool = False, rounds: bool = False) -> Grads:
         scale = self._scale if low else 1.0
-        region = self._region() if low else nullcontext()
+        region = self._casting.region() if low else nullcontext()
         backward = self._casting.backward() if low else nullcontext()
         inputs = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) and t.requires_grad]
         weights = [p for p in call.module.parameters() if p.requires_grad]
@@ -214,23 +214,6 @@ class Bench:
         ]
         values = [t.detach().float() for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
         return Grads(output=values, dgrad=gradients[: len(inputs)], wgrad=gradients[len(inputs) :])
-
-    @contextmanager
-    def _region(self) -> Iterator[None]:
-        """Cast what runs inside, by autocast's state alone: its context does nothing in a script that runs in FP32."""
-        kind = self._device_type
-        before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        torch.set_autocast_dtype(kind, self._low)
-        torch.set_autocast_enabled(kind, True)
-        torch.autocast_increment_nesting()
-        try:
-            with self._casting.mode or nullcontext():
-                yield
-        finally:
-            torch.set_autocast_enabled(kind, before[0])
-            torch.set_autocast_dtype(kind, before[1])
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
 
 
 def relative_error(exact: Sequence[Tensor], found: Sequence[Tensor]) -> float:

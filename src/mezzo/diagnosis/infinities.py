@@ -42,6 +42,7 @@ from mezzo.diagnosis.values import (
     storage_size,
     widened,
 )
+from mezzo.engine import emulation
 from mezzo.measure.flops import OperandFormats
 from mezzo.records import Operand
 
@@ -303,10 +304,9 @@ class InfinityTracer(Tracer):
         return (again[0].module if again is not None else None), line, True
 
     def _forward_name(self) -> str:
-        mode = self._formats.cast_mode
-        running = mode.emulating if mode is not None else None
-        name = getattr(running, "__name__", "") or self._func.overloadpacket.__name__
-        return name.strip("_").removeprefix("native_")
+        running = emulation.running()
+        name = running.name if running is not None else self._func.overloadpacket.__name__
+        return str(name).strip("_").removeprefix("native_")
 
     def _backward_name(self) -> str:
         node = torch._C._current_autograd_node()

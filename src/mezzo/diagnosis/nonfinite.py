@@ -87,8 +87,7 @@ class NonFinite(Diagnosis):
 
     def begin(self, step: int) -> None:
         """Enter the tracer."""
-        casting = self.run.main_casting
-        formats = OperandFormats(None if casting is None else casting.mode, inside=lambda: self.run.inside)
+        formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer = InfinityTracer(
             formats, device_type=device_type, flags=self.run, scale=self._loss_scale, weights=self._weights

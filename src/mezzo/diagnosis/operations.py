@@ -27,7 +27,7 @@ from mezzo.diagnosis.values import storage_of
 from mezzo.formats import format_of
 from mezzo.records import Phase
 
-_PRECISION = {op.split(".")[-1].strip("_"): f.precision for f in oplists.FAMILIES for op in f.ops}
+_PRECISION = {oplists.python_name(op).strip("_"): f.precision for f in oplists.FAMILIES for op in f.ops}
 _BEFORE = ("native_", "linalg_", "special_", "cudnn_", "miopen_", "fused_")
 _AFTER = ("_backward_data", "_backward", "_forward", "_with_flatten")
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.diagnosis.lines import script_line
 from mezzo.diagnosis.noted import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Product, Trace
-from mezzo.engine.casting import CastMode
+from mezzo.engine import emulation
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 from mezzo.measure.flops import COUNTS, OperandFormats
 
@@ -69,7 +69,7 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self._formats = formats
-        self._emulates = formats.cast_mode is not None
+        self._emulates = emulation.is_used()
         self._device_type = device_type
         self._flags = flags or Unflagged()
         self._local = threading.local()
@@ -124,18 +124,11 @@ class Tracer(TorchDispatchMode):
         outer = getattr(local, "entry", None)
         if outer is None:
             self.trace.roots.setdefault(module)
-            self._find_emulation()
+            self._emulates = emulation.is_used()
         autocast = torch.is_autocast_enabled(self._device_type)
         again = _node_running() is not None
         self._again += again
         local.entry = Entry(module, outer, autocast=autocast, nesting=_nesting(), again=again)
-
-    def _find_emulation(self) -> None:
-        """Ask the policy that is on, if one is: a script may make a session of its own."""
-        if not self._emulates:
-            modes = torch.overrides._get_current_function_mode_stack()
-            self._formats.cast_mode = next((m for m in reversed(modes) if isinstance(m, CastMode)), None)
-            self._emulates = self._formats.cast_mode is not None
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         entry = getattr(self._local, "entry", None)

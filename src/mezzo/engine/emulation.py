@@ -4,12 +4,15 @@ A matrix unit reads 16-bit operands, multiplies them exactly (a product of two 1
 bits), adds in FP32 and rounds each result once. So rounding the operands, multiplying in FP32 and rounding the result
 gives the same numbers up to the order of the FP32 sums: 99.7% of elements and more are equal to the bit to native
 half kernels, the rest differ by one unit in the last place (``benchmarks/emulation.py``). The gradients with respect
-to both operands are such products too and are rounded likewise.
+to both operands are such products too and are rounded likewise, and so are gradients of gradients.
 
 What is kept for the backward pass is the 16-bit operands, as on a GPU: the FP32 copies are temporary. Operations with
 a closed-form gradient (linear, matmul, convolution, attention on a CPU) keep only that; for the rest (``einsum``,
-``addmm``, recurrent layers) the backward pass runs the forward again, one more product in FP32 instead of twice the
-memory. With dropout inside, running again would draw other numbers, so there FP32 copies are kept.
+``addmm``, recurrent layers, attention with dropout) the backward pass runs the forward again, from the same state of
+the random number generator: one more product in FP32 instead of twice the memory.
+
+Code that is being traced (torch.compile) or transformed (torch.func) gets casts around the FP32 operation instead,
+which gives the same numbers: what is kept is then the partitioner's or the transform's choice.
 
 Covered: products, convolutions, attention, recurrent layers; results beyond the format's range become infinite and
 those below its smallest subnormal zero, as on a GPU. Not covered: split-k sums in FP16, FP16 accumulation, the 16-bit
@@ -18,205 +21,71 @@ hidden state between the time steps of a recurrent layer, and the 16-bit probabi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from mezzo.engine.emulation_nodes import Convolution, FlashAttention, Linear, Op, by_casts, general, is_traced, matmul
 from mezzo.engine.float8 import LINEAR
-from mezzo.formats import BF16, FP16
-
-Op = Callable[..., Any]
-_HALF = (FP16.dtype, BF16.dtype)
+from mezzo.formats import E4M3, FP16
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        wide_bias = None if bias is None else bias.float()
-        return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+@dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """Compute one operation as a unit for 16-bit or 8-bit operands does; called with the operation's arguments."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        wide = grad.float()
-        rows = wide.reshape(-1, wide.shape[-1])
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (wide @ weight.float()).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = (rows.mT @ x.float().reshape(-1, x.shape[-1])).to(weight.dtype)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0).to(weight.dtype)
-        return grad_x, grad_weight, grad_bias
+    name: str
+    """The operation's name in torch."""
+    format: str
+    """Name of the format that the unit multiplies in."""
+    recipe: str | None = None
+    """How 8-bit operands are scaled, where they are."""
+    run: Op = field(compare=False)
+    made: ClassVar[bool] = False
+    """Whether this process has made any."""
 
+    def __post_init__(self) -> None:
+        """Tell watchers that there is something to ask for."""
+        Emulation.made = True
 
-class _MatMul(torch.autograd.Function):
-    """Multiply matrices or batches of them (both operands with two dimensions or more)."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return torch.matmul(a.float(), b.float()).to(a.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        a, b = ctx.saved_tensors
-        wide = grad.float()
-        grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
-            grad_a = (wide @ b.float().mT).sum_to_size(a.shape).to(a.dtype)
-        if ctx.needs_input_grad[1]:
-            if b.dim() == 2:  # fold the batch into the rows: one product instead of a batch of them and a sum
-                grad_b = a.float().reshape(-1, a.shape[-1]).mT @ wide.reshape(-1, wide.shape[-1])
-            else:
-                grad_b = (a.float().mT @ wide).sum_to_size(b.shape)
-            grad_b = grad_b.to(b.dtype)
-        return grad_a, grad_b
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the emulation; watchers find it in ``running()`` meanwhile."""
+        before, _LOCAL.running = _LOCAL.running, self
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            _LOCAL.running = before
 
 
-class _Convolution(torch.autograd.Function):
-    """Convolve in one to three dimensions, forward or transposed; ``settings`` are aten::convolution's from ``stride`` on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.settings, ctx.bias_sizes = settings, None if bias is None else list(bias.shape)
-        wide_bias = None if bias is None else bias.float()
-        y: Tensor = torch.ops.aten.convolution(x.float(), weight.float(), wide_bias, *settings)
-        return y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        mask = [*ctx.needs_input_grad[:2], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
-        grads = torch.ops.aten.convolution_backward(
-            grad.float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.settings, mask
-        )
-        return *(None if g is None else g.to(x.dtype) for g in grads), None
+class _Local(threading.local):
+    running: Emulation | None = None
 
 
-class _FlashAttention(torch.autograd.Function):
-    """Attend with torch's FP32 flash kernel for CPUs: queries, keys and values of shape (batch, heads, length, width)."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: Any) -> Tensor:
-        wide, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.float(), k.float(), v.float(), 0.0, causal, attn_mask=mask, scale=scale
-        )
-        out: Tensor = wide.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, log_sum, mask)
-        ctx.causal, ctx.scale = causal, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_sum, mask = ctx.saved_tensors
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad.float(),
-            q.float(),
-            k.float(),
-            v.float(),
-            out.float(),
-            log_sum,
-            0.0,
-            ctx.causal,
-            attn_mask=mask,
-            scale=ctx.scale,
-        )
-        return *(g.to(q.dtype) for g in grads), None, None, None
+_LOCAL = _Local()
 
 
-class _Recomputed(torch.autograd.Function):
-    """Run any operation in FP32 on 16-bit tensors; the backward pass runs it again rather than keep FP32 copies."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Callable[..., Any], low: torch.dtype, *tensors: Tensor) -> Any:
-        ctx.save_for_backward(*tensors)
-        ctx.call = call
-        results, ctx.results_spec = tree_flatten(call(*_widen(tensors)))
-        return tuple(_narrow(results, low)) if len(results) > 1 else _narrow(results, low)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        create_graph = torch.is_grad_enabled()  # a gradient of this gradient was asked for
-        needed = [i for i, wants in enumerate(ctx.needs_input_grad[2:]) if wants]
-        with torch.enable_grad():
-            if not create_graph:
-                saved = [t.detach().requires_grad_(i in needed) for i, t in enumerate(saved)]
-            results, _ = tree_flatten(ctx.call(*_widen(saved)))
-            found = torch.autograd.grad(
-                results,
-                [saved[i] for i in needed],
-                [g.to(r.dtype) for g, r in zip(grads, results, strict=True)],
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-        by_input = dict(zip(needed, found, strict=True))
-        return None, None, *(by_input.get(i) for i in range(len(saved)))
+def is_used() -> bool:
+    """Return whether anything has been emulated in this process so far, or may be."""
+    return Emulation.made
 
 
-def _widen(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t.float() if t.dtype in _HALF else t for t in tensors]
-
-
-def _narrow(results: Sequence[Any], low: torch.dtype) -> list[Any]:
-    return [r.to(low) if isinstance(r, Tensor) and r.is_floating_point() else r for r in results]
-
-
-def _general(op: Op, *args: Any, **kwargs: Any) -> Any:
-    """Emulate ``op`` for its 16-bit tensor arguments wherever they stand, keeping only those for the backward pass."""
-    if torch.compiler.is_compiling():  # the partitioner of torch.compile decides what is kept
-        return _keeping_copies(op, *args, **kwargs)
-    leaves, spec = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dtype in _HALF]
-    given = [leaves[i] for i in places]
-    for place in places:
-        leaves[place] = None  # the call below must not keep alive what a checkpoint or an offloading hook lets go
-
-    def call(*tensors: Tensor) -> Any:
-        filled = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
-        inner_args, inner_kwargs = tree_unflatten(filled, spec)
-        return op(*inner_args, **inner_kwargs)
-
-    return _Recomputed.apply(call, given[0].dtype, *given)
-
-
-def _keeping_copies(op: Op, *args: Any, **kwargs: Any) -> Any:
-    """Emulate ``op`` by casts around it: FP32 copies stay for the backward pass, and random numbers are drawn once."""
-    leaves, spec = tree_flatten((args, kwargs))
-    low = next(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in _HALF)
-    wide = [x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in leaves]
-    inner_args, inner_kwargs = tree_unflatten(wide, spec)
-    results, results_spec = tree_flatten(op(*inner_args, **inner_kwargs))
-    return tree_unflatten(_narrow(results, low), results_spec)
+def running() -> Emulation | None:
+    """Return the emulation that computes a forward pass in this thread."""
+    return _LOCAL.running
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Emulate ``torch.nn.functional.linear`` on 16-bit tensors."""
-    if weight.dim() == 1:  # one output feature, without a dimension of its own
-        result: Tensor = _general(F.linear, x, weight, bias)
+    if weight.dim() == 1 or is_traced():  # one output feature, without a dimension of its own
+        result: Tensor = general(F.linear, x, weight, bias)
         return result
-    y: Tensor = _Linear.apply(x, weight, bias)
+    y: Tensor = Linear.apply(x, weight, bias)
     return y
-
-
-def matmul(input: Tensor, other: Tensor) -> Tensor:
-    """Emulate ``torch.matmul`` (also mm, bmm and mv) on 16-bit tensors of any broadcastable shapes."""
-    a = input.unsqueeze(0) if input.dim() == 1 else input
-    b = other.unsqueeze(-1) if other.dim() == 1 else other
-    y: Tensor = _MatMul.apply(a, b)
-    if other.dim() == 1:
-        y = y.squeeze(-1)
-    return y.squeeze(-1 if other.dim() == 1 else -2) if input.dim() == 1 else y
 
 
 def _mm(input: Tensor, mat2: Tensor) -> Tensor:
@@ -245,7 +114,10 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: boo
     batched = x if x.dim() == spatial + 2 else x.unsqueeze(0)
     lists = [_each(value, spatial) for value in (stride, padding, dilation)]
     settings = (*lists, transposed, _each(output_padding, spatial), groups)
-    y: Tensor = _Convolution.apply(batched, weight, bias, settings)
+    if is_traced():
+        y: Tensor = by_casts(torch.ops.aten.convolution, batched, weight, bias, *settings)
+    else:
+        y = Convolution.apply(batched, weight, bias, settings)
     return y if batched is x else y.squeeze(0)
 
 
@@ -304,12 +176,11 @@ def attention(
     shapes_fit = query.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
     mask_fits = attn_mask is None or (not attn_mask.requires_grad and attn_mask.dim() in (2, 4))
     flash = shapes_fit and mask_fits and query.shape[-1] == value.shape[-1] and query.numel() > 0
-    if dropout_p == 0.0 and flash and query.device.type == "cpu":
+    if dropout_p == 0.0 and flash and query.device.type == "cpu" and not is_traced():
         mask = None if attn_mask is None else _additive(attn_mask)
-        y: Tensor = _FlashAttention.apply(query, key, value, mask, is_causal, scale)
+        y: Tensor = FlashAttention.apply(query, key, value, mask, is_causal, scale)
         return y
-    run = _general if dropout_p == 0.0 else _keeping_copies
-    result: Tensor = run(
+    result: Tensor = general(
         F.scaled_dot_product_attention,
         query,
         key,
@@ -319,6 +190,7 @@ def attention(
         is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
+        draws=dropout_p > 0.0,
     )
     return result
 
@@ -329,26 +201,53 @@ def _additive(mask: Tensor) -> Tensor:
     return mask.float()
 
 
+def _convolve(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    *_: Any,
+) -> Tensor:
+    return _convolution(input, weight, bias, transposed, (stride, padding, dilation, output_padding, groups))
+
+
 def _recurrent(op: Op) -> Op:
     def layer(*args: Any, **kwargs: Any) -> Any:
         # Arguments end with ..., num_layers, dropout, train, bidirectional[, batch_first]; cells have none of these.
         draws = any(isinstance(a, float) and a > 0.0 for a in args)
-        return (_keeping_copies if draws else _general)(op, *args, **kwargs)
+        return general(op, *args, draws=draws, **kwargs)
 
     return layer
 
 
-def _through(op: Op) -> Op:
-    def general(*args: Any, **kwargs: Any) -> Any:
-        return _general(op, *args, **kwargs)
+def fft(op: Op) -> Op:
+    """Return a Fourier transform that takes FP16 and gives it, or its complex numbers, as CUDA does and CPUs do not."""
 
-    return general
+    def transform(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.dtype not in (FP16.dtype, torch.complex32):
+            result: Tensor = op(x, *args, **kwargs)
+            return result
+        wide: Tensor = op(x.to(torch.complex64) if x.is_complex() else x.float(), *args, **kwargs)
+        return wide.to(torch.complex32 if wide.is_complex() else FP16.dtype)
+
+    return transform
+
+
+def _through(op: Op) -> Op:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return general(op, *args, **kwargs)
+
+    return call
 
 
 SPECIAL: dict[str, Op] = {
     "linear": linear,
     "matmul": matmul,
-    "__matmul__": matmul,
     "mm": _mm,
     "bmm": _bmm,
     "mv": _mv,
@@ -358,21 +257,23 @@ SPECIAL: dict[str, Op] = {
     "conv_transpose1d": _conv_transpose,
     "conv_transpose2d": _conv_transpose,
     "conv_transpose3d": _conv_transpose,
+    "convolution": _convolve,
+    "_convolution": _convolve,
     "scaled_dot_product_attention": attention,
 }
 
 
-def emulated(op: Op, name: str, *, family: str, float8: str | None) -> Op:
-    """Return the emulation of torch's ``op``, which the op lists call ``name``.
+def emulation(op: Op, name: str, *, low: str, family: str, float8: str | None) -> Emulation:
+    """Return the emulation of torch's ``op``.
 
     Args:
-        op: the torch function or method; the emulation takes its arguments, with 16-bit tensors.
-        name: its name without module (``linear``).
+        op: the torch function; the emulation takes its arguments, with 16-bit tensors.
+        name: its name without overload (``linear``).
+        low: name of the 16-bit format.
         family: the family that the op lists give it.
         float8: by which recipe linear layers are computed in 8-bit formats, if they are.
     """
     if float8 is not None and name == "linear":
-        return LINEAR[float8]
-    if family == "rnn":
-        return _recurrent(op)
-    return SPECIAL.get(name) or _through(op)
+        return Emulation(name=name, format=E4M3.name, recipe=float8, run=LINEAR[float8])
+    run = _recurrent(op) if family == "rnn" else SPECIAL.get(name) or _through(op)
+    return Emulation(name=name.strip("_"), format=low, run=run)

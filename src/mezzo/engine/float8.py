@@ -54,7 +54,7 @@ class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
+        ctx.recipe, ctx.stands_for = recipe, E4M3.name
         return F.linear(recipe.rounded(x, E4M3, along=-1), recipe.rounded(weight, E4M3, along=-1)).to(x.dtype)
 
     @staticmethod
@@ -64,13 +64,12 @@ class _Float8Linear(torch.autograd.Function):
         recipe: Recipe = ctx.recipe
         rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = None
-        with torch.autocast(grad.device.type, enabled=False):  # torch.compile traces this in the forward pass's region
-            if ctx.needs_input_grad[0]:
-                wide = recipe.rounded(rows, recipe.gradients, along=-1) @ recipe.rounded(weight, E4M3, along=0)
-                grad_x = wide.to(x.dtype).reshape(x.shape)
-            if ctx.needs_input_grad[1]:
-                wide = recipe.rounded(rows, recipe.gradients, along=0).mT @ recipe.rounded(columns, E4M3, along=0)
-                grad_weight = wide.to(x.dtype).to(weight.dtype)  # a GPU's product gives BF16 for an FP32 weight, too
+        if ctx.needs_input_grad[0]:
+            wide = recipe.rounded(rows, recipe.gradients, along=-1) @ recipe.rounded(weight, E4M3, along=0)
+            grad_x = wide.to(x.dtype).reshape(x.shape)
+        if ctx.needs_input_grad[1]:
+            wide = recipe.rounded(rows, recipe.gradients, along=0).mT @ recipe.rounded(columns, E4M3, along=0)
+            grad_weight = wide.to(x.dtype).to(weight.dtype)  # a GPU's product gives BF16 for an FP32 weight, too
         return grad_x, grad_weight, None
 
 

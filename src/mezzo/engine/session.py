@@ -170,7 +170,7 @@ class Session:
 
     def _differentiate(self, loss: Tensor, share: float, *, loss_id: int = 0, retain_graph: bool = False) -> None:
         scaled = self.scales[loss_id].scale(loss if share == 1.0 else loss * share)
-        if self.casting.mode is None:
+        if self.casting.table is None:
             scaled.backward(retain_graph=retain_graph)
         else:
             with self.casting.backward():

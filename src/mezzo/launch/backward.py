@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.engine.casting import ENTERED
 from mezzo.engine.gradients import all_finite, total_norm
 from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
+from mezzo.launch.entered import ENTERED
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
 from mezzo.launch.views import UnscaledViews
@@ -54,7 +54,7 @@ class BackwardPasses:
         patches.on_undo(self._unhook)
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        run_engine = ENTERED.get(original, original)  # this one does not take the policy's function mode off first
+        run_engine = ENTERED.get(original, original)  # torch's own would come back here if a function mode is on
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -148,8 +148,8 @@ class BackwardPasses:
     def _inside_node(self) -> Iterator[None]:
         """Tell watchers which node of the graph makes a backward pass of its own."""
         node = torch._C._current_autograd_node()
-        name = node.name() if node is not None and self._run.inside is None else self._run.inside
-        before, self._run.inside = self._run.inside, name
+        before = self._run.inside
+        self._run.inside = node if before is None else before
         try:
             yield
         finally:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.autocast_kernels import open_table
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import to_format
 from mezzo.formats import FP32
@@ -60,12 +61,9 @@ class Regions:
         """Return whether the running code is under the policy: in a module, a compiled function or the script's own autocast."""
         if self.depth() > 0:
             return True
-        device_type, casting = self._run.device_type, self._run.main_casting
-        mode = None if casting is None else casting.mode
-        # A rule that runs has turned autocast off around itself; the mode is still on.
-        return (mode is not None and mode.depth > 0) or (
-            device_type is not None and torch.is_autocast_enabled(device_type)
-        )
+        device_type = self._run.device_type
+        # A kernel of ours has turned autocast off around itself; its table is still open.
+        return open_table() is not None or (device_type is not None and torch.is_autocast_enabled(device_type))
 
     def depth(self) -> int:
         """Return 1 where the running code is in a module or a compiled function, in this thread, else 0."""

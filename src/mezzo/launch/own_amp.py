@@ -19,6 +19,7 @@ import torch
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
+from mezzo.engine.autocast_kernels import open_table
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
 
@@ -31,8 +32,8 @@ def take_over(run: Run, patches: Patches) -> None:
         return
     dtype = run.applied.storage.dtype if run.applied.lowers else None
     patches.wrap(autocast, "__init__", lambda original: _in_policy(original, dtype))
-    patches.wrap(autocast, "__enter__", lambda original: _with_mode(run, original))
-    patches.wrap(autocast, "__exit__", lambda original: _without_mode(run, original))
+    patches.wrap(autocast, "__enter__", lambda original: _with_table(run, original))
+    patches.wrap(autocast, "__exit__", lambda original: _without_table(run, original))
     patches.wrap(GradScaler, "__init__", _turned_off)
 
 
@@ -54,28 +55,28 @@ def _in_policy(original: Callable[..., Any], dtype: torch.dtype | None) -> Calla
     return init
 
 
-def _with_mode(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def enter(self: Any) -> Any:
         result = original(self)
-        self._mezzo_mode = None
+        self._mezzo_region = None
         run.local.autocasts_off += getattr(self, "_mezzo_turned_off", False)
         if self._enabled and not torch.compiler.is_compiling():
             casting = run.casting(self.device)
-            if casting is not None and casting.mode is not None and casting.mode.depth == 0:
-                self._mezzo_mode = casting.mode
-                casting.mode.__enter__()
+            if casting is not None and casting.table is not None and open_table() is None:
+                self._mezzo_region = casting.region()
+                self._mezzo_region.__enter__()
         return result
 
     return enter
 
 
-def _without_mode(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def leave(self: Any, *error: Any) -> Any:
-        mode = getattr(self, "_mezzo_mode", None)
-        if mode is not None:
-            mode.__exit__(None, None, None)
+        region = getattr(self, "_mezzo_region", None)
+        if region is not None:
+            region.__exit__(None, None, None)
         run.local.autocasts_off -= getattr(self, "_mezzo_turned_off", False)
         return original(self, *error)
 

@@ -53,8 +53,8 @@ class Run:
         """Whether activation checkpointing computes something again."""
         self.in_compiled = False
         """Whether a compiled function is running, outermost."""
-        self.inside: str | None = None
-        """Name of the outermost node of the graph that is making a backward pass of its own."""
+        self.inside: Any = None
+        """The outermost node of the graph that is making a backward pass of its own."""
         self.left_alone: dict[str, Reason] = {}
         # Weak: a script that trains one model after the other must not have them all kept.
         self.roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()

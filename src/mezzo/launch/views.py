@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.engine.casting import ENTERED
+from mezzo.launch.entered import ENTERED
 from mezzo.launch.patches import Patches
 
 

@@ -142,9 +142,7 @@ class CloseLook:
 
     def _begin(self) -> None:
         self._due, self._watched = False, len(self._run.recorder) + 1
-        casting = self._run.main_casting
-        mode = None if casting is None else casting.mode
-        self._flops = FlopCounter(mode, in_region=self._in_region, inside=lambda: self._run.inside)
+        self._flops = FlopCounter(in_region=self._in_region, inside=lambda: self._run.inside)
         self._stack = contextlib.ExitStack()
         if "torch._dynamo" in sys.modules:
             torch.compiler.set_stance("force_eager")

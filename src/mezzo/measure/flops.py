@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.engine import emulation, float8
-from mezzo.engine.casting import CastMode
+from mezzo.engine.emulation import running
+from mezzo.engine.emulation_nodes import is_recomputed, stands_for
 from mezzo.formats import E4M3, E5M2, FP32, TF32, format_of
 
 Count: TypeAlias = Callable[..., int]
@@ -41,23 +41,21 @@ class FlopCounter(TorchDispatchMode):
 
     def __init__(
         self,
-        cast_mode: CastMode | None,
         *,
         in_region: Callable[[], bool],
-        inside: Callable[[], str | None] = lambda: None,
+        inside: Callable[[], Any] = lambda: None,
     ) -> None:
         """Begin at zero.
 
         Args:
-            cast_mode: tells what is being emulated.
             in_region: whether the code that runs is under a policy.
-            inside: name of the autograd node that is making a backward pass of its own, if one is.
+            inside: the autograd node that is making a backward pass of its own, if one is.
         """
         super().__init__()
         self.by_format: Counter[str] = Counter()
         self.outside_region = 0
         """Operations of forward code that no region covered."""
-        self._in_region, self._formats = in_region, OperandFormats(cast_mode, inside=inside)
+        self._in_region, self._formats = in_region, OperandFormats(inside=inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and count it."""
@@ -74,9 +72,9 @@ class FlopCounter(TorchDispatchMode):
 class OperandFormats:
     """Tell the format that a running operation computes in, or stands for where it is emulated."""
 
-    def __init__(self, cast_mode: CastMode | None, *, inside: Callable[[], str | None] = lambda: None) -> None:
-        """Ask ``cast_mode`` what is being emulated, and ``inside`` which node is making a backward pass of its own."""
-        self.cast_mode, self._inside = cast_mode, inside
+    def __init__(self, *, inside: Callable[[], Any] = lambda: None) -> None:
+        """Ask ``inside`` which node of the graph is making a backward pass of its own."""
+        self._inside = inside
 
     def of(self, args: Sequence[Any]) -> str:
         """Return the name of the format of the operation with these operands."""
@@ -94,20 +92,15 @@ class OperandFormats:
     def computed_again(self) -> bool:
         """Return whether the operation is one that the device which is emulated would not run."""
         node = torch._C._current_autograd_node()
-        return node is not None and node.name() == _RECOMPUTED and self._inside() is None
+        return is_recomputed(node) and self._inside() is None
 
     def emulated(self) -> str | None:
         """Return the format that the running operation stands for, or None where nothing is emulated."""
-        if self.cast_mode is None:
-            return None
-        node = torch._C._current_autograd_node()
-        name = self._inside() or (node.name() if node is not None else None)
-        if name in _EMULATED_NODES:
-            return E4M3.name if name in _FLOAT8_NODES else self.cast_mode.low_name
-        running = self.cast_mode.emulating
-        if running is None:
-            return None
-        return E4M3.name if running in float8.LINEAR.values() else self.cast_mode.low_name
+        found = stands_for(self._inside() or torch._C._current_autograd_node())
+        if found is not None:
+            return found
+        emulation = running()
+        return None if emulation is None else emulation.format
 
 
 def _holds_8_bits(operand: Tensor) -> bool:
@@ -187,13 +180,3 @@ COUNTS: dict[Any, Count] = {
     aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
 }
 """How to count an operation, from its result and its arguments."""
-
-
-def _nodes(module: Any) -> frozenset[str]:
-    classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, torch.autograd.Function)]
-    return frozenset(f"{c.__name__}Backward" for c in classes if c is not torch.autograd.Function)
-
-
-_RECOMPUTED = f"{emulation._Recomputed.__name__}Backward"
-_FLOAT8_NODES = _nodes(float8)
-_EMULATED_NODES = _nodes(emulation) | _FLOAT8_NODES

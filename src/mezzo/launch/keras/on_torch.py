@@ -136,7 +136,7 @@ class TorchBackend:
 
     def _begin_look(self) -> None:
         self._looked = True
-        self._flops = FlopCounter(None, in_region=lambda: True)
+        self._flops = FlopCounter(in_region=lambda: True)
         self._look = ExitStack()
         self._look.enter_context(self._flops)
         self._saved.start(v.value for v in self._run.variables.values())

@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode  # type: ignore[attr-defined]
 
 from mezzo.compat.apex.amp import lists
-from mezzo.engine.casting import Casting, CastMode, Rule
+from mezzo.compat.apex.amp.function_mode import CastMode
+from mezzo.engine.autocast_kernels import Rule
+from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import to_format
 from mezzo.formats import FP16, FP32
 from mezzo.oplists import Precision
@@ -33,17 +35,12 @@ class PatchedFunctions(CastMode):
 
     def __init__(self, device_type: str, *, keeps_casts: bool, allow_banned: bool, verbose: bool) -> None:
         casting = Casting.of(lists.POLICY, device_type)
-        super().__init__(casting)
-        self.keeps_kernels = False
-        self.rules = lists.rules(emulate=casting.emulates)
+        super().__init__(casting, lists.rules(emulate=casting.emulates))
         self.takes_first = lists.takes_first()
         self.refused = lists.refused(allow_banned=allow_banned)
-        self.keeps_casts, self.verbose = keeps_casts, verbose
+        self.table.keeps, self.verbose = keeps_casts, verbose
         self.dtype_before = torch.get_autocast_dtype(device_type)
         """What autocast cast to before."""
-        self.versions: dict[tuple[int, bool], int] = {}
-        """Of the kept casts: the count of changes of the weight at which each was made."""
-        self.depth = 1  # never 0, at which the engine's mode lets go of its casts
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -68,8 +65,7 @@ class PatchedFunctions(CastMode):
 
     def clear(self) -> None:
         """Let go of the casts of weights."""
-        self.weights.clear()
-        self.versions.clear()
+        self.table.kept.clear()
         torch.clear_autocast_cache()
 
     def _run(self, func: Callable[..., Any], rule: Rule | None, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -82,15 +78,6 @@ class PatchedFunctions(CastMode):
         counted = operands[:1] if first_only else operands
         if any(isinstance(x, Tensor) and x.dtype is FP16.dtype for x in counted):
             raise NotImplementedError(text)
-
-    def _lower_weight(self, weight: Tensor) -> Tensor:
-        if not self.keeps_casts:
-            return weight.to(self.low)
-        key = (id(weight), torch.is_grad_enabled())
-        if self.versions.get(key) != weight._version:
-            self.weights.pop(key, None)
-            self.versions[key] = weight._version
-        return super()._lower_weight(weight)
 
 
 def begin(mode: PatchedFunctions) -> None:

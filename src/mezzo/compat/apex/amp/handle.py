@@ -56,17 +56,16 @@ class AmpHandle:
     @property
     def has_cache(self) -> bool:
         """Return whether casts of weights are kept."""
-        return self._mode.keeps_casts
+        return self._mode.table.keeps
 
     @property
     def cache(self) -> dict[Tensor, Tensor]:
         """Return the casts that are kept, by weight."""
-        return dict(self._mode.weights.values())
+        return self._mode.table.kept.items()
 
     def remove_cache(self, param: Tensor) -> None:
         """Let go of the casts of one weight."""
-        for graded in (True, False):
-            self._mode.weights.pop((id(param), graded), None)
+        self._mode.table.kept.clear(param)
 
     @property
     def verbose(self) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mezzo import oplists
-from mezzo.engine.casting import Rule, find_function, rules_for
+from mezzo.compat.apex.amp.function_mode import find_function, python_rules
+from mezzo.engine.autocast_kernels import Rule
 from mezzo.policy import Policy
 
 POLICY = Policy.parse("fp16:fp32=gelu+var+grid_sample:widest=add+mul+div")
@@ -84,7 +85,7 @@ BANNED = {
 
 def rules(*, emulate: bool) -> dict[Callable[..., Any], Rule]:
     """Return the rule of every torch function in Apex's lists."""
-    found = rules_for(POLICY, emulate=emulate, overlay=False)
+    found = python_rules(POLICY, emulate=emulate)
     beyond: tuple[tuple[oplists.Precision, str], ...] = (("fp32", FP32), ("widest", WIDEST))
     for precision, names in beyond:
         found.update({function: Rule(precision) for function in _functions(names.split())})

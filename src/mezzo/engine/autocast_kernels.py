@@ -1,0 +1,365 @@
+"""Replace the kernels of ``torch.autocast``: what decides, below Python and above autograd, how an operation is cast.
+
+Every operation passes torch's dispatcher. While autocast is on for a device, an operation that has a kernel at that
+device's autocast key runs this kernel first, which casts the operands and calls the operation again below autocast.
+torch registers one fixed list a device. Here a Python kernel is registered over each of them. It finds the *cast table*
+of the region that is open and casts as the table says; where no region is open it calls torch's own kernel, so plain
+``torch.autocast`` is what it was.
+
+Being at torch's own place for casts means that everything is seen that CUDA's autocast sees, and nothing else: the parts
+of composite operations (``square`` calls ``pow``, ``trapezoid`` calls ``sum``), TorchScript, ``torch.func``, what
+``torch.compile`` traces.
+
+Two things have to travel with the region:
+
+* Other threads of a backward pass, which compute checkpointed forward passes again, and guards of compiled code both
+  go by autocast's state. So an open table writes its number there: autocast is turned on for two device types that no
+  tensor here has, with two dtypes that spell the number. torch carries this state into autograd's threads and compiles
+  anew when it changes.
+* AOTAutograd keeps traced graphs on disk under a key that knows autocast's dtype and not what our kernels do with it,
+  so that cache is turned off with the first table. Inductor's own cache holds graphs with the casts in them and stays on.
+
+Costs: about 5 us for each listed operation, nothing for others. Registered kernels stay for the life of the process.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.engine.emulation import Emulation
+from mezzo.formats import BF16, FP16, FP32, Format
+from mezzo.oplists import Precision
+
+Op: TypeAlias = Any
+"""A ``torch._ops.OpOverload``."""
+
+_HALF = (FP16.dtype, BF16.dtype)
+_CASTABLE = (*_HALF, FP32.dtype)  # FP64 is never cast: who asks for it needs it
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Say what to do with a call of one operation."""
+
+    precision: Precision
+    emulation: Emulation | None = None
+    """What computes the operation on 16-bit operands in its place."""
+    keeps_weight: bool = False
+    """Whether the call is a linear layer whose weight the emulation takes in the format that it is kept in."""
+
+
+class CastTable:
+    """What a policy does with each operation on one kind of device."""
+
+    def __init__(
+        self,
+        rules: Mapping[Op, Rule],
+        *,
+        device_type: str,
+        low: Format,
+        casts_operands: bool = True,
+        keeps_kernels: bool = False,
+    ) -> None:
+        """Register what the table needs.
+
+        Args:
+            rules: what to do, by operation.
+            device_type: torch's name of the kind of device.
+            low: the format that operations of the lower precision compute in.
+            casts_operands: whether operands are cast; otherwise operations on 16-bit operands are emulated and nothing is cast.
+            keeps_kernels: whether torch's own kernels run for operations without a rule; otherwise these are not cast.
+        """
+        self.rules = dict(rules)
+        self.device_type, self.low = device_type, low
+        self.casts_operands, self.keeps_kernels = casts_operands, keeps_kernels
+        self.number = _numbered(self)
+        _register(device_type, self.rules, all_of_torchs=not keeps_kernels)
+
+    def run(self, op: Op, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run ``op`` below autocast as ``rule`` says."""
+        if rule.keeps_weight and self.casts_operands and self._casts(args):
+            assert rule.emulation is not None
+            x, weight, *bias = args
+            return rule.emulation(self._lower(x), weight, *map(self._lower, bias))
+        if rule.precision == "lower":
+            if self.casts_operands:
+                args, kwargs = self._lower(args), {k: self._lower(v) for k, v in kwargs.items()}
+            if rule.emulation is not None and _all_half((*args, *kwargs.values())):
+                return rule.emulation(*args, **kwargs)
+        elif rule.precision == "follow" and rule.emulation is not None:
+            return rule.emulation(*args, **kwargs)
+        elif rule.precision == "fp32":
+            if kwargs.get("dtype") is None:  # an explicit dtype (softmax, sum, ...) is the author's own choice
+                args, kwargs = self._cast(args, FP32.dtype), self._cast(kwargs, FP32.dtype)
+        elif rule.precision == "widest" and len(_dtypes((*args, *kwargs.values()))) > 1:
+            args, kwargs = self._cast(args, FP32.dtype), self._cast(kwargs, FP32.dtype)
+        return op(*args, **kwargs)
+
+    def cast_weight(self, weight: Tensor) -> Tensor:
+        """Return a weight in the lower format: one cast a weight while a region is open."""
+        low = self.low.dtype
+        return (
+            _LOCAL.casts.of(weight, low) if _LOCAL.depth else weight.to(low)
+        )  # a thread without a region of its own keeps none
+
+    def _casts(self, operands: Sequence[Any]) -> bool:
+        return all(t.dtype in _CASTABLE and t.device.type == self.device_type for t in operands if t is not None)
+
+    def _lower(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            low = self.low.dtype
+            if value.dtype is low or value.dtype not in _CASTABLE or value.device.type != self.device_type:
+                return value
+            if value.requires_grad and value.is_leaf and type(value) in _PLAIN and value.dtype is FP32.dtype:
+                return self.cast_weight(value)
+            return value.to(low)
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._lower(v) for v in value])
+        return value
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, Tensor):
+            casts = value.dtype in _HALF and value.dtype is not dtype and value.device.type == self.device_type
+            return value.to(dtype) if casts else value
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._cast(v, dtype) for v in value])
+        if isinstance(value, dict):
+            return {k: self._cast(v, dtype) for k, v in value.items()}
+        return value
+
+
+_PLAIN = (Tensor, nn.Parameter)  # not what stands for a tensor while code is traced: a cast of that is no value to keep
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _all_half(values: Sequence[Any]) -> bool:
+    dtypes = [t.dtype for t in _tensors(values) if t.is_floating_point()]
+    return bool(dtypes) and all(dtype in _HALF for dtype in dtypes)
+
+
+def _dtypes(values: Sequence[Any]) -> set[torch.dtype]:
+    return {t.dtype for t in _tensors(values) if t.dtype in _CASTABLE}
+
+
+# --- regions -----------------------------------------------------------------------------------------------------------------
+
+
+class WeightCasts:
+    """Casts of weights that are used again while the weights do not change.
+
+    A cast made without gradients is kept apart from one made with them, so that validation does not cut the graph.
+    """
+
+    def __init__(self) -> None:
+        # By id, whether gradients are recorded, and dtype. The weight is in the entry: an id is unique among living objects only.
+        self._kept: dict[tuple[int, bool, torch.dtype], tuple[Tensor, int, Tensor]] = {}
+
+    def of(self, weight: Tensor, low: torch.dtype) -> Tensor:
+        """Return ``weight`` cast to ``low``."""
+        key, version = (id(weight), torch.is_grad_enabled(), low), weight._version
+        kept = self._kept.get(key)
+        if kept is None or kept[1] != version:
+            kept = self._kept[key] = (weight, version, weight.to(low))
+        return kept[2]
+
+    def clear(self, weight: Tensor | None = None) -> None:
+        """Drop all casts, or those of one weight."""
+        self._kept = {} if weight is None else {k: v for k, v in self._kept.items() if v[0] is not weight}
+
+    def items(self) -> dict[Tensor, Tensor]:
+        """Return the casts by weight."""
+        return {weight: cast for weight, _, cast in self._kept.values()}
+
+
+class _Local(threading.local):
+    """A thread's open region."""
+
+    def __init__(self) -> None:
+        self.table: CastTable | None = None
+        self.depth = 0
+        self.nesting = 0
+        """How many autocast contexts were open when the region was opened, its own included."""
+        self.casts = WeightCasts()
+        """Kept until the outermost region ends."""
+
+
+_LOCAL = _Local()
+
+
+class Region:
+    """Autocast on or off for one kind of device, with a cast table or with torch's own lists; regions nest."""
+
+    def __init__(self, table: CastTable | None, device_type: str, dtype: torch.dtype, *, enabled: bool) -> None:
+        self._table, self._device_type, self._dtype, self._enabled = table, device_type, dtype, enabled
+
+    def __enter__(self) -> None:
+        """Set autocast's state and the table.
+
+        By the functions of the state: a script's own ``torch.autocast`` may have been turned off, and a context manager
+        of torch's costs 5 us more.
+        """
+        kind = self._device_type
+        self._before = _LOCAL.table, _LOCAL.nesting, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        _open(self._table)
+        _LOCAL.depth += 1
+        _LOCAL.nesting = torch.autocast_increment_nesting()
+        torch.set_autocast_enabled(kind, self._enabled)
+        torch.set_autocast_dtype(kind, self._dtype)
+
+    def __exit__(self, *error: object) -> None:
+        """Put back what was before."""
+        kind = self._device_type
+        table, _LOCAL.nesting, enabled, dtype = self._before
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        _open(table)
+        _LOCAL.depth -= 1
+        if _LOCAL.depth == 0:
+            _LOCAL.casts.clear()
+
+
+def open_table() -> CastTable | None:
+    """Return the table of the region that is open here, also in a thread of autograd's."""
+    return _LOCAL.table or _table_of_state()
+
+
+# --- a table's number in autocast's state ------------------------------------------------------------------------------------
+
+_DIGITS = ("maia", "ipu")
+"""Device types whose autocast state spells the number of the open table: torch has the names and no tensors there."""
+_DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+_VALUE = {dtype: value for value, dtype in enumerate(_DTYPES)}
+_TABLES: list[CastTable] = []
+_LOCK = threading.Lock()
+
+
+def _numbered(table: CastTable) -> int:
+    """Return the number of an equal table, or the next one."""
+    content = (table.rules, table.device_type, table.low, table.casts_operands, table.keeps_kernels)
+    with _LOCK:
+        for number, other in enumerate(_TABLES):
+            if content == (other.rules, other.device_type, other.low, other.casts_operands, other.keeps_kernels):
+                return number
+        if len(_TABLES) == len(_DTYPES) ** len(_DIGITS):  # over 2,000 policies: forget compiled code and begin again
+            _TABLES.clear()
+            torch.compiler.reset()
+        _TABLES.append(table)
+        return len(_TABLES) - 1
+
+
+def _open(table: CastTable | None) -> None:
+    if table is _LOCAL.table:
+        return
+    _LOCAL.table = table
+    number = 0 if table is None else table.number
+    for kind in _DIGITS:
+        number, digit = divmod(number, len(_DTYPES))
+        torch.set_autocast_enabled(kind, table is not None)
+        torch.set_autocast_dtype(kind, _DTYPES[digit])
+
+
+def _is_backward() -> bool:
+    """Return whether an operation belongs to a backward pass, and not to a forward pass that is computed again in it.
+
+    A backward pass that is made in a region finds autocast on. Nothing of it is cast; a recompute is, and that opens
+    autocast anew.
+    """
+    if torch._C._current_autograd_node() is None:
+        return False
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() == _LOCAL.nesting
+
+
+def _table_of_state() -> CastTable | None:
+    if not torch.is_autocast_enabled(_DIGITS[0]):
+        return None
+    number = 0
+    for kind in reversed(_DIGITS):
+        number = number * len(_DTYPES) + _VALUE[torch.get_autocast_dtype(kind)]
+    return _TABLES[number]
+
+
+# --- registration ------------------------------------------------------------------------------------------------------------
+
+_REGISTERED: dict[str, set[Op]] = {}
+_LIBRARIES: list[torch.library.Library] = []  # a library takes its kernels with it when it is collected
+
+
+def _register(device_type: str, rules: Mapping[Op, Rule], *, all_of_torchs: bool) -> None:
+    """Register kernels for the operations of ``rules`` and, if asked, for all that torch casts on the device."""
+    key = f"Autocast{device_type.upper()}"
+    with _LOCK:
+        done = _REGISTERED.setdefault(device_type, set())
+        torchs = {_overload(name) for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
+        needed = ({*rules, *torchs} if all_of_torchs else {*rules}) - done - {None}
+        if not needed:
+            return
+        if not _LIBRARIES:
+            _compile_as_eager()
+        library = torch.library.Library("aten", "IMPL")  # kept below
+        _LIBRARIES.append(library)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
+            for op in needed:
+                native = torch.library.get_kernel(op, key) if op in torchs else None
+                library.impl(op, _kernel(op, key, device_type, native), key, with_keyset=True)
+        done |= needed
+
+
+def _compile_as_eager() -> None:
+    """Let torch.compile trace backward passes with autocast off, as they run eagerly, and keep no traces across processes."""
+    import torch._functorch.config as config
+
+    config.backward_pass_autocast = "off"
+    config.enable_autograd_cache = False
+
+
+def _overload(name: str) -> Op:
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    packet = getattr(torch.ops.aten, base, None)
+    return getattr(packet, overload or "default", None)
+
+
+def find_op(name: str) -> Op:
+    """Return the operation that the op lists call ``name``, or None where this torch lacks it."""
+    return _overload(name)
+
+
+def _kernel(op: Op, key: str, device_type: str, native: Any) -> Callable[..., Any]:
+    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+    autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    exclude = torch._C._ExcludeDispatchKeyGuard
+
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        table = _LOCAL.table or _table_of_state()
+        if table is None or table.device_type != device_type:
+            table = None
+        rule = None if table is None else table.rules.get(op)
+        if table is not None and rule is not None:
+            with exclude(autocast):
+                return op(*args, **kwargs) if _is_backward() else table.run(op, rule, args, kwargs)
+        if native is not None and (table is None or table.keeps_kernels):
+            return native.call_boxed(keyset, *args, **kwargs)
+        return op.redispatch(
+            keyset & below, *args, **kwargs
+        )  # autocast stays on for the parts of a composite operation
+
+    return call

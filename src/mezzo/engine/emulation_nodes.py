@@ -1,0 +1,281 @@
+"""The nodes of the autograd graph that compute in FP32 what a 16-bit unit computes, forward and backward.
+
+Each node keeps 16-bit operands for its backward pass and rounds its gradients to their format. In a backward pass whose
+own gradient was asked for, a node computes by operations that are emulated and differentiable themselves. A node says
+in ``stands_for`` which format it multiplies in.
+
+What is traced by torch.compile or transformed by torch.func takes casts around FP32 operations (``by_casts``) instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mezzo.formats import BF16, FP16
+
+Op = Callable[..., Any]
+_HALF = (FP16.dtype, BF16.dtype)
+_NAMES = {f.dtype: f.name for f in (FP16, BF16)}
+_Modes = torch._C._TorchDispatchModeKey
+
+
+def stands_for(node: Any) -> str | None:
+    """Return the name of the format that a node of the autograd graph emulates, or None for a node that is no emulation."""
+    return getattr(node, "stands_for", None)
+
+
+def is_recomputed(node: Any) -> bool:
+    """Return whether a node's backward pass computes its forward pass again, which no device that has the format would."""
+    return getattr(node, "_forward_cls", None) is Recomputed
+
+
+class Linear(torch.autograd.Function):
+    """Apply a linear layer: ``x`` of any shape (..., in), a weight (out, in), a bias (out)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias, ctx.stands_for = bias is not None, _NAMES[x.dtype]
+        wide_bias = None if bias is None else bias.float()
+        return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of this gradient was asked for
+            return _linear_gradients(ctx, grad, x, weight)
+        wide = grad.float()
+        rows = wide.reshape(-1, wide.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (wide @ weight.float()).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (rows.mT @ x.float().reshape(-1, x.shape[-1])).to(weight.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0).to(weight.dtype)
+        return grad_x, grad_weight, grad_bias
+
+
+def _linear_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of a linear layer by operations that are emulated and differentiable themselves."""
+    rows = grad.reshape(-1, grad.shape[-1])
+    grad_x = matmul(grad, weight) if ctx.needs_input_grad[0] else None
+    grad_weight = matmul(rows.mT, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+    wants_bias = ctx.has_bias and ctx.needs_input_grad[2]
+    return grad_x, grad_weight, rows.float().sum(0).to(weight.dtype) if wants_bias else None
+
+
+class MatMul(torch.autograd.Function):
+    """Multiply matrices or batches of them (both operands with two dimensions or more)."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.stands_for = _NAMES[a.dtype]
+        return torch.matmul(a.float(), b.float()).to(a.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            grad_a = matmul(grad, b.mT).sum_to_size(a.shape) if ctx.needs_input_grad[0] else None
+            grad_b = matmul(a.mT, grad).sum_to_size(b.shape) if ctx.needs_input_grad[1] else None
+            return grad_a, grad_b
+        wide = grad.float()
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = (wide @ b.float().mT).sum_to_size(a.shape).to(a.dtype)
+        if ctx.needs_input_grad[1]:
+            if b.dim() == 2:  # fold the batch into the rows: one product instead of a batch of them and a sum
+                grad_b = a.float().reshape(-1, a.shape[-1]).mT @ wide.reshape(-1, wide.shape[-1])
+            else:
+                grad_b = (a.float().mT @ wide).sum_to_size(b.shape)
+            grad_b = grad_b.to(b.dtype)
+        return grad_a, grad_b
+
+
+class Convolution(torch.autograd.Function):
+    """Convolve in one to three dimensions, forward or transposed; ``settings`` are aten::convolution's from ``stride`` on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.settings, ctx.bias_sizes = settings, None if bias is None else list(bias.shape)
+        ctx.stands_for = _NAMES[x.dtype]
+        wide_bias = None if bias is None else bias.float()
+        y: Tensor = torch.ops.aten.convolution(x.float(), weight.float(), wide_bias, *settings)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        mask = [*ctx.needs_input_grad[:2], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
+        backward = torch.ops.aten.convolution_backward
+        if torch.is_grad_enabled():
+            grads = general(backward, grad, x, weight, ctx.bias_sizes, *ctx.settings, mask)
+            return *grads, None
+        grads = backward(grad.float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.settings, mask)
+        return *(None if g is None else g.to(x.dtype) for g in grads), None
+
+
+class FlashAttention(torch.autograd.Function):
+    """Attend with torch's FP32 flash kernel for CPUs: queries, keys and values of shape (batch, heads, length, width)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: Any) -> Tensor:
+        wide, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.float(), k.float(), v.float(), 0.0, causal, attn_mask=mask, scale=scale
+        )
+        out: Tensor = wide.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_sum, mask)
+        ctx.causal, ctx.scale, ctx.stands_for = causal, scale, _NAMES[q.dtype]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sum, mask = ctx.saved_tensors
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad.float(),
+            q.float(),
+            k.float(),
+            v.float(),
+            out.float(),
+            log_sum,
+            0.0,
+            ctx.causal,
+            attn_mask=mask,
+            scale=ctx.scale,
+        )
+        return *(g.to(q.dtype) for g in grads), None, None, None
+
+
+class Recomputed(torch.autograd.Function):
+    """Run any operation in FP32 on 16-bit tensors; the backward pass runs it again rather than keep FP32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[..., Any], draws: bool, low: torch.dtype, *tensors: Tensor) -> Any:
+        ctx.save_for_backward(*tensors)
+        ctx.call, ctx.stands_for = call, _NAMES[low]
+        ctx.random_state = _random_state(tensors[0].device) if draws else None
+        results, ctx.results_spec = tree_flatten(call(*_widen(tensors)))
+        return tuple(_narrow(results, low)) if len(results) > 1 else _narrow(results, low)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        create_graph = torch.is_grad_enabled()  # a gradient of this gradient was asked for
+        needed = [i for i, wants in enumerate(ctx.needs_input_grad[3:]) if wants]
+        with torch.enable_grad():
+            if not create_graph:
+                saved = [t.detach().requires_grad_(i in needed) for i, t in enumerate(saved)]
+            with _replaying(ctx.random_state, saved[0].device):
+                results, _ = tree_flatten(ctx.call(*_widen(saved)))
+            pairs = [
+                (r, g.to(r.dtype)) for r, g in zip(results, grads, strict=True) if r is not None and r.requires_grad
+            ]
+            found = torch.autograd.grad(
+                [r for r, _ in pairs],
+                [saved[i] for i in needed],
+                [g for _, g in pairs],
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        by_input = dict(zip(needed, found, strict=True))
+        return None, None, None, *(by_input.get(i) for i in range(len(saved)))
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _replaying(state: Tensor | None, device: torch.device) -> AbstractContextManager[None]:
+    """Draw the random numbers of ``state`` inside, and go on with those of before."""
+    return nullcontext() if state is None else _Replay(state, device)
+
+
+class _Replay(AbstractContextManager[None]):
+    def __init__(self, state: Tensor, device: torch.device) -> None:
+        self._state, self._device = state, device
+
+    def __enter__(self) -> None:
+        self._before = _random_state(self._device)
+        self._set(self._state)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(self._before)
+
+    def _set(self, state: Tensor) -> None:
+        if self._device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(self._device).set_rng_state(state, self._device)
+
+
+def _widen(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.float() if t.dtype in _HALF else t for t in tensors]
+
+
+def _narrow(results: Sequence[Any], low: torch.dtype) -> list[Any]:
+    return [r.to(low) if isinstance(r, Tensor) and r.is_floating_point() else r for r in results]
+
+
+def is_traced() -> bool:
+    """Return whether operations are traced by torch.compile or transformed by torch.func: autograd functions are not for these."""
+    return (
+        torch._C._get_dispatch_mode(_Modes.FUNCTIONAL) is not None
+        or torch._C._get_dispatch_mode(_Modes.PROXY) is not None
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def general(op: Op, *args: Any, draws: bool = False, **kwargs: Any) -> Any:
+    """Emulate ``op`` for its 16-bit tensor arguments wherever they stand, keeping only those for the backward pass.
+
+    ``draws`` says whether the operation draws random numbers.
+    """
+    if is_traced():
+        return by_casts(op, *args, **kwargs)
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dtype in _HALF]
+    given = [leaves[i] for i in places]
+    for place in places:
+        leaves[place] = None  # the call below must not keep alive what a checkpoint or an offloading hook lets go
+
+    def call(*tensors: Tensor) -> Any:
+        filled = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        inner_args, inner_kwargs = tree_unflatten(filled, spec)
+        return op(*inner_args, **inner_kwargs)
+
+    return Recomputed.apply(call, draws, given[0].dtype, *given)
+
+
+def by_casts(op: Op, *args: Any, **kwargs: Any) -> Any:
+    """Emulate ``op`` by casts around it, whose gradients round as the emulation does."""
+    leaves, spec = tree_flatten((args, kwargs))
+    low = next(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in _HALF)
+    wide = [x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in leaves]
+    inner_args, inner_kwargs = tree_unflatten(wide, spec)
+    results, results_spec = tree_flatten(op(*inner_args, **inner_kwargs))
+    return tree_unflatten(_narrow(results, low), results_spec)
+
+
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """Emulate ``torch.matmul`` (also mm, bmm and mv) on 16-bit tensors of any broadcastable shapes."""
+    if is_traced():
+        result: Tensor = by_casts(torch.matmul, input, other)
+        return result
+    a = input.unsqueeze(0) if input.dim() == 1 else input
+    b = other.unsqueeze(-1) if other.dim() == 1 else other
+    y: Tensor = MatMul.apply(a, b)
+    if other.dim() == 1:
+        y = y.squeeze(-1)
+    return y.squeeze(-1 if other.dim() == 1 else -2) if input.dim() == 1 else y

@@ -1,0 +1,44 @@
+"""Torch's own Python functions without their look-up of function modes.
+
+``torch.autograd.backward``, ``Tensor.register_hook`` and others ask whether a function mode is on
+(``torch.set_default_device`` is one), hand themselves over to it by the name in their module, and run with the mode off.
+Where that name leads to a replacement of ours, the replacement would be called twice. A twin has the same code with the
+look-up answered "none".
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Function: TypeAlias = Callable[..., Any]
+
+_LOOKUPS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _never(*args: object) -> bool:
+    return False
+
+
+def _twin(function: types.FunctionType) -> Function:
+    scope = {**function.__globals__, **dict.fromkeys(_LOOKUPS, _never)}
+    twin = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+def _python_functions() -> dict[Function, Function]:
+    # Not those of torch.functional: torch.compile traces none of their twins.
+    homes = [vars(torch.nn.functional), vars(Tensor)]
+    found: list[Any] = [f for home in homes for f in home.values() if isinstance(f, types.FunctionType)]
+    found += [torch.autograd.backward, torch.autograd.grad]
+    looks_up = [f for f in found if set(_LOOKUPS) & set(f.__code__.co_names)]
+    return {f: _twin(f) for f in looks_up if f is not Tensor.unflatten}
+
+
+ENTERED = _python_functions()
+"""Twins by the function of torch that each stands for."""
