@@ -155,6 +155,7 @@ KERNEL = {d: randn(2, 2, *[2] * d, seed=7) for d in (1, 2, 3)}
 CONVOLUTION = (IMAGE[2], KERNEL[2], randn(2), (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
 TRIPLE = (randn(6), randn(6, seed=1), POSITIVE)
 
+TRANSFORMS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 REDUCED = ("mean", "var", "std", "var_mean", "std_mean")
 CALLS: dict[str, Call] = {
     "linear": call(randn(3, 4), randn(5, 4), randn(5)),
@@ -250,6 +251,7 @@ CALLS: dict[str, Call] = {
     "rsub.Scalar": call(VECTOR, 1.5),
     "div.Tensor_mode": ((VECTOR, POSITIVE), {"rounding_mode": None}),
     "embedding": call(randn(5, 3), torch.tensor([0, 4, 2])),
+    **{f"fft_{kind}{dims}": call(randn(4, 4)) for kind in TRANSFORMS for dims in ("", "2", "n")},
 }
 NEEDS_CUDA = (
     "cudnn_convolution",
@@ -280,6 +282,7 @@ def half_but_first(values: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated")
 @pytest.mark.filterwarnings("ignore:at.*_norm is deprecated")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
 @pytest.mark.parametrize(("family", "op"), OPS, ids=[op for _, op in OPS])
 def test_every_listed_operation(family: oplists.Family, op: str, arithmetic: str) -> None:
@@ -290,11 +293,17 @@ def test_every_listed_operation(family: oplists.Family, op: str, arithmetic: str
     wide = to(to(args, FP16), FP32)  # the values that FP16 holds, in FP32
     given = {"lower": wide, "fp32": to(args, FP16), "widest": half_but_first(wide), "follow": to(args, FP16)}
     with fp16(arithmetic).region():
-        out = tensors(function(*given[family.precision], **kwargs))
-    assert out
+        result = function(*given[family.precision], **kwargs)
+    out = tensors(result)
+    assert out or result.is_complex()
     if op == "cross_entropy_loss":  # torch asks log_softmax for its operand's format, which CUDA's autocast respects
         log_p = args[0].to(FP16).log_softmax(1, dtype=FP16)
         assert same_bits(out, [F.nll_loss(log_p.float(), args[1])])
+    elif family.name == "fft":  # CPUs have no kernel of it for 16 bits
+        exact = function(*wide, **kwargs)
+        kept = exact.to(torch.complex32 if exact.is_complex() else FP16)
+        assert result.dtype is kept.dtype
+        assert torch.equal(*(torch.view_as_real(t) if t.is_complex() else t for t in (result, kept)))
     elif family.precision in ("fp32", "widest") or op == "square":  # square is made of pow
         assert same_bits(out, tensors(function(*wide, **kwargs)))
     elif family.precision == "follow" or arithmetic == "native":
@@ -491,6 +500,15 @@ def test_a_weight_is_cast_once_a_forward_across_nested_regions() -> None:
         model(randn(2, 7))
     assert counted.count == 1
     assert _LOCAL.casts.items() == {}
+
+
+def test_a_weight_that_changes_inside_a_region_is_cast_anew() -> None:
+    weight, x = torch.eye(3).requires_grad_(), torch.eye(3)
+    with fp16("emulated").region():
+        assert (x @ weight)[0, 0] == 1.0
+        with torch.no_grad():
+            weight.mul_(3.0)
+        assert (x @ weight)[0, 0] == 3.0
 
 
 def test_weights_changed_between_regions_are_cast_anew() -> None:
@@ -882,6 +900,24 @@ def test_activation_checkpointing_changes_no_bit(policy: str, how: str, backward
 
 
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+def test_a_region_opened_inside_what_is_checkpointed(how: str) -> None:
+    results = []
+    for way in ("plain", how):
+        model, used = Blocks("plain"), casting("fp16")
+        x = randn(3, 6).requires_grad_()
+
+        def run(x: Tensor, model: nn.Module = model, used: Casting = used) -> Tensor:
+            with used.region():
+                return model(x)  # type: ignore[no-any-return]
+
+        loss = run(x) if way == "plain" else checkpoint(run, x, use_reentrant=how == "reentrant")
+        with used.backward():
+            results.append(gradients(loss, model))
+    assert len(results[0]) == 14
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
 def test_weights_shared_by_two_checkpointed_blocks(how: str) -> None:
     results = []
     for way in ("plain", how):
@@ -1022,3 +1058,119 @@ def test_device_lists_are_torchs_own_bits() -> None:
     with torch.autocast("cpu", dtype=FP16):
         theirs = model(x)
     assert same_bits([ours], [theirs])
+
+
+# --- at the dispatcher: what a table of Python functions would not see ------------------------------------------------
+
+HALF4 = randn(4, 4).half()
+
+
+def scripted(x: Tensor) -> Tensor:
+    return torch.mm(x, x).softmax(-1)
+
+
+def interpolated(**settings: Any) -> Callable[[], Tensor]:
+    return lambda: F.interpolate(HALF4[None, None], **settings)
+
+
+COMPOSED: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
+    "square": (HALF4.square, FP32),
+    "square of a product": (lambda: (X32 @ X32).square(), FP32),
+    "sum_to_size": (lambda: HALF4.sum_to_size(1, 4), FP32),
+    "trapezoid": (lambda: torch.trapezoid(HALF4), FP32),
+    "trapz": (lambda: torch.trapz(HALF4), FP32),
+    "cumulative_trapezoid": (lambda: torch.cumulative_trapezoid(HALF4), FP32),
+    "matrix_power": (lambda: torch.linalg.matrix_power(X32, 3), FP16),
+    "float_power": (lambda: HALF4.float_power(2), FP64),
+    "interpolate, recomputed factor": (
+        interpolated(scale_factor=2, mode="bilinear", recompute_scale_factor=True),
+        FP32,
+    ),
+    "interpolate, area": (interpolated(size=(2, 2), mode="area"), FP16),
+    "TorchScript": (lambda: torch.jit.script(scripted)(X32), FP32),
+    "by its name in ATen": (lambda: torch.ops.aten.mm(X32, X32), FP16),
+    "vmap": (lambda: torch.vmap(torch.mv)(X32.expand(3, 4, 4), X32[:3]), FP16),
+    "einsum of sublists": (lambda: torch.einsum(X32, [0, 1], X32, [1, 2], [0, 2]), FP16),
+    "fft": (lambda: torch.fft.rfft(HALF4), torch.complex32),
+    "irfft": (lambda: torch.fft.irfft(torch.fft.rfft(HALF4)), FP16),
+    "fft of FP32": (lambda: torch.fft.rfft(X32), torch.complex64),
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is (not supported|deprecated)")
+@pytest.mark.parametrize("name", COMPOSED)
+def test_composed_and_other_ways_to_call(name: str) -> None:
+    run, dtype = COMPOSED[name]
+    with fp16("emulated").region():
+        assert run().dtype is dtype
+
+
+def test_what_the_square_of_an_overflowing_value_becomes() -> None:
+    with fp16("emulated").region():
+        assert OVERFLOWS.square().tolist() == [90000.0] * 4
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "vmap of grad"])
+def test_functional_transforms_give_autograds_gradients(transform: str) -> None:
+    weight, x = randn(4, 4), randn(3, 4)
+
+    def loss(w: Tensor, row: Tensor = x) -> Tensor:
+        return F.linear(row, w).float().square().sum()
+
+    used, leaf = fp16("emulated"), weight.clone().requires_grad_()
+    with used.region():
+        reference = loss(leaf)
+        if transform == "grad":
+            found = torch.func.grad(loss)(weight)
+        elif transform == "vjp":
+            found = torch.func.vjp(loss, weight)[1](torch.ones(()))[0]
+        else:
+            found = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight, x).sum(0)
+    with used.backward():
+        reference.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found, leaf.grad, rtol=2e-3, atol=2e-3)
+
+
+def test_torchs_own_autocast_is_what_it_was() -> None:
+    def run() -> list[torch.dtype]:
+        with torch.autocast("cpu", dtype=FP16):
+            y = F.linear(X32, X32)
+            return [y.dtype, y.softmax(-1).dtype, y.sum().dtype, F.mse_loss(y, y).dtype, torch.fft.rfft(X32).dtype]
+
+    before = [FP16, FP16, FP16, FP32, torch.complex64]  # torch's list for CPUs
+    assert run() == before
+    with fp16("emulated").region():
+        assert (X32 @ X32).dtype is FP16
+    assert run() == before
+
+
+def test_a_region_reaches_the_threads_of_a_backward_pass() -> None:
+    used, seen = fp16("emulated"), []
+    with used.region():
+        number = [(kind, torch.get_autocast_dtype(kind)) for kind in ("maia", "ipu")]
+
+    def thread() -> None:  # as autograd's threads are: with autocast's state and nothing of Python's
+        for kind, dtype in number:
+            torch.set_autocast_enabled(kind, True)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", FP16)
+        torch.autocast_increment_nesting()
+        table = open_table()
+        assert table is not None
+        seen.append((table.number, (X32 @ X32).dtype, X16.softmax(-1).dtype))
+
+    worker = threading.Thread(target=thread)
+    worker.start()
+    worker.join(10)
+    assert used.table is not None
+    assert seen == [(used.table.number, FP16, FP32)]
+
+
+def test_equal_tables_share_a_number_and_others_do_not() -> None:
+    texts = ["fp16:arithmetic=emulated", "fp16:arithmetic=emulated", "fp16:arithmetic=native", "bf16:arithmetic=native"]
+    tables = [casting(text).table for text in texts]
+    numbers = [t.number for t in tables if t is not None]
+    assert numbers[0] == numbers[1]
+    assert len(set(numbers)) == 3

@@ -173,8 +173,8 @@ def test_assign_changes_what_the_user_names_and_nothing_else(
 
 
 TWICE = [
-    (("softmax",), ("softmax",), (), "softmax.int", "lower", "fp32", "softmax"),
-    (("log_softmax",), ("softmax",), (), "log_softmax.int", "lower", "fp32", "softmax"),
+    (("softmax",), ("softmax",), (), "softmax", "lower", "fp32", "softmax"),
+    (("log_softmax",), ("softmax",), (), "log_softmax", "lower", "fp32", "softmax"),
     ((), ("exp",), ("expm1",), "expm1", "fp32", "widest", "expm1"),
     (("mm",), (), ("matmul",), "mm", "lower", "widest", "matmul"),
 ]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, UnsupportedFormatError
 from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
-from mezzo.oplists import FAMILIES
+from mezzo.oplists import FAMILIES, python_name
 from mezzo.policy import ALIASES, PRESETS, Policy
 
 # --- what the presets are ------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def policies(draw: st.DrawFn) -> Policy:
     op_lists, arithmetic = draw(st.sampled_from(ways))
     lists: dict[str, list[str]] = {name: [] for name in FAMILY_LISTS}
     for family in draw(st.lists(st.sampled_from(FAMILIES), unique=True, max_size=4)):
-        names = [family.name, *(op.split(".")[-1] for op in family.ops)]
+        names = [family.name, *(python_name(op) for op in family.ops)]
         lists[draw(st.sampled_from(FAMILY_LISTS))].append(draw(st.sampled_from(names)))
     characters = st.characters(codec="utf-8").filter(lambda c: c.isprintable() and c not in ":+, ")
     patterns = st.lists(st.text(characters, min_size=1, max_size=8), max_size=3)
@@ -408,7 +408,7 @@ WRONG_TEXTS = [
     ),
     (
         "fp16:fp32=softmax:lower=log_softmax",
-        "operation torch.log_softmax stands in the lists 'lower' and 'fp32'",
+        "operation log_softmax stands in the lists 'lower' and 'fp32'",
         "leave 'softmax' in one of the lists lower, fp32, widest",
     ),
     (

@@ -125,7 +125,7 @@ class Worker:
     def _flops(self, work: Workload) -> float:
         """Return the operations of a sample's step, counted on a batch of 2."""
         model, (batch,) = work.model(self.device), work.batches(2, self.device, 1)
-        counter = FlopCounter(None, in_region=lambda: True)
+        counter = FlopCounter(in_region=lambda: True)
         with counter:
             work.loss(model, *batch).backward()
         return sum(counter.by_format.values()) / 2

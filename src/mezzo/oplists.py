@@ -222,7 +222,7 @@ def assign(lower: tuple[str, ...], fp32: tuple[str, ...], widest: tuple[str, ...
             for op in resolve(name):
                 if changed.setdefault(op, precision) != precision:
                     raise PolicyError(
-                        f"operation {op} stands in the lists {changed[op]!r} and {precision!r}",
+                        f"operation {python_name(op)} stands in the lists {changed[op]!r} and {precision!r}",
                         hint=f"leave {name!r} in one of the lists {', '.join(USER_LISTS)}",
                     )
                 chosen[op] = precision

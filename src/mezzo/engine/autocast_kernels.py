@@ -100,7 +100,7 @@ class CastTable:
                 args, kwargs = self._cast(args, FP32.dtype), self._cast(kwargs, FP32.dtype)
         elif rule.precision == "widest" and len(_dtypes((*args, *kwargs.values()))) > 1:
             args, kwargs = self._cast(args, FP32.dtype), self._cast(kwargs, FP32.dtype)
-        return op(*args, **kwargs)
+        return _call(op, args, kwargs)
 
     def cast_weight(self, weight: Tensor) -> Tensor:
         """Return a weight in the lower format: one cast a weight while a region is open."""
@@ -133,6 +133,16 @@ class CastTable:
         if isinstance(value, dict):
             return {k: self._cast(v, dtype) for k, v in value.items()}
         return value
+
+
+_ARITHMETIC = frozenset(("add", "sub", "mul", "div"))
+"""Operations that take a number for a tensor: what C++ made of ``x * 2`` comes to a Python kernel as the number again."""
+
+
+def _call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if len(args) > 1 and not isinstance(args[1], Tensor) and op.overloadpacket.__name__ in _ARITHMETIC:
+        return op.overloadpacket(*args, **kwargs)
+    return op(*args, **kwargs)
 
 
 _PLAIN = (Tensor, nn.Parameter)  # not what stands for a tensor while code is traced: a cast of that is no value to keep
@@ -195,6 +205,10 @@ class _Local(threading.local):
         self.depth = 0
         self.nesting = 0
         """How many autocast contexts were open when the region was opened, its own included."""
+        self.node: Any = None
+        """The node of the autograd graph in whose backward pass the region was opened."""
+        self.casting = False
+        """Whether a kernel of ours is running. torch.func turns autocast on again for the operations inside, at each of its levels."""
         self.casts = WeightCasts()
         """Kept until the outermost region ends."""
 
@@ -215,8 +229,10 @@ class Region:
         of torch's costs 5 us more.
         """
         kind = self._device_type
-        self._before = _LOCAL.table, _LOCAL.nesting, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        outer = _LOCAL.table, _LOCAL.nesting, _LOCAL.node
+        self._before = outer, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         _open(self._table)
+        _LOCAL.node = torch._C._current_autograd_node()
         _LOCAL.depth += 1
         _LOCAL.nesting = torch.autocast_increment_nesting()
         torch.set_autocast_enabled(kind, self._enabled)
@@ -225,7 +241,7 @@ class Region:
     def __exit__(self, *error: object) -> None:
         """Put back what was before."""
         kind = self._device_type
-        table, _LOCAL.nesting, enabled, dtype = self._before
+        (table, _LOCAL.nesting, _LOCAL.node), enabled, dtype = self._before
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
         if torch.autocast_decrement_nesting() == 0:
@@ -280,9 +296,10 @@ def _is_backward() -> bool:
     """Return whether an operation belongs to a backward pass, and not to a forward pass that is computed again in it.
 
     A backward pass that is made in a region finds autocast on. Nothing of it is cast; a recompute is, and that opens
-    autocast anew.
+    autocast or a region anew.
     """
-    if torch._C._current_autograd_node() is None:
+    node = torch._C._current_autograd_node()
+    if node is None or node is _LOCAL.node:
         return False
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() == _LOCAL.nesting
@@ -348,18 +365,26 @@ def _kernel(op: Op, key: str, device_type: str, native: Any) -> Callable[..., An
     autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     exclude = torch._C._ExcludeDispatchKeyGuard
 
+    takes_numbers = op.overloadpacket.__name__ in _ARITHMETIC
+
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         table = _LOCAL.table or _table_of_state()
         if table is None or table.device_type != device_type:
             table = None
         rule = None if table is None else table.rules.get(op)
-        if table is not None and rule is not None:
-            with exclude(autocast):
-                return op(*args, **kwargs) if _is_backward() else table.run(op, rule, args, kwargs)
+        if table is not None and rule is not None and not _LOCAL.casting:
+            _LOCAL.casting = True
+            try:
+                with exclude(autocast):
+                    return _call(op, args, kwargs) if _is_backward() else table.run(op, rule, args, kwargs)
+            finally:
+                _LOCAL.casting = False
         if native is not None and (table is None or table.keeps_kernels):
             return native.call_boxed(keyset, *args, **kwargs)
-        return op.redispatch(
-            keyset & below, *args, **kwargs
-        )  # autocast stays on for the parts of a composite operation
+        if takes_numbers:
+            with exclude(autocast):
+                return _call(op, args, kwargs)
+        # Autocast stays on for the parts of a composite operation.
+        return op.redispatch(keyset & below, *args, **kwargs)
 
     return call

@@ -41,7 +41,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(*_read_by_gradients(ctx, x, weight))
         ctx.has_bias, ctx.stands_for = bias is not None, _NAMES[x.dtype]
         wide_bias = None if bias is None else bias.float()
         return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
@@ -55,12 +55,17 @@ class Linear(torch.autograd.Function):
         rows = wide.reshape(-1, wide.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = (wide @ weight.float()).to(x.dtype)
+            grad_x = (wide @ weight.float()).to(weight.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = (rows.mT @ x.float().reshape(-1, x.shape[-1])).to(weight.dtype)
+            grad_weight = (rows.mT @ x.float().reshape(-1, x.shape[-1])).to(x.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0).to(weight.dtype)
+            grad_bias = rows.sum(0).to(grad.dtype)
         return grad_x, grad_weight, grad_bias
+
+
+def _read_by_gradients(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return what the gradients of a product read: each operand's gradient reads the other operand."""
+    return a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None
 
 
 def _linear_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
@@ -69,7 +74,7 @@ def _linear_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tupl
     grad_x = matmul(grad, weight) if ctx.needs_input_grad[0] else None
     grad_weight = matmul(rows.mT, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
     wants_bias = ctx.has_bias and ctx.needs_input_grad[2]
-    return grad_x, grad_weight, rows.float().sum(0).to(weight.dtype) if wants_bias else None
+    return grad_x, grad_weight, rows.float().sum(0).to(grad.dtype) if wants_bias else None
 
 
 class MatMul(torch.autograd.Function):
@@ -77,27 +82,28 @@ class MatMul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.stands_for = _NAMES[a.dtype]
+        ctx.save_for_backward(*_read_by_gradients(ctx, a, b))
+        ctx.shapes, ctx.stands_for = (a.shape, b.shape), _NAMES[a.dtype]
         return torch.matmul(a.float(), b.float()).to(a.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
+        shape_a, shape_b = ctx.shapes
         if torch.is_grad_enabled():
-            grad_a = matmul(grad, b.mT).sum_to_size(a.shape) if ctx.needs_input_grad[0] else None
-            grad_b = matmul(a.mT, grad).sum_to_size(b.shape) if ctx.needs_input_grad[1] else None
+            grad_a = matmul(grad, b.mT).sum_to_size(shape_a) if ctx.needs_input_grad[0] else None
+            grad_b = matmul(a.mT, grad).sum_to_size(shape_b) if ctx.needs_input_grad[1] else None
             return grad_a, grad_b
         wide = grad.float()
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = (wide @ b.float().mT).sum_to_size(a.shape).to(a.dtype)
+            grad_a = (wide @ b.float().mT).sum_to_size(shape_a).to(b.dtype)
         if ctx.needs_input_grad[1]:
-            if b.dim() == 2:  # fold the batch into the rows: one product instead of a batch of them and a sum
+            if len(shape_b) == 2:  # fold the batch into the rows: one product instead of a batch of them and a sum
                 grad_b = a.float().reshape(-1, a.shape[-1]).mT @ wide.reshape(-1, wide.shape[-1])
             else:
-                grad_b = (a.float().mT @ wide).sum_to_size(b.shape)
-            grad_b = grad_b.to(b.dtype)
+                grad_b = (a.float().mT @ wide).sum_to_size(shape_b)
+            grad_b = grad_b.to(a.dtype)
         return grad_a, grad_b
 
 

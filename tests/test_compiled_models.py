@@ -1,0 +1,139 @@
+"""Whole public model families under torch.compile and a policy: the same losses and gradients as without torch.compile."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers_engine import casting
+
+transformers = pytest.importorskip("transformers")
+
+Batch = dict[str, Tensor]
+Family = tuple[Callable[[], nn.Module], Callable[[int], Batch]]
+
+
+def tokens(batch: int, length: int = 10) -> Tensor:
+    return torch.randint(3, 60, (batch, length), generator=torch.Generator().manual_seed(batch))
+
+
+def images(batch: int) -> Batch:
+    generator = torch.Generator().manual_seed(batch)
+    return {"pixel_values": torch.randn(batch, 3, 32, 32, generator=generator), "labels": torch.arange(batch) % 2}
+
+
+def gpt2() -> nn.Module:
+    c = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=1
+    )
+    c.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+    model = transformers.GPT2LMHeadModel(c)
+    model.loss_type = "ForCausalLM"  # otherwise it warns while it is traced
+    return model  # type: ignore[no-any-return]
+
+
+def bert() -> nn.Module:
+    c = transformers.BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=32,
+    )
+    c.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+    return transformers.BertForMaskedLM(c)  # type: ignore[no-any-return]
+
+
+def t5() -> nn.Module:
+    c = transformers.T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(c)  # type: ignore[no-any-return]
+
+
+def vit() -> nn.Module:
+    c = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8
+    )
+    c.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+    return transformers.ViTForImageClassification(c)  # type: ignore[no-any-return]
+
+
+def resnet() -> nn.Module:
+    c = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")
+    return transformers.ResNetForImageClassification(c)  # type: ignore[no-any-return]
+
+
+def text(batch: int) -> Batch:
+    return {"input_ids": tokens(batch), "labels": tokens(batch)}
+
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": (gpt2, text),
+    "bert": (bert, text),
+    "t5": (t5, text),
+    "vit": (vit, images),
+    "resnet": (resnet, images),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own, while it traces
+        yield
+    torch.compiler.reset()
+
+
+def trained(model: nn.Module, call: Callable[..., Any], batch: Batch, policy: str) -> list[Tensor]:
+    """Return the loss of one step and every gradient."""
+    model.zero_grad()
+    used = casting(policy)
+    with used.region():
+        loss = call(**batch).loss
+    with used.backward():
+        loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def check(family: str, policy: str, backend: str, *, dynamic: bool, rtol: float) -> None:
+    build, batch_of = FAMILIES[family]
+    torch.manual_seed(0)
+    model = build()
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
+    for batch in (batch_of(2), batch_of(3) if dynamic else batch_of(2)):
+        plain = trained(model, model, batch, policy)
+        found = trained(model, compiled, batch, policy)
+        assert plain[0].isfinite()
+        largest = max(g.abs().max().item() for g in plain[1:])
+        for ours, theirs in zip(found, plain, strict=True):  # a key's bias has no gradient but rounding
+            atol = rtol * max(theirs.abs().max().item(), 1e-4 * largest)
+            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "resnet"])
+def test_traced_models_train_as_eager_ones(family: str) -> None:
+    check(family, "fp16:arithmetic=emulated", "aot_eager", dynamic=True, rtol=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("policy", ["fp16:arithmetic=emulated", "bf16:arithmetic=native", "fp8:arithmetic=emulated"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_backend(family: str, policy: str, backend: str, dynamic: bool) -> None:
+    check(family, policy, backend, dynamic=dynamic, rtol=3e-2 if backend != "inductor" else 0.1)
