@@ -137,5 +137,5 @@ def _one_product(flops: int, *, form: str = "bf16") -> list[object]:
     from mezzo.diagnosis.operations import Seen
 
     running = Running(form, flops, [], 0)
-    noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False)
+    noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False, False)
     return [Seen("mm", "a", "forward", (form,), (form,), 1, noted, flops, form, running)]

@@ -1,15 +1,52 @@
-"""Find the line of the script that is running."""
+"""Find who is running: which line of the script, and whether an operation is the script's, the policy's or Mezzo's own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import FrameType
+from typing import Literal, TypeAlias
 
 import torch
+
+Caller: TypeAlias = Literal["script", "policy", "mezzo"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _MEZZO = str(Path(__file__).parents[1])
 _FOREIGN: dict[str, bool] = {}
+_CALLERS: dict[str, Caller | None] = {}
+_PASSED_THROUGH = tuple(str(Path(_TORCH, *parts)) for parts in (("_tensor.py",), ("_ops.py",), ("utils", "_pytree.py")))
+"""Python between who calls an operation and the operation."""
+_POLICY = (
+    *("autocast_kernels.py", "conversion.py", "emulation.py", "emulation_nodes.py", "float8.py", "fp8layers.py"),
+    *("onepass.py", "optimizers.py"),
+)
+"""Files of the engine whose operations a device would run, too: casts, emulated operations, updates."""
+
+
+def caller(frame: FrameType | None) -> Caller:
+    """Return whose operation runs: the file that calls it tells.
+
+    ``policy`` casts what the script computes; ``mezzo`` is the arithmetic of loss scales, norms and records. What torch's own
+    Python or C++ calls is the script's, whoever called that.
+    """
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name not in _CALLERS:
+            _CALLERS[name] = _caller_of(name)
+        found = _CALLERS[name]
+        if found is not None:
+            return found
+        frame = frame.f_back
+    return "script"
+
+
+def _caller_of(file: str) -> Caller | None:
+    if file in _PASSED_THROUGH:
+        return None
+    if not file.startswith(_MEZZO):
+        return "script"
+    kernels = file.startswith(str(Path(_MEZZO, "engine", "kernels")))
+    return "policy" if kernels or Path(file).name in _POLICY else "mezzo"
 
 
 def script_line(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:

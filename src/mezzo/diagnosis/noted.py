@@ -80,7 +80,9 @@ class Noted(NamedTuple):
     product: Product | None
     line: str
     hidden: bool
-    """Whether the device that is emulated would not run it."""
+    """Whether it is no operation of the training: Mezzo's own, or one that the device which is emulated would not run."""
+    by_policy: bool
+    """Whether the policy cast here, and not the script."""
 
 
 @dataclass

@@ -113,6 +113,7 @@ class _Reader:
         for index, noted in enumerate(self._operations):
             if noted.hidden:
                 self._follow_weights(noted)
+                self._flow.forget(noted)
                 continue
             parts = list(self._parts(index, noted))
             self._flow.follow(parts[0])
@@ -249,21 +250,27 @@ class _Flow:
             kept = self._passed_on(seen, came, backward=backward)
         promoted_in = next(iter(promoted), "")
         seen.promotes = seen.product is None and seen.cast is None and not backward and _mixes(noted)
-        for meta in noted.outs:
-            self._came.pop(meta[0], None)
-            self._promoted.pop(meta[0], None)
+        self.forget(noted)
         self._came.update(kept)
         if seen.product is not None:
             seen.promoted_in = promoted_in
         elif (seen.promotes or promoted_in) and noted.outs and noted.outs[0][1].itemsize == 4:
             self._promoted[noted.outs[0][0]] = promoted_in or seen.module
 
+    def forget(self, noted: Noted) -> None:
+        """Forget what lay in the memory that an operation writes: it may be another value's by now."""
+        for meta in noted.outs:
+            self._came.pop(meta[0], None)
+            self._promoted.pop(meta[0], None)
+
     def _follow_cast(self, seen: Seen, cast: Cast, came: list[_Came], *, backward: bool) -> dict[int, _Came]:
         earlier = next((c for c in came if c.source == cast.target and c.backward == backward), None)
         if earlier is not None:
             cast.back_to, cast.needless = earlier.cast, not earlier.needed
         elif cast.of != "weight":
-            return {seen.noted.outs[0][0]: _Came(cast.source, cast.target, seen, backward, needed=False)}
+            # Only the script's own casts can be left out; a backward pass casts because its forward pass did.
+            needed = backward or seen.noted.by_policy
+            return {seen.noted.outs[0][0]: _Came(cast.source, cast.target, seen, backward, needed)}
         return {}
 
     def _passed_on(self, seen: Seen, came: list[_Came], *, backward: bool) -> dict[int, _Came]:

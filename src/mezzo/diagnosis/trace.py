@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.diagnosis.lines import script_line
+from mezzo.diagnosis.lines import caller, script_line
 from mezzo.diagnosis.noted import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Product, Trace
 from mezzo.engine import emulation
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
@@ -151,7 +151,7 @@ class Tracer(TorchDispatchMode):
             kind = self._kinds[id(func)] = self._meet(func)
         if self._stepping and kind <= _PLAIN:  # half of a small model's operations, and nothing to find out
             if kind == _PLAIN:
-                self._note((func, NOWHERE, None, *_both(args, result), True, False, None, "", False))
+                self._note((func, NOWHERE, None, *_both(args, result), True, False, None, "", False, False))
             return result
         running, again = _node_running(), False
         if running is None:
@@ -172,9 +172,15 @@ class Tracer(TorchDispatchMode):
                 self._place_again(node, entry)
         if kind == _SILENT:
             if node is not None and node.number == LAST_NUMBER:  # what is added to a gradient that was None
-                self._note((func, entry, node, *_both(args, result), False, False, None, "", True))
+                self._note((func, entry, node, *_both(args, result), False, False, None, "", True, False))
             return result
-        product, line, hidden = None, "", False
+        product, line, hidden, by_policy = None, "", False, False
+        if entry is NOWHERE or kind == _CASTS:  # inside modules only casts can be anybody's but the script's
+            whose = caller(sys._getframe(1))
+            if whose == "mezzo":
+                self._note((func, entry, node, *_both(args, result), False, again, None, "", True, False))
+                return result
+            by_policy = whose == "policy"
         if self._emulates:
             if kind != _COUNTED:
                 hidden = self._formats.emulated() is not None
@@ -184,7 +190,7 @@ class Tracer(TorchDispatchMode):
             product = self._product(func, result, args)
         if kind != _PLAIN and (node is None or again) and not self._is_torchs(entry):
             line = self._where(product)
-        self._note((func, entry, node, *_both(args, result), self._stepping, again, product, line, hidden))
+        self._note((func, entry, node, *_both(args, result), self._stepping, again, product, line, hidden, by_policy))
         return result
 
     def _note(self, noted: tuple[Any, ...]) -> None:
@@ -304,7 +310,8 @@ def _flat(values: Iterable[Any]) -> list[Tensor]:
 
 def _alignment(tensor: Tensor) -> int:
     try:
-        address = tensor.data_ptr()
+        # On a CPU the address says nothing of a GPU's: there memory begins at multiples of 512, and views at an offset.
+        address = tensor.data_ptr() if tensor.is_cuda else tensor.storage_offset() * tensor.itemsize
     except RuntimeError:  # a tensor made of others
         return 16
     return min(16, address & -address) if address else 16

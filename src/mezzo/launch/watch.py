@@ -50,7 +50,7 @@ class CloseLook:
 
     def step_closed(self, num_steps: int) -> None:
         """End the look after the watched step."""
-        self._over = self._watched is not None and num_steps > self._watched
+        self._over = self._watched is not None and num_steps >= self._watched
         self._go_on()
 
     def backward_begins(self) -> None:
@@ -141,7 +141,7 @@ class CloseLook:
             self._begin()
 
     def _begin(self) -> None:
-        self._due, self._watched = False, len(self._run.recorder) + 1
+        self._due, self._watched = False, self._run.num_updates + 1
         self._flops = FlopCounter(in_region=self._in_region, inside=lambda: self._run.inside)
         self._stack = contextlib.ExitStack()
         if "torch._dynamo" in sys.modules:

@@ -180,7 +180,7 @@ def _trips(record: AuditRecord) -> Grid:
             fmt.clean(t.module),
             t.phase,
             t.formats,
-            "needless" if t.needless else "needed between",
+            "needless" if t.needless else "needed, or by the policy",
             str(t.count),
             fmt.bytes_text(t.bytes),
         )
