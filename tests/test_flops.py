@@ -55,6 +55,66 @@ PRODUCTS: dict[str, tuple[Forward, list[tuple[int, ...]], int]] = {
     "transposed convolution": (transposed(stride=2), [(2, 4, 5, 5), (4, 6, 3, 3)], 2 * 2 * 4 * 6 * 9 * 25),
     "convolution in one dimension": (F.conv1d, [(2, 4, 10), (6, 4, 3)], 2 * 2 * 6 * 4 * 3 * 8),
 }
+PLAIN: dict[str, tuple[Callable[[], Tensor], int, int]] = {
+    # forward; its count by hand; that of its backward pass, in which outer products are elementwise
+    "mv": (lambda: torch.mv(leaf(4, 5), leaf(5)), 2 * 20, 2 * 20),
+    "addmv": (lambda: torch.addmv(leaf(4), leaf(4, 5), leaf(5)), 2 * 20, 2 * 20),
+    "linear of one feature": (lambda: F.linear(leaf(3, 4), leaf(4)), 2 * 12, 2 * 12),
+    "dot": (lambda: torch.dot(leaf(5), leaf(5)), 2 * 5, 0),
+    "vdot": (lambda: torch.vdot(leaf(5), leaf(5)), 2 * 5, 0),
+    "matmul of vectors": (lambda: leaf(5) @ leaf(5), 2 * 5, 0),
+    "matmul of a vector and a matrix": (lambda: leaf(5) @ leaf(5, 3), 2 * 15, 2 * 2 * 15),
+    "addr": (lambda: torch.addr(leaf(3, 4), leaf(3), leaf(4)), 2 * 12, 2 * 2 * 12),
+    "addbmm": (lambda: torch.addbmm(leaf(3, 5), leaf(2, 3, 4), leaf(2, 4, 5)), 2 * 120, 2 * 2 * 120),
+    "bilinear": (lambda: F.bilinear(leaf(2, 3), leaf(2, 4), leaf(5, 3, 4)), 2 * 120, 3 * 2 * 120),
+    "cdist": (lambda: torch.cdist(leaf(2, 3, 4), leaf(2, 5, 4)), 2 * 120, 2 * 2 * 120),
+    "cdist by a product": (lambda: torch.cdist(leaf(30, 4), leaf(50, 4)), 2 * 6000, 2 * 2 * 6000),
+    "sparse times dense": (lambda: torch.sparse.mm(diagonal(4), leaf(4, 3)), 2 * 4 * 3, 2 * 4 * 3),
+    "sparse rows times dense": (lambda: diagonal(4).to_sparse_csr() @ leaf(4, 3), 2 * 4 * 3, 2 * 4 * 3),
+    "sparse times sparse": (lambda: (diagonal(4) @ diagonal(4)).to_dense() + leaf(1), 2 * 4, 0),
+    "complex": (lambda: (complex_leaf(3, 4) @ complex_leaf(4, 2)).abs(), 4 * 2 * 24, 2 * 4 * 2 * 24),
+}
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def complex_leaf(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.complex64, requires_grad=True)
+
+
+def diagonal(size: int) -> Tensor:
+    return torch.eye(size).to_sparse()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("name", PLAIN)
+def test_other_products_count_as_by_hand(name: str) -> None:
+    forward, flops, backward = PLAIN[name]
+    with FlopCounter(in_region=lambda: True) as counter:
+        result = forward()
+        first = sum(counter.by_format.values())
+        result.sum().backward()
+    assert first == flops
+    assert sum(counter.by_format.values()) == flops + backward
+    assert set(counter.by_format) == {"complex64" if name == "complex" else "fp32"}
+
+
+def test_a_complex_model_trains_under_a_lowering_policy() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4, dtype=torch.complex64)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD([*layer.parameters(), *model.parameters()], lr=0.1)
+    with switched(Policy.parse("fp16")) as (run, look):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(layer(torch.randn(8, 4, dtype=torch.complex64)).abs()).square().mean().backward()
+            optimizer.step()
+    assert set(look.effective().flops_by_format) == {"complex64", "fp16"}
+    assert "complex numbers are never cast" in run.left_alone["complex64 Linear"].reason
+
+
 FORMATS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 # Emulated by running again in the backward pass, which the launcher has to tell the counter: the last test has them.
 RUN_AGAIN = ("addmm", "einsum")

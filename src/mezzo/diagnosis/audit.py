@@ -23,7 +23,7 @@ from mezzo.diagnosis.trace import Tracer
 from mezzo.diagnosis.watching import Diagnosis, Running
 from mezzo.errors import SessionError
 from mezzo.measure.environment import environment
-from mezzo.measure.flops import OperandFormats
+from mezzo.measure.flops import OperandFormats, lowered
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, Reason, RunRecord
 
@@ -93,7 +93,7 @@ class Audit(Diagnosis):
             forced_eager=self.forced_eager,
         )
         formats = {"flops_by_format": audited.flops_by_format, "counted_on_step": next(iter(self.watched), None)}
-        emulated = casting is not None and casting.emulates
+        emulated = casting is not None and casting.emulates and lowered(audited.flops_by_format)
         effective = run.effective.model_copy(update={**formats, "emulated": emulated})
         return audited.model_copy(update={"run": run.model_copy(update={"effective": effective})})
 

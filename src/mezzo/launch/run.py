@@ -152,6 +152,8 @@ class Run:
         own = [p for p in module.parameters() if p not in self._cast_by_us]
         dtypes = {p.dtype for p in own if p.is_floating_point()}
         name = type(module).__name__
+        if lowers and any(p.is_complex() for p in own):
+            self.leave("complex64", name, "its weights are complex, and complex numbers are never cast")
         if lowers and torch.double in dtypes:
             self.leave("float64", name, "its weights are float64, and float64 is never cast")
         if any(dtype.itemsize == 2 for dtype in dtypes):

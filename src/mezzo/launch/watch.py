@@ -20,7 +20,7 @@ from torch import Tensor
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
 from mezzo.measure import memory
-from mezzo.measure.flops import FlopCounter
+from mezzo.measure.flops import FlopCounter, lowered
 from mezzo.records import Effective, Memory
 
 _UPDATES_WEIGHED = 2  # the first one that is made leaves the optimizer's state behind
@@ -103,7 +103,7 @@ class CloseLook:
         casting = self._run.main_casting
         return Effective(
             flops_by_format=self._by_format,
-            emulated=casting is not None and casting.emulates,
+            emulated=casting is not None and casting.emulates and (lowered(self._by_format) or not self._by_format),
             counted_on_step=self._watched if self._by_format else None,
             left_alone=list(self._run.left_alone.values()),
         )

@@ -8,6 +8,8 @@ are matrix products, convolutions and attention, forward and backward, two opera
     its gradients                                      as much for the input, as much for the weight
     recurrent layer                                    2 a weight and position; backward as much for each of the two
     attention, lengths L and S, widths E and V         2 L S E + 2 L S V a head; backward 2.5 times that
+    bilinear form, distances (cdist)                   2 a term of the sum
+    sparse matrix with n entries, times k columns      2 n k
 
 The positions of a convolution are its output's, of a transposed one its input's. torch 2.13's own counter leaves
 ``groups`` out of the backward count, which makes a depthwise convolution 65 times too expensive. Causal attention is
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -30,9 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.engine.emulation import running
 from mezzo.engine.emulation_nodes import is_recomputed, stands_for
-from mezzo.formats import E4M3, E5M2, FP32, TF32, format_of
+from mezzo.formats import E4M3, E5M2, FP32, FP64, TF32, format_of
 
 Count: TypeAlias = Callable[..., int]
+_WIDE = frozenset((FP32.name, TF32.name, FP64.name, "complex64", "complex128"))
 aten: Any = torch.ops.aten
 
 
@@ -62,7 +65,7 @@ class FlopCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         count = COUNTS.get(func.overloadpacket)
         if count is not None and not self._formats.computed_again():
-            flops = count(result, *args)
+            flops = count(result, *args) * reals(args)
             self.by_format[self._formats.of(args)] += flops
             if torch._C._current_autograd_node() is None and not self._in_region():
                 self.outside_region += flops
@@ -81,13 +84,13 @@ class OperandFormats:
         emulates = self.emulated()
         if emulates is not None:
             return emulates
-        operand = next(a for a in args if isinstance(a, Tensor) and a.is_floating_point())
+        operand = _operand(args)
         if _holds_8_bits(operand):
             return E4M3.name
         found = format_of(operand.dtype)
         if found is FP32 and operand.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32":
             return TF32.name
-        return found.name if found is not None else str(operand.dtype)
+        return found.name if found is not None else str(operand.dtype).removeprefix("torch.")
 
     def computed_again(self) -> bool:
         """Return whether the operation is one that the device which is emulated would not run."""
@@ -103,6 +106,21 @@ class OperandFormats:
         return None if emulation is None else emulation.format
 
 
+def lowered(by_format: Mapping[str, int]) -> bool:
+    """Return whether something that was counted ran below 32 bits."""
+    return any(name not in _WIDE for name in by_format)
+
+
+def reals(args: Sequence[Any]) -> int:
+    """Return how many real products one product of these operands takes: 4 for complex numbers."""
+    return 4 if _operand(args).is_complex() else 1
+
+
+def _operand(args: Sequence[Any]) -> Tensor:
+    flat = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor)]
+    return next((t for t in flat if t.is_floating_point() or t.is_complex()), flat[0])
+
+
 def _holds_8_bits(operand: Tensor) -> bool:
     # torchao's operands say that they are BF16 and hold 8-bit values: E4M3, or E5M2 for gradients, which count as E4M3 as
     # they do where they are emulated.
@@ -111,12 +129,61 @@ def _holds_8_bits(operand: Tensor) -> bool:
 
 
 def _matmul(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
+    if a.layout is not torch.strided and b.layout is not torch.strided:
+        return _sparse_product(result, a, b)
+    if a.layout is not torch.strided:
+        return 2 * a._nnz() * (b.shape[-1] if b.dim() > 1 else 1)
+    if b.layout is not torch.strided:
+        return 2 * b._nnz() * a.shape[-2]
     flops: int = 2 * result.numel() * a.shape[-1]
     return flops
 
 
 def _addmm(result: Tensor, _bias: Tensor, a: Tensor, b: Tensor, *rest: Any) -> int:
     return _matmul(result, a, b)
+
+
+def _addbmm(result: Tensor, _bias: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
+    return 2 * a.numel() * b.shape[-1]  # one result, summed over the batch
+
+
+def _dot(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
+    return 2 * a.numel()
+
+
+def _outer(result: Tensor, *_: Any) -> int:
+    return 2 * result.numel()
+
+
+def _grouped(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
+    if a.dim() == b.dim() == 2:  # groups along what is added up: one product each, over a part of it
+        return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+    return 2 * result.numel() * a.shape[-1]
+
+
+def _sparse_product(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
+    columns, rows = (t.to_sparse_coo().coalesce().indices()[i] for t, i in ((a, 1), (b, 0)))
+    met = [torch.bincount(index, minlength=a.shape[1]) for index in (columns, rows)]
+    return 2 * int((met[0] * met[1]).sum())
+
+
+def _trilinear(
+    result: Tensor, a: Tensor, b: Tensor, c: Tensor, expand_a: Any, expand_b: Any, expand_c: Any, *_: Any
+) -> int:
+    def expanded(tensor: Tensor, places: Sequence[int]) -> list[int]:
+        sizes = iter(tensor.shape)
+        return [1 if d in places else next(sizes) for d in range(tensor.dim() + len(places))]
+
+    shapes = [expanded(t, places) for t, places in ((a, expand_a), (b, expand_b), (c, expand_c))]
+    return 2 * math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
+
+
+def _distances(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
+    return 2 * math.prod(a.shape[:-2]) * a.shape[-2] * b.shape[-2] * a.shape[-1]
+
+
+def _distances_backward(result: Tensor, grad: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
+    return _distances(result, a, b)
 
 
 def _convolution(
@@ -164,6 +231,22 @@ COUNTS: dict[Any, Count] = {
     aten.bmm: _matmul,
     aten.addmm: _addmm,
     aten.baddbmm: _addmm,
+    aten.addbmm: _addbmm,
+    aten.mv: _matmul,
+    aten.addmv: _addmm,
+    aten.dot: _dot,
+    aten.vdot: _dot,
+    aten.addr: _outer,
+    aten._trilinear: _trilinear,
+    aten._cdist_forward: _distances,
+    aten._cdist_backward: _distances_backward,
+    aten._euclidean_dist: _distances,
+    aten._sparse_addmm: _addmm,
+    aten._sparse_sparse_matmul: _sparse_product,
+    aten._scaled_mm: _matmul,
+    aten._int_mm: _matmul,
+    aten._grouped_mm: _grouped,
+    aten._scaled_grouped_mm: _grouped,
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
     aten.mkldnn_rnn_layer: _recurrent,

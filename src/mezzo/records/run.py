@@ -48,6 +48,9 @@ class Memory(Value):
         return sum(kinds) + self.activations_bytes
 
 
+_WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
+
+
 class Effective(Value):
     """State what really ran in which format, counted on one step."""
 
@@ -58,6 +61,11 @@ class Effective(Value):
     counted_on_step: int | None = None
     left_alone: list[Reason] = []
     """What could not be switched, and why."""
+
+    @property
+    def lowered(self) -> bool:
+        """Return whether anything that was counted ran below 32 bits."""
+        return any(name not in _WIDE for name in self.flops_by_format)
 
     @property
     def share_by_format(self) -> dict[str, float]:
