@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers_apex import clean
+import mezzo
+from helpers_apex import Small, clean
+from helpers_engine import spoil
 from mezzo.compat.apex import amp, normalization, optimizers
 from mezzo.compat.apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 from mezzo.compat.apex.parallel.LARC import LARC
@@ -244,3 +248,45 @@ def test_a_missing_script_is_said(tmp_path: Path) -> None:
         assert done.returncode == 7
         assert text in done.stderr
         assert "Traceback" not in done.stderr
+
+
+# --- the model's and the optimizer's faces ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_model_under_a_level_keeps_its_signature_and_copies(level: str, way: Any) -> None:
+    model, x = Small(), torch.randn(3, 1, 1, 1)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    for _ in range(2):
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert inspect.signature(model.forward) == inspect.signature(Small().forward)
+    twin = way(model)
+    assert inspect.signature(twin.forward) == inspect.signature(Small().forward)
+    model.eval()
+    twin.eval()
+    assert torch.equal(model(x), twin(x))
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert twin(x).abs().max() == 0
+    assert model(x).abs().max() > 0
+
+
+@pytest.mark.parametrize("build", [torch.optim.SGD, optimizers.FusedSGD])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_step_hooks_run_on_updates_and_not_on_skips(level: str, build: Any) -> None:
+    model = nn.Linear(3, 2)
+    mezzo.SGD(model.parameters())  # torch puts its hooks into the base class's step as well
+    optimizer, calls = build(model.parameters(), lr=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        with amp.scale_loss(spoil(model(torch.ones(2, 3)).float().mean(), factor), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert calls == ["before", "after"] * 2

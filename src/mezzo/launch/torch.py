@@ -19,6 +19,7 @@ from mezzo.launch.own_amp import take_over
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
 from mezzo.launch.seeds import shift_seeds
+from mezzo.launch.sessions import hear_sessions
 from mezzo.launch.updates import Updates
 from mezzo.launch.watch import CloseLook
 from mezzo.measure.environment import environment
@@ -46,6 +47,7 @@ def switched(
         if policy is not None and policy.casting == "none":
             _set_tf32(policy, patches)
         take_over(run, patches)
+        hear_sessions(run, patches)
         regions.install(patches)
         BackwardPasses(run).install(patches)
         Updates(run).install(patches)

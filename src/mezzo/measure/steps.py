@@ -53,6 +53,11 @@ class StepRecorder:
         """Forget the open step's losses: they are evaluated again."""
         self._open_loss = None
 
+    def weigh(self, factor: float) -> None:
+        """Multiply the open step's losses, which were divided for more micro-batches than the step turned out to have."""
+        if self._open_loss is not None:
+            self._open_loss = self._open_loss * factor
+
     def norm(self, norm: Tensor) -> None:
         """Add the gradient norm of one optimizer's update to the open step."""
         self._open_norms.append(norm.detach())  # a backward pass with create_graph gives it a graph to hold
