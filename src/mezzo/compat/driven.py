@@ -75,8 +75,7 @@ class Observed(Session):
     def forget_casts(self) -> None:
         """Let weights be cast anew: the library may update them inside the region that it runs a step in."""
         if torch.is_autocast_enabled(self.device.type):
-            torch.clear_autocast_cache()
-            getattr(self.casting.mode, "weights", {}).clear()
+            torch.clear_autocast_cache()  # Mezzo's own casts tell by a weight's version that it changed
 
     def unscale(self) -> None:
         """Divide the scale out of the gradients and learn whether the update will be skipped."""

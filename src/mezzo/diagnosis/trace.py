@@ -311,7 +311,7 @@ def _flat(values: Iterable[Any]) -> list[Tensor]:
 def _alignment(tensor: Tensor) -> int:
     try:
         # On a CPU the address says nothing of a GPU's: there memory begins at multiples of 512, and views at an offset.
-        address = tensor.data_ptr() if tensor.is_cuda else tensor.storage_offset() * tensor.itemsize
+        address = tensor.data_ptr() if tensor.is_cuda else int(tensor.storage_offset()) * tensor.itemsize
     except RuntimeError:  # a tensor made of others
         return 16
     return min(16, address & -address) if address else 16
