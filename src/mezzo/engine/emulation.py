@@ -18,6 +18,8 @@ hidden state between the time steps of a recurrent layer, and the 16-bit probabi
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +33,16 @@ from mezzo.formats import BF16, FP16
 
 Op = Callable[..., Any]
 _HALF = (FP16.dtype, BF16.dtype)
+
+
+class Running(threading.local):
+    """Hold which of torch's operations is being emulated in this thread, for whoever names operations."""
+
+    op = ""
+    """Its name in torch, without underscores around it; empty outside an emulation."""
+
+
+RUNNING = Running()
 
 
 class _Linear(torch.autograd.Function):
@@ -373,6 +385,19 @@ def emulated(op: Op, name: str, *, family: str, float8: str | None) -> Op:
     """
     if float8 is not None and name == "linear":
         return LINEAR[float8]
-    if family == "rnn":
-        return _recurrent(op)
-    return SPECIAL.get(name) or _through(op)
+    run = _recurrent(op) if family == "rnn" else SPECIAL.get(name) or _through(op)
+    return _named(run, name.strip("_"))
+
+
+def _named(run: Op, name: str) -> Op:
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is compiled has no observers, and must not depend on a thread's state
+            return run(*args, **kwargs)
+        before, RUNNING.op = RUNNING.op, name
+        try:
+            return run(*args, **kwargs)
+        finally:
+            RUNNING.op = before
+
+    return call
