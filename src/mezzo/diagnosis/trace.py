@@ -197,6 +197,13 @@ class Tracer(TorchDispatchMode):
     def _note(self, noted: tuple[Any, ...]) -> None:
         self.trace.operations.append(noted)
 
+    def is_silent(self, func: Any) -> bool:
+        """Return whether an operation computes nothing: it makes a view, or memory without values."""
+        kind = self._kinds.get(id(func))
+        if kind is None:
+            kind = self._kinds[id(func)] = self._meet(func)
+        return kind == _SILENT
+
     def _meet(self, func: Any) -> int:
         count = COUNTS.get(func.overloadpacket)
         if count is not None:

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mezzo.diagnosis.skips import Update
 from mezzo.engine.gradients import all_finite, set_aside, total_norm
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
@@ -113,6 +114,7 @@ class Updates:
         skip = self._run.updated(_norm(optimizer))
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
+        self._run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
         made, skipped = self._made.get(optimizer, (0, 0))
         self._made[optimizer] = (made + 1, skipped + int(skip))
 

@@ -1,0 +1,136 @@
+"""Compute one operation again in FP32, from what it read or from other values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mezzo.diagnosis.sources import Source
+from mezzo.diagnosis.twins import End
+from mezzo.formats import FP32
+
+Change = Callable[[Tensor], Tensor]
+
+_UNDECLARED = ("batch_norm", "rnn")
+"""In the names of operations that change buffers without saying so; those of other libraries may, too."""
+_OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"))
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+"""Namespaces of operations between processes, which are never computed a second time."""
+
+
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments that the operation writes into."""
+    found: list[Any] = []
+    for place, spec in enumerate(func._schema.arguments):
+        if spec.alias_info is not None and spec.alias_info.is_write:
+            found.append(args[place] if place < len(args) else kwargs.get(spec.name))
+    return [t for t in tree_leaves(found) if isinstance(t, Tensor)]
+
+
+def outputs(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Tensor]:
+    """Return the tensors that the operation gives: those that it wrote into, then those that it returned."""
+    changed = written(func, args, kwargs) if func._schema.is_mutable else []
+    known = {id(t) for t in changed}
+    return [*changed, *(t for t in tree_leaves(result) if isinstance(t, Tensor) and id(t) not in known)]
+
+
+def before(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments as they are now: copies of what the operation is about to change."""
+    changed = {id(t) for t in written(func, args, kwargs)}
+
+    def kept(tensor: Tensor) -> Tensor:
+        return tensor.clone() if id(tensor) in changed and tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, kept, list(args)), tree_map_only(Tensor, kept, kwargs)
+
+
+def operands(
+    func: Any, kept: tuple[Sequence[Any], dict[str, Any]], given: tuple[Sequence[Any], dict[str, Any]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors that the operation reads, each as it was before and as it was given; not what it overwrites."""
+    skipped = {id(t) for t in written(func, *given)} if _overwrites(func) else set()
+    pairs = zip(tree_leaves(kept), tree_leaves(given), strict=True)
+    return [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and id(b) not in skipped]
+
+
+def _overwrites(func: Any) -> bool:
+    return func.overloadpacket.__name__ in _OVERWRITES or "out" in func._overloadname
+
+
+def again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], change: Change) -> list[Tensor] | None:
+    """Return what the operation gives in FP32, in the order of ``outputs``; None where it has no kernel for that.
+
+    Args:
+        func: the operation.
+        args: its arguments as they were before it ran.
+        kwargs: the same by name.
+        change: gives a tensor's values in FP32; what the operation writes into is copied.
+    """
+    changed = {id(t) for t in written(func, args, kwargs)} if func._schema.is_mutable else set()
+    copies = func.namespace != "aten" or any(part in func.overloadpacket.__name__ for part in _UNDECLARED)
+
+    def widened(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor.clone() if copies or id(tensor) in changed else tensor
+        wide = change(tensor)
+        return wide.clone() if (copies or id(tensor) in changed) and wide is tensor else wide
+
+    def values(given: Any) -> Any:
+        wide = tree_map_only(Tensor, widened, given)
+        return tree_map_only(torch.dtype, lambda d: FP32.dtype if d.is_floating_point and d.itemsize < 4 else d, wide)
+
+    wide_args, wide_kwargs = values(list(args)), values(kwargs)
+    try:
+        result = func(*wide_args, **wide_kwargs)
+    except (RuntimeError, NotImplementedError, TypeError):  # a kernel for 16 bits alone
+        return None
+    return outputs(func, wide_args, wide_kwargs, result)
+
+
+def dropped(args: Sequence[Any], kwargs: dict[str, Any], result: Any, change: Change) -> list[Tensor]:
+    """Return what ``native_dropout`` gives in FP32 with the mask that it drew."""
+    probability = args[1] if len(args) > 1 else kwargs["p"]
+    scale = 0.0 if probability == 1 else 1 / (1 - probability)
+    return [change(args[0]) * result[1] * scale, result[1]]
+
+
+def in_fp32(tensor: Tensor) -> Tensor:
+    """Return a tensor in FP32, or itself where it is no narrower."""
+    return tensor.float() if tensor.element_size() < FP32.dtype.itemsize else tensor
+
+
+@dataclass
+class Operation:
+    """Hold an operation and what it read."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    kept: tuple[list[Any], dict[str, Any]]
+    """Its arguments as they were before."""
+    read: list[tuple[Tensor, Tensor]]
+    """The tensors of numbers that it reads, as they were before and as they were given."""
+    truths: dict[End, tuple[dict[int, Tensor], tuple[Source, ...]]]
+    """For each end of the range: the true values of what it read where they differ, and where they were lost."""
+    draws: bool
+    """Whether it draws random numbers."""
+
+    def outputs(self, result: Any) -> list[Tensor]:
+        """Return what it gave."""
+        return outputs(self.func, self.args, self.kwargs, result)
+
+    def computed(self, result: Any, true: dict[int, Tensor] | None = None) -> list[Tensor] | None:
+        """Return what it gives in FP32, from what it read or from ``true`` values; None where that is not known."""
+        known = true or {}
+
+        def change(tensor: Tensor) -> Tensor:
+            return known.get(id(tensor), in_fp32(tensor))
+
+        if self.func.overloadpacket is torch.ops.aten.native_dropout:
+            return dropped(*self.kept, result, change)
+        return None if self.draws else again(self.func, *self.kept, change)
