@@ -62,9 +62,19 @@ def offers_for(found: DiagnoseRecord) -> list[Offer]:
         return [_for_entered(found)]
     if found.verdict == "invalid_operation":
         return [_for_invalid(found.op, found.operands)]
-    if found.origin == "vanished" and found.phase == "backward":
+    if found.verdict == "silent_saturation" and found.origin == "vanished" and found.phase == "backward":
         return _for_vanished(found)
     return _for_range(found)
+
+
+def in_the_script(found: DiagnoseRecord) -> str:
+    """Return what a change of the script itself would do as well; nothing where there is no such change."""
+    if found.origin == "refused":
+        return "torch.finfo(x.dtype).min or max in the script, in place of the number, was not tried"
+    if found.origin == "vanished" and found.verdict == "range_overflow":
+        least = FORMATS[found.format].min_subnormal if found.format in FORMATS else 0.0
+        return f"a constant above {least:.1g} in the script, in place of the one that becomes 0, was not tried"
+    return ""
 
 
 def wider(found: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:

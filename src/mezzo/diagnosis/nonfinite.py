@@ -114,7 +114,8 @@ class NonFinite(Diagnosis):
         else:  # a script that trained in a thread has ended
             self._tracer.leave_behind()
         finished = self._looking is not None and self._num_closed >= self._looking
-        self._look = seen_of(self._tracer, self._marked if finished else len(self._tracer.trace.operations))
+        everything = len(self._tracer.trace.operations) + 1  # with one that raised, which was not noted
+        self._look = seen_of(self._tracer, self._marked if finished else everything)
 
     def start(self) -> None:
         """Get ready; a look at step 1 begins inside the first call of a module, which has to be known."""
@@ -295,7 +296,7 @@ class NonFinite(Diagnosis):
         fault, watched, last = self._fault(), list(self.watched), len(run.steps) + 1
         if fault is None and run.error is not None and self._unfinished is not None:
             fault = blamed(self._unfinished, last, self._names(), loss_bad=True, bad=True, before=None)
-            watched += [last] if fault is not None else []
+            watched.append(last)
         return verdict_record(
             run,
             fault=fault,

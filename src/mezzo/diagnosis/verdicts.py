@@ -85,7 +85,7 @@ def located(fault: Fault, circumstances: Circumstances) -> dict[str, Any]:
         "module": fault.module,
         "pattern": fault.pattern,
         "op": source.op,
-        "origin": source.kind,
+        "origin": "vanished" if any(s.kind == "vanished" for s in source.because) else source.kind,
         "phase": "backward" if source.backward else "forward",
         "step": fault.step,
         "line": source.line,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from mezzo.diagnosis.blame import Fault
     from mezzo.diagnosis.sources import Source
 
+INTERRUPTED = 130
+"""The exit code of a script that Ctrl-C ended."""
 _FIRST_STEPS = 6
 
 
@@ -76,11 +78,11 @@ def unlocated(step: int, *, lost: bool) -> str:
 def unfinished(run: RunRecord) -> str:
     """Return how a run ended that can be given no verdict."""
     count = len(run.steps)
-    steps = "before its first training step" if not count else f"after {count} step{'s' if count > 1 else ''}"
-    how = f"with exit code {run.exit_code}"
-    cause = f": {run.error.splitlines()[0]}" if run.error else ""
-    nothing = "; none of them shows a fault" if count else ""
-    return f"the script ended {steps} {how}{cause}{nothing}"
+    when = "before its first training step" if not count else f"after {count} training step{'s' if count > 1 else ''}"
+    how = "was interrupted" if run.exit_code == INTERRUPTED else "ended"
+    cause = f": {run.error.splitlines()[0]}" if run.error and run.exit_code != INTERRUPTED else ""
+    nothing = ". No fault was seen until then" if count else ""
+    return f"the script {how} {when}, with exit code {run.exit_code}{cause}{nothing}"
 
 
 def _where(source: Source) -> str:
@@ -95,7 +97,9 @@ def _end(form: str) -> str:
 def _vanishing(source: Source) -> str:
     least = FORMATS[source.format].min_subnormal if source.format in FORMATS else 0.0
     name = source.format.upper()
-    return f"{_where(source)} makes 0 of values up to {source.wide:.3g}: the smallest number of {name} is {least:.2g}"
+    return (
+        f"{_where(source)} makes 0 of values up to {source.wide:.3g}, because {name}'s smallest number is {least:.2g}"
+    )
 
 
 def _off(fault: Fault) -> str:

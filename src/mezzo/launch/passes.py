@@ -20,13 +20,15 @@ from typing import Any
 from mezzo.diagnosis import fixes, words
 from mezzo.diagnosis.settings import DiagnoseSettings
 from mezzo.diagnosis.trend import trend_of
+from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.runner import diagnose_child
 from mezzo.launch.trying import Trials, inspected
 from mezzo.records import AnyRecord, DiagnoseRecord, Pass, RunRecord
 
 _MAX_SUSPECTS = 3
-_INTERRUPTED = 130
+_RAISED = (1, ScaleFloorError.exit_code, NonFiniteLossError.exit_code)
+"""Exit codes of runs that a value may have ended."""
 _SEVERAL = "several processes would have to meet a second time"
 _STRAYS = "the script goes another way each time"
 
@@ -62,7 +64,7 @@ class _Passes:
             return first
         self._say(_seen(first))
         found = first
-        if alone and first.run.exit_code != _INTERRUPTED:
+        if alone and first.run.exit_code != words.INTERRUPTED:
             found = self._confirmed(self._located(first), first)
             found = found.model_copy(update={"run": first.run})
             found = self._fixed(found, first)
@@ -72,7 +74,7 @@ class _Passes:
 
     def _located(self, first: DiagnoseRecord) -> DiagnoseRecord:
         """Return the record that names an operation, of a second run where the first one does not."""
-        raised = [len(first.run.steps) + 1] if first.run.error is not None and not first.faulty_steps else []
+        raised = [len(first.run.steps) + 1] if first.run.exit_code in _RAISED and not first.faulty_steps else []
         unseen = [step for step in (*first.faulty_steps, *raised) if step not in first.passes[0].watched]
         if first.located or not unseen:
             return first

@@ -78,7 +78,9 @@ class Trials:
 def _with(found: DiagnoseRecord, offer: Offer, again: DiagnoseRecord) -> DiagnoseRecord:
     count = len(again.run.steps)
     rest = "nothing is wrong" if again.verdict == "healthy" else f"the next fault is in step {again.step}"
-    note = f"tried: it ran {count} step{'s' if count != 1 else ''} with it, and {rest}"
+    how = f"under {offer.policy}" if offer.policy != found.run.policy else "with it"
+    note = f"tried: the script ran {count} step{'s' if count != 1 else ''} {how}, and {rest}"
+    note = "; ".join(filter(None, [note, fixes.in_the_script(found)]))
     update = {"fix": offer.advice, "fix_line": offer.line, "fix_tried": True, "fix_note": note}
     return found.model_copy(update=update)
 
