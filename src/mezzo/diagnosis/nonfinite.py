@@ -66,7 +66,9 @@ class NonFinite(Diagnosis):
         self._skips = Skips()
         self.bad_steps: list[int] = []
         self.faults: list[Fault] = []
-        """What was located, by step; of a loss scale that is too large, not yet known whether it is a fault."""
+        """What was located, by step."""
+        self._open: list[Fault] = []
+        """Where gradients overflowed in updates that the loss scale skipped: a fault only if it does not find its way."""
         self._gave_up = False
         self._elsewhere: tuple[int, dict[str, Any] | None] = (-1, None)
         """The rank of the process that found a fault, and what it found."""
@@ -163,7 +165,7 @@ class NonFinite(Diagnosis):
             raise Watched
 
     def _known(self) -> bool:
-        return self._gave_up or self._met or any(fault.verdict != "scale_overflow" for fault in self.faults)
+        return self._gave_up or self._met or bool(self.faults)
 
     def _together(self, over: bool) -> bool:
         """Return whether any process is at its end; take over the fault of the one where it began."""
@@ -215,7 +217,8 @@ class NonFinite(Diagnosis):
             loss_bad = not loss_finite
             fault = blamed(closed.look, step, self._names(), loss_bad=loss_bad, bad=bad, before=self._largest_norm)
         if fault is not None:
-            self.faults.append(fault)
+            curable = closed.skipped and loss_finite and fault.verdict in ("scale_overflow", "range_overflow")
+            (self._open if curable else self.faults).append(fault)
         if loss_finite:  # a loss that is infinite is not skipped because of its scale
             self._skips.closed(step, closed.updates, skipped=closed.skipped, rule=self._rule())
         if bad:
@@ -269,12 +272,10 @@ class NonFinite(Diagnosis):
 
     def _fault(self) -> Fault | None:
         """Return what is to blame for the run so far: a loss scale that overflows only where it does not find its way."""
-        real = next((fault for fault in self.faults if fault.verdict != "scale_overflow"), None)
-        if real is not None:
-            return real
-        wanted = {*self._skips.faulty, *self._settings.suspects}
-        never = bool(self.bad_steps) and len(self.bad_steps) == self._num_closed
-        return next((fault for fault in self.faults if never or fault.step in wanted), None)
+        if self.faults:
+            return self.faults[0]
+        wanted = {*self._skips.steps(), *self._settings.suspects}
+        return next((fault for fault in self._open if fault.step in wanted), None)
 
     def _circumstances(self) -> Circumstances:
         return Circumstances(
@@ -285,11 +286,8 @@ class NonFinite(Diagnosis):
 
     def _faulty_steps(self, run: RunRecord) -> list[int]:
         """Return the bad steps that are no normal skips."""
-        if len(self.bad_steps) == len(run.steps):
-            return list(self.bad_steps)
         unskipped = [step for step in self.bad_steps if not run.steps.skipped[step - 1]]
-        found = {*self._skips.faulty, *unskipped, *([self._lost] if self._lost else [])}
-        return sorted(found) if found or not self._gave_up else list(self.bad_steps)
+        return sorted({*self._skips.steps(), *unskipped, *([self._lost] if self._lost else [])})
 
     def record(self, run: RunRecord) -> DiagnoseRecord:
         """Return what was found."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,12 @@ def first_of_all(value: Any, *, arrived: bool) -> tuple[int, Any]:
     """
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, (arrived, value))
-    found = [(late, rank) for rank, (late, v) in enumerate(values) if v is not None]
+    return where_it_began(values)
+
+
+def where_it_began(values: Sequence[tuple[bool, Any]]) -> tuple[int, Any]:
+    """Return the rank that found what did not arrive, else the first one that found anything; and what it found."""
+    found = [(arrived, rank) for rank, (arrived, value) in enumerate(values) if value is not None]
     if not found:
         return -1, None
     _, rank = min(found)

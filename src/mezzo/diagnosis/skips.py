@@ -6,7 +6,8 @@ they still do. So two kinds of skips are normal:
 - in a row from an optimizer's first update until its first one that is made, however many there are;
 - after that, one in a growth interval (with a hysteresis of ``h``, up to ``h`` in a row count as one).
 
-All others are a fault: gradients that overflow at a scale which fitted before. So is every skip of a static scale.
+All others are a fault: gradients that overflow at a scale which fitted before. So is every skip of a static scale, and a
+row of skips that lasts to the end of the run.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Rule(NamedTuple):
 class _History:
     settled: bool = False
     """Whether an update was made."""
+    searching: list[int] = field(default_factory=list)
+    """The steps that were skipped before."""
     num_updates: int = 0
     in_row: int = 0
     skips: list[tuple[int, int]] = field(default_factory=list)
@@ -49,12 +52,9 @@ class Skips:
         self._histories: dict[tuple[int, int], _History] = {}
         self.faulty: dict[int, None] = {}
         """Steps whose skips are no normal ones, in the order in which that became known."""
-        self.since_made = 0
-        """Updates in a row that were skipped."""
 
     def closed(self, step: int, updates: list[Update], *, skipped: bool, rule: Rule) -> None:
         """Take note of a step's updates; ``updates`` is empty where it is not known which optimizers made it."""
-        self.since_made = self.since_made + 1 if skipped else 0
         parts = {(u.scaler, u.optimizer): u.skipped for u in updates} or {(0, 0): skipped}
         if skipped and not any(parts.values()):  # found by the scale of all, not in one optimizer
             parts = dict.fromkeys(parts, True)
@@ -65,6 +65,11 @@ class Skips:
         """Return whether any update was made."""
         return any(history.settled for history in self._histories.values())
 
+    def steps(self) -> list[int]:
+        """Return the steps whose skips are a fault in a run that ends now: also those of an optimizer that never made an update."""
+        searching = [step for history in self._histories.values() if not history.settled for step in history.searching]
+        return sorted({*self.faulty, *searching})
+
     def _note(self, step: int, history: _History, rule: Rule, *, skipped: bool) -> None:
         history.num_updates += 1
         if not skipped:
@@ -74,6 +79,8 @@ class Skips:
         if not rule.dynamic:
             self.faulty[step] = None
             return
+        if not history.settled:
+            history.searching.append(step)
         if not history.settled or 1 < history.in_row <= rule.hysteresis:
             return
         recent = [s for number, s in history.skips if history.num_updates - number < rule.growth_interval]

@@ -80,18 +80,19 @@ def located(fault: Fault, circumstances: Circumstances) -> dict[str, Any]:
     """Return what a record says of a fault."""
     source = fault.source
     silent = fault.verdict == "silent_saturation"
+    vanished = next((s for s in source.because if s.kind == "vanished"), None)
     return {
         "verdict": fault.verdict,
         "module": fault.module,
         "pattern": fault.pattern,
         "op": source.op,
-        "origin": "vanished" if any(s.kind == "vanished" for s in source.because) else source.kind,
+        "origin": "vanished" if vanished is not None else source.kind,
         "phase": "backward" if source.backward else "forward",
         "step": fault.step,
         "line": source.line,
         "located": True,
         "detail": words.detail(fault),
-        "format": source.format,
+        "format": source.format if vanished is None else vanished.format,
         "largest": fault.largest,
         "loss_scale": source.scale,
         "own_scaler": circumstances.own_scaler,

@@ -30,9 +30,8 @@ def detail(fault: Fault) -> str:
     if source.kind == "vanished":
         return f"{_vanishing(source)}. {_off(fault)}"
     if source.because:
-        return (
-            f"{_failing(source.op, source.backward, source.operands)}. {_vanishing(source.because[0])}, and not in FP32"
-        )
+        failing = _failing(source.op, source.backward, source.operands)
+        return f"{failing}. {_vanishing(source.because[0])}; in FP32 they stay"
     if fault.verdict == "invalid_operation":
         return _failing(source.op, source.backward, source.operands, " in FP32 either")
     reach = f"{_where(source)} reaches {fault.largest:.4g}; {_end(source.format)}"
@@ -40,8 +39,9 @@ def detail(fault: Fault) -> str:
         at_one = (fault.largest or 0.0) / source.scale
         return f"{reach}. Without the loss scale of {source.scale:g} it would be {at_one:.3g}"
     if fault.verdict == "silent_saturation":
-        swallowed = " and ".join(source.swallowed) or "what reads it"
-        return f"{reach}. {swallowed} makes finite numbers of the infinity, and wrong ones. {_off(fault)}"
+        names = [f"{op}()" for op in source.swallowed] or ["what reads it"]
+        turn = "turns" if len(names) == 1 else "turn"
+        return f"{reach}. {' and '.join(names)} {turn} the infinity into finite numbers, and wrong ones. {_off(fault)}"
     if fault.symptom is not None:
         return f"{reach}. What came of it is wrong, and {_where(fault.symptom)} has no finite result for that"
     return reach
@@ -66,7 +66,8 @@ def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
         reached = f", and the scale is down to {run.final_scale:g}" if run.final_scale is not None else ""
         return f"All {total} updates were skipped{reached}" if total > 1 else "The only update was skipped"
     steps = ", ".join(map(str, lost[:_FIRST_STEPS])) + (" and so on" if len(lost) > _FIRST_STEPS else "")
-    return f"{count} of {total} updates were skipped, {len(lost)} of them after the loss scale had been found: steps {steps}"
+    share = "all" if len(lost) == count else f"{len(lost)} of them"
+    return f"{count} of {total} updates were skipped, {share} after the loss scale had been found: steps {steps}"
 
 
 def unlocated(step: int, *, lost: bool) -> str:
@@ -86,7 +87,11 @@ def unfinished(run: RunRecord) -> str:
 
 
 def _where(source: Source) -> str:
-    return f"the backward pass of {source.op}" if source.backward else source.op
+    return _named(source.op, backward=source.backward)
+
+
+def _named(op: str, *, backward: bool) -> str:
+    return f"the backward pass of {op}()" if backward else f"{op}()"
 
 
 def _end(form: str) -> str:
@@ -112,6 +117,6 @@ def _off(fault: Fault) -> str:
 
 
 def _failing(op: str, backward: bool, operands: Sequence[Operand], even: str = "") -> str:
-    where = f"the backward pass of {op}" if backward else op
+    where = _named(op, backward=backward)
     parts = [f"{o.smallest:.3g} to {o.largest:.3g} in {o.format}" for o in operands]
     return f"{where} has no finite result{even}; it read {'; '.join(parts) or 'nothing'}"

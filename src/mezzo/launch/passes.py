@@ -74,9 +74,14 @@ class _Passes:
 
     def _located(self, first: DiagnoseRecord) -> DiagnoseRecord:
         """Return the record that names an operation, of a second run where the first one does not."""
-        raised = [len(first.run.steps) + 1] if first.run.exit_code in _RAISED and not first.faulty_steps else []
+        failed = first.run.error is not None and first.run.exit_code in _RAISED
+        raised = [len(first.run.steps) + 1] if failed and not first.faulty_steps else []
         unseen = [step for step in (*first.faulty_steps, *raised) if step not in first.passes[0].watched]
-        if first.located or not unseen:
+        if first.located and first.verdict in ("scale_overflow", "range_overflow"):  # of a skip, perhaps not the first
+            unseen = [step for step in unseen if step < first.step][:1]
+        elif first.located:
+            unseen = []
+        if not unseen:
             return first
         suspects = tuple(unseen[:_MAX_SUSPECTS])
         settings = DiagnoseSettings(steps=tuple(sorted({*suspects, self._steps})), suspects=suspects)

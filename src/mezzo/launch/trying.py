@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mezzo.diagnosis import fixes
+from mezzo.diagnosis.fallback_search import outermost
 from mezzo.diagnosis.fixes import Offer
 from mezzo.diagnosis.settings import DiagnoseSettings
 from mezzo.records import AnyRecord, DiagnoseRecord
@@ -99,7 +100,7 @@ def _more(offer: Offer, found: DiagnoseRecord, again: AnyRecord) -> Offer | None
     kept = () if found.pattern == "" else (found.pattern, *offer.fp32_modules)
     if not isinstance(again, DiagnoseRecord) or not again.pattern or not kept or len(kept) >= _MOST_MODULES:
         return None
-    names = tuple(dict.fromkeys((*kept, again.pattern)))
+    names = outermost((*kept, again.pattern))
     keeps_modules = bool(offer.fp32_modules) or "fp32_modules" in offer.policy
     same = again.pattern in kept or again.verdict not in ("range_overflow", "silent_saturation")
     return None if same or not keeps_modules else fixes.wider(found, names)
