@@ -155,6 +155,7 @@ def _fallback(sheet: fallback.FallbackSheet, console: Console) -> None:
     _line(console, f"{sheet.verdict}: {sheet.reason}", style=_STYLES[sheet.tone])
     _error(console, sheet.error)
     _section(console, "Result", _fact_table(sheet.facts))
+    _section(console, "What to do next", _fact_table(sheet.next_steps))
     _section(console, "Modules by themselves, the most suspect first", _grid(sheet.modules, shown=_SHOWN_ROWS))
     _section(console, "Verifications", _grid(sheet.verifications))
     _section(console, "Not judged", _fact_table(sheet.ignored[:_SHOWN_ROWS]))
