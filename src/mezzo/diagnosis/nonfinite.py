@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.diagnosis import processes
+from mezzo.diagnosis import processes, words
 from mezzo.diagnosis.blame import Fault, Look, blamed, seen_of
 from mezzo.diagnosis.infinities import InfinityTracer
 from mezzo.diagnosis.keeping import keep_fp32
@@ -29,7 +29,10 @@ from mezzo.diagnosis.verdicts import Circumstances, located, verdict_record
 from mezzo.diagnosis.watching import Diagnosis, Running, Watched
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.measure.flops import OperandFormats
-from mezzo.records import DiagnoseRecord, RunRecord
+from mezzo.records import DiagnoseRecord, Reason, RunRecord
+
+_LISTED = 3
+"""Harmless values that a record names."""
 
 
 @dataclass
@@ -69,6 +72,8 @@ class NonFinite(Diagnosis):
         """What was located, by step."""
         self._open: list[Fault] = []
         """Where gradients overflowed in updates that the loss scale skipped: a fault only if it does not find its way."""
+        self._harmless: dict[str, Reason] = {}
+        """Values that left their format and made no difference, by line."""
         self._gave_up = False
         self._elsewhere: tuple[int, dict[str, Any] | None] = (-1, None)
         """The rank of the process that found a fault, and what it found."""
@@ -219,6 +224,10 @@ class NonFinite(Diagnosis):
         if fault is not None:
             curable = closed.skipped and loss_finite and fault.verdict in ("scale_overflow", "range_overflow")
             (self._open if curable else self.faults).append(fault)
+        elif closed.look is not None and not bad:
+            self._harmless |= {
+                s.line: words.harmless(s) for s in closed.look.sources if s.absorbed and s.wide and not s.swallowed
+            }
         if loss_finite:  # a loss that is infinite is not skipped because of its scale
             self._skips.closed(step, closed.updates, skipped=closed.skipped, rule=self._rule())
         if bad:
@@ -304,6 +313,7 @@ class NonFinite(Diagnosis):
             lost=self._lost,
             circumstances=self._circumstances(),
             elsewhere=self._elsewhere,
+            harmless=list(self._harmless.values())[:_LISTED],
         )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from mezzo.formats import FORMATS
-from mezzo.records import DiagnoseRecord, Operand, RunRecord
+from mezzo.records import DiagnoseRecord, Operand, Reason, RunRecord
 
 if TYPE_CHECKING:
     from mezzo.diagnosis.blame import Fault
@@ -45,6 +46,14 @@ def detail(fault: Fault) -> str:
     if fault.symptom is not None:
         return f"{reach}. What came of it is wrong, and {_where(fault.symptom)} has no finite result for that"
     return reach
+
+
+def harmless(source: Source) -> Reason:
+    """Return what is known of a value that left its format and made no difference."""
+    absorbed = " and ".join(f"{op}()" for op in source.absorbed)
+    value = f"{source.op}() in {PurePath(source.line).name}"
+    why = f"{source.wide:.3g} is infinite in {source.format.upper()}; {absorbed} makes the same of both, and no gradient changes"
+    return Reason(what="harmless", value=value, reason=why)
 
 
 def rounded_away(found: DiagnoseRecord, form: str) -> str:
