@@ -30,8 +30,19 @@ from mezzo.diagnosis.placing import PlacingTracer
 from mezzo.diagnosis.sources import Kind, Source, Spoiled, together
 from mezzo.diagnosis.trace import Flags
 from mezzo.diagnosis.twins import End, Storages, Twins, rounded
-from mezzo.diagnosis.values import by_design, floats, format_name, has_nan, is_finite, largest, operand, storage_of
+from mezzo.diagnosis.values import (
+    by_design,
+    floats,
+    format_name,
+    has_nan,
+    is_finite,
+    largest,
+    operand,
+    readable,
+    storage_of,
+)
 from mezzo.diagnosis.weighing import Weighed, weigh
+from mezzo.formats import FP16
 from mezzo.measure.flops import OperandFormats
 
 _INFINITE = (float("inf"), float("-inf"))
@@ -66,6 +77,8 @@ _MOVES = frozenset(
     )
 )
 """Operations that make no value smaller than one they read, but for zeros that FP32 has as well."""
+_MATERIAL = 2.0**-10
+"""Part of a result's norm that may become 0 at one operation: hundreds in a row still cost less than a tenth."""
 _DECISIONS = frozenset(("_amp_update_scale_", "_amp_update_scale"))
 """Operations whose results follow from what was found: a loss scale is what it is, whatever it would have been."""
 _REFUSED = "without overflow"
@@ -165,7 +178,7 @@ class InfinityTracer(PlacingTracer):
         read = [pair for pair in pairs if floats(pair[0])]
         truths = {}
         for end, twins in self._twins.items():
-            known = [(before, twins.read(given)) for before, given in read] if twins else []
+            known = [(before, twins.read(given)) for before, given in pairs if readable(given)] if twins else []
             found = [(before, truth) for before, truth in known if truth is not None]
             if found:
                 sources = together(s for _, (_, sources) in found for s in sources)
@@ -197,7 +210,7 @@ class InfinityTracer(PlacingTracer):
         for tensor in results:
             if id(tensor) not in set(map(id, bad)) and tensor.numel() * tensor.element_size() == _size(tensor):
                 self._taint.pop(tensor)
-        new[End.BELOW] = self._vanished(index, given, local)
+        new[End.BELOW] = self._vanished(index, operation, given, local)
         for end in End:
             self._keep_true(end, operation, given, local, true, new.get(end, ()))
         if strange and not bad and results:
@@ -210,23 +223,30 @@ class InfinityTracer(PlacingTracer):
         narrow = any(t.element_size() < 4 for t in (*results, *(read for read, _ in operation.read)))
         if not operation.read or not narrow:
             return None
-        if not made and (operation.draws or operation.func.overloadpacket.__name__ in _MOVES):
+        moves = operation.func.overloadpacket.__name__ in _MOVES and not _has_tiny_number(operation)
+        if not made and (operation.draws or moves):
             return None
         if made or any(End.BELOW.loses(t.dtype) and bool((t == 0).any()) for t in results):
             return operation.computed(result)
         return None
 
-    def _vanished(self, index: int, given: list[Tensor], local: list[Tensor] | None) -> tuple[Source, ...]:
+    def _vanished(
+        self, index: int, operation: wide.Operation, given: list[Tensor], local: list[Tensor] | None
+    ) -> tuple[Source, ...]:
+        """Return a source for each result that lost a part of its norm that matters, or a tiny number of the script's."""
         found: list[Source] = []
         for tensor, true in zip(given, local or (), strict=bool(local)):
             if not floats(tensor) or not End.BELOW.loses(tensor.dtype):
                 continue
             lost = End.BELOW.lost(tensor, true)
-            if bool(lost.any()):
-                values = true[lost]
-                whole = torch.linalg.vector_norm(true[true.isfinite()].double())
+            if not bool(lost.any()):
+                continue
+            values = true[lost]
+            whole = torch.linalg.vector_norm(true[true.isfinite()].double())
+            share = float(torch.linalg.vector_norm(values.double()) / whole)
+            if share > _MATERIAL or _has_tiny_number(operation):
                 source = self._source(index, "vanished", [], float(values.abs().max()), tensor)
-                source.share = float(torch.linalg.vector_norm(values.double()) / whole)
+                source.share = share
                 found.append(source)
         return tuple(found)
 
@@ -245,17 +265,17 @@ class InfinityTracer(PlacingTracer):
         if end not in operation.truths:
             values = local if new else None
         elif values is None:  # nobody knows: it counts as true
-            for tensor in floats(given):
+            for tensor in filter(readable, given):
                 self._forget_truth(tensor)
         if values is None or len(values) != len(given):
             return
         inherited = operation.truths[end][1] if end in operation.truths else ()
         for tensor, wide_one in zip(given, values, strict=True):
-            if not floats(tensor) or wide_one.shape != tensor.shape:
+            if not readable(tensor) or wide_one.shape != tensor.shape:
                 continue
             if end in operation.truths:
                 twins.write(tensor, rounded(wide_one, tensor.dtype, end), together((*inherited, *new)))
-            else:
+            elif tensor.is_floating_point():
                 found = tensor.to(wide_one.dtype)
                 twins.write(tensor, torch.where(end.lost(found, wide_one), wide_one, found), new)
 
@@ -363,6 +383,12 @@ class InfinityTracer(PlacingTracer):
         )
         self.sources.append(source)
         return source
+
+
+def _has_tiny_number(operation: wide.Operation) -> bool:
+    """Return whether the script gave an operation a number that is too small for FP16's full precision, as an epsilon is."""
+    numbers = (x for x in (*operation.args, *operation.kwargs.values()) if isinstance(x, float))
+    return any(0 < abs(x) < FP16.min_normal for x in numbers)
 
 
 def _largest(local: list[Tensor] | None, given: list[Tensor]) -> float | None:

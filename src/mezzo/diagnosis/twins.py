@@ -101,7 +101,7 @@ class _Twin(Generic[T]):
     actual: Tensor
     """What stood there: an element that was written unseen is not believed."""
     true: Tensor
-    """In FP32, or FP64."""
+    """In FP32 or FP64; truth values and whole numbers as they are."""
     sources: tuple[T, ...]
     mark: int
 
@@ -126,7 +126,7 @@ class Twins(Generic[T]):
         return len(self._twins) > 0
 
     def read(self, tensor: Tensor) -> tuple[Tensor, tuple[T, ...]] | None:
-        """Return the true values of ``tensor`` in FP32 with their sources, or None where it holds them itself."""
+        """Return the true values of ``tensor``, those of 16 bits in FP32, with their sources; None where it holds them itself."""
         twin = self._twins.get(tensor)
         if twin is None or tensor.layout is not torch.strided:
             return None
@@ -137,7 +137,9 @@ class Twins(Generic[T]):
         wide = _wide(flat)
         wide[twin.places] = twin.true
         true = wide.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        if bool(_equal(true, tensor.detach().to(true.dtype)).all()):  # they lie outside this view
+        if tensor.numel() < flat.numel() and bool(
+            _equal(true, tensor.detach().to(true.dtype)).all()
+        ):  # they lie outside this view
             return None
         return true, twin.sources
 
@@ -165,12 +167,12 @@ class Twins(Generic[T]):
     def forget(self, tensor: Tensor) -> None:
         """Take what ``tensor`` holds for true."""
         if self._twins.get(tensor) is not None:
-            self.write(tensor, tensor.detach().float(), ())
+            self.write(tensor, _wide(tensor.detach()), ())
 
 
 def rounded(wide: Tensor, dtype: torch.dtype, end: End) -> Tensor:
     """Return ``wide`` with the digits of ``dtype``, but without this end of its range; a value that would be lost stays as it is."""
-    if dtype.itemsize >= FP32.dtype.itemsize:
+    if not dtype.is_floating_point or dtype.itemsize >= FP32.dtype.itemsize:
         return wide
     narrow = wide.to(dtype).float()
     return torch.where(end.lost(narrow, wide), wide, narrow) if end.loses(dtype) else narrow
@@ -178,13 +180,15 @@ def rounded(wide: Tensor, dtype: torch.dtype, end: End) -> Tensor:
 
 def differs(actual: Tensor, true: Tensor) -> Tensor:
     """Return where ``actual`` is off from ``true`` by more than a few units of the last place."""
+    if not actual.is_floating_point():
+        return actual != true
     found, limit = actual.to(true.dtype), _SAME.get(actual.dtype, _SAME_ELSEWHERE)
     near = (found - true).abs() <= limit * true.abs()
     return ~(_equal(found, true) | (near & true.isfinite()))
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:
-    return (a == b) | (a.isnan() & b.isnan())
+    return (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -194,4 +198,6 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.dtype is torch.double else tensor.to(FP32.dtype, copy=True)
+    """Return a copy, one of 16 bits in FP32."""
+    narrow = tensor.is_floating_point() and tensor.element_size() < FP32.dtype.itemsize
+    return tensor.float() if narrow else tensor.clone()

@@ -44,7 +44,7 @@ def before(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list
     changed = {id(t) for t in written(func, args, kwargs)}
 
     def kept(tensor: Tensor) -> Tensor:
-        return tensor.clone() if id(tensor) in changed and tensor.is_floating_point() else tensor
+        return tensor.clone() if id(tensor) in changed else tensor
 
     return tree_map_only(Tensor, kept, list(args)), tree_map_only(Tensor, kept, kwargs)
 
@@ -69,14 +69,12 @@ def again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], change: Change
         func: the operation.
         args: its arguments as they were before it ran.
         kwargs: the same by name.
-        change: gives a tensor's values in FP32; what the operation writes into is copied.
+        change: gives a tensor's true values, those of 16 bits in FP32; what the operation writes into is copied.
     """
     changed = {id(t) for t in written(func, args, kwargs)} if func._schema.is_mutable else set()
     copies = func.namespace != "aten" or any(part in func.overloadpacket.__name__ for part in _UNDECLARED)
 
     def widened(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor.clone() if copies or id(tensor) in changed else tensor
         wide = change(tensor)
         return wide.clone() if (copies or id(tensor) in changed) and wide is tensor else wide
 
@@ -100,8 +98,9 @@ def dropped(args: Sequence[Any], kwargs: dict[str, Any], result: Any, change: Ch
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
-    """Return a tensor in FP32, or itself where it is no narrower."""
-    return tensor.float() if tensor.element_size() < FP32.dtype.itemsize else tensor
+    """Return a tensor of 16 bits or less in FP32, another one as it is."""
+    narrow = tensor.is_floating_point() and tensor.element_size() < FP32.dtype.itemsize
+    return tensor.float() if narrow else tensor
 
 
 @dataclass
@@ -114,7 +113,7 @@ class Operation:
     kept: tuple[list[Any], dict[str, Any]]
     """Its arguments as they were before."""
     read: list[tuple[Tensor, Tensor]]
-    """The tensors of numbers that it reads, as they were before and as they were given."""
+    """The tensors of floating-point numbers that it reads, as they were before and as they were given."""
     truths: dict[End, tuple[dict[int, Tensor], tuple[Source, ...]]]
     """For each end of the range: the true values of what it read where they differ, and where they were lost."""
     draws: bool
