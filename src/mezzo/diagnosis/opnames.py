@@ -79,6 +79,8 @@ def public_name(name: str, args: Sequence[Any] = ()) -> str:
 @functools.cache
 def _resolved(name: str) -> str:
     bare = name.strip("_")
+    if name.startswith("__") and hasattr(Tensor, name):
+        return name
     for pattern, public in _TABLE:
         if re.fullmatch(pattern, bare):
             return public
