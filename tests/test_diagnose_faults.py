@@ -189,6 +189,7 @@ BY_FAMILY = [
     InFamily("own_recurring_skips", SCALE, "(script)", "to", "backward", 6, "float()", "bfloat16", AS_IS),
     InFamily("compiled_norm", SILENT, "1", "mul", "forward", 1, "sqrt", KEPT),
     InFamily("compiled_refused", RANGE, "1", "masked_fill", "forward", 1, "-1e9", 'policy = "'),
+    InFamily("parallel_norm", SILENT, "1", "mul", "forward", 1, "sqrt", KEPT),
     InFamily("checkpointed_norm", SILENT, "body", "mul", "forward", 1, "sqrt", "=body"),
     InFamily(
         "bert_outlier", RANGE, "bert.encoder.layer.1.output.dense", "to", "forward", 1, "", "layer.1.output.dense"

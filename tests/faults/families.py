@@ -582,6 +582,23 @@ def healthy_compiled_masked():
     train(model, call=torch.compile(model, backend="eager"))
 
 
+def _in_a_group(model):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        train(model, call=nn.parallel.DistributedDataParallel(model))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def parallel_norm():
+    """The infinite norm under DistributedDataParallel, which adds up gradients in buckets."""
+    _in_a_group(net(lambda h: h * 2000 / torch.sqrt((h * 2000 * (h * 2000)).sum(-1, keepdim=True))))
+
+
+def healthy_parallel_masked():
+    _in_a_group(net(None, module=Attention(lambda s: s.masked_fill(causal(), -math.inf))))
+
+
 class Checkpointed(nn.Module):
     def __init__(self, model):
         super().__init__()

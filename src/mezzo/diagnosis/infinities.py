@@ -40,9 +40,9 @@ from mezzo.diagnosis.values import (
     operand,
     readable,
     storage_of,
+    storage_size,
 )
-from mezzo.diagnosis.weighing import Weighed, weigh
-from mezzo.formats import FP16
+from mezzo.diagnosis.weighing import Weighed, weigh, weigh_gradients
 from mezzo.measure.flops import OperandFormats
 
 _INFINITE = (float("inf"), float("-inf"))
@@ -109,6 +109,8 @@ class InfinityTracer(PlacingTracer):
         self.sources: list[Source] = []
         self.spoiled: list[Spoiled] = []
         self.weighed: list[Weighed] = []
+        self._sent: Weighed | None = None
+        """What was wrong with gradients before those of all processes were added up."""
         self._scale, self._weights = scale, weights
         self._taint: Storages[tuple[Source, ...]] = Storages()
         self._twins: dict[End, Twins[Source]] = {end: Twins(end) for end in End}
@@ -146,7 +148,9 @@ class InfinityTracer(PlacingTracer):
     def weigh(self) -> None:
         """Compare the gradients as they stand with what they would be; a step's last comparison counts."""
         with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
-            self.weighed.append(weigh(len(self.trace.operations), self._weights(), self._twins))
+            found = weigh(len(self.trace.operations), self._weights(), self._twins)
+        sent, self._sent = self._sent, None
+        self.weighed.append(sent if sent is not None and found.nothing else found)
 
     # --- what the tracer calls ---------------------------------------------------------------------------------------------------
 
@@ -183,6 +187,9 @@ class InfinityTracer(PlacingTracer):
             if found:
                 sources = together(s for _, (_, sources) in found for s in sources)
                 truths[end] = {id(before): true for before, (true, _) in found}, sources
+        if truths and func.namespace in wide.COLLECTIVES:
+            sent = weigh_gradients(len(self.trace.operations), read, self._twins)
+            self._sent = sent if self._sent is None or self._sent.nothing else self._sent
         draws = torch.Tag.nondeterministic_seeded in func.tags
         return wide.Operation(func, args, kwargs, kept, read, truths, draws)
 
@@ -203,12 +210,12 @@ class InfinityTracer(PlacingTracer):
         new: dict[End, tuple[Source, ...]] = {}
         if bad:
             sources = self._sources_of(
-                index, operation, strange, bad[0], _largest(local, given), _finite_ends(true, given)
+                index, operation, strange, bad[0], wide.largest_of(local, given), wide.finite_ends(true, given)
             )
             new[End.ABOVE] = sources if not strange else ()
             self._spoil(index, sources, bad)
         for tensor in results:
-            if id(tensor) not in set(map(id, bad)) and tensor.numel() * tensor.element_size() == _size(tensor):
+            if id(tensor) not in set(map(id, bad)) and tensor.numel() * tensor.element_size() == storage_size(tensor):
                 self._taint.pop(tensor)
         new[End.BELOW] = self._vanished(index, operation, given, local)
         for end in End:
@@ -223,7 +230,7 @@ class InfinityTracer(PlacingTracer):
         narrow = any(t.element_size() < 4 for t in (*results, *(read for read, _ in operation.read)))
         if not operation.read or not narrow:
             return None
-        moves = operation.func.overloadpacket.__name__ in _MOVES and not _has_tiny_number(operation)
+        moves = operation.func.overloadpacket.__name__ in _MOVES and not operation.has_tiny_number()
         if not made and (operation.draws or moves):
             return None
         if made or any(End.BELOW.loses(t.dtype) and bool((t == 0).any()) for t in results):
@@ -244,7 +251,7 @@ class InfinityTracer(PlacingTracer):
             values = true[lost]
             whole = torch.linalg.vector_norm(true[true.isfinite()].double())
             share = float(torch.linalg.vector_norm(values.double()) / whole)
-            if share > _MATERIAL or _has_tiny_number(operation):
+            if share > _MATERIAL or operation.has_tiny_number():
                 source = self._source(index, "vanished", [], float(values.abs().max()), tensor)
                 source.share = share
                 found.append(source)
@@ -383,29 +390,3 @@ class InfinityTracer(PlacingTracer):
         )
         self.sources.append(source)
         return source
-
-
-def _has_tiny_number(operation: wide.Operation) -> bool:
-    """Return whether the script gave an operation a number that is too small for FP16's full precision, as an epsilon is."""
-    numbers = (x for x in (*operation.args, *operation.kwargs.values()) if isinstance(x, float))
-    return any(0 < abs(x) < FP16.min_normal for x in numbers)
-
-
-def _largest(local: list[Tensor] | None, given: list[Tensor]) -> float | None:
-    """Return the largest magnitude of what an operation gives in FP32, None where it is not finite."""
-    if local is None:
-        return None
-    found = [true for true, tensor in zip(local, given, strict=True) if floats(tensor)]
-    return max(map(largest, found), default=0.0) if all(map(is_finite, found)) else None
-
-
-def _finite_ends(true: dict[End, list[Tensor] | None], given: list[Tensor]) -> dict[End, bool]:
-    """Return for each end of the range whether the results would be finite without it."""
-    return {end: values is not None and _largest(values, given) is not None for end, values in true.items()}
-
-
-def _size(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return -1

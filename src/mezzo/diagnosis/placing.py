@@ -15,7 +15,7 @@ from mezzo.diagnosis.lines import script_line
 from mezzo.diagnosis.noted import LAST_NUMBER, NOWHERE, Entry, Node
 from mezzo.diagnosis.opnames import public_name
 from mezzo.diagnosis.trace import Flags, Tracer
-from mezzo.engine.emulation import RUNNING
+from mezzo.engine.emulation import running_operation
 from mezzo.measure.flops import OperandFormats
 
 
@@ -81,8 +81,9 @@ class PlacingTracer(Tracer):
 
     def forward_name(self, callers: Sequence[str] = ()) -> str:
         """Return the running operation's name in torch; ``callers`` are torch's functions that it runs in, the innermost first."""
-        if RUNNING.op:
-            return RUNNING.op
+        emulated = running_operation()
+        if emulated:
+            return emulated
         if self._formats.emulated() is not None:  # an FP8 layer
             return "linear"
         composed = [name for name in callers if name in torch.functional.__all__]

@@ -7,7 +7,7 @@ would not show. A gradient that is nothing but rounding noise (a bias before a n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +47,23 @@ class Weighed:
     norm: float
     """Of the true gradients, the loss scale included."""
 
+    @property
+    def nothing(self) -> bool:
+        """Return whether no gradient is off."""
+        return not any(self.off.values())
+
 
 def weigh(index: int, weights: Iterable[Tensor], twins: Mapping[End, Twins[Source]]) -> Weighed:
     """Return which gradients of ``weights`` the range made wrong; waits for the device."""
-    gradients = {id(p): (p, p.grad) for p in weights if p.grad is not None and p.grad.layout is torch.strided}
-    known = [(p, g.detach()) for p, g in gradients.values() if g is not None and g.numel() and is_finite(g)]
+    held = {id(p): (p, p.grad) for p in weights}.values()
+    return weigh_gradients(index, [(p, g.detach()) for p, g in held if g is not None], twins)
+
+
+def weigh_gradients(
+    index: int, gradients: Sequence[tuple[Tensor, Tensor]], twins: Mapping[End, Twins[Source]]
+) -> Weighed:
+    """Return which of ``gradients``, each with its parameter, the range made wrong; waits for the device."""
+    known = [(p, g) for p, g in gradients if g.layout is torch.strided and g.numel() and is_finite(g)]
     above, _, _ = _off(known, twins[End.ABOVE])
     below, zeros, norm = _off(known, twins[End.BELOW])
     size = sum(g.numel() for _, g in known)

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.diagnosis.sources import Source
 from mezzo.diagnosis.twins import End
-from mezzo.formats import FP32
+from mezzo.diagnosis.values import floats, is_finite, largest
+from mezzo.formats import FP16, FP32
 
 Change = Callable[[Tensor], Tensor]
 
@@ -133,3 +134,21 @@ class Operation:
         if self.func.overloadpacket is torch.ops.aten.native_dropout:
             return dropped(*self.kept, result, change)
         return None if self.draws else again(self.func, *self.kept, change)
+
+    def has_tiny_number(self) -> bool:
+        """Return whether the script gave it a number that is too small for FP16's full precision, as an epsilon is."""
+        numbers = (x for x in (*self.args, *self.kwargs.values()) if isinstance(x, float))
+        return any(0 < abs(x) < FP16.min_normal for x in numbers)
+
+
+def largest_of(values: list[Tensor] | None, given: list[Tensor]) -> float | None:
+    """Return the largest magnitude among the floating-point results in ``values``, None where one is not finite."""
+    if values is None:
+        return None
+    found = [value for value, tensor in zip(values, given, strict=True) if floats(tensor)]
+    return max(map(largest, found), default=0.0) if all(map(is_finite, found)) else None
+
+
+def finite_ends(true: dict[End, list[Tensor] | None], given: list[Tensor]) -> dict[End, bool]:
+    """Return for each end of the range whether the results would be finite without it."""
+    return {end: largest_of(values, given) is not None for end, values in true.items()}

@@ -35,14 +35,7 @@ Op = Callable[..., Any]
 _HALF = (FP16.dtype, BF16.dtype)
 
 
-class Running(threading.local):
-    """Hold which of torch's operations is being emulated in this thread, for whoever names operations."""
-
-    op = ""
-    """Its name in torch, without underscores around it; empty outside an emulation."""
-
-
-RUNNING = Running()
+_running = threading.local()
 
 
 class _Linear(torch.autograd.Function):
@@ -389,15 +382,20 @@ def emulated(op: Op, name: str, *, family: str, float8: str | None) -> Op:
     return _named(run, name.strip("_"))
 
 
+def running_operation() -> str:
+    """Return which of torch's operations is being emulated in this thread; empty outside an emulation."""
+    return getattr(_running, "op", "")
+
+
 def _named(run: Op, name: str) -> Op:
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled has no observers, and must not depend on a thread's state
             return run(*args, **kwargs)
-        before, RUNNING.op = RUNNING.op, name
+        before, _running.op = running_operation(), name
         try:
             return run(*args, **kwargs)
         finally:
-            RUNNING.op = before
+            _running.op = before
 
     return call
