@@ -378,8 +378,7 @@ def emulated(op: Op, name: str, *, family: str, float8: str | None) -> Op:
     """
     if float8 is not None and name == "linear":
         return LINEAR[float8]
-    run = _recurrent(op) if family == "rnn" else SPECIAL.get(name) or _through(op)
-    return _named(run, name.strip("_"))
+    return _named(_recurrent(op) if family == "rnn" else SPECIAL.get(name) or _through(op), name.strip("_"))
 
 
 def running_operation() -> str:
