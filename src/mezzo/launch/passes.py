@@ -58,7 +58,7 @@ class _Passes:
     def diagnose(self) -> DiagnoseRecord | RunRecord:
         alone = int(os.environ.get("WORLD_SIZE", "1")) < 2
         settings = DiagnoseSettings(steps=inspected(self._steps) if alone else tuple(range(1, self._steps + 1)))
-        first = self._run(settings, "to find the first step that is a fault")
+        first = self._run(settings, "to find the first step that is not finite")
         if not isinstance(first, DiagnoseRecord):
             assert isinstance(first, RunRecord)
             return first
