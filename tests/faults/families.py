@@ -416,6 +416,23 @@ def accumulated_overflow():
     accumulated(lambda p, y, step, part: F.mse_loss(p.float(), y) * (1e9 if step > 1 and part == 3 else 1), steps=6)
 
 
+def healthy_closure():
+    """LBFGS evaluates its closure itself, inside its step."""
+    model = net(torch.tanh)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    for step in range(1, 7):
+        x, y = data(step)
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
 def healthy_accumulated():
     accumulated(lambda p, y, step, part: F.mse_loss(p, y))
 

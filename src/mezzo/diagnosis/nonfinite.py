@@ -91,10 +91,21 @@ class NonFinite(Diagnosis):
             formats, device_type=device_type, flags=self.run, scale=self._loss_scale, weights=self._weights
         )
         self._marked = 0
-        self._tracer.start()
+        self._tracer.start(told_of_steps=True)
         self._thread = threading.get_ident()
         if self._settings.loss_scale is not None:  # not now: the step before may still have to divide by its own
             self._lowering = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
+
+    def stepping(self) -> None:
+        """Let the tracer tell the operations of an update apart."""
+        if self._tracer is not None:
+            self._tracer.stepping(True)
+
+    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Take note of an optimizer's update."""
+        if self._tracer is not None:
+            self._tracer.stepping(False)
+        super().updated(optimizer)
 
     def restart(self) -> None:
         """Forget what was seen."""

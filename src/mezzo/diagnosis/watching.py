@@ -141,6 +141,9 @@ class Diagnosis(ABC):
     def scaler_met(self, scaler: Any) -> None:  # noqa: B027 - most diagnoses have nothing to do here
         """Take note of a GradScaler of the script's own that is about to scale a loss."""
 
+    def stepping(self) -> None:  # noqa: B027 - most diagnoses have nothing to do here
+        """Take note that an optimizer's update begins."""
+
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take note of an optimizer's update."""
         self._noted()

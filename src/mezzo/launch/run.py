@@ -211,6 +211,11 @@ class Run:
         if norm is not None:
             self.recorder.norm(norm)
 
+    def stepping(self) -> None:
+        """Take note that an optimizer is about to change the weights."""
+        if self.diagnosis is not None:
+            self.diagnosis.stepping()
+
     def update_made(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take the time of an update that is over; None where no optimizer object made it."""
         self.recorder.updated()

@@ -102,11 +102,13 @@ class Updates:
         closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
         if closure is None or isinstance(closure, Evaluated):
             self._decide(optimizer)
+            self._run.stepping()
             return None
         self._run.close_update()
         self._run.in_closure = True
         again = self._until_finite(optimizer, closure)
         rest = tuple(again if a is closure else a for a in args)
+        self._run.stepping()
         return rest, {k: again if v is closure else v for k, v in kwargs.items()}
 
     def _decide(self, optimizer: Optimizer) -> None:
