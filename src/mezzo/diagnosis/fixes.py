@@ -64,7 +64,8 @@ def offers_for(found: DiagnoseRecord) -> list[Offer]:
         return [_for_invalid(found.op, found.operands)]
     if found.verdict == "silent_saturation" and found.origin == "vanished" and found.phase == "backward":
         return _for_vanished(found)
-    return _for_range(found)
+    of_scale = found.phase == "backward" and found.origin == "made" and found.loss_scale > 1
+    return [*(_for_scale(found)[:1] if of_scale else []), *_for_range(found)]
 
 
 def in_the_script(found: DiagnoseRecord) -> str:

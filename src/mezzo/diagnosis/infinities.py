@@ -214,6 +214,7 @@ class InfinityTracer(PlacingTracer):
             )
             new[End.ABOVE] = sources if not strange else ()
             self._spoil(index, sources, bad)
+        held = [source for _, given_one in strange for source in self._taint.get(given_one) or ()]
         for tensor in results:
             if id(tensor) not in set(map(id, bad)) and tensor.numel() * tensor.element_size() == storage_size(tensor):
                 self._taint.pop(tensor)
@@ -221,7 +222,7 @@ class InfinityTracer(PlacingTracer):
         for end in End:
             self._keep_true(end, operation, given, local, true, new.get(end, ()))
         if strange and not bad and results:
-            self._swallowed(strange, results)
+            self._swallowed(held, results)
 
     def _computed_locally(
         self, operation: wide.Operation, results: list[Tensor], result: Any, *, made: bool
@@ -286,13 +287,12 @@ class InfinityTracer(PlacingTracer):
                 found = tensor.to(wide_one.dtype)
                 twins.write(tensor, torch.where(end.lost(found, wide_one), wide_one, found), new)
 
-    def _swallowed(self, strange: list[tuple[Tensor, Tensor]], results: list[Tensor]) -> None:
+    def _swallowed(self, held: list[Source], results: list[Tensor]) -> None:
         """Take note that an operation made finite numbers of infinities, and whether they are the right ones."""
         wrong = any(self._twins[End.ABOVE].read(t) is not None for t in results)
         op = self.forward_name()
-        for _, given in strange:
-            for source in self._taint.get(given) or ():
-                (source.swallowed if wrong else source.absorbed)[op] = None
+        for source in held:
+            (source.swallowed if wrong else source.absorbed)[op] = None
 
     def _met_others(self, index: int, operation: wide.Operation, bad: list[Tensor]) -> None:
         """Take note of an operation between processes: it gives what all of them gave."""

@@ -97,9 +97,12 @@ class NonFinite(Diagnosis):
             self._lowering = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
 
     def stepping(self) -> None:
-        """Let the tracer tell the operations of an update apart."""
-        if self._tracer is not None:
-            self._tracer.stepping(True)
+        """Let the tracer tell the operations of an update apart; weigh the gradients as the update finds them."""
+        if self._tracer is None:
+            return
+        if self._looking is not None and not self.run.skips:
+            self._tracer.weigh()
+        self._tracer.stepping(True)
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take note of an optimizer's update."""

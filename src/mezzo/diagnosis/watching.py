@@ -45,6 +45,8 @@ class Running(Protocol):
     """The loss scale of the policy."""
     script_scaler: Any
     """The script's own GradScaler, where it is left alone."""
+    skips: bool
+    """Whether the update that an optimizer is making is one to skip: its gradients are set aside."""
     updates: list[Update]
     """What the update that just closed is made of."""
     recomputing: bool

@@ -24,7 +24,7 @@ from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.runner import diagnose_child
 from mezzo.launch.trying import Trials, inspected
-from mezzo.records import AnyRecord, DiagnoseRecord, Pass, RunRecord
+from mezzo.records import AnyRecord, DiagnoseRecord, Pass, Reason, RunRecord
 
 _MAX_SUSPECTS = 3
 _RAISED = (1, ScaleFloorError.exit_code, NonFiniteLossError.exit_code)
@@ -127,6 +127,11 @@ class _Passes:
             self._say("the step was not reached")
             return found
         self._say(_seen(third) if fails else "finite")
+        if fails and found.verdict == "range_overflow":
+            why = "under fp32, too, the step leaves this format: the script casts to it by itself"
+            return found.model_copy(
+                update={"notes": [*found.notes, Reason(what="cause", value=found.format, reason=why)]}
+            )
         if fails or not self._repeats or found.verdict != "invalid_operation":
             return found
         return self._of_the_format(found)
