@@ -61,7 +61,7 @@ def offers_for(found: DiagnoseRecord) -> list[Offer]:
     if found.origin in ("entered", "constant"):
         return [_for_entered(found)]
     if found.verdict == "invalid_operation":
-        return [_for_invalid(found.op, found.operands)]
+        return [_for_invalid(found.op, found.operands, forward=found.phase == "forward")]
     if found.verdict == "silent_saturation" and found.origin == "vanished" and found.phase == "backward":
         return _for_vanished(found)
     of_scale = found.phase == "backward" and found.origin == "made" and found.loss_scale > 1
@@ -74,7 +74,7 @@ def in_the_script(found: DiagnoseRecord) -> str:
         return "torch.finfo(x.dtype).min or max in the script, in place of the number, was not tried"
     if found.origin == "vanished" and found.verdict == "range_overflow":
         least = FORMATS[found.format].min_subnormal if found.format in FORMATS else 0.0
-        return f"a constant above {least:.1g} in the script, in place of the one that becomes 0, was not tried"
+        return f"keeping what becomes 0 above {least:.1g} in the script was not tried"
     return ""
 
 
@@ -179,7 +179,16 @@ def _for_entered(found: DiagnoseRecord) -> Offer:
     return Offer("clean the data: no precision helps", "assert torch.isfinite(batch).all()")
 
 
-def _for_invalid(op: str, operands: list[Operand]) -> Offer:
+def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
+    if not operands:
+        return Offer(f"{op} gets no values here: leave it out where there are none", "if x.numel():")
+    if any(o.num_not_finite for o in operands) and "softmax" not in op:
+        advice = "an infinity that the script puts there meets 0 or another infinity: take it out before"
+        return Offer(advice, "x = torch.where(x.isfinite(), x, 0)")
+    if forward and op in ("std", "var"):
+        return Offer(
+            "a single value has no deviation: pass more of them, or divide by their number", "y = x.std(correction=0)"
+        )
     for names, advice, line in _INVALID:
         if any(name in op.split("_") or name == op for name in names):
             return Offer(advice, line)

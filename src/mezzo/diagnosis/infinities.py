@@ -328,7 +328,10 @@ class InfinityTracer(PlacingTracer):
             return self._inherited(index, strange, tensors, result)
         if operation.func.namespace in wide.COLLECTIVES:
             return (self._source(index, "entered", tensors, None, result),)
-        numbers = [x for x in tree_leaves((operation.args, operation.kwargs)) if isinstance(x, float)]
+        leaves = tree_leaves((operation.args, operation.kwargs))
+        numbers = [x for x in leaves if isinstance(x, float)]
+        if any(isinstance(x, Tensor) and x.is_floating_point() and not x.numel() for x in leaves):
+            return (self._source(index, "made", tensors, None, result),)  # as a mean of no values does
         if not tensors or any(x != x or x in _INFINITE for x in numbers):
             return (self._source(index, "constant", tensors, None, result),)
         if operation.draws and largest_in_fp32 is None:

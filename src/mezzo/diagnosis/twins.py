@@ -6,7 +6,8 @@ are kept beside them and every operation that reads them is computed a second ti
 rounded to the format's digits as the operation itself was. The two computations differ in nothing but the range: what is
 equal again is no longer kept, and what still differs in a gradient is what the range did to it.
 
-There are two such views of a step, one for each end of the range (``End``). Kept are only the elements that differ, by storage,
+There are two such views of a step, one for each end of the range (``End``). Where values became too small, what follows is
+computed without an upper end either: what was divided by is often multiplied by again. Kept are only the elements that differ, by storage,
 so that views see them too. Cost: a second computation of what reads such elements, 16 bytes for each of them.
 """
 
@@ -171,11 +172,16 @@ class Twins(Generic[T]):
 
 
 def rounded(wide: Tensor, dtype: torch.dtype, end: End) -> Tensor:
-    """Return ``wide`` with the digits of ``dtype``, but without this end of its range; a value that would be lost stays as it is."""
+    """Return ``wide`` with the digits of ``dtype``; a value that would be lost at ``end`` stays as it is.
+
+    Where that is the lower one, so does a value that would be lost at the upper one.
+    """
     if not dtype.is_floating_point or dtype.itemsize >= FP32.dtype.itemsize:
         return wide
     narrow = wide.to(dtype).float()
-    return torch.where(end.lost(narrow, wide), wide, narrow) if end.loses(dtype) else narrow
+    for lost_end in (End.ABOVE, end):
+        narrow = torch.where(lost_end.lost(narrow, wide), wide, narrow) if lost_end.loses(dtype) else narrow
+    return narrow
 
 
 def differs(actual: Tensor, true: Tensor) -> Tensor:

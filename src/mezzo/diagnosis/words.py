@@ -127,5 +127,9 @@ def _off(fault: Fault) -> str:
 
 def _failing(op: str, backward: bool, operands: Sequence[Operand], even: str = "") -> str:
     where = _named(op, backward=backward)
-    parts = [f"{o.smallest:.3g} to {o.largest:.3g} in {o.format}" for o in operands]
-    return f"{where} has no finite result{even}; it read {'; '.join(parts) or 'nothing'}"
+    return f"{where} has no finite result{even}; it read {'; '.join(map(_span, operands)) or 'no values'}"
+
+
+def _span(operand: Operand) -> str:
+    infinite = f" and {operand.num_not_finite} that are not finite" if operand.num_not_finite else ""
+    return f"{operand.smallest:.3g} to {operand.largest:.3g}{infinite} in {operand.format}"

@@ -177,7 +177,8 @@ class _Passes:
 
 def _whole(found: DiagnoseRecord, first: DiagnoseRecord, passes: list[Pass]) -> DiagnoseRecord:
     """Return what was found with what the first run, which is the script's own, showed of all steps."""
-    skips = words.skipped(first.run, first.faulty_steps) if found.verdict == "scale_overflow" else ""
+    of_skips = found.verdict == "scale_overflow" or (found.verdict == "range_overflow" and len(first.faulty_steps) > 1)
+    skips = words.skipped(first.run, first.faulty_steps) if of_skips else ""
     notes = [*found.notes, *(note for note in first.notes if note not in found.notes)]
     return found.model_copy(
         update={

@@ -72,7 +72,7 @@ class Trials:
         if not offers:
             return found
         advice = f"none of these helps by itself: {'; '.join(self._tried)}"
-        together = "mezzo fallback finds the modules that have to stay in FP32 together"
+        together = "mezzo fallback searches for what has to stay in FP32 together"
         own = any(note.what == "cause" for note in found.notes)  # a format that the script chose itself
         next_step = f"change the cast to {found.format} in the script" if own else together
         return found.model_copy(update={"fix": advice, "fix_line": "", "fix_tried": False, "fix_note": next_step})
