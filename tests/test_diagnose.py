@@ -230,6 +230,24 @@ def test_a_child_that_dies_gives_the_record_of_a_run(tmp_path: Path) -> None:
     assert diagnose_script(request, steps=5, child=lambda *_, **__: died) is died
 
 
+def test_nothing_is_run_again_after_an_interruption(tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    def child(asked: Request, **_: Any) -> DiagnoseRecord:
+        ran.append(asked.policy)
+        record = found().model_copy(update={"verdict": "range_overflow", "pattern": "1"})
+        code = 0 if len(ran) == 1 else 130
+        return record.model_copy(update={"run": record.run.model_copy(update={"exit_code": code})})
+
+    request = Request(
+        target="x", kind="script", policy="fp16", record_path=str(tmp_path / "record.json"), command=("mezzo",)
+    )
+    record = diagnose_script(request, steps=5, child=child)
+    assert isinstance(record, DiagnoseRecord)
+    assert [p.outcome for p in record.passes][1:] == ["interrupted"]
+    assert (record.located, record.fix_tried, record.fix_note) == (True, False, "not tried: the search was interrupted")
+
+
 # --- views ---------------------------------------------------------------------------------------
 
 

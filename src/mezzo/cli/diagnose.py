@@ -28,7 +28,7 @@ def diagnose(
     it prints then goes to files beside the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
     fails by itself keeps its own.
     """
-    from mezzo.launch.passes import diagnose_script
+    from mezzo.launch.passes import INTERRUPTED, diagnose_script
     from mezzo.launch.request import AS_IS
     from mezzo.launch.runner import check_target, several_runs
     from mezzo.policy import Policy
@@ -42,6 +42,8 @@ def diagnose(
     options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, stderr=True)
     if record.kind != "diagnose":
         raise typer.Exit(record.exit_code or 1)
+    if record.passes and record.passes[-1].outcome == INTERRUPTED:
+        raise typer.Exit(130)
     if record.verdict == "healthy":
         return
     raise typer.Exit((record.run.exit_code or 1) if record.verdict == "unfinished" else 1)

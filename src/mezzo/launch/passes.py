@@ -32,7 +32,14 @@ _RAISED = (1, ScaleFloorError.exit_code, NonFiniteLossError.exit_code)
 _SEVERAL = "several processes would have to meet a second time"
 _STRAYS = "the script goes another way each time"
 
+INTERRUPTED = "interrupted"
+"""The outcome of a run that Ctrl-C ended: none follows it."""
+
 Child = Callable[..., AnyRecord]
+
+
+class _Stopped(Exception):
+    """End the runs: a person did."""
 
 
 def diagnose_script(request: Request, *, steps: int, child: Child = diagnose_child) -> DiagnoseRecord | RunRecord:
@@ -63,14 +70,21 @@ class _Passes:
             assert isinstance(first, RunRecord)
             return first
         self._say(_seen(first))
-        found = first
         if alone and first.run.exit_code != words.INTERRUPTED:
-            found = self._confirmed(self._located(first), first)
-            found = found.model_copy(update={"run": first.run})
-            found = self._fixed(found, first)
-        elif first.located:
-            found = fixes.offered(first, untried=_SEVERAL)
+            found = self._again(first)
+        else:
+            found = fixes.offered(first, untried=_SEVERAL) if first.located else first
         return _whole(found, first, self._passes)
+
+    def _again(self, first: DiagnoseRecord) -> DiagnoseRecord:
+        """Run the script as often as is needed beyond the first time; return what is known by then."""
+        found = first
+        try:
+            found = self._located(first)
+            found = self._confirmed(found).model_copy(update={"run": first.run})
+            return self._fixed(found, first)
+        except _Stopped:
+            return fixes.offered(found, untried="the search was interrupted") if found.located else found
 
     def _located(self, first: DiagnoseRecord) -> DiagnoseRecord:
         """Return the record that names an operation, of a second run where the first one does not."""
@@ -96,7 +110,7 @@ class _Passes:
             return second
         return first
 
-    def _confirmed(self, found: DiagnoseRecord, first: DiagnoseRecord) -> DiagnoseRecord:
+    def _confirmed(self, found: DiagnoseRecord) -> DiagnoseRecord:
         if not found.located or found.verdict == "silent_saturation" or found.origin == "refused":
             return found
         if found.verdict == "scale_overflow":
@@ -169,6 +183,10 @@ class _Passes:
         if isinstance(record, DiagnoseRecord):
             seen = record.passes[0]
             self._passes[-1] = seen.model_copy(update={"reason": why})
+        run = record.run if isinstance(record, DiagnoseRecord) else record
+        if number > 1 and isinstance(run, RunRecord) and run.exit_code == words.INTERRUPTED:
+            self._say(INTERRUPTED)
+            raise _Stopped
         return record
 
     def _say(self, outcome: str) -> None:
