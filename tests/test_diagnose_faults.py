@@ -19,6 +19,7 @@ import families  # noqa: E402
 
 import faults  # noqa: E402
 from helpers_launch import SCRIPTS  # noqa: E402
+from mezzo.diagnosis.infinities import InfinityTracer  # noqa: E402
 from mezzo.diagnosis.watching import Watched  # noqa: E402
 from mezzo.launch.passes import diagnose_script  # noqa: E402
 from mezzo.launch.request import AS_IS, Request  # noqa: E402
@@ -71,6 +72,7 @@ def diagnosed(name: str, policy: str, tmp_path: Path, *, steps: int = 20) -> Dia
     script = getattr(faults, name, None) or getattr(families, name)
     record = diagnose_script(request, steps=steps, child=lambda asked, **_: run_here(script, asked))
     assert isinstance(record, DiagnoseRecord)
+    assert not [note for note in record.notes if note.what == "not inspected"]
     return record
 
 
@@ -308,6 +310,24 @@ def test_the_fix_makes_the_script_healthy(name: str, pattern: str, tmp_path: Pat
     policy = record.fix_line.split('"')[1]
     assert policy == f"fp16:fp32_modules={pattern}"
     assert diagnosed(name, policy, tmp_path).verdict == "healthy"
+
+
+def test_what_cannot_be_inspected_is_said_and_harms_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inspect_one = InfinityTracer._inspect
+
+    def fails(tracer: InfinityTracer, index: int, operation: Any, result: Any) -> None:
+        if operation.func.overloadpacket.__name__ == "tanh":
+            raise NotImplementedError("of another kind")
+        inspect_one(tracer, index, operation, result)
+
+    monkeypatch.setattr(InfinityTracer, "_inspect", fails)
+    request = Request(target="x", kind="script", policy="bf16", record_path=str(tmp_path / "record.json"), command=())
+    record = diagnose_script(request, steps=4, child=lambda asked, **_: run_here(faults.healthy_plain, asked))
+    assert isinstance(record, DiagnoseRecord)
+    assert (record.verdict, len(record.run.steps)) == ("healthy", 4)
+    assert [(n.what, n.value, n.reason) for n in record.notes] == [
+        ("not inspected", "tanh()", "NotImplementedError: of another kind")
+    ]
 
 
 def test_idle_steps_run_without_a_dispatch_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ is not computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mezzo.diagnosis import wide
+from mezzo.diagnosis.opnames import public_name
 from mezzo.diagnosis.placing import PlacingTracer
 from mezzo.diagnosis.sources import Kind, Source, Spoiled, together
 from mezzo.diagnosis.trace import Flags
@@ -46,37 +48,6 @@ from mezzo.diagnosis.weighing import Weighed, weigh, weigh_gradients
 from mezzo.measure.flops import OperandFormats
 
 _INFINITE = (float("inf"), float("-inf"))
-_MOVES = frozenset(
-    (
-        *("clone", "copy_", "cat", "stack", "index", "index_select", "gather", "where", "masked_fill", "masked_fill_"),
-        *(
-            "constant_pad_nd",
-            "repeat",
-            "flip",
-            "roll",
-            "slice_backward",
-            "select_backward",
-            "relu",
-            "relu_",
-            "neg",
-            "abs",
-        ),
-        *(
-            "threshold_backward",
-            "clamp",
-            "clamp_",
-            "clamp_min",
-            "clamp_max",
-            "maximum",
-            "minimum",
-            "amax",
-            "amin",
-            "max",
-        ),
-        *("zeros_like", "new_zeros", "zero_", "fill_", "full_like", "sign", "max_pool2d_with_indices", "embedding"),
-    )
-)
-"""Operations that make no value smaller than one they read, but for zeros that FP32 has as well."""
 _MATERIAL = 2.0**-10
 """Part of a result's norm that may become 0 at one operation: hundreds in a row still cost less than a tenth."""
 _DECISIONS = frozenset(("_amp_update_scale_", "_amp_update_scale"))
@@ -109,6 +80,8 @@ class InfinityTracer(PlacingTracer):
         self.sources: list[Source] = []
         self.spoiled: list[Spoiled] = []
         self.weighed: list[Weighed] = []
+        self.problems: dict[str, str] = {}
+        """Operations that could not be inspected, and why."""
         self._sent: Weighed | None = None
         """What was wrong with gradients before those of all processes were added up."""
         self._scale, self._weights = scale, weights
@@ -161,17 +134,29 @@ class InfinityTracer(PlacingTracer):
         index = len(self.trace.operations)
         if self._stepping or self.is_silent(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        with torch._C.DisableTorchFunction():
+        operation: wide.Operation | None = None
+        with self._guarded():
             operation = self._met(func, args, kwargs)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:
-            if _REFUSED in str(error):
+            if _REFUSED in str(error) and operation is not None:
                 self._refused(index, operation)
             raise
-        with torch._C.DisableTorchFunction(), torch.autocast(self._device_type, enabled=False):
-            self._inspect(index, operation, result)
+        if operation is not None:
+            with self._guarded(), torch.autocast(self._device_type, enabled=False):
+                self._inspect(index, operation, result)
         return result
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Keep a script alive whose tensors are of a kind that cannot be inspected; the record says so."""
+        with torch._C.DisableTorchFunction():
+            try:
+                yield
+            except Exception as error:
+                op = public_name(self._running[0].overloadpacket.__name__)
+                self.problems.setdefault(op, f"{type(error).__name__}: {error}".splitlines()[0])
 
     # --- values ------------------------------------------------------------------------------------------------------------------
 
@@ -231,8 +216,7 @@ class InfinityTracer(PlacingTracer):
         narrow = any(t.element_size() < 4 for t in (*results, *(read for read, _ in operation.read)))
         if not operation.read or not narrow:
             return None
-        moves = operation.func.overloadpacket.__name__ in _MOVES and not operation.has_tiny_number()
-        if not made and (operation.draws or moves):
+        if not made and (operation.draws or operation.moves()):
             return None
         if made or any(End.BELOW.loses(t.dtype) and bool((t == 0).any()) for t in results):
             return operation.computed(result)
@@ -275,11 +259,11 @@ class InfinityTracer(PlacingTracer):
         elif values is None:  # nobody knows: it counts as true
             for tensor in filter(readable, given):
                 self._forget_truth(tensor)
-        if values is None or len(values) != len(given):
+        if values is None:
             return
         inherited = operation.truths[end][1] if end in operation.truths else ()
         for tensor, wide_one in zip(given, values, strict=True):
-            if not readable(tensor) or wide_one.shape != tensor.shape:
+            if not readable(tensor):
                 continue
             if end in operation.truths:
                 twins.write(tensor, rounded(wide_one, tensor.dtype, end), together((*inherited, *new)))

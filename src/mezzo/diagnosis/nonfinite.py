@@ -74,6 +74,8 @@ class NonFinite(Diagnosis):
         """Where gradients overflowed in updates that the loss scale skipped: a fault only if it does not find its way."""
         self._harmless: dict[str, Reason] = {}
         """Values that left their format and made no difference, by line."""
+        self._problems: dict[str, str] = {}
+        """Operations that could not be inspected, and why."""
         self._gave_up = False
         self._elsewhere: tuple[int, dict[str, Any] | None] = (-1, None)
         """The rank of the process that found a fault, and what it found."""
@@ -90,6 +92,7 @@ class NonFinite(Diagnosis):
         self._tracer = InfinityTracer(
             formats, device_type=device_type, flags=self.run, scale=self._loss_scale, weights=self._weights
         )
+        self._tracer.problems = self._problems
         self._marked = 0
         self._tracer.start(told_of_steps=True)
         self._thread = threading.get_ident()
@@ -305,6 +308,7 @@ class NonFinite(Diagnosis):
             own_scaler=self.run.script_scaler is not None,
             scaled=self.run.scale.checks or self.run.script_scaler is not None,
             forced_eager=self.forced_eager,
+            problems=tuple(self._problems.items()),
         )
 
     def _faulty_steps(self, run: RunRecord) -> list[int]:

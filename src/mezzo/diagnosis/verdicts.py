@@ -22,6 +22,8 @@ class Circumstances:
     """Whether any loss scale is."""
     forced_eager: bool
     """Whether compiled code ran eagerly in inspected steps."""
+    problems: tuple[tuple[str, str], ...] = ()
+    """Operations that could not be inspected, and why."""
 
 
 def verdict_record(
@@ -118,7 +120,8 @@ def _unlocated(run: RunRecord, step: int, *, lost: int | None, scaled: bool) -> 
 
 
 def _notes(circumstances: Circumstances) -> list[Reason]:
-    if not circumstances.forced_eager:
-        return []
-    why = "operations inside compiled kernels cannot be told apart; compiled code may round elsewhere"
-    return [Reason(what="torch.compile", value="inspected steps ran eagerly", reason=why)]
+    notes = [Reason(what="not inspected", value=f"{op}()", reason=why) for op, why in circumstances.problems]
+    if circumstances.forced_eager:
+        why = "operations inside compiled kernels cannot be told apart; compiled code may round elsewhere"
+        notes.append(Reason(what="torch.compile", value="inspected steps ran eagerly", reason=why))
+    return notes

@@ -20,6 +20,37 @@ Change = Callable[[Tensor], Tensor]
 _UNDECLARED = ("batch_norm", "rnn")
 """In the names of operations that change buffers without saying so; those of other libraries may, too."""
 _OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"))
+_MOVES = frozenset(
+    (
+        *("clone", "copy_", "cat", "stack", "index", "index_select", "gather", "where", "masked_fill", "masked_fill_"),
+        *(
+            "constant_pad_nd",
+            "repeat",
+            "flip",
+            "roll",
+            "slice_backward",
+            "select_backward",
+            "relu",
+            "relu_",
+            "neg",
+            "abs",
+        ),
+        *(
+            "threshold_backward",
+            "clamp",
+            "clamp_",
+            "clamp_min",
+            "clamp_max",
+            "maximum",
+            "minimum",
+            "amax",
+            "amin",
+            "max",
+        ),
+        *("zeros_like", "new_zeros", "zero_", "fill_", "full_like", "sign", "max_pool2d_with_indices", "embedding"),
+    )
+)
+"""Operations that make no value smaller than one they read, but for zeros that FP32 has as well."""
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 """Namespaces of operations between processes, which are never computed a second time."""
 
@@ -132,8 +163,17 @@ class Operation:
             return known.get(id(tensor), in_fp32(tensor))
 
         if self.func.overloadpacket is torch.ops.aten.native_dropout:
-            return dropped(*self.kept, result, change)
-        return None if self.draws else again(self.func, *self.kept, change)
+            found: list[Tensor] | None = dropped(*self.kept, result, change)
+        else:
+            found = None if self.draws else again(self.func, *self.kept, change)
+        given = self.outputs(result)
+        # Of true values an operation may give more or fewer results, as a selection does: nobody knows which is which.
+        same = found is not None and [t.shape for t in found] == [t.shape for t in given]
+        return found if same else None
+
+    def moves(self) -> bool:
+        """Return whether its results can be no smaller than what it reads."""
+        return self.func.overloadpacket.__name__ in _MOVES and not self.has_tiny_number()
 
     def has_tiny_number(self) -> bool:
         """Return whether the script gave it a number that is too small for FP16's full precision, as an epsilon is."""
