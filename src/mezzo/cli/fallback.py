@@ -55,8 +55,8 @@ def fallback(
 
     with several_runs():
         record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=note)
-    if record.verdict == "found":
+    if record.kept or record.operations:
         path = folder / "policy.toml"
-        path.write_text(judged.replace(fp32_modules=(*judged.fp32_modules, *record.kept)).to_toml(), encoding="utf-8")
+        path.write_text(Policy.parse(record.suggested).to_toml(), encoding="utf-8")
         record = record.model_copy(update={"policy_file": str(path)})
     options.finish(record, folder, as_json=as_json, tensorboard=tensorboard)

@@ -48,8 +48,19 @@ class Audit(Diagnosis):
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer, self._marked = Tracer(formats, device_type=device_type, flags=self.run), 0
-        self._tracer.start()
+        self._tracer.start(told_of_steps=True)
         self._watch_kernels()
+
+    def stepping(self) -> None:
+        """Let the tracer tell the operations of an update apart."""
+        if self._tracer is not None:
+            self._tracer.stepping(True)
+
+    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Take note of an optimizer's update."""
+        if self._tracer is not None:
+            self._tracer.stepping(False)
+        super().updated(optimizer)
 
     def restart(self) -> None:
         """Forget what was seen."""

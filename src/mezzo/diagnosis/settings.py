@@ -36,11 +36,13 @@ class DiagnoseSettings(Settings):
 
     kind: Literal["diagnose"] = "diagnose"
     steps: tuple[int, ...] = (1,)
-    """Numbers of the steps whose operations are looked at, in ascending order; the script is ended after the last."""
+    """Numbers of the steps whose operations are inspected, in ascending order; the script is ended after the last."""
     suspects: tuple[int, ...] = ()
-    """Steps that were not finite when the script ran before; where they are finite now, all that follows is looked at."""
-    scale_one: bool = False
-    """Whether the loss scale is 1 from the first step on that is looked at."""
+    """Steps that were not finite when the script ran before; where they are finite now, all that follows is inspected."""
+    loss_scale: float | None = None
+    """The loss scale from the first step on that is inspected; None leaves it alone."""
+    fp32_modules: tuple[str, ...] = ()
+    """Name patterns of modules to keep in FP32 under the script's own precision."""
 
 
 class FallbackSettings(Settings):

@@ -75,7 +75,7 @@ def no_such_module(pattern: str, names: Iterable[str]) -> PolicyError:
 def keep_fp32(model: nn.Module, policy: Policy, device_type: str) -> None:
     """Make the modules that ``policy`` names compute in FP32: operands cast, autocast off inside."""
     for module in fp32_modules(model, policy):
-        wrap(module, _in_fp32, device_type)
+        wrap(module, in_fp32, device_type)
 
 
 def cast_model(model: nn.Module, policy: Policy, device_type: str) -> None:
@@ -154,7 +154,8 @@ def unwrap(module: nn.Module, how: Callable[..., Any]) -> None:
         module.forward = forward.args[0]
 
 
-def _in_fp32(call: Callable[..., Any], device_type: str, *args: Any, **kwargs: Any) -> Any:
+def in_fp32(call: Callable[..., Any], device_type: str, *args: Any, **kwargs: Any) -> Any:
+    """Answer ``call`` with autocast off and every 16-bit argument in FP32."""
     with torch.autocast(device_type, enabled=False):
         return call(*to_format(args, FP32.dtype), **to_format(kwargs, FP32.dtype))
 

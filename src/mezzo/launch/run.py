@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo import oplists
+from mezzo.diagnosis.skips import Update
 from mezzo.diagnosis.watching import Diagnosis
 from mezzo.engine import conversion, fp8layers
 from mezzo.engine.casting import Casting
@@ -78,6 +79,8 @@ class Run:
         """Whether an optimizer is calling its closure: the backward passes in it belong to one update."""
         self.skips = False
         """Whether the last update that an optimizer made was one to skip."""
+        self.updates: list[Update] = []
+        """What the open update is made of."""
         self._stepped = False
         self._cast_by_us = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
@@ -210,15 +213,30 @@ class Run:
         if norm is not None:
             self.recorder.norm(norm)
 
+    def stepping(self) -> None:
+        """Take note that an optimizer is about to change the weights."""
+        if self.diagnosis is not None:
+            self.diagnosis.stepping()
+
     def update_made(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take the time of an update that is over; None where no optimizer object made it."""
         self.recorder.updated()
         for watcher in self.watchers:
             watcher.updated(optimizer)
 
-    def script_skipped(self) -> None:
-        """Take note that the script's own GradScaler skipped an optimizer's step."""
-        self._stepped = self._script_skipped = True
+    def script_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
+        """Take note that the script's own GradScaler made or skipped an optimizer's step."""
+        self.updates.append(Update(scaler=id(scaler), optimizer=id(optimizer), skipped=skipped))
+        if skipped:
+            self._stepped = self._script_skipped = True
+
+    def meet_scaler(self, scaler: Any) -> None:
+        """Take note that the script's own GradScaler is about to scale a loss."""
+        if self.script_scaler is not scaler:
+            self.script_scaler = scaler
+            if self.diagnosis is not None:
+                self.diagnosis.scaler_met(scaler)
+        self.scaled_by_script = True
 
     def close_update(self) -> None:
         """Close the update that is open, if one is: all optimizer steps between two backward passes are one update."""
@@ -236,6 +254,7 @@ class Run:
         self._stepped, self._found, self._script_skipped = False, None, False
         for watcher in self.watchers:
             watcher.step_closed(len(self.recorder))
+        self.updates = []
         if floor_error is not None:
             raise floor_error
 

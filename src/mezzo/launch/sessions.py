@@ -64,8 +64,8 @@ def _hear_update(run: Run, original: Callable[..., None]) -> Callable[..., None]
         total = self._window.total()
         if total is not None:
             run.recorder.weigh(1.0 / float(total))
-        if bool(skipped):
-            run.script_skipped()
+        for optimizer in chosen:
+            run.script_stepped(self, optimizer, skipped=bool(skipped))
         original(self, chosen, skipped, **how)
 
     return close

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mezzo.diagnosis.skips import Update
 from mezzo.engine.gradients import all_finite, set_aside, total_norm
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
@@ -101,11 +102,13 @@ class Updates:
         closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
         if closure is None or isinstance(closure, Evaluated):
             self._decide(optimizer)
+            self._run.stepping()
             return None
         self._run.close_update()
         self._run.in_closure = True
         again = self._until_finite(optimizer, closure)
         rest = tuple(again if a is closure else a for a in args)
+        self._run.stepping()
         return rest, {k: again if v is closure else v for k, v in kwargs.items()}
 
     def _decide(self, optimizer: Optimizer) -> None:
@@ -113,6 +116,7 @@ class Updates:
         skip = self._run.updated(_norm(optimizer))
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
+        self._run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
         made, skipped = self._made.get(optimizer, (0, 0))
         self._made[optimizer] = (made + 1, skipped + int(skip))
 

@@ -137,7 +137,8 @@ def _diagnose(sheet: diagnose.DiagnoseSheet, console: Console) -> None:
         _line(console, sheet.detail)
     _error(console, sheet.error)
     _section(console, "Where", _fact_table(sheet.place))
-    fix = Fact(what="do", value=sheet.fix), Fact(what="write", value=sheet.fix_line)
+    lines = ("do", sheet.fix), ("write", sheet.fix_line), ("", sheet.fix_note)
+    fix = [Fact(what=what, value=value) for what, value in lines]
     _section(console, "Fix", _fact_table([fact for fact in fix if fact.value]))
     _section(console, "What the operation read", _fact_table(sheet.operands))
     if sheet.trend:
@@ -146,13 +147,15 @@ def _diagnose(sheet: diagnose.DiagnoseSheet, console: Console) -> None:
             trend.add_row(line.step, line.loss, line.norm, line.scale, Text(line.note, style=_STYLES[line.tone]))
         _section(console, "The last steps", trend)
     _section(console, "How it was found", _fact_table([*sheet.passes, *sheet.notes]))
-    _note(console, sheet.normal)
+    if sheet.normal:
+        _note(console, sheet.normal)
 
 
 def _fallback(sheet: fallback.FallbackSheet, console: Console) -> None:
     _line(console, f"{sheet.verdict}: {sheet.reason}", style=_STYLES[sheet.tone])
     _error(console, sheet.error)
     _section(console, "Result", _fact_table(sheet.facts))
+    _section(console, "What to do next", _fact_table(sheet.next_steps))
     _section(console, "Modules by themselves, the most suspect first", _grid(sheet.modules, shown=_SHOWN_ROWS))
     _section(console, "Verifications", _grid(sheet.verifications))
     _section(console, "Not judged", _fact_table(sheet.ignored[:_SHOWN_ROWS]))
