@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import os
 import runpy
-import signal
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mezzo.errors import MezzoError, ScriptError
+from mezzo.launch.endings import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
 from mezzo.launch.frameworks import Framework, training_in
 from mezzo.launch.output import MetricReader, Watched
 from mezzo.launch.request import AS_IS, Request
@@ -41,9 +41,10 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     request = Request.model_validate_json(argv[0])
     process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the folder
     policy = None if request.policy == AS_IS else Policy.of(request.policy)
-    train = training_in(request.framework)
+    with interrupts_kill():
+        train = training_in(request.framework)
     started = time.perf_counter()
-    with train(policy, seed=request.seed, diagnosis=request.diagnosis) as training:
+    with ended_by_signals(), train(policy, seed=request.seed, diagnosis=request.diagnosis) as training:
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         exit_code, error = _run_script(request, reader)
@@ -57,28 +58,31 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         elif exit_code == 0 and diagnosis is not None and not diagnosis.watched:
             error = _too_short(request, num_steps)
             exit_code = error.exit_code
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cost the record
-    record = RunRecord(
-        command=list(request.command),
-        script=request.target,
-        script_sha256=digest,
-        framework=training.framework,
-        policy=str(policy) if policy is not None else AS_IS,
-        explanation=training.explanation(),
-        seed=request.seed,
-        environment=training.environment(),
-        steps=training.steps(),
-        memory=training.memory(),
-        effective=_with(training.effective(), unheeded()),
-        metric=reader.metric() if reader else None,
-        duration_s=time.perf_counter() - started,
-        exit_code=exit_code,
-        error=_sentence(error),
-    )
-    write_record(record if diagnosis is None else diagnosis.record(record), path)
+    with undisturbed():
+        record = RunRecord(
+            command=list(request.command),
+            script=request.target,
+            script_sha256=digest,
+            framework=training.framework,
+            policy=str(policy) if policy is not None else AS_IS,
+            explanation=training.explanation(),
+            seed=request.seed,
+            environment=training.environment(),
+            steps=training.steps(),
+            memory=training.memory(),
+            effective=_with(training.effective(), unheeded()),
+            metric=reader.metric() if reader else None,
+            duration_s=time.perf_counter() - started,
+            exit_code=exit_code,
+            error=_sentence(error),
+        )
+        write_record(record if diagnosis is None else diagnosis.record(record), path)
     if isinstance(error, MezzoError):
         print(f"mezzo: {error}", file=sys.stderr)
+    if isinstance(error, EndedBySignal):
+        _leave_at_once(exit_code)
     if diagnosis is not None and any(t.daemon for t in threading.enumerate()):
+        atexit._run_exitfuncs()
         _leave_at_once(exit_code)
     return exit_code
 
@@ -88,11 +92,10 @@ def _with(effective: Effective, more: list[Reason]) -> Effective:
 
 
 def _leave_at_once(exit_code: int) -> None:
-    """End the process with a script's daemon threads still running: python's own end would abort in native code.
+    """End the process without python's own end, which a signal does not wait for either.
 
-    A script that a diagnosis ended early has not ended its threads.
+    Nor can a script that a diagnosis ended early have it: with its daemon threads still running, it would abort in native code.
     """
-    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(exit_code)
@@ -108,7 +111,7 @@ def _run_script(request: Request, reader: MetricReader | None) -> Ending:
         sys.stdout, sys.stderr = (cast(Any, Watched(stream, reader.line)) for stream in streams)
     try:
         ending = _guarded(lambda: _execute(request))
-        return _guarded(_wait_for_threads, before=ending)
+        return ending if isinstance(ending[1], EndedBySignal) else _guarded(_wait_for_threads, before=ending)
     finally:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, Watched):
@@ -139,6 +142,8 @@ def _guarded(action: Callable[[], None], *, before: Ending = (0, None)) -> Endin
     ending: Ending = (0, None)
     try:
         action()
+    except EndedBySignal as error:
+        ending = error.exit_code, error
     except SystemExit as leaving:
         ending = _exit_code(leaving), None
     except MezzoError as error:
@@ -164,6 +169,8 @@ def _exit_code(leaving: SystemExit) -> int:
 def _sentence(error: BaseException | None) -> str | None:
     if error is None:
         return None
+    if isinstance(error, EndedBySignal):
+        return error.sentence
     return error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
 

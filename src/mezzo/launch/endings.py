@@ -1,0 +1,71 @@
+"""Let a signal end a script as an exception does, so that the record of what was learned is still written."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from mezzo.launch.guard import STOPPING
+
+_AT_ONCE = tuple(number for number in STOPPING if number != signal.SIGINT)
+"""The signals that would end python without a word."""
+
+
+class EndedBySignal(SystemExit):
+    """End the script; ``except Exception`` lets it pass, and so do frameworks that know SystemExit."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.exit_code = 128 + number
+        self.sentence = f"it was ended by {signal.Signals(number).name}"
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Raise inside what a signal asks for; a script's own handlers, and processes that it forks, hear signals as under python."""
+    before = {number: signal.getsignal(number) for number in _AT_ONCE}
+    ours = [number for number, handler in before.items() if handler is signal.SIG_DFL]
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise EndedBySignal(number)
+
+    def forget() -> None:
+        for number in ours:
+            if signal.getsignal(number) is end:
+                signal.signal(number, signal.SIG_DFL)
+
+    for number in ours:
+        signal.signal(number, end)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)
+    try:
+        yield
+    finally:
+        forget()
+
+
+@contextmanager
+def interrupts_kill() -> Iterator[None]:
+    """Let Ctrl-C end the process without a traceback inside, where none of the script's code has run."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hear no signal inside that would cost the record, and no Ctrl-C afterwards: what is left is python's own end."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number in _AT_ONCE:
+            signal.signal(number, before[number])
