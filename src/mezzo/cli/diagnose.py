@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mezzo.cli import options
+from mezzo.cli.folders import folder_of_rank
 
 
 def diagnose(
@@ -28,16 +29,17 @@ def diagnose(
     files beside the record. Exit code 0: nothing is wrong; 1: a fault was found.
     """
     from mezzo.launch.passes import diagnose_script
-    from mezzo.launch.request import AS_IS
-    from mezzo.launch.runner import check_target
-    from mezzo.policy import Policy
+    from mezzo.launch.stopping import stoppable
 
-    text = policy if policy == AS_IS else str(Policy.of(policy))
-    check_target(target, module=as_module)
-    folder = options.folder_of_rank(out, f"{Path(target).stem}-diagnose")
+    text = options.policy_text(policy)
+    options.check_script(target, arguments, as_module=as_module)
+    folder = folder_of_rank(out, f"{Path(target).stem}-diagnose")
     request = options.request_for(target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json)
-    record = diagnose_script(request, steps=steps)
-    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, stderr=True)
+    with stoppable() as stop:
+        record = diagnose_script(request, steps=steps)
+        options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+    if stop.heard:
+        raise typer.Exit(stop.exit_code)
     if record.kind == "diagnose" and record.verdict == "healthy":
         raise typer.Exit(record.run.exit_code)
     raise typer.Exit(1)

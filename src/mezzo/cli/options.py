@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import re
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
+from mezzo.cli.folders import check_folder
+from mezzo.cli.words import check_arguments, target_of, typed
+from mezzo.errors import UsageError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from mezzo.launch.request import Request
-    from mezzo.records import AnyRecord
+    from mezzo.records import AnyRecord, RunRecord
 
 Target: TypeAlias = Annotated[
     str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: a module's name).")
 ]
 Arguments: TypeAlias = Annotated[
-    list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")
+    list[str] | None,
+    typer.Argument(metavar="[ARGS]...", callback=check_arguments, help="The script's own arguments."),
 ]
 AsModule: TypeAlias = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, as python -m does.")]
 Metric: TypeAlias = Annotated[
@@ -32,15 +37,22 @@ Metric: TypeAlias = Annotated[
     ),
 ]
 Out: TypeAlias = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Where record and report go. [default: a new folder under runs/]")
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Where record and report go; a folder beside it if it holds another command's. "
+        "[default: a new folder under runs/]",
+    ),
 ]
 
 
 def _check_tensorboard(folder: Path | None) -> Path | None:
     if folder is not None and importlib.util.find_spec("tensorboardX") is None:
-        raise typer.BadParameter(
-            "tensorboardX is not installed; pip install 'mezzo[tensorboard]', or leave the option out"
+        raise UsageError(
+            f"--tensorboard {folder}: tensorboardX is not installed",
+            hint="pip install 'mezzo[tensorboard]', or leave the option out",
         )
+    check_folder(folder, "--tensorboard")
     return folder
 
 
@@ -55,38 +67,40 @@ TensorBoard: TypeAlias = Annotated[
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
 
-WIDTH_WITHOUT_TERMINAL = 110
+WIDTH_WITHOUT_TERMINAL, _HEIGHT = 110, 25
+_LARGEST_SEED = 2**32 - 1
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that does not squeeze tables when it writes to a pipe or a file."""
+    """Return a console as wide as COLUMNS says, or the terminal; in a pipe or a file wide enough for tables."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
+    columns = os.environ.get("COLUMNS", "")
     width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
-    return Console(stderr=stderr, width=width, highlight=False)
+    if columns.isdecimal() and int(columns):
+        width = int(columns)
+    # A width without a height is not heeded where TERM is dumb.
+    return Console(stderr=stderr, width=width, height=width and _HEIGHT, highlight=False)
 
 
-def new_folder(out: Path | None, name: str) -> Path:
-    """Return the folder for records: ``out``, or a new one under runs/ with date and ``name`` in its name."""
-    stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:60]
-    folder = out or _unused(Path("runs") / f"{stamp}-{plain}")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def check_script(target: str, arguments: list[str] | None, *, as_module: bool) -> None:
+    """Refuse what is no script or module; show an error in its syntax as python does."""
+    from mezzo.launch.targets import check_target, show_syntax_error
+
+    try:
+        check_target(target_of(target, arguments, module=as_module))
+    except SyntaxError as error:
+        print(show_syntax_error(error), file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
-def folder_of_rank(out: Path | None, name: str) -> Path:
-    """Return the folder for the records of this process of a distributed run: rank 0's, or one named after another rank."""
-    rank = os.environ.get("RANK", "0")
-    if rank == "0":
-        return new_folder(out, name)
-    return new_folder(None if out is None else out / f"rank{rank}", f"{name}-rank{rank}")
+def policy_text(policy: str) -> str:
+    """Return a policy's canonical text, or ``as-is``."""
+    from mezzo.launch.request import AS_IS
+    from mezzo.policy import Policy
 
-
-def _unused(folder: Path) -> Path:
-    candidates = (folder.with_name(f"{folder.name}-{n}") for n in range(2, 10_000))
-    return folder if not folder.exists() else next(c for c in candidates if not c.exists())
+    return policy if policy == AS_IS else str(Policy.of(policy))
 
 
 def request_for(
@@ -111,17 +125,31 @@ def request_for(
         arguments=tuple(arguments or ()),
         policy=policy,
         record_path=str(folder / "record.json"),
-        command=("mezzo", *sys.argv[1:]),
+        command=typed(),
         output_to_stderr=as_json,
         **more,
     )
 
 
-def finish(record: AnyRecord, folder: Path, *, as_json: bool, tensorboard: Path | None, stderr: bool = False) -> None:
-    """Write ``record.json`` and ``report.html``, TensorBoard's files where asked, and show the record as text or as JSON."""
+def finish(
+    record: AnyRecord,
+    folder: Path,
+    *,
+    as_json: bool,
+    tensorboard: Path | None,
+    after_script: bool = False,
+) -> None:
+    """Write ``record.json`` and ``report.html``, TensorBoard's files where asked, and print the record as text or as JSON.
+
+    Args:
+        record: what the command has learned.
+        folder: where the files go.
+        as_json: whether to print JSON.
+        tensorboard: TensorBoard's folder.
+        after_script: whether the script has printed to standard output before.
+    """
     from mezzo.records import write_record
     from mezzo.report.html import write_html
-    from mezzo.report.text import render
 
     write_record(record, folder / "record.json")
     write_html(record, folder / "report.html")
@@ -129,23 +157,62 @@ def finish(record: AnyRecord, folder: Path, *, as_json: bool, tensorboard: Path 
         from mezzo.report.tensorboard import write_events
 
         write_events(record, tensorboard)
+    try:
+        _print(record, folder, as_json=as_json, after_script=after_script)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        # Nobody reads any more, as behind "| head" or in a terminal that was closed; python would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool) -> None:
+    from mezzo.report.text import render
+
+    files = f"record and report: {folder / 'record.json'}, {folder / 'report.html'}"
     if as_json:
         print(record.model_dump_json(indent=1))
+        print(f"mezzo: {files}", file=sys.stderr)
         return
-    screen = console(stderr=stderr)
+    if after_script:
+        print()  # it may have left its last line open
+    screen = console()
     render(record, screen)
-    screen.print(f"record and report: {folder / 'record.json'}, {folder / 'report.html'}", soft_wrap=True)
+    screen.print(files, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Say on standard error what is no result."""
+    print(f"mezzo: {text}", file=sys.stderr)
+
+
+def note_metric(record: RunRecord) -> None:
+    """Say that a metric's pattern has matched nothing."""
+    if record.metric is not None and not record.metric.values:
+        note(f"--metric {record.metric.pattern!r} matched no number in what {record.script} printed")
+
+
+def check_seed(seed: int | None) -> None:
+    """Refuse a seed that NumPy would refuse."""
+    if seed is not None and not 0 <= seed <= _LARGEST_SEED:
+        raise UsageError(
+            f"--seed {seed}; allowed: 0 to {_LARGEST_SEED}, as NumPy takes them",
+            hint=f"type: --seed {min(abs(seed), _LARGEST_SEED)}",
+        )
 
 
 def check_metric(pattern: str | None) -> None:
     """Refuse a metric's pattern that is no regular expression with a group."""
     if pattern is None:
         return
+    example = "as in --metric 'acc=([0-9.]+)'"
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        raise typer.BadParameter(f"{pattern!r} is not a regular expression: {error}", param_hint="--metric") from None
+        raise UsageError(
+            f"--metric {pattern!r} is not a regular expression: {error}",
+            hint=f"put a backslash before brackets and dots that stand for themselves, and the number in a group, {example}",
+        ) from None
     if groups == 0:
-        raise typer.BadParameter(
-            f"{pattern!r} has no group; put the number in brackets: 'acc=([0-9.]+)'", param_hint="--metric"
-        )
+        raise UsageError(f"--metric {pattern!r} has no group", hint=f"put the number in brackets, {example}")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mezzo.cli import options
+from mezzo.cli.folders import check_folder
+from mezzo.errors import UsageError
 
 
 def report(
@@ -25,6 +29,14 @@ def report(
     from mezzo.report.tensorboard import write_events
     from mezzo.report.text import render, render_together
 
+    if as_json and len(records) > 1:
+        raise UsageError(
+            f"--json prints one record; {len(records)} were named",
+            hint=f"type: mezzo report --json {shlex.quote(str(records[0]))} (and so for each of the others)",
+        )
+    for path in records:
+        _check(path)
+    check_folder(out, "--out")
     screen = options.console()
     found = [(path, read_record(path)) for path in records]
     for path, record in found:
@@ -44,3 +56,14 @@ def report(
         write_together(compared, folder / "together.html")
         render_together(compared, screen)
         screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)
+
+
+def _check(path: Path) -> None:
+    """Refuse what is no file, and say which record may have been meant."""
+    if path.is_file():
+        return
+    inside = sorted(path.glob("record.json")) or sorted(path.glob("*/record.json"))
+    beside = [str(p) for folder in (path.parent, path.parent.parent) for p in sorted(folder.glob("*/record.json"))]
+    near = [str(p) for p in inside[-1:]] or get_close_matches(str(path), beside, n=1)
+    hint = f"type: mezzo report {shlex.quote(near[0])}" if near else "pass the record.json that a mezzo command wrote"
+    raise UsageError(f"{path} is a folder" if path.is_dir() else f"there is no record {str(path)!r}", hint=hint)

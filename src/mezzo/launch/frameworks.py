@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mezzo.diagnosis.settings import AnySettings
 from mezzo.policy import Policy
@@ -82,20 +81,55 @@ def training_in(framework: Framework) -> Switch:
 
 def framework_of(target: str, *, kind: Literal["script", "module"]) -> Framework:
     """Return the framework of a script or of a module (by its dotted name), from its own files' imports."""
-    named = set(_names_imported(_source_of(target) if kind == "module" else Path(target)))
+    named = names_imported(target, kind=kind)
     others: tuple[Framework, ...] = ("paddle", "keras")
     return next((framework for framework in others if framework in named), "torch")
 
 
+def names_imported(target: str, *, kind: Literal["script", "module"]) -> set[str]:
+    """Return the packages that a script and its own files import: ``keras`` for TensorFlow's Keras too."""
+    found = set()
+    for _, tree in _own_files(_path_of(target, kind)):
+        for name in _imports_of(tree):
+            parts = name.split(".")
+            found.add("keras" if parts[:2] == ["tensorflow", "keras"] else parts[0])
+    return found
+
+
+def own_sources(target: str, *, kind: Literal["script", "module"]) -> Iterator[str]:
+    """Yield the text of a script and of the files beside it that it imports."""
+    for source, _ in _own_files(_path_of(target, kind)):
+        yield source.decode(errors="replace")
+
+
 def spec_of(module: str) -> ModuleSpec | None:
-    """Return where python would find a module from this folder, None for nowhere."""
+    """Return where python would find a module from this folder, None for nowhere; runs no code of its packages."""
     sys.path.insert(0, "")
+    places: Sequence[str] | None = None
+    spec: ModuleSpec | None = None
     try:
-        return importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
+        parts = module.split(".")
+        for depth in range(len(parts)):
+            name = ".".join(parts[: depth + 1])
+            spec = next(filter(None, (_found(finder, name, places) for finder in sys.meta_path)), None)
+            if spec is None or (depth + 1 < len(parts) and spec.submodule_search_locations is None):
+                return None
+            places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+        return spec
     finally:
         sys.path.pop(0)
+
+
+def _found(finder: Any, name: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    try:
+        spec: ModuleSpec | None = finder.find_spec(name, places)
+    except (AttributeError, ImportError, ValueError):
+        return None
+    return spec
+
+
+def _path_of(target: str, kind: Literal["script", "module"]) -> Path | None:
+    return _source_of(target) if kind == "module" else Path(target)
 
 
 def _source_of(module: str) -> Path | None:
@@ -105,8 +139,8 @@ def _source_of(module: str) -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
-def _names_imported(script: Path | None) -> Iterator[str]:
-    """Yield what the script and the files beside it that it imports import: ``keras`` for TensorFlow's Keras too."""
+def _own_files(script: Path | None) -> Iterator[tuple[bytes, ast.AST]]:
+    """Yield the script, and the files beside it that it imports."""
     waiting, seen = [] if script is None else [script], set[Path]()
     folder = Path() if script is None else script.resolve().parent
     while waiting and len(seen) < _MAX_FILES:
@@ -115,13 +149,13 @@ def _names_imported(script: Path | None) -> Iterator[str]:
             continue
         seen.add(path)
         try:
-            tree = ast.parse(path.read_bytes())
+            source = path.read_bytes()
+            tree = ast.parse(source)
         except (OSError, SyntaxError, ValueError):  # the script's own error, which it meets when it is run
             continue
+        yield source, tree
         for name in _imports_of(tree):
-            parts = name.split(".")
-            yield "keras" if parts[:2] == ["tensorflow", "keras"] else parts[0]
-            waiting += [p for p in _files_of(folder, parts) if p.is_file()]
+            waiting += [p for p in _files_of(folder, name.split(".")) if p.is_file()]
 
 
 def _files_of(folder: Path, parts: list[str]) -> list[Path]:

@@ -10,7 +10,8 @@ Through the pipe it is told, a line each:
                          SECONDS (0: for ever) later the tree is killed if it still runs
     kill PID             kill PID and what it started (0: everything)
 
-The end of the pipe is the end of the command: everything is killed. Imports the standard library only, and little of it: each run waits for it.
+The end of the pipe is the end of the command: everything is killed. Imports only a little of the standard library, since each run waits for
+it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ def main(arguments: list[str]) -> None:
             os._exit(128 + signal.SIGKILL)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt here would print a traceback of ours
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # python ignores them, and they would stay ignored in the new program
+        for number in (
+            signal.SIGPIPE,
+            signal.SIGXFSZ,
+        ):  # python ignores them, and they would stay ignored in the new program
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.execv(command[0], command)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from mezzo.diagnosis import fixes
@@ -20,6 +21,7 @@ from mezzo.diagnosis.settings import DiagnoseSettings
 from mezzo.diagnosis.trend import trend_of
 from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.runner import diagnose_child
+from mezzo.launch.stopping import Stop, Stopped, stoppable
 from mezzo.records import AnyRecord, DiagnoseRecord, Pass, Reason, RunRecord
 
 _MAX_SUSPECTS = 3
@@ -35,14 +37,15 @@ def diagnose_script(request: Request, *, steps: int, child: Child = diagnose_chi
         steps: how many training steps to watch at most.
         child: runs a request; returns its record.
     """
-    return _Passes(request, steps, child).diagnose()
+    with stoppable() as stop:
+        return _Passes(request, steps, child, stop).diagnose()
 
 
 class _Passes:
     """Run one script several times."""
 
-    def __init__(self, request: Request, steps: int, child: Child) -> None:
-        self._request, self._steps, self._child = request, steps, child
+    def __init__(self, request: Request, steps: int, child: Child, stop: Stop) -> None:
+        self._request, self._steps, self._child, self._stop = request, steps, child, stop
         self._passes: list[Pass] = []
         self._repeats = True
         """Whether the script, as far as is known, does the same each time."""
@@ -58,7 +61,9 @@ class _Passes:
         self._say(_seen(first))
         found = first
         if alone:
-            found = self._confirmed(self._located(first), first)
+            with suppress(Stopped):  # what the runs until then showed is kept
+                found = self._located(first)
+                found = self._confirmed(found, first)
         return found.model_copy(
             update={
                 "run": first.run,
@@ -140,6 +145,8 @@ class _Passes:
     def _run(self, settings: DiagnoseSettings, why: str, *, policy: str | None = None) -> AnyRecord:
         """Run the script; what it prints from the second time on goes to a file beside the record."""
         number = len(self._passes) + 1
+        if number > 1:
+            self._stop.check()
         policy = policy or self._request.policy
         path = Path(self._request.record_path)
         output = None if number == 1 else path.with_name(f"pass{number}.log")
@@ -148,6 +155,9 @@ class _Passes:
             update |= {"output_to_stderr": False, "record_path": str(path.with_name(f"pass{number}.json"))}
         self._passes.append(Pass(policy=policy, reason=why))
         record = self._child(self._request.model_copy(update=update), output=output)
+        if number > 1 and self._stop.heard:
+            self._say(f"ended by {self._stop.name}")
+            self._stop.check()
         if isinstance(record, DiagnoseRecord):
             seen = record.passes[0]
             self._passes[-1] = seen.model_copy(update={"reason": why})

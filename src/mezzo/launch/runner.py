@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO
 
 from mezzo.errors import RecordError, ScriptError
-from mezzo.launch.frameworks import spec_of
 from mezzo.launch.processes import Guarded, Process
 from mezzo.launch.ready import Starter, child_command
 from mezzo.launch.request import Request
@@ -45,26 +44,6 @@ def several_runs() -> Iterator[None]:
         starter.close()
         if starter.why_afresh is not None:
             print(f"mezzo: runs imported PyTorch anew: {starter.why_afresh}", file=sys.stderr)
-
-
-def check_target(target: str, *, module: bool) -> None:
-    """Refuse a script or module that is not there.
-
-    Raises:
-        ScriptError: nothing can be found under that name.
-    """
-    if not module:
-        if not Path(target).is_file():
-            raise ScriptError(
-                f"there is no script {target!r}",
-                hint="pass the path of a Python file, or -m and the name of a module",
-            )
-        return
-    if spec_of(target) is None:
-        raise ScriptError(
-            f"there is no module {target!r}",
-            hint="check that python -m finds it from this folder, or pass the path of a script",
-        )
 
 
 def run_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> RunRecord:

@@ -7,8 +7,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from mezzo.errors import MezzoError, ScriptError
-from mezzo.launch.runner import check_target
+from mezzo.errors import MezzoError, UsageError
+from mezzo.launch.targets import Target, check_target
 
 ALIASES = {
     "apex": "mezzo.compat.apex",
@@ -34,16 +34,16 @@ def main(arguments: list[str]) -> None:
     """Run the script or module that ``arguments`` begin with; it sees the rest as its own.
 
     Raises:
-        ScriptError: there is none, or it is not there.
+        UsageError: there is none, or it is not there.
     """
     module = arguments[:1] == ["-m"]
     rest = arguments[1:] if module else arguments
     if not rest:
-        raise ScriptError(
+        raise UsageError(
             f"python -m mezzo.compat.apex got {' '.join(arguments) or 'nothing'}; allowed: [-m] script [arguments]",
             hint="pass the script that imports apex, or -m and the name of a module",
         )
-    check_target(rest[0], module=module)
+    check_target(Target(rest[0], module=module, arguments=rest[1:], typed=("python", "-m", "mezzo.compat.apex")))
     put_in_place()
     sys.argv = rest
     if module:
