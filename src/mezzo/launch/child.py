@@ -25,6 +25,7 @@ from mezzo.launch.frameworks import Framework, training_in
 from mezzo.launch.output import MetricReader, Watched
 from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.tracebacks import print_error
+from mezzo.measure.environment import surroundings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Reason, RunRecord, write_record
 
@@ -40,6 +41,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     """
     request = Request.model_validate_json(argv[0])
     process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the folder
+    shell = surroundings()
     policy = None if request.policy == AS_IS else Policy.of(request.policy)
     with interrupts_kill():
         train = training_in(request.framework)
@@ -67,7 +69,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             policy=str(policy) if policy is not None else AS_IS,
             explanation=training.explanation(),
             seed=request.seed,
-            environment=training.environment(),
+            environment=training.environment().model_copy(update=shell),
             steps=training.steps(),
             memory=training.memory(),
             effective=_with(training.effective(), unheeded()),
