@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
 from mezzo.cli.folders import folder_of_rank
 from mezzo.errors import UsageError
 
@@ -38,7 +38,7 @@ def audit(
 
     text = options.policy_text(policy)
     numbers = _numbers(steps)
-    options.check_script(target, arguments, as_module=as_module)
+    options.check_script(target, arguments, as_module=as_module, policies=[text])
     folder = folder_of_rank(out, f"{Path(target).stem}-audit")
     settings = AuditSettings(steps=numbers)
     request = options.request_for(
@@ -46,7 +46,7 @@ def audit(
     )
     with stoppable() as stop:
         record = diagnose_child(request)
-        options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
     raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "audit" else 1))
 
 

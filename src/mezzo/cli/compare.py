@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
 from mezzo.cli.folders import folder_of_rank
 from mezzo.cli.words import typed
 from mezzo.errors import PolicyError, ScriptError
@@ -62,7 +62,7 @@ def compare(
     options.check_metric(metric)
     texts = _texts(policies)
     baseline = "fp32" if "fp32" in texts else texts[0]
-    options.check_script(target, arguments, as_module=as_module)
+    options.check_script(target, arguments, as_module=as_module, policies=texts)
     folder = folder_of_rank(out, f"{Path(target).stem}-compare")
     requests = [
         _request(target, arguments, text, seed, metric=metric, as_module=as_module, folder=folder)
@@ -74,11 +74,11 @@ def compare(
         runs.sort(key=lambda r: (texts.index(r.policy), r.seed))
         if any(run.policy == baseline for run in runs):
             record = judge(runs, baseline=baseline, margin=margin, command=list(typed()))
-            options.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
+            results.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
         if not stop.heard:
             _check_baseline(runs, baseline, folder)
         else:
-            options.note(f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; they are in {folder}")
+            results.note(f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; they are in {folder}")
     raise typer.Exit(stop.exit_code)
 
 
@@ -134,7 +134,7 @@ def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRec
 
     runs: list[RunRecord] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with stoppable() as stop, suppress(Stopped), Progress(*columns, console=options.console(stderr=True)) as progress:
+    with stoppable() as stop, suppress(Stopped), Progress(*columns, console=results.console(stderr=True)) as progress:
         task = progress.add_task("", total=len(requests))
         for request in requests:
             progress.update(task, description=f"{request.policy}, seed {request.seed}")

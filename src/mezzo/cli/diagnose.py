@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
 from mezzo.cli.folders import folder_of_rank
 
 
@@ -32,12 +32,12 @@ def diagnose(
     from mezzo.launch.stopping import stoppable
 
     text = options.policy_text(policy)
-    options.check_script(target, arguments, as_module=as_module)
+    options.check_script(target, arguments, as_module=as_module, policies=[text])
     folder = folder_of_rank(out, f"{Path(target).stem}-diagnose")
     request = options.request_for(target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json)
     with stoppable() as stop:
         record = diagnose_script(request, steps=steps)
-        options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
     if stop.heard:
         raise typer.Exit(stop.exit_code)
     if record.kind == "diagnose" and record.verdict == "healthy":

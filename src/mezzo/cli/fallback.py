@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
 from mezzo.cli.folders import new_folder
 from mezzo.errors import ScriptError
 
@@ -47,16 +47,16 @@ def fallback(
             hint="search in one process, without torchrun; the policy file it writes serves distributed runs too",
         )
     judged = Policy.of(policy)
-    options.check_script(target, arguments, as_module=as_module)
+    options.check_script(target, arguments, as_module=as_module, policies=[str(judged)])
     folder = new_folder(out, f"{Path(target).stem}-fallback", leaves=("policy.toml", "runs"))
     request = options.request_for(target, arguments, as_module=as_module, policy=str(judged), folder=folder)
     with stoppable() as stop:
         with several_runs():
-            record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=options.note)
+            record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=results.note)
         if record.verdict == "found":
             path = folder / "policy.toml"
             kept = (*judged.fp32_modules, *record.kept)
             path.write_text(judged.replace(fp32_modules=kept).to_toml(), encoding="utf-8")
             record = record.model_copy(update={"policy_file": str(path)})
-        options.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
+        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
     raise typer.Exit(stop.exit_code)

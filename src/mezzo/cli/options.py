@@ -1,26 +1,23 @@
-"""Options that several commands share, and what they all do with a record."""
+"""Options that several commands share, what they refuse before anything runs, and what they ask of a child process."""
 
 from __future__ import annotations
 
-import errno
 import importlib.util
-import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
 from mezzo.cli.folders import check_folder
+from mezzo.cli.standins import stand_in_for
 from mezzo.cli.words import check_arguments, target_of, typed
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mezzo.launch.request import Request
-    from mezzo.records import AnyRecord, RunRecord
 
 Target: TypeAlias = Annotated[
     str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: a module's name).")
@@ -67,29 +64,18 @@ TensorBoard: TypeAlias = Annotated[
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
 
-WIDTH_WITHOUT_TERMINAL, _HEIGHT = 110, 25
 _LARGEST_SEED = 2**32 - 1
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as COLUMNS says, or the terminal; in a pipe or a file wide enough for tables."""
-    from rich.console import Console
-
-    stream = sys.stderr if stderr else sys.stdout
-    columns = os.environ.get("COLUMNS", "")
-    width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
-    if columns.isdecimal() and int(columns):
-        width = int(columns)
-    # A width without a height is not heeded where TERM is dumb.
-    return Console(stderr=stderr, width=width, height=width and _HEIGHT, highlight=False)
-
-
-def check_script(target: str, arguments: list[str] | None, *, as_module: bool) -> None:
-    """Refuse what is no script or module; show an error in its syntax as python does."""
+def check_script(target: str, arguments: list[str] | None, *, as_module: bool, policies: Sequence[str]) -> None:
+    """Refuse what is no script or module, or cannot run under a policy; show an error in its syntax as python does."""
     from mezzo.launch.targets import check_target, show_syntax_error
 
+    wanted = target_of(target, arguments, module=as_module)
     try:
-        check_target(target_of(target, arguments, module=as_module))
+        check_target(wanted)
+        for policy in policies:
+            stand_in_for(wanted, policy=policy)
     except SyntaxError as error:
         print(show_syntax_error(error), file=sys.stderr)
         raise typer.Exit(1) from None
@@ -122,6 +108,7 @@ def request_for(
         target=target,
         kind=kind,
         framework=framework_of(target, kind=kind),
+        stand_in=stand_in_for(target_of(target, arguments, module=as_module), policy=policy),
         arguments=tuple(arguments or ()),
         policy=policy,
         record_path=str(folder / "record.json"),
@@ -129,68 +116,6 @@ def request_for(
         output_to_stderr=as_json,
         **more,
     )
-
-
-def finish(
-    record: AnyRecord,
-    folder: Path,
-    *,
-    as_json: bool,
-    tensorboard: Path | None,
-    after_script: bool = False,
-) -> None:
-    """Write ``record.json`` and ``report.html``, TensorBoard's files where asked, and print the record as text or as JSON.
-
-    Args:
-        record: what the command has learned.
-        folder: where the files go.
-        as_json: whether to print JSON.
-        tensorboard: TensorBoard's folder.
-        after_script: whether the script has printed to standard output before.
-    """
-    from mezzo.records import write_record
-    from mezzo.report.html import write_html
-
-    write_record(record, folder / "record.json")
-    write_html(record, folder / "report.html")
-    if tensorboard is not None:
-        from mezzo.report.tensorboard import write_events
-
-        write_events(record, tensorboard)
-    try:
-        _print(record, folder, as_json=as_json, after_script=after_script)
-        sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        # Nobody reads any more, as behind "| head" or in a terminal that was closed; python would complain at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool) -> None:
-    from mezzo.report.text import render
-
-    files = f"record and report: {folder / 'record.json'}, {folder / 'report.html'}"
-    if as_json:
-        print(record.model_dump_json(indent=1))
-        print(f"mezzo: {files}", file=sys.stderr)
-        return
-    if after_script:
-        print()  # it may have left its last line open
-    screen = console()
-    render(record, screen)
-    screen.print(files, soft_wrap=True)
-
-
-def note(text: str) -> None:
-    """Say on standard error what is no result."""
-    print(f"mezzo: {text}", file=sys.stderr)
-
-
-def note_metric(record: RunRecord) -> None:
-    """Say that a metric's pattern has matched nothing."""
-    if record.metric is not None and not record.metric.values:
-        note(f"--metric {record.metric.pattern!r} matched no number in what {record.script} printed")
 
 
 def check_seed(seed: int | None) -> None:

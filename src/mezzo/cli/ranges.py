@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
 from mezzo.cli.folders import folder_of_rank
 
 
@@ -37,7 +37,7 @@ def ranges(
     from mezzo.policy import Policy
 
     text = str(Policy.of(policy))
-    options.check_script(target, arguments, as_module=as_module)
+    options.check_script(target, arguments, as_module=as_module, policies=["fp32"])
     folder = folder_of_rank(out, f"{Path(target).stem}-ranges")
     settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=text)
     request = options.request_for(
@@ -45,5 +45,5 @@ def ranges(
     )
     with stoppable() as stop:
         record = diagnose_child(request)
-        options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
     raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "ranges" else 1))

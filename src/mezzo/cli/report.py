@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
 from mezzo.cli.folders import check_folder
 from mezzo.errors import UsageError
 
@@ -37,7 +37,7 @@ def report(
     for path in records:
         _check(path)
     check_folder(out, "--out")
-    screen = options.console()
+    screen = results.console()
     found = [(path, read_record(path)) for path in records]
     for path, record in found:
         page = path.with_name("report.html") if out is None else out / f"{path.resolve().parent.name}.html"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
 from mezzo.cli.folders import folder_of_rank
 
 
@@ -36,13 +36,13 @@ def run(
     options.check_metric(metric)
     options.check_seed(seed)
     text = options.policy_text(policy)
-    options.check_script(target, arguments, as_module=as_module)
+    options.check_script(target, arguments, as_module=as_module, policies=[text])
     folder = folder_of_rank(out, f"{Path(target).stem}-{text}")
     request = options.request_for(
         target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json, seed=seed, metric=metric
     )
     with stoppable():
         record = run_child(request)
-        options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
-        options.note_metric(record)
+        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+        results.note_metric(record)
     raise typer.Exit(record.exit_code)

@@ -72,7 +72,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             environment=training.environment().model_copy(update=shell),
             steps=training.steps(),
             memory=training.memory(),
-            effective=_with(training.effective(), unheeded()),
+            effective=_with(training.effective(), [*_stands_in(request), *unheeded()]),
             metric=reader.metric() if reader else None,
             duration_s=time.perf_counter() - started,
             exit_code=exit_code,
@@ -91,6 +91,10 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
 
 def _with(effective: Effective, more: list[Reason]) -> Effective:
     return effective.model_copy(update={"left_alone": [*effective.left_alone, *more]})
+
+
+def _stands_in(request: Request) -> list[Reason]:
+    return [] if request.stand_in is None else [request.stand_in.reason]
 
 
 def _leave_at_once(exit_code: int) -> None:
@@ -123,7 +127,11 @@ def _run_script(request: Request, reader: MetricReader | None) -> Ending:
 
 
 def _execute(request: Request) -> None:
-    if request.kind == "module":
+    if request.stand_in is not None:
+        words = [*request.stand_in.options, *(["-m"] if request.kind == "module" else []), *sys.argv]
+        sys.path[0], sys.argv = os.getcwd(), [request.stand_in.module, *words]
+        runpy.run_module(request.stand_in.module, run_name="__main__", alter_sys=True)
+    elif request.kind == "module":
         sys.path[0] = os.getcwd()
         runpy.run_module(request.target, run_name="__main__", alter_sys=True)
     else:

@@ -96,6 +96,11 @@ def names_imported(target: str, *, kind: Literal["script", "module"]) -> set[str
     return found
 
 
+def needs(package: str, target: str, *, kind: Literal["script", "module"]) -> bool:
+    """Return whether a script imports a package and has no way around an ImportError, but for one of its own."""
+    return any(_imports_for_sure(tree, package) for _, tree in _own_files(_path_of(target, kind)))
+
+
 def own_sources(target: str, *, kind: Literal["script", "module"]) -> Iterator[str]:
     """Yield the text of a script and of the files beside it that it imports."""
     for source, _ in _own_files(_path_of(target, kind)):
@@ -156,6 +161,20 @@ def _own_files(script: Path | None) -> Iterator[tuple[bytes, ast.AST]]:
         yield source, tree
         for name in _imports_of(tree):
             waiting += [p for p in _files_of(folder, name.split(".")) if p.is_file()]
+
+
+def _imports_for_sure(node: ast.AST, package: str) -> bool:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return package in (name.partition(".")[0] for name in _imports_of(node))
+    if isinstance(node, ast.Try) and any(_catches_import_errors(handler) for handler in node.handlers):
+        return any(_imports_for_sure(inner, package) for inner in [*node.orelse, *node.finalbody])
+    return any(_imports_for_sure(inner, package) for inner in ast.iter_child_nodes(node))
+
+
+def _catches_import_errors(handler: ast.ExceptHandler) -> bool:
+    caught = "Exception" if handler.type is None else ast.unparse(handler.type)
+    ends = any(isinstance(inner, ast.Raise) for inner in ast.walk(handler))
+    return not ends and any(name in caught for name in ("ImportError", "ModuleNotFoundError", "Exception"))
 
 
 def _files_of(folder: Path, parts: list[str]) -> list[Path]:

@@ -8,9 +8,22 @@ from pydantic import BaseModel, ConfigDict
 
 from mezzo.diagnosis.settings import AnySettings
 from mezzo.launch.frameworks import Framework
+from mezzo.records import Reason
 
 AS_IS = "as-is"
 """In place of a policy: the script's own precision is left alone."""
+
+
+class StandIn(BaseModel):
+    """Name a module that runs the script in place of python, with a package put in place that is not installed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    module: str
+    options: tuple[str, ...]
+    """What stands before the script's name."""
+    reason: Reason
+    """For the record."""
 
 
 class Request(BaseModel):
@@ -23,6 +36,7 @@ class Request(BaseModel):
     kind: Literal["script", "module"]
     arguments: tuple[str, ...] = ()
     framework: Framework = "torch"
+    stand_in: StandIn | None = None
     policy: str
     """A policy text, or ``as-is``."""
     seed: int | None = None
