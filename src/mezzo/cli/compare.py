@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -75,10 +76,12 @@ def compare(
         if any(run.policy == baseline for run in runs):
             record = judge(runs, baseline=baseline, margin=margin, command=list(typed()))
             results.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
-        if not stop.heard:
-            _check_baseline(runs, baseline, folder)
+        if stop.heard:
+            results.note(
+                f"stopped by {stop.name}; {len(runs)} of {len(requests)} runs had ended, their records are in {folder}"
+            )
         else:
-            results.note(f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; they are in {folder}")
+            _check_baseline(runs, baseline, folder)
     raise typer.Exit(stop.exit_code)
 
 
@@ -134,7 +137,9 @@ def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRec
 
     runs: list[RunRecord] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with stoppable() as stop, suppress(Stopped), Progress(*columns, console=results.console(stderr=True)) as progress:
+    # A bar that moves is for a terminal, also where colours are forced into a log.
+    bar = Progress(*columns, console=results.console(stderr=True), disable=not sys.stderr.isatty())
+    with stoppable() as stop, suppress(Stopped), bar as progress:
         task = progress.add_task("", total=len(requests))
         for request in requests:
             progress.update(task, description=f"{request.policy}, seed {request.seed}")
@@ -145,9 +150,11 @@ def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRec
                 break
             runs.append(record)
             progress.advance(task)
-            if record.error:
-                progress.console.print(f"{request.policy}, seed {request.seed}: {record.error}", markup=False)
-        progress.update(task, description=f"{len(runs)} runs")
+            if record.error or progress.disable:
+                outcome = record.error or f"{len(record.steps)} steps"
+                said = f"{request.policy}, seed {request.seed}: {outcome}"
+                progress.console.print(said, markup=False, soft_wrap=True)
+        progress.update(task, description="runs")
     return runs
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mezzo.cli import options, results
 from mezzo.cli.folders import new_folder
 from mezzo.errors import ScriptError
+
+if TYPE_CHECKING:
+    from mezzo.records import FallbackRecord, RunRecord
 
 
 def fallback(
@@ -38,7 +41,7 @@ def fallback(
     """
     from mezzo.launch.fallback import fallback_of_script
     from mezzo.launch.runner import several_runs
-    from mezzo.launch.stopping import stoppable
+    from mezzo.launch.stopping import Stopped, stoppable
     from mezzo.policy import Policy
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -51,9 +54,16 @@ def fallback(
     folder = new_folder(out, f"{Path(target).stem}-fallback", leaves=("policy.toml", "runs"))
     request = options.request_for(target, arguments, as_module=as_module, policy=str(judged), folder=folder)
     with stoppable() as stop:
-        with several_runs():
-            record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=results.note)
-        if record.verdict == "found":
+        record: FallbackRecord | RunRecord
+        try:
+            with several_runs():
+                record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=results.note)
+        except Stopped as stopped:
+            if stopped.record is None:
+                raise
+            results.note(f"{stopped}; what its runs showed is in {folder / 'runs'}")
+            record = stopped.record
+        if record.kind == "fallback" and record.verdict == "found":
             path = folder / "policy.toml"
             kept = (*judged.fp32_modules, *record.kept)
             path.write_text(judged.replace(fp32_modules=kept).to_toml(), encoding="utf-8")

@@ -25,8 +25,8 @@ def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
     width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
-    if columns.isdecimal() and int(columns):
-        width = int(columns)
+    if columns.isdecimal():
+        width = int(columns) or WIDTH_WITHOUT_TERMINAL
     # A width without a height is not heeded where TERM is dumb.
     return Console(stderr=stderr, width=width, height=width and _HEIGHT, highlight=False)
 

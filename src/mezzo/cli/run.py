@@ -10,6 +10,9 @@ import typer
 from mezzo.cli import options, results
 from mezzo.cli.folders import folder_of_rank
 
+_SIGNALS = 128
+"""Above this are exit codes of what a signal has ended."""
+
 
 def run(
     target: options.Target,
@@ -41,8 +44,9 @@ def run(
     request = options.request_for(
         target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json, seed=seed, metric=metric
     )
-    with stoppable():
+    with stoppable() as stop:
         record = run_child(request)
         results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
         results.note_metric(record)
-    raise typer.Exit(record.exit_code)
+    ended = stop.heard and record.exit_code > _SIGNALS  # otherwise the script has made its own end of it
+    raise typer.Exit(stop.exit_code if ended else record.exit_code)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from mezzo.launch.guard import STOPPING
+from mezzo.launch.guard import LAST_WORD, STOPPING
 
-_AT_ONCE = tuple(number for number in STOPPING if number != signal.SIGINT)
+_AT_ONCE = tuple(number for number in (*STOPPING, LAST_WORD) if number not in (signal.SIGINT, None))
 """The signals that would end python without a word."""
 
 
@@ -18,9 +18,10 @@ class EndedBySignal(SystemExit):
     """End the script; ``except Exception`` lets it pass, and so do frameworks that know SystemExit."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.exit_code = 128 + number
-        self.sentence = f"it was ended by {signal.Signals(number).name}"
+        self.exit_code = 128 + (signal.SIGTERM if number == LAST_WORD else number)
+        super().__init__(self.exit_code)
+        name = "a signal that it could not ignore" if number == LAST_WORD else signal.Signals(number).name
+        self.sentence = f"{name} stopped it"
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def interrupts_kill() -> Iterator[None]:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Hear no signal inside that would cost the record, and no Ctrl-C afterwards: what is left is python's own end."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *_AT_ONCE)}
     try:
         yield
     finally:

@@ -29,11 +29,17 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 PASSED_ON = (*STOPPING, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)))
 """The signals that a command passes on to its run: those above, and those that only the script knows the meaning of."""
 
+LAST_WORD = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None
+"""What a run is sent before it is killed: no script has a reason to ignore it, so its record can still be written."""
+
 _JOB_CONTROL = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGQUIT)
 """Signals of a terminal that the run hears by itself. A guard that slept could not act."""
 
 _REST_S = 5.0
 """How long what a stopped run has started may take to end after SIGTERM."""
+
+_LAST_WORD_S = 3.0
+"""How long a run may take to end after it."""
 
 _MOST_S = 5.0
 """How long killed processes are waited for: one that hangs in a driver cannot be killed."""
@@ -110,6 +116,8 @@ class _Guard:
         self._stopped = self._asked = False
         """Whether the run is to end, and whether what it left behind was asked to."""
         self._kill_at: float | None = None
+        self._told: int | None = None
+        """The process that was told to end, until it has had the last word."""
         self._wakes, wake = os.pipe()
         for end in (self._wakes, wake):
             os.set_blocking(end, False)
@@ -128,7 +136,7 @@ class _Guard:
             if self._status is not None and not (self._stopped and self._rest_runs()):
                 return self._status
             due = self._kill_at is not None and time.monotonic() >= self._kill_at
-            if due or not self._listen():
+            if (due and not self._last_word()) or not self._listen():
                 kill_all()
                 self._reap()
                 return signal.SIGKILL if self._status is None else self._status
@@ -142,6 +150,14 @@ class _Guard:
             for number in left:
                 _send(number, signal.SIGTERM)
         return bool(left)
+
+    def _last_word(self) -> bool:
+        """Ask once more, by a signal that is not ignored, what is due to be killed; return whether that was done."""
+        if self._told is None or LAST_WORD is None or self._status is not None:
+            return False
+        _send(self._told, LAST_WORD)
+        self._told, self._kill_at = None, time.monotonic() + _LAST_WORD_S
+        return True
 
     def _listen(self) -> bool:
         """Wait for a message, a signal or the time to kill; return whether the command still lives."""
@@ -168,11 +184,12 @@ class _Guard:
             _send(process, number)
         self._heard.discard(number)
         if seconds:
-            self._kill_at = time.monotonic() + seconds
+            self._told = process
+            self._kill_at = time.monotonic() + (0.0 if _ignores(process, number) else seconds)
 
     def _kill(self, process: int) -> None:
         if process == 0:
-            self._stopped, self._kill_at = True, time.monotonic()
+            self._stopped, self._told, self._kill_at = True, None, time.monotonic()
             return
         for number in tree(process):
             _send(number, signal.SIGKILL)
@@ -237,6 +254,14 @@ def _other_parents() -> list[tuple[int, int]]:
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False).stdout
     rows = [line.split() for line in listed.splitlines()]
     return [(int(process), int(parent)) for process, parent, state, *_ in rows if not state.startswith("Z")]
+
+
+def _ignores(process: int, number: int) -> bool:
+    """Return whether a process is known to ignore a signal: there is no use in waiting for it then."""
+    with suppress(OSError, ValueError), open(f"/proc/{process}/status") as file:
+        masks = [line.split()[1] for line in file if line.startswith("SigIgn:")]
+        return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)
+    return False
 
 
 def _send(process: int, number: int) -> None:

@@ -156,7 +156,7 @@ class _Passes:
         self._passes.append(Pass(policy=policy, reason=why))
         record = self._child(self._request.model_copy(update=update), output=output)
         if number > 1 and self._stop.heard:
-            self._say(f"ended by {self._stop.name}")
+            self._say(f"stopped by {self._stop.name}")
             self._stop.check()
         if isinstance(record, DiagnoseRecord):
             seen = record.passes[0]

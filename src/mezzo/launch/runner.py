@@ -38,11 +38,12 @@ def several_runs() -> Iterator[None]:
     starter = Starter()
     token = _STARTER.set(starter)
     try:
-        yield
+        with stoppable() as stop:
+            yield
     finally:
         _STARTER.reset(token)
         starter.close()
-        if starter.why_afresh is not None:
+        if starter.why_afresh is not None and not stop.heard:
             print(f"mezzo: runs imported PyTorch anew: {starter.why_afresh}", file=sys.stderr)
 
 
@@ -96,7 +97,7 @@ def _run(request: Request, output: Path | None, limit_s: float | None, stop: Sto
         with stop.passing_to(process):
             stopped, returned = _wait(process, limit_s)
     if stop.heard:
-        return stop.exit_code, f"it was ended by {stop.name} before it could write a record"
+        return stop.exit_code, f"{stop.name} stopped it, and it ended before it could write a record"
     if stopped:
         return 128 - returned, f"it was stopped after its limit of {limit_s:g} s"
     how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"

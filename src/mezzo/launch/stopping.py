@@ -19,7 +19,7 @@ from mezzo.launch.guard import PASSED_ON, STOPPING
 
 if TYPE_CHECKING:
     from mezzo.launch.processes import Process
-    from mezzo.records import AnyRecord
+    from mezzo.records import RunRecord
 
 GRACE_S = 10.0
 """How long a run may take to end after SIGTERM or SIGHUP: as long as ``docker stop`` waits."""
@@ -36,7 +36,7 @@ _STOP: ContextVar[Stop | None] = ContextVar("stop", default=None)
 class Stopped(Exception):
     """Report that a signal has stopped the command, so that no further run is made."""
 
-    def __init__(self, number: int, record: AnyRecord | None = None) -> None:
+    def __init__(self, number: int, record: RunRecord | None = None) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.exit_code = 128 + number
         self.record = record
@@ -67,7 +67,7 @@ class Stop:
         """Return the name of the signal that stopped the command, or nothing."""
         return "" if self._signal is None else signal.Signals(self._signal).name
 
-    def check(self, record: AnyRecord | None = None) -> None:
+    def check(self, record: RunRecord | None = None) -> None:
         """Go no further after a signal.
 
         Raises:
