@@ -1,6 +1,6 @@
 """The child process: run one script under one policy and write one record, whatever the script does.
 
-Called as ``python -m mezzo.launch.child REQUEST`` with the request as JSON. The script sees what it would see under ``python``:
+Called as ``python -m mezzo.launch.child REQUEST``. The script sees what it would see under ``python``:
 ``__main__``, ``sys.argv``, ``sys.path[0]``, its own exit code. Its traceback begins at its own first line.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from mezzo.diagnosis.settings import step_text
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.endings import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
 from mezzo.launch.frameworks import Framework, training_in
@@ -36,10 +37,10 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     """Run the script of the request in ``argv`` and return the exit code.
 
     Args:
-        argv: the request, as JSON.
+        argv: the request, as ``Request.packed`` gives it.
         unheeded: tells, at the end, which of the script's settings came too late to be heeded.
     """
-    request = Request.model_validate_json(argv[0])
+    request = Request.unpacked(argv[0])
     process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the folder
     shell = surroundings()
     policy = None if request.policy == AS_IS else Policy.of(request.policy)
@@ -203,7 +204,7 @@ _TRAINS_BY: dict[Framework, tuple[str, str]] = {
 def _too_short(request: Request, num_steps: int) -> ScriptError:
     steps = () if request.diagnosis is None else request.diagnosis.steps
     return ScriptError(
-        f"{request.target} ended after {num_steps} training steps; the steps to watch are {', '.join(map(str, steps))}",
+        f"{request.target} ended after {num_steps} training steps; the steps to watch are {step_text(steps)}",
         hint=f"pass numbers from 1 to {num_steps} with --steps, or arguments that make the script train longer",
     )
 

@@ -81,7 +81,7 @@ class Starter:
         assert self._process is not None
         assert self._connection is not None
         try:
-            socket.send_fds(self._connection, [request.model_dump_json().encode()], [sink.fileno()])
+            socket.send_fds(self._connection, [request.packed().encode()], [sink.fileno()])
         except (BrokenPipeError, ConnectionResetError):
             self.why_afresh = _ENDED
             return None
@@ -195,7 +195,7 @@ def fork_for_requests(connection: socket.socket) -> Request:
         message, files, _, _ = socket.recv_fds(connection, _LONGEST_BYTES, 1)
         if not message:
             os._exit(0)
-        request = Request.model_validate_json(message)
+        request = Request.unpacked(message.decode())
         unsafe = imported.failed or _several_threads() or _device_opened()
         # The child hears later what comes while it has no handlers yet.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)

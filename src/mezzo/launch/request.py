@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -12,6 +13,11 @@ from mezzo.records import Reason
 
 AS_IS = "as-is"
 """In place of a policy: the script's own precision is left alone."""
+
+
+_IN = "@"
+_LONGEST = 100_000
+"""Linux takes words of 131072 bytes; a script may be given the names of thousands of files."""
 
 
 class StandIn(BaseModel):
@@ -50,3 +56,22 @@ class Request(BaseModel):
     """What to watch for; the record is then of that kind. None: train and take down the steps."""
     output_to_stderr: bool = False
     """Whether the script's standard output goes to standard error, because ours is JSON."""
+
+    def packed(self) -> str:
+        """Return the request as one word of a command: itself, or its file, where the system has no words so long."""
+        text = self.model_dump_json()
+        if len(text) <= _LONGEST:
+            return text
+        self.file.write_text(text, encoding="utf-8")
+        return f"{_IN}{self.file}"
+
+    @classmethod
+    def unpacked(cls, word: str) -> Request:
+        """Return the request of such a word."""
+        text = Path(word.removeprefix(_IN)).read_text(encoding="utf-8") if word.startswith(_IN) else word
+        return cls.model_validate_json(text)
+
+    @property
+    def file(self) -> Path:
+        """Return where a request lies that is too long for a word."""
+        return Path(self.record_path).absolute().with_suffix(".request")

@@ -96,6 +96,7 @@ def _run(request: Request, output: Path | None, limit_s: float | None, stop: Sto
         process = _started(request, sink)
         with stop.passing_to(process):
             stopped, returned = _wait(process, limit_s)
+    request.file.unlink(missing_ok=True)
     if stop.heard:
         return stop.exit_code, f"{stop.name} stopped it, and it ended before it could write a record"
     if stopped:
@@ -112,7 +113,7 @@ def _started(request: Request, sink: IO[bytes] | None) -> Process:
         if forked is not None:
             return forked
     stdout = _STANDARD_ERROR if request.output_to_stderr else sink
-    command = child_command(request.model_dump_json())
+    command = child_command(request.packed())
     return Guarded(command, stdout=stdout, stderr=None if sink is None else subprocess.STDOUT)
 
 
