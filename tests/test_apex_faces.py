@@ -241,6 +241,6 @@ def test_a_script_that_imports_apex_runs_unchanged(tmp_path: Path, as_module: bo
 def test_a_missing_script_is_said(tmp_path: Path) -> None:
     for arguments, text in (((), "got nothing"), (("-m",), "got -m"), (("none.py",), "there is no script 'none.py'")):
         done = run(tmp_path, *arguments)
-        assert done.returncode == 7
+        assert done.returncode == 2
         assert text in done.stderr
         assert "Traceback" not in done.stderr

@@ -42,7 +42,7 @@ def test_the_command_finds_a_fault_in_three_runs(tmp_path: Path, capfd: pytest.C
     assert [p.watched for p in record.passes] == [[1, 2, 4], [7], [7]]
     assert record.run.script == FAULTS
     assert {p.name for p in tmp_path.iterdir()} >= {"record.json", "report.html", "pass2.log", "pass3.log"}
-    shown = capfd.readouterr().err
+    shown = capfd.readouterr().out
     assert "invalid operation in step 7, forward pass of 1" in shown
     assert "y = torch.log(x.clamp_min(1e-6))" in shown
 

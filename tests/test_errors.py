@@ -20,9 +20,10 @@ CLASSES = [MezzoError, *subclasses(MezzoError)]
 
 
 def test_exit_codes_are_distinct_and_mean_failure() -> None:
-    codes = [cls.exit_code for cls in CLASSES]
+    own = [cls for cls in CLASSES if "exit_code" in vars(cls)]  # the others have that of the error they are a kind of
+    codes = [cls.exit_code for cls in own]
 
-    assert len(set(codes)) == len(CLASSES)
+    assert len(set(codes)) == len(own)
     assert all(0 < code < 126 for code in codes)  # 126 and above have meanings in a shell
 
 
@@ -54,13 +55,14 @@ def test_every_error_of_the_module_is_a_mezzo_error() -> None:
 
 
 BUILT_IN = [
-    ("PolicyError", ValueError),
+    ("UsageError", ValueError),
     ("UnsupportedFormatError", ValueError),
     ("SessionError", RuntimeError),
     ("ScaleFloorError", ArithmeticError),
     ("NonFiniteLossError", ArithmeticError),
     ("ScriptError", RuntimeError),
     ("RecordError", ValueError),
+    ("PolicyError", ValueError),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from difflib import get_close_matches
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated
 
@@ -37,25 +38,40 @@ def report(
     for path in records:
         _check(path)
     check_folder(out, "--out")
-    screen = results.console()
-    found = [(path, read_record(path)) for path in records]
-    for path, record in found:
-        page = path.with_name("report.html") if out is None else out / f"{path.resolve().parent.name}.html"
-        page.parent.mkdir(parents=True, exist_ok=True)
+    found = list(zip(_pages(records, out), map(read_record, records), strict=True))
+    for path, (page, record) in zip(records, found, strict=True):
         write_html(record, page)
         if tensorboard is not None:
             write_events(record, tensorboard if len(found) == 1 else tensorboard / path.resolve().parent.name)
-        if as_json:
-            print(record.model_dump_json(indent=1))
-        else:
+    compared = [record for _, record in found if isinstance(record, CompareRecord)]
+    folder = out or Path(os.path.commonpath([path.resolve().parent for path in records]))
+    together = len(compared) > 1 and not as_json
+    if together:
+        write_together(compared, folder / "together.html")
+    with results.readers_may_go():
+        screen = results.console()
+        for page, record in found:
+            if as_json:
+                print(record.model_dump_json(indent=1))
+                continue
             render(record, screen)
             screen.print(f"report: {page}", soft_wrap=True)
-    compared = [record for _, record in found if isinstance(record, CompareRecord)]
-    if len(compared) > 1 and not as_json:
-        folder = out or Path(os.path.commonpath([path.resolve().parent for path in records]))
-        write_together(compared, folder / "together.html")
-        render_together(compared, screen)
-        screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)
+        if together:
+            render_together(compared, screen)
+            screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)
+
+
+def _pages(records: list[Path], out: Path | None) -> list[Path]:
+    """Return a page of its own for each record: beside it, or in ``out`` by the name of its folder."""
+    pages: list[Path] = []
+    for path in records:
+        if out is None:
+            pages.append(path.with_name("report.html") if path.name == "record.json" else path.with_suffix(".html"))
+        else:
+            name = path.resolve().parent.name
+            names = chain([name], (f"{name}-{number}" for number in count(2)))
+            pages.append(next(page for page in (out / f"{name}.html" for name in names) if page not in pages))
+    return pages
 
 
 def _check(path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +24,29 @@ def console(*, stderr: bool = False) -> Console:
     """Return a console as wide as COLUMNS says, or the terminal; in a pipe or a file wide enough for tables."""
     from rich.console import Console
 
+    class Patient(Console):
+        def on_broken_pipe(self) -> None:  # rich would end the process with an exit code of its own
+            raise BrokenPipeError(errno.EPIPE, "nobody reads any more")
+
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
     width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
     if columns.isdecimal():
         width = int(columns) or WIDTH_WITHOUT_TERMINAL
     # A width without a height is not heeded where TERM is dumb.
-    return Console(stderr=stderr, width=width, height=width and _HEIGHT, highlight=False)
+    return Patient(stderr=stderr, width=width, height=width and _HEIGHT, highlight=False)
+
+
+@contextmanager
+def readers_may_go() -> Iterator[None]:
+    """Print inside, to nobody if nobody reads any more, as behind ``| head`` or in a terminal that was closed."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python would complain at its end
 
 
 def finish(
@@ -58,14 +76,8 @@ def finish(
 
         write_events(record, tensorboard)
     _note_stand_in(record)
-    try:
+    with readers_may_go():
         _print(record, folder, as_json=as_json, after_script=after_script)
-        sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        # Nobody reads any more, as behind "| head" or in a terminal that was closed; python would complain at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool) -> None:

@@ -155,11 +155,10 @@ def _script_among(words: Sequence[str]) -> list[str]:
 
 
 def _refuse_folder(target: Target) -> None:
-    path = Path(target.name)
-    if (path / "__main__.py").is_file():
-        return  # python runs such a folder, too
-    scripts = sorted(p for p in path.glob("*.py") if p.name != "__init__.py")
-    scripts.sort(key=lambda p: "train" not in p.name)
+    scripts = sorted(path for path in Path(target.name).glob("*.py") if path.name != "__init__.py")
+    scripts.sort(
+        key=lambda path: (path.name != "__main__.py", "train" not in path.name)
+    )  # python runs the first of these
     raise UsageError(
         f"{target.name} is a folder; allowed: a Python file",
         hint=f"type: {target.instead(str(scripts[0]))}" if scripts else "pass the path of the script that trains",
