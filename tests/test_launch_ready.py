@@ -238,7 +238,23 @@ def test_a_run_is_stopped_at_its_limit_and_the_next_one_goes_on(place: Path, sta
     assert after.exit_code == 4
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_a_run_has_started_is_stopped_with_it_and_the_process_lives(place: Path, starter: Starter) -> None:
+    text = """
+        import os, subprocess, sys, time
+        sleeper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print(sleeper.pid, os.getpid(), flush=True)
+        time.sleep(60)
+    """
+    with forking(starter):
+        run(place, "import os; os._exit(0)")  # the imports would count
+        stopped = run(place, text, limit_s=2.0)
+        started = [int(word) for word in (place / "output.log").read_text().split() if word.isdigit()]
+        after = run(place, "import os; os._exit(4)", limit_s=30.0)
+    assert (stopped.exit_code, after.exit_code, len(started)) == (137, 4, 2)
+    assert not any(map(_runs, started))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_reach_the_run_and_not_the_process_that_forked_it(
     place: Path, starter: Starter, number: signal.Signals, code: int
 ) -> None:
@@ -252,7 +268,7 @@ def test_signals_reach_the_run_and_not_the_process_that_forked_it(
         ended = run(place, text, str(os.getpid()), str(int(number)))
         after = run(place, "import os; os._exit(4)")
     assert ended.exit_code == code
-    assert (ended.error == "KeyboardInterrupt") == (number == signal.SIGINT)
+    assert ended.error == ("KeyboardInterrupt" if number == signal.SIGINT else f"{number.name} stopped it")
     assert after.exit_code == 4
 
 
@@ -449,5 +465,5 @@ def test_runs_that_no_process_is_started_for(tmp_path: Path, monkeypatch: pytest
 def test_a_comparison_of_one_run_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "several_runs", lambda: pytest.fail("there is one run"))
     monkeypatch.setattr(runner, "run_child", mock.Mock(side_effect=ScriptError("it was run", hint="")))
-    target = request_for(tmp_path, "").target
+    target = request_for(tmp_path, "import torch").target
     assert cli.main(["compare", "--policies", "fp32", "--seeds", "1", "--out", str(tmp_path), target]) == 7

@@ -18,7 +18,7 @@ _WITHOUT_AMP = "--without-amp"
 
 
 def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
-    """Return what runs a script that cannot do without Apex where Apex is not installed; None for any other script.
+    """Return what runs a script that may need Apex where Apex is not installed; None for any other script.
 
     Raises:
         UsageError: the script's own precision was asked for: Apex's loss scale would be taken for part of the loss.
@@ -27,17 +27,18 @@ def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
     from mezzo.launch.request import AS_IS, StandIn
     from mezzo.records import Reason
 
-    if importlib.util.find_spec("apex") is not None or not needs(
-        "apex", target.name, kind="module" if target.module else "script"
-    ):
+    need = needs("apex", target.name, kind="module" if target.module else "script")
+    if need == "no" or importlib.util.find_spec("apex") is not None:
+        return None
+    if policy == AS_IS and need == "perhaps":  # it may do without
         return None
     if policy == AS_IS:
         alone = shlex.join(["python", "-m", _RUNS, *(["-m"] if target.module else []), target.name, *target.arguments])
+        instead = target._replace(typed=_under_fp16(target)).instead(target.name, module=target.module)
         raise UsageError(
             f"{target.name} imports apex, which is not installed, and its own precision cannot be recorded; "
             "allowed: a policy, which apex.amp gives way to",
-            hint=f"type: {target._replace(typed=_under_fp16(target)).instead(target.name, module=target.module)}, "
-            f"or, without a record: {alone}",
+            hint=f"type: {instead}, or, without a record: {alone}",
         )
     why = f"apex is not installed: {_RUNS} takes its place, and apex.amp gives way to the policy"
     return StandIn(module=_RUNS, options=(_WITHOUT_AMP,), reason=Reason(what="apex.amp", value="off", reason=why))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -27,8 +28,7 @@ class EndedBySignal(SystemExit):
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Raise inside what a signal asks for; a script's own handlers, and processes that it forks, hear signals as under python."""
-    before = {number: signal.getsignal(number) for number in _AT_ONCE}
-    ours = [number for number, handler in before.items() if handler is signal.SIG_DFL]
+    ours = [number for number in _AT_ONCE if signal.getsignal(number) is signal.SIG_DFL]
 
     def end(number: int, frame: FrameType | None) -> None:
         raise EndedBySignal(number)
@@ -40,12 +40,30 @@ def ended_by_signals() -> Iterator[None]:
 
     for number in ours:
         signal.signal(number, end)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=forget)
+    _in_forks(forget, ours)
     try:
         yield
     finally:
         forget()
+
+
+def _in_forks(forget: Callable[[], None], numbers: list[int]) -> None:
+    """Call ``forget`` in every process that is forked; what is sent to it before then, it hears after."""
+    if not hasattr(os, "register_at_fork"):
+        return
+    masks = threading.local()
+
+    def before() -> None:
+        masks.own = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.own)
+
+    def after_in_child() -> None:
+        forget()
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
 
 
 @contextmanager

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from mezzo.diagnosis.settings import AnySettings
 from mezzo.policy import Policy
@@ -96,9 +97,12 @@ def names_imported(target: str, *, kind: Literal["script", "module"]) -> set[str
     return found
 
 
-def needs(package: str, target: str, *, kind: Literal["script", "module"]) -> bool:
-    """Return whether a script imports a package and has no way around an ImportError, but for one of its own."""
-    return any(_imports_for_sure(tree, package) for _, tree in _own_files(_path_of(target, kind)))
+def needs(package: str, target: str, *, kind: Literal["script", "module"]) -> Literal["no", "perhaps", "surely"]:
+    """Return whether a script imports a package, whatever else it does, and has no way around an ImportError."""
+    trees = [tree for _, tree in _own_files(_path_of(target, kind))]
+    if any(_imports(tree, package, whenever=False) for tree in trees):
+        return "surely"
+    return "perhaps" if any(_imports(tree, package, whenever=True) for tree in trees) else "no"
 
 
 def own_sources(target: str, *, kind: Literal["script", "module"]) -> Iterator[str]:
@@ -109,28 +113,20 @@ def own_sources(target: str, *, kind: Literal["script", "module"]) -> Iterator[s
 
 def spec_of(module: str) -> ModuleSpec | None:
     """Return where python would find a module from this folder, None for nowhere; runs no code of its packages."""
+    first, *below = module.split(".")
+    if not first or not all(below):
+        return None
     sys.path.insert(0, "")
-    places: Sequence[str] | None = None
-    spec: ModuleSpec | None = None
     try:
-        parts = module.split(".")
-        for depth in range(len(parts)):
-            name = ".".join(parts[: depth + 1])
-            spec = next(filter(None, (_found(finder, name, places) for finder in sys.meta_path)), None)
-            if spec is None or (depth + 1 < len(parts) and spec.submodule_search_locations is None):
-                return None
-            places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+        spec = importlib.util.find_spec(first)  # a name without a dot has no package to run
+        for name in below:
+            places = None if spec is None else spec.submodule_search_locations
+            spec = None if places is None else PathFinder.find_spec(name, list(places))
         return spec
+    except (ImportError, ValueError):
+        return None
     finally:
         sys.path.pop(0)
-
-
-def _found(finder: Any, name: str, places: Sequence[str] | None) -> ModuleSpec | None:
-    try:
-        spec: ModuleSpec | None = finder.find_spec(name, places)
-    except (AttributeError, ImportError, ValueError):
-        return None
-    return spec
 
 
 def _path_of(target: str, kind: Literal["script", "module"]) -> Path | None:
@@ -163,12 +159,17 @@ def _own_files(script: Path | None) -> Iterator[tuple[bytes, ast.AST]]:
             waiting += [p for p in _files_of(folder, name.split(".")) if p.is_file()]
 
 
-def _imports_for_sure(node: ast.AST, package: str) -> bool:
+def _imports(node: ast.AST, package: str, *, whenever: bool) -> bool:
+    """Return whether code imports a package; ``whenever``: also in a function, or under a condition."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return package in (name.partition(".")[0] for name in _imports_of(node))
+        beside = isinstance(node, ast.ImportFrom) and node.level > 0
+        return not beside and package in (name.partition(".")[0] for name in _imports_of(node))
+    if not whenever and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.If)):
+        return False
+    inner: Iterable[ast.AST] = ast.iter_child_nodes(node)
     if isinstance(node, ast.Try) and any(_catches_import_errors(handler) for handler in node.handlers):
-        return any(_imports_for_sure(inner, package) for inner in [*node.orelse, *node.finalbody])
-    return any(_imports_for_sure(inner, package) for inner in ast.iter_child_nodes(node))
+        inner = [*node.orelse, *node.finalbody]
+    return any(_imports(part, package, whenever=whenever) for part in inner)
 
 
 def _catches_import_errors(handler: ast.ExceptHandler) -> bool:

@@ -9,6 +9,7 @@ Through the pipe it is told, a line each:
     pass N PID SECONDS   send signal N to PID (0: the child), unless a terminal has sent it to the whole group already;
                          SECONDS (0: for ever) later the tree is killed if it still runs
     kill PID             kill PID and what it started (0: everything)
+    ended                the process that a signal was sent to has ended: the tree need not be killed
 
 The end of the pipe is the end of the command: everything is killed. Imports only a little of the standard library, since each run waits for
 it.
@@ -173,8 +174,10 @@ class _Guard:
             verb, *numbers = line.split()
             if verb == "pass":
                 self._pass(int(numbers[0]), int(numbers[1]) or self._child, float(numbers[2]))
-            else:
+            elif verb == "kill":
                 self._kill(int(numbers[0]))
+            else:
+                self._told = self._kill_at = None
         return bool(told)
 
     def _pass(self, number: int, process: int, seconds: float) -> None:

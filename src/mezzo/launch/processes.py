@@ -72,6 +72,10 @@ class Guarded:
         if not self._tell(f"kill {process}"):
             self._process.send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
 
+    def forget(self) -> None:
+        """Kill nothing any more on account of signals that were passed on: the process below has ended."""
+        self._tell("ended")
+
     def _tell(self, text: str) -> bool:
         """Write a line to the guard; return whether there is one."""
         if self._told is not None:

@@ -130,6 +130,7 @@ class Forked:
             elif kind == "afresh":
                 self._starter.why_afresh = value
             elif kind == "code":
+                self._process.forget()
                 return int(value)
             else:
                 return self._orphaned()
