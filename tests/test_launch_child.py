@@ -291,8 +291,8 @@ BY_SIGNAL = [
 def test_a_signal_ends_a_script_and_keeps_what_was_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, sentence: str
 ) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(child, "_leave_at_once", left.append)
+    left: list[tuple[int, bool]] = []
+    monkeypatch.setattr(child, "_leave_at_once", lambda code, *, tidily: left.append((code, tidily)))
     ended = run_text(
         tmp_path,
         f"""
@@ -307,7 +307,7 @@ def test_a_signal_ends_a_script_and_keeps_what_was_learned(
             print("unwound")
         """,
     )
-    assert (ended.code, ended.record.error, left) == (code, sentence, [code])
+    assert (ended.code, ended.record.error, left) == (code, sentence, [(code, False)])
     assert len(ended.record.steps) == 3
     assert ended.printed.splitlines()[3:] == ["unwound"]
     assert ended.errors == ""

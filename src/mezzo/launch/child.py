@@ -82,11 +82,9 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         write_record(record if diagnosis is None else diagnosis.record(record), path)
     if isinstance(error, MezzoError):
         print(f"mezzo: {error}", file=sys.stderr)
-    if isinstance(error, EndedBySignal):
-        _leave_at_once(exit_code)
-    if diagnosis is not None and any(t.daemon for t in threading.enumerate()):
-        atexit._run_exitfuncs()
-        _leave_at_once(exit_code)
+    signalled = isinstance(error, EndedBySignal)
+    if signalled or (diagnosis is not None and any(t.daemon for t in threading.enumerate())):
+        _leave_at_once(exit_code, tidily=not signalled)
     return exit_code
 
 
@@ -98,11 +96,17 @@ def _stands_in(request: Request) -> list[Reason]:
     return [] if request.stand_in is None else [request.stand_in.reason]
 
 
-def _leave_at_once(exit_code: int) -> None:
+def _leave_at_once(exit_code: int, *, tidily: bool) -> None:
     """End the process without python's own end, which a signal does not wait for either.
 
     Nor can a script that a diagnosis ended early have it: with its daemon threads still running, it would abort in native code.
+
+    Args:
+        exit_code: the process's.
+        tidily: whether to call what the script has registered for the end.
     """
+    if tidily:
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(exit_code)
