@@ -347,8 +347,8 @@ def test_its_own_precision_cannot_be_recorded(
     assert cli.main(words) == 2
     name = "train" if "-m" in words else "train.py"
     assert capsys.readouterr().err == (
-        f"mezzo: {name} imports apex, which is not installed, and its own precision cannot be recorded; "
-        f"allowed: a policy, which apex.amp gives way to\n  hint: type: {instead}, or, without a record: {alone}\n"
+        f"mezzo: {name} imports apex, which is not installed; Mezzo can run it only under a policy "
+        f"that replaces apex.amp\n  hint: type: {instead}, or, without a record: {alone}\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 

@@ -94,7 +94,7 @@ def test_a_process_that_dies_leaves_the_record_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", ["0", "", "a", "3-2", "1,,2", "-1", "1.5"])
 def test_steps_that_are_no_numbers(steps: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["audit", f"--steps={steps}", str(SCRIPTS / "plain.py")]) == 2
-    assert "is no list of steps" in capfd.readouterr().err
+    assert "is not a list of steps" in capfd.readouterr().err
 
 
 def test_daemon_threads_of_a_script_that_is_ended(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_record_of_a_newer_mezzo_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 
 NOT_MENTIONED = (
-    "mezzo: --policy x --out y stands behind train.py, so it goes to the script, which does not mention it; for Mezzo, type: "
+    "mezzo: --policy x --out y comes after train.py, so it is passed to the script, which does not mention it; to pass it to Mezzo, type: "
     "mezzo run --policy bf16 --out there --policy x --out y train.py 4 --help\n"
 )
 

@@ -281,9 +281,9 @@ def test_a_training_thread_that_outlives_the_script_is_waited_for(tmp_path: Path
 # --- signals -----------------------------------------------------------------------------------------------------------------
 
 BY_SIGNAL = [
-    ("SIGTERM", 143, "SIGTERM stopped it"),
-    ("SIGHUP", 129, "SIGHUP stopped it"),
-    ("SIGRTMAX - 1", 143, "a signal that it could not ignore stopped it"),
+    ("SIGTERM", 143, "stopped by SIGTERM"),
+    ("SIGHUP", 129, "stopped by SIGHUP"),
+    ("SIGRTMAX - 1", 143, "stopped by force: it had not reacted to the first signal"),
 ]
 
 

@@ -268,7 +268,7 @@ def test_signals_reach_the_run_and_not_the_process_that_forked_it(
         ended = run(place, text, str(os.getpid()), str(int(number)))
         after = run(place, "import os; os._exit(4)")
     assert ended.exit_code == code
-    assert ended.error == ("KeyboardInterrupt" if number == signal.SIGINT else f"{number.name} stopped it")
+    assert ended.error == ("KeyboardInterrupt" if number == signal.SIGINT else f"stopped by {number.name}")
     assert after.exit_code == 4
 
 

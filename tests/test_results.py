@@ -68,9 +68,7 @@ def test_a_metric_that_matches_nothing_is_said(tmp_path: Path, capsys: pytest.Ca
     words = ["run", "--out", str(tmp_path), "--metric", "accuracy=([0-9.]+)", PLAIN]
     with children_in_this_process():
         assert cli.main(words) == 0
-    assert (
-        f"mezzo: --metric 'accuracy=([0-9.]+)' matched no number in what {PLAIN} printed\n" in capsys.readouterr().err
-    )
+    assert f"mezzo: --metric 'accuracy=([0-9.]+)' matched nothing in the output of {PLAIN}\n" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_gone_costs_nothing(tmp_path: Path) -> None:
@@ -232,7 +230,7 @@ def test_only_the_same_command_replaces_its_record(
     beside = out.with_name("out-2")
     assert new_folder(out, "train") == (out if own else beside)
     assert (out / "record.json").read_bytes() == before
-    said = f"mezzo: {out} holds what another command left there; this one writes to {beside}\n"
+    said = f"mezzo: {out} already holds other results; writing to {beside} instead\n"
     assert capsys.readouterr().err == ("" if own else said)
     assert (out / "report.html").exists() is not own
     if not own:  # and this one's own is found the next time
@@ -278,7 +276,7 @@ def test_fallback_deletes_no_folder_that_it_did_not_make(
     with children_in_this_process():
         assert cli.main(["fallback", "--policy", "bf16", "--fresh", "0", "--out", ".", PLAIN]) == 0
     assert kept.read_text() == "{}"
-    assert "holds what another command left there; this one writes to" in capsys.readouterr().err
+    assert "already holds other results; writing to" in capsys.readouterr().err
 
 
 # --- how to do it again ------------------------------------------------------------------------------------------------------

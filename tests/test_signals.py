@@ -388,7 +388,7 @@ def test_a_run_with_workers_that_load_data(tmp_path: Path, number: signal.Signal
     if number == signal.SIGTERM:
         record = read_record(tmp_path / "out" / "record.json")
         assert isinstance(record, RunRecord)
-        assert (record.exit_code, record.error) == (143, "SIGTERM stopped it")
+        assert (record.exit_code, record.error) == (143, "stopped by SIGTERM")
         assert 10 <= len(record.steps) <= 21
         assert (tmp_path / "out" / "report.html").exists()
 

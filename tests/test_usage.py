@@ -47,7 +47,7 @@ WRONG: list[Wrong] = [
         "type: mezzo compare train.py",
     ),
     ("train.py --lr 1", f"mezzo has no command 'train.py'; allowed: {COMMANDS}", "type: mezzo run train.py --lr 1"),
-    ("xyz", f"mezzo has no command 'xyz'; allowed: {COMMANDS}", "mezzo --help says what each is for"),
+    ("xyz", f"mezzo has no command 'xyz'; allowed: {COMMANDS}", "mezzo --help describes each of them"),
     (
         "run --polcy bf16 train.py",
         f"mezzo run has no option --polcy; allowed: {RUN_OPTIONS}",
@@ -71,35 +71,35 @@ WRONG: list[Wrong] = [
     (
         "run --epochs 3 train.py",
         "mezzo run has no option --epochs; ...",
-        "mezzo run --help says what it takes; the script's own options stand behind the script",
+        "mezzo run --help lists its options; the script's own options go after the script",
     ),
     ("run", "Missing argument 'SCRIPT'", "type: mezzo run train.py"),
     ("report", "Missing argument 'RECORD...'", "type: mezzo report runs/demo/record.json"),
-    ("run --seed", "Option '--seed' requires an argument", "mezzo run --help says what it takes"),
+    ("run --seed", "Option '--seed' requires an argument", "mezzo run --help lists its options"),
     # values
     ("run --seed -5 train.py", "--seed -5; allowed: 0 to 4294967295, as NumPy takes them", "type: --seed 5"),
     ("run --seed 4294967296 train.py", "--seed 4294967296; allowed: 0 to 4294967295, ...", "type: --seed 4294967295"),
-    ("run --seed two train.py", "--seed 'two'; allowed: a valid integer", "mezzo run --help says what it takes"),
+    ("run --seed two train.py", "--seed 'two'; allowed: a valid integer", "mezzo run --help lists its options"),
     (
         "compare --seeds 0 train.py",
         "--seeds '0'; allowed: greater than or equal to 1",
-        "mezzo compare --help says what it takes",
+        "mezzo compare --help lists its options",
     ),
     (
         "compare --seeds=0 train.py",
         "--seeds '0'; allowed: greater than or equal to 1",
-        "mezzo compare --help says what it takes",
+        "mezzo compare --help lists its options",
     ),
-    ("compare --timeout 0 train.py", "--timeout '0'; allowed: ...", "mezzo compare --help says what it takes"),
+    ("compare --timeout 0 train.py", "--timeout '0'; allowed: ...", "mezzo compare --help lists its options"),
     (
         "ranges --steps 0 train.py",
         "--steps '0'; allowed: greater than or equal to 1",
-        "mezzo ranges --help says what it takes",
+        "mezzo ranges --help lists its options",
     ),
-    ("fallback --tolerance 3 train.py", "--tolerance '3'; allowed: ...", "mezzo fallback --help says what it takes"),
+    ("fallback --tolerance 3 train.py", "--tolerance '3'; allowed: ...", "mezzo fallback --help lists its options"),
     (
         "audit --steps 5-3 train.py",
-        "--steps '5-3' is no list of steps; allowed: numbers from 1, as 3 or 3,10 or 3-5",
+        "--steps '5-3' is not a list of steps; allowed: numbers from 1, as 3 or 3,10 or 3-5",
         "type: --steps 3",
     ),
     (
@@ -112,12 +112,12 @@ WRONG: list[Wrong] = [
     ("compare --policies fp32,fp17 train.py", "unknown policy 'fp17'...", "..."),
     (
         "compare --policies fp32,,bf16 train.py",
-        "--policies 'fp32,,bf16' has an empty name among its policies",
+        "--policies 'fp32,,bf16' contains an empty policy name",
         "type: --policies fp32,bf16",
     ),
     (
         "compare --policies , train.py",
-        "--policies ',' has an empty name among its policies",
+        "--policies ',' contains an empty policy name",
         "type: --policies fp32,bf16,fp16",
     ),
     (
@@ -152,7 +152,7 @@ WRONG: list[Wrong] = [
     (
         "run ./start.sh",
         "./start.sh is a shell script; allowed: a Python file",
-        "type: mezzo run train.py (the script that it names, with the arguments that it gives)",
+        "type: mezzo run train.py, with the arguments that it is given there",
     ),
     (
         "run build.sh",
@@ -166,28 +166,28 @@ WRONG: list[Wrong] = [
     # launchers
     (
         "run --policy bf16 python -u train.py --lr 1",
-        "python is no script; Mezzo runs the script by python itself",
+        "python is not a script; Mezzo starts Python itself",
         "type: mezzo run --policy bf16 train.py --lr 1",
     ),
     (
         "run /usr/bin/python3.11 -W ignore -m package.mod",
-        "/usr/bin/python3.11 is no script; ...",
+        "/usr/bin/python3.11 is not a script; ...",
         "type: mezzo run -m package.mod",
     ),
     (
         "audit torchrun --nproc-per-node 8 train.py --lr 1",
-        "torchrun is no script; it starts processes, and Mezzo runs in each of them",
+        "torchrun is not a script; it starts processes, and Mezzo runs inside each of them",
         "type: torchrun --nproc-per-node 2 --no-python mezzo audit train.py --lr 1",
     ),
     (
         "run accelerate launch train.py --lr 1",
-        "accelerate is no script; ...",
+        "accelerate is not a script; ...",
         "type: accelerate launch --no_python mezzo run train.py --lr 1",
     ),
     # modules
-    ("run -m train.py", "-m train.py is a file's name; allowed: a module's name, ...", "type: mezzo run train.py"),
-    ("run -m package.mod.py", "-m package.mod.py is a file's name; ...", "type: mezzo run -m package.mod"),
-    ("run -m package/mod", "-m package/mod is a file's name; ...", "type: mezzo run -m package.mod"),
+    ("run -m train.py", "-m train.py names a file; allowed: a module's name, ...", "type: mezzo run train.py"),
+    ("run -m package.mod.py", "-m package.mod.py names a file; ...", "type: mezzo run -m package.mod"),
+    ("run -m package/mod", "-m package/mod names a file; ...", "type: mezzo run -m package.mod"),
     (
         "run -m package.mdo -x",
         "there is no module 'package.mdo' that python -m would find from this folder",
@@ -202,27 +202,35 @@ WRONG: list[Wrong] = [
     (
         "run -m package",
         "'package' is a package without a __main__, so it cannot be run",
-        "type one of its modules: -m package.mod",
+        "name one of its modules: -m package.mod",
     ),
     # folders and records
     (
         "run --out train.py train.py",
-        "--out 'train.py' cannot be a folder for results: there is a file of that name",
+        "--out 'train.py' cannot be used as a folder: it is a file",
         "name a folder ...",
     ),
-    ("run --out train.py/x train.py", "--out 'train.py/x' cannot be a folder ...", "name a folder ..."),
+    ("run --out train.py/x train.py", "--out 'train.py/x' cannot be used as a folder: ...", "name a folder ..."),
     (
         "run --out /proc/x train.py",
-        "--out '/proc/x' cannot be a folder for results: it cannot be written to (...",
+        "--out '/proc/x' cannot be used as a folder: it is not writable (...",
         "name a folder ...",
     ),
-    ("run --tensorboard train.py train.py", "--tensorboard 'train.py' cannot be a folder ...", "name a folder ..."),
-    ("doctor --out train.py", "--out 'train.py' cannot be a folder ...", "name a folder ..."),
-    ("report --out train.py runs/old/record.json", "--out 'train.py' cannot be a folder ...", "name a folder ..."),
+    (
+        "run --tensorboard train.py train.py",
+        "--tensorboard 'train.py' cannot be used as a folder: ...",
+        "name a folder ...",
+    ),
+    ("doctor --out train.py", "--out 'train.py' cannot be used as a folder: ...", "name a folder ..."),
+    (
+        "report --out train.py runs/old/record.json",
+        "--out 'train.py' cannot be used as a folder: ...",
+        "name a folder ...",
+    ),
     (
         "report --json runs/old/record.json b.json",
-        "--json prints one record; 2 were named",
-        "type: mezzo report --json runs/old/record.json (and so for each of the others)",
+        "--json takes one record; 2 were given",
+        "type: mezzo report --json runs/old/record.json, and the same for each of the others",
     ),
     ("report runs/old", "runs/old is a folder", "type: mezzo report runs/old/record.json"),
     ("report runs", "runs is a folder", "type: mezzo report runs/old/record.json"),
@@ -302,9 +310,9 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: mezzo [OPTIONS] COMMAND" in " ".join(capsys.readouterr().out.split())
 
 
-# --- what stands behind the script -------------------------------------------------------------------------------------------
+# --- what comes after the script ---------------------------------------------------------------------------------------------
 
-BEHIND = [
+AFTER = [
     ("run plain.py --policy bf16", "import torch", "--policy bf16", "mezzo run --policy bf16 plain.py"),
     (
         "run plain.py --lr 1 --policy=bf16 -x",
@@ -327,8 +335,8 @@ BEHIND = [
 ]
 
 
-@pytest.mark.parametrize(("typed", "source", "words", "instead"), BEHIND)
-def test_an_option_of_ours_behind_the_script_is_said(
+@pytest.mark.parametrize(("typed", "source", "words", "instead"), AFTER)
+def test_an_option_of_ours_after_the_script_is_said(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -350,7 +358,7 @@ def test_an_option_of_ours_behind_the_script_is_said(
     cli.main(typed.split())
     name = "plain" if " -m plain" in typed else "plain.py"
     said = (
-        f"mezzo: {words} stands behind {name}, so it goes to the script, which does not mention it; for Mezzo, type: {instead}\n"
+        f"mezzo: {words} comes after {name}, so it is passed to the script, which does not mention it; to pass it to Mezzo, type: {instead}\n"
         if words
         else ""
     )

@@ -40,7 +40,7 @@ class MezzoError(Exception):
 
 
 class UsageError(MezzoError, ValueError):
-    """Report a command line that cannot be carried out, known before anything runs."""
+    """Report words of a command line that cannot be used."""
 
     exit_code = 2
 

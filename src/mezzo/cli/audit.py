@@ -57,7 +57,7 @@ def _numbers(steps: str) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*([1-9]\d*)\s*(?:-\s*([1-9]\d*)\s*)?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise UsageError(
-                f"--steps {steps!r} is no list of steps; allowed: numbers from 1, as 3 or 3,10 or 3-5",
+                f"--steps {steps!r} is not a list of steps; allowed: numbers from 1, as 3 or 3,10 or 3-5",
                 hint="type: --steps 3",
             )
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))

@@ -78,7 +78,7 @@ def compare(
             results.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
         if stop.heard:
             results.note(
-                f"stopped by {stop.name}; {len(runs)} of {len(requests)} runs had ended, their records are in {folder}"
+                f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; their records are in {folder}"
             )
         else:
             _check_baseline(runs, baseline, folder)
@@ -92,9 +92,7 @@ def _texts(policies: str) -> list[str]:
     named = [p.strip() for p in policies.split(",")]
     if not all(named):
         full = ",".join(filter(None, named)) or "fp32,bf16,fp16"
-        raise PolicyError(
-            f"--policies {policies!r} has an empty name among its policies", hint=f"type: --policies {full}"
-        )
+        raise PolicyError(f"--policies {policies!r} contains an empty policy name", hint=f"type: --policies {full}")
     return list(dict.fromkeys(p if p == AS_IS else str(Policy.of(p)) for p in named))
 
 

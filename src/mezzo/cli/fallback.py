@@ -61,7 +61,7 @@ def fallback(
         except Stopped as stopped:
             if stopped.record is None:
                 raise
-            results.note(f"{stopped}; what its runs showed is in {folder / 'runs'}")
+            results.note(f"{stopped}; the records of its runs are in {folder / 'runs'}")
             record = stopped.record
         if record.kind == "fallback" and record.verdict == "found":
             path = folder / "policy.toml"

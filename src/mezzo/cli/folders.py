@@ -1,4 +1,4 @@
-"""Where a command leaves its record and report: never on top of what another command, or a person, has left there."""
+"""Where a command writes its record and report: never over another command's, or over a person's own files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
                 continue
             (folder / _REPORT).unlink(missing_ok=True)
         if folder != out:
-            print(f"mezzo: {out} holds what another command left there; this one writes to {folder}", file=sys.stderr)
+            print(f"mezzo: {out} already holds other results; writing to {folder} instead", file=sys.stderr)
         return folder
     raise AssertionError  # there is always one more number
 
@@ -86,9 +86,9 @@ def _made(folder: Path, option: str = "--out") -> bool:
             return False
     except OSError as error:
         is_file = isinstance(error, (FileExistsError, NotADirectoryError))
-        why = "there is a file of that name" if is_file else f"it cannot be written to ({error.strerror})"
+        why = "it is a file" if is_file else f"it is not writable ({error.strerror})"
         raise UsageError(
-            f"{option} {str(folder)!r} cannot be a folder for results: {why}",
+            f"{option} {str(folder)!r} cannot be used as a folder: {why}",
             hint=f"name a folder that is new or your own, as {option} ~/mezzo-runs/first",
         ) from None
 

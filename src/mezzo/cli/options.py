@@ -137,7 +137,7 @@ def check_metric(pattern: str | None) -> None:
     except re.error as error:
         raise UsageError(
             f"--metric {pattern!r} is not a regular expression: {error}",
-            hint=f"put a backslash before brackets and dots that stand for themselves, and the number in a group, {example}",
+            hint=f"escape literal brackets and dots with a backslash, and put the number in a group, {example}",
         ) from None
     if groups == 0:
         raise UsageError(f"--metric {pattern!r} has no group", hint=f"put the number in brackets, {example}")

@@ -32,8 +32,8 @@ def report(
 
     if as_json and len(records) > 1:
         raise UsageError(
-            f"--json prints one record; {len(records)} were named",
-            hint=f"type: mezzo report --json {shlex.quote(str(records[0]))} (and so for each of the others)",
+            f"--json takes one record; {len(records)} were given",
+            hint=f"type: mezzo report --json {shlex.quote(str(records[0]))}, and the same for each of the others",
         )
     for path in records:
         _check(path)

@@ -39,7 +39,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def readers_may_go() -> Iterator[None]:
-    """Print inside, to nobody if nobody reads any more, as behind ``| head`` or in a terminal that was closed."""
+    """Ignore that nobody reads what is printed inside, as after ``| head`` or in a closed terminal."""
     try:
         yield
         sys.stdout.flush()
@@ -103,7 +103,7 @@ def note(text: str) -> None:
 def note_metric(record: RunRecord) -> None:
     """Say that a metric's pattern has matched nothing."""
     if record.metric is not None and not record.metric.values:
-        note(f"--metric {record.metric.pattern!r} matched no number in what {record.script} printed")
+        note(f"--metric {record.metric.pattern!r} matched nothing in the output of {record.script}")
 
 
 def _note_stand_in(record: AnyRecord) -> None:

@@ -1,4 +1,4 @@
-"""What takes the place of a package that a script imports and nobody can install any more: NVIDIA's Apex."""
+"""Stand-ins for packages that scripts import and nobody can install any more: NVIDIA's Apex."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
         alone = shlex.join(["python", "-m", _RUNS, *(["-m"] if target.module else []), target.name, *target.arguments])
         instead = target._replace(typed=_under_fp16(target)).instead(target.name, module=target.module)
         raise UsageError(
-            f"{target.name} imports apex, which is not installed, and its own precision cannot be recorded; "
-            "allowed: a policy, which apex.amp gives way to",
+            f"{target.name} imports apex, which is not installed; Mezzo can run it only under a policy that replaces apex.amp",
             hint=f"type: {instead}, or, without a record: {alone}",
         )
-    why = f"apex is not installed: {_RUNS} takes its place, and apex.amp gives way to the policy"
+    why = f"apex is not installed: {_RUNS} stands in for it, and the policy replaces apex.amp"
     return StandIn(module=_RUNS, options=(_WITHOUT_AMP,), reason=Reason(what="apex.amp", value="off", reason=why))
 
 
@@ -48,7 +47,7 @@ def note_for(error: str) -> str | None:
     """Return what to do about an Apex that is installed without the part that the script imports."""
     if re.match(r"(?:ModuleNotFoundError|ImportError): .*\bapex\b", error) is None:
         return None
-    return f"the script needs more of apex than is installed; python -m {_RUNS} SCRIPT runs it with Mezzo's own"
+    return f"the installed apex lacks what the script imports; to run it with Mezzo's, type: python -m {_RUNS} SCRIPT"
 
 
 def _under_fp16(target: Target) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is wrong with a command line, in two lines as every error of Mezzo: what was typed, and what to type."""
+"""Errors of the command line in two lines, as all errors of Mezzo: what was typed, and what to type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mezzo.cli.words import typed, value_after
 from mezzo.errors import UsageError, nearest
 
 _NEAR = 0.7
-"""How alike an option has to be for its command to be written out."""
+"""How similar an option has to be for the corrected command to be suggested."""
 
 _EXAMPLES = {"report": "runs/demo/record.json"}
 
@@ -24,7 +24,7 @@ def usage_error(error: Any) -> UsageError | None:
     if not message:
         return None
     path = " ".join(typed()[:2]) if context is None else context.command_path
-    hint = f"{path} --help says what it takes"
+    hint = f"{path} --help lists its options"
     if context is not None and message.startswith("No such command"):
         return _unknown_command(context)
     if context is not None and hasattr(error, "possibilities"):
@@ -45,7 +45,7 @@ def _unknown_command(context: Any) -> UsageError:
     place = next((n for n, word in enumerate(words) if n and not word.startswith("-")), 0)
     name = words[place]
     near = get_close_matches(name, commands, n=1, cutoff=0.5)
-    hint = "mezzo --help says what each is for"
+    hint = "mezzo --help describes each of them"
     if name.endswith((".py", ".ipynb")) or Path(name).is_file():
         hint = f"type: {shlex.join([*words[:place], 'run', *words[place:]])}"
     elif near:
@@ -59,7 +59,7 @@ def _unknown_option(name: str, context: Any) -> UsageError:
     options = _options(context.command)
     others = [other for other, command in context.parent.command.commands.items() if name in _options(command)]
     near = get_close_matches(name.strip("-"), [option.strip("-") for option in options], n=1, cutoff=_NEAR)
-    hint = f"{context.command_path} --help says what it takes; the script's own options stand behind the script"
+    hint = f"{context.command_path} --help lists its options; the script's own options go after the script"
     if others:
         hint = f"type: {shlex.join(['mezzo', others[0], *words[2:]])}"
     elif near:

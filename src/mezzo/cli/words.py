@@ -36,7 +36,7 @@ def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Ta
 
 
 def value_after(option: str) -> str:
-    """Return what stands behind an option, or nothing."""
+    """Return the word after an option, or nothing."""
     words = WORDS.get()
     for word, following in zip_longest(words, words[1:]):
         if word == option:
@@ -47,7 +47,7 @@ def value_after(option: str) -> str:
 
 
 def check_arguments(context: typer.Context, arguments: list[str] | None) -> list[str] | None:
-    """Say which arguments of the script look like options of the command, where the script does not seem to know them."""
+    """Point out arguments of the script that look like options of the command, unless the script mentions them."""
     name, module = context.params.get("target"), bool(context.params.get("as_module"))
     misplaced = list(_own_options(context, arguments or []))
     if not misplaced or name is None or context.resilient_parsing:
@@ -64,8 +64,8 @@ def check_arguments(context: typer.Context, arguments: list[str] | None) -> list
         rest = _without(list(target.arguments), unknown)
         command = target._replace(typed=[*target.typed, *moved], arguments=rest).instead(name, module=module)
         typer.echo(
-            f"mezzo: {' '.join(moved)} stands behind {name}, so it goes to the script, which does not mention it; "
-            f"for Mezzo, type: {command}",
+            f"mezzo: {' '.join(moved)} comes after {name}, so it is passed to the script, which does not mention it; "
+            f"to pass it to Mezzo, type: {command}",
             err=True,
         )
     return arguments

@@ -21,13 +21,13 @@ class EndedBySignal(SystemExit):
     def __init__(self, number: int) -> None:
         self.exit_code = 128 + (signal.SIGTERM if number == LAST_WORD else number)
         super().__init__(self.exit_code)
-        name = "a signal that it could not ignore" if number == LAST_WORD else signal.Signals(number).name
-        self.sentence = f"{name} stopped it"
+        name = "force: it had not reacted to the first signal" if number == LAST_WORD else signal.Signals(number).name
+        self.sentence = f"stopped by {name}"
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Raise inside what a signal asks for; a script's own handlers, and processes that it forks, hear signals as under python."""
+    """Turn signals into ``EndedBySignal``; a script's own handlers, and processes that it forks, behave as under python."""
     ours = [number for number in _AT_ONCE if signal.getsignal(number) is signal.SIG_DFL]
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -68,7 +68,7 @@ def _in_forks(forget: Callable[[], None], numbers: list[int]) -> None:
 
 @contextmanager
 def interrupts_kill() -> Iterator[None]:
-    """Let Ctrl-C end the process without a traceback inside, where none of the script's code has run."""
+    """Let Ctrl-C end the process silently while none of the script's code has run."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
@@ -81,7 +81,7 @@ def interrupts_kill() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hear no signal inside that would cost the record, and no Ctrl-C afterwards: what is left is python's own end."""
+    """Ignore signals while the record is written, and Ctrl-C from then on: only python's own exit is left."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *_AT_ONCE)}
     try:
         yield

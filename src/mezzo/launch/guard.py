@@ -118,7 +118,7 @@ class _Guard:
         """Whether the run is to end, and whether what it left behind was asked to."""
         self._kill_at: float | None = None
         self._told: int | None = None
-        """The process that was told to end, until it has had the last word."""
+        """The process that was told to end, until it has been sent ``LAST_WORD``."""
         self._wakes, wake = os.pipe()
         for end in (self._wakes, wake):
             os.set_blocking(end, False)
@@ -153,7 +153,7 @@ class _Guard:
         return bool(left)
 
     def _last_word(self) -> bool:
-        """Ask once more, by a signal that is not ignored, what is due to be killed; return whether that was done."""
+        """Send a run that is about to be killed a signal that it does not ignore; return whether there was one to send."""
         if self._told is None or LAST_WORD is None or self._status is not None:
             return False
         _send(self._told, LAST_WORD)

@@ -16,7 +16,7 @@ _GUARDS = hasattr(os, "fork")
 
 
 class Process(Protocol):
-    """Be a run's process to the command."""
+    """Describe a run's process as the command sees it."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code, negative for the signal that ended it.
@@ -73,7 +73,7 @@ class Guarded:
             self._process.send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def forget(self) -> None:
-        """Kill nothing any more on account of signals that were passed on: the process below has ended."""
+        """Cancel a kill that is due: the process that was signalled has ended."""
         self._tell("ended")
 
     def _tell(self, text: str) -> bool:

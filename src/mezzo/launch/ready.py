@@ -103,7 +103,7 @@ class Starter:
 
 
 class Forked:
-    """Be a forked run to the command, as ``Guarded`` is one that it started itself."""
+    """Stand for a forked run, as ``Guarded`` does for one in a process of its own."""
 
     def __init__(self, starter: Starter, process: Guarded, connection: socket.socket) -> None:
         self._starter, self._process, self._connection = starter, process, connection

@@ -17,7 +17,7 @@ AS_IS = "as-is"
 
 _IN = "@"
 _LONGEST = 100_000
-"""Linux takes words of 131072 bytes; a script may be given the names of thousands of files."""
+"""Linux allows 131072 bytes a word; a script may be given the names of thousands of files."""
 
 
 class StandIn(BaseModel):
@@ -58,7 +58,7 @@ class Request(BaseModel):
     """Whether the script's standard output goes to standard error, because ours is JSON."""
 
     def packed(self) -> str:
-        """Return the request as one word of a command: itself, or its file, where the system has no words so long."""
+        """Return the request as one command-line word: as JSON, or as the name of a file if it is too long for the system."""
         text = self.model_dump_json()
         if len(text) <= _LONGEST:
             return text
@@ -73,5 +73,5 @@ class Request(BaseModel):
 
     @property
     def file(self) -> Path:
-        """Return where a request lies that is too long for a word."""
+        """Return the file of a request that is too long for a word."""
         return Path(self.record_path).absolute().with_suffix(".request")

@@ -98,7 +98,7 @@ def _run(request: Request, output: Path | None, limit_s: float | None, stop: Sto
             stopped, returned = _wait(process, limit_s)
     request.file.unlink(missing_ok=True)
     if stop.heard:
-        return stop.exit_code, f"{stop.name} stopped it, and it ended before it could write a record"
+        return stop.exit_code, f"stopped by {stop.name} before it could write a record"
     if stopped:
         return 128 - returned, f"it was stopped after its limit of {limit_s:g} s"
     how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"

@@ -44,7 +44,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Hold what the command has been told."""
+    """Hold which signal has stopped the command, and the run to pass signals on to."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
@@ -120,7 +120,7 @@ def _patience_s(number: int) -> float:
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Hear signals inside; a context in a context is the same one."""
+    """Handle signals inside; a nested context is the outer one."""
     outer = _STOP.get()
     if outer is not None:
         yield outer

@@ -1,4 +1,4 @@
-"""Find out before anything runs whether there is a script to run, and say what to type where there is none. Imports no torch."""
+"""Check before anything runs that there is a script to run, and say what to type if there is none. Imports no torch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _check_module(target: Target) -> None:
         as_module = target.instead(dotted, module=True)
         there = Path(name).is_file()
         raise UsageError(
-            f"-m {name} is a file's name; allowed: a module's name, as python -m takes it",
+            f"-m {name} names a file; allowed: a module's name, as for python -m",
             hint=f"type: {target.instead(name) if there else as_module}",
         )
     spec = spec_of(name)
@@ -90,7 +90,7 @@ def _check_module(target: Target) -> None:
         inside = sorted(found.name for found in pkgutil.iter_modules(list(spec.submodule_search_locations)))
         raise UsageError(
             f"{name!r} is a package without a __main__, so it cannot be run",
-            hint=f"type one of its modules: {', '.join(f'-m {name}.{one}' for one in inside[:8]) or 'it has none'}",
+            hint=f"name one of its modules: {', '.join(f'-m {name}.{one}' for one in inside[:8]) or 'it has none'}",
         )
 
 
@@ -138,13 +138,13 @@ def _refuse_launchers(target: Target) -> None:
         module = rest[:1] == ["-m"]
         rest = rest[1:] if module else rest
         raise UsageError(
-            f"{target.name} is no script; Mezzo runs the script by python itself",
+            f"{target.name} is not a script; Mezzo starts Python itself",
             hint=f"type: {target.instead(*(rest[:1] or ['train.py']), module=module, arguments=rest[1:])}",
         )
     if name in _LAUNCHERS and not there:
         after = [*target.typed, *_script_among(target.arguments)]
         raise UsageError(
-            f"{target.name} is no script; it starts processes, and Mezzo runs in each of them",
+            f"{target.name} is not a script; it starts processes, and Mezzo runs inside each of them",
             hint=f"type: {_LAUNCHERS[name]} {shlex.join(after)}",
         )
 
@@ -199,7 +199,7 @@ def _refuse_shell_script(target: Target) -> None:
     named = re.search(r"[\w./-]+\.py\b", text)
     raise UsageError(
         f"{target.name} is a shell script; allowed: a Python file",
-        hint=f"type: {target.instead(named.group())} (the script that it names, with the arguments that it gives)"
+        hint=f"type: {target.instead(named.group())}, with the arguments that it is given there"
         if named
         else "pass the Python file that it starts, with its arguments",
     )
