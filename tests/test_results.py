@@ -264,6 +264,10 @@ def test_every_process_has_a_folder(out: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("RANK", "3")
     assert folder_of_rank(out, "train") == out / "rank3"
     assert folder_of_rank(None, "train").name.endswith("-train-rank3")
+    write_record(left_by("run", "--out", "out", "other.py"), out / "record.json")
+    assert folder_of_rank(out, "train") == out.with_name("out-2") / "rank3"
+    monkeypatch.setenv("RANK", "0")
+    assert folder_of_rank(out, "train") == out.with_name("out-2")
 
 
 def test_fallback_deletes_no_folder_that_it_did_not_make(

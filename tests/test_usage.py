@@ -358,7 +358,8 @@ def test_an_option_of_ours_after_the_script_is_said(
     cli.main(typed.split())
     name = "plain" if " -m plain" in typed else "plain.py"
     said = (
-        f"mezzo: {words} comes after {name}, so it is passed to the script, which does not mention it; to pass it to Mezzo, type: {instead}\n"
+        f"mezzo: {words} comes after {name}, so it is passed to the script, which does not mention it; "
+        f"to pass it to Mezzo, type: {instead}\n"
         if words
         else ""
     )

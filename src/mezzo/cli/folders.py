@@ -37,23 +37,26 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
         stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:60]
         return next(folder for folder in _numbered(Path("runs") / f"{stamp}-{plain}") if _made(folder))
-    for folder in _numbered(out):
-        if not _made(folder):
-            if not _is_own(folder, leaves):
-                continue
-            (folder / _REPORT).unlink(missing_ok=True)
-        if folder != out:
-            print(f"mezzo: {out} already holds other results; writing to {folder} instead", file=sys.stderr)
-        return folder
-    raise AssertionError  # there is always one more number
+    folder = _free(out, leaves)
+    _made(folder)
+    (folder / _REPORT).unlink(missing_ok=True)  # it shows the record that is about to be replaced
+    return folder
 
 
 def folder_of_rank(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Path:
-    """Return the folder for the records of this process of a distributed run: rank 0's, or one named after another rank."""
+    """Return the folder for the records of this process of a distributed run: rank 0's, or one in it named after another rank."""
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         return new_folder(out, name, leaves=leaves)
-    return new_folder(None if out is None else out / f"rank{rank}", f"{name}-rank{rank}", leaves=leaves)
+    inside = None if out is None else _free(out, leaves) / f"rank{rank}"  # all processes find the same one
+    return new_folder(inside, f"{name}-rank{rank}", leaves=leaves)
+
+
+def _free(out: Path, leaves: Sequence[str]) -> Path:
+    folder = next(folder for folder in _numbered(out) if not folder.is_dir() or _is_own(folder, leaves))
+    if folder != out:
+        print(f"mezzo: {out} already holds other results; writing to {folder} instead", file=sys.stderr)
+    return folder
 
 
 def check_folder(folder: Path | None, option: str) -> None:
