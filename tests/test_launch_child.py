@@ -334,7 +334,8 @@ def test_a_process_that_the_script_forks_dies_as_under_python(tmp_path: Path) ->
     ended = run_text(
         tmp_path,
         """
-        import os, signal, time
+        import os, signal, time, warnings
+        warnings.simplefilter("ignore")  # of a fork in a process with threads, as this one's tests may have
         train()
         number = os.fork()
         if number == 0:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -242,14 +243,29 @@ def test_no_module_of_the_guards_folder_hides_one_of_pythons() -> None:
 # --- in a terminal -----------------------------------------------------------------------------------------------------------
 
 
+SHELL = """
+import fcntl, os, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
+"""
+
+
 class Terminal:
     """Be a person at a shell."""
 
     def __init__(self, folder: Path) -> None:
-        self.number, self._end = pty.fork()
-        if self.number == 0:
-            os.chdir(folder)
-            os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], {**os.environ, "PS1": "$ ", "TERM": "dumb"})
+        self._end, theirs = pty.openpty()
+        variables = {**os.environ, "PS1": "$ ", "TERM": "dumb"}
+        self._shell = subprocess.Popen(
+            [sys.executable, "-c", SHELL],
+            cwd=folder,
+            env=variables,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
         self._text = ""
 
     def type(self, text: str) -> None:
@@ -269,8 +285,10 @@ class Terminal:
 
     def close(self) -> None:
         os.close(self._end)
-        os.kill(self.number, signal.SIGKILL)
-        os.waitpid(self.number, 0)
+        self._shell.wait(LONGEST_S)
+
+
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 
 
 @pytest.fixture
@@ -291,6 +309,7 @@ COUNTS = """
 """
 
 
+@needs_bash
 @pytest.mark.parametrize("stdin", ["", " < /dev/null"], ids=["from the terminal", "from a file"])
 def test_ctrl_c_is_heard_once(tmp_path: Path, terminal: Terminal, stdin: str) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(COUNTS))
@@ -301,6 +320,7 @@ def test_ctrl_c_is_heard_once(tmp_path: Path, terminal: Terminal, stdin: str) ->
     assert terminal.read(r"returned (.*)") == "0 exit code 130"
 
 
+@needs_bash
 def test_a_signal_to_the_command_alone_reaches_the_run_in_a_terminal_too(tmp_path: Path, terminal: Terminal) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(COUNTS))
     terminal.type(f"{sys.executable} command.py script.py & echo number=$!.\n")
@@ -310,6 +330,7 @@ def test_a_signal_to_the_command_alone_reaches_the_run_in_a_terminal_too(tmp_pat
     assert terminal.read(r"heard (\d+) times") == "1"
 
 
+@needs_bash
 def test_ctrl_z_and_fg_and_standard_input(tmp_path: Path, terminal: Terminal) -> None:
     script = "print('ask', 'ing', sep='', flush=True)\nprint('read', sys.stdin.readline(), flush=True)\n"
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT) + script)
@@ -323,6 +344,7 @@ def test_ctrl_z_and_fg_and_standard_input(tmp_path: Path, terminal: Terminal) ->
     assert terminal.read(r"returned (.*)") == "0 exit code 0"
 
 
+@needs_bash
 def test_a_terminal_that_is_closed_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "command.py").write_text(COMMAND)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT) + GENTLE + textwrap.dedent(FAMILY))

@@ -127,8 +127,12 @@ class _Guard:
             signal.signal(number, signal.SIG_IGN)
         for number in (*PASSED_ON, signal.SIGCHLD):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for it
-                signal.signal(number, lambda number, _: self._heard.add(number))
+                signal.signal(number, self._hear)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*PASSED_ON, *_JOB_CONTROL, signal.SIGCHLD})
+
+    def _hear(self, number: int, frame: object) -> None:
+        self._heard.add(number)
+        self._stopped |= number in STOPPING  # the run has heard it, too, and may end before the command says a word
 
     def watch(self) -> int:
         """Return the child's wait status when it has ended, and, after a stop, all that it had started."""
@@ -209,6 +213,7 @@ class _Guard:
                     return
                 if process == self._child:
                     self._status = status
+                    self._stopped |= os.WIFSIGNALED(status) and os.WTERMSIG(status) in STOPPING
 
 
 def kill_all() -> None:
