@@ -203,7 +203,8 @@ def test_what_a_run_has_started_ends_with_it(tmp_path: Path, number: signal.Sign
         until(lambda: not any(map(runs, family)), f"the ends of {family}")
 
 
-def test_the_run_ends_with_its_guard(tmp_path: Path) -> None:
+def test_the_run_ends_with_its_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT) + WAITS)
     process = Guarded([sys.executable, str(tmp_path / "script.py")], stdout=None, stderr=None)
     monitored = process._process
