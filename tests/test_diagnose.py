@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def test_the_command_finds_a_fault_in_three_runs(tmp_path: Path, capfd: pytest.C
     assert [p.watched for p in record.passes] == [[1, 2, 4], [7], [7]]
     assert record.run.script == FAULTS
     assert {p.name for p in tmp_path.iterdir()} >= {"record.json", "report.html", "pass2.log", "pass3.log"}
-    shown = capfd.readouterr().err
+    shown = capfd.readouterr().out
     assert "invalid operation in step 7, forward pass of 1" in shown
     assert "y = torch.log(x.clamp_min(1e-6))" in shown
 
@@ -104,9 +105,9 @@ def test_a_run_that_ends_by_itself_is_never_called_healthy(
     assert isinstance(record, DiagnoseRecord)
     assert (record.verdict, record.located, len(record.run.steps)) == ("unfinished", False, steps)
     assert sentence in record.detail
-    shown = capfd.readouterr().err
-    assert "no verdict" in shown
-    assert "healthy" not in shown
+    shown = capfd.readouterr()
+    assert "no verdict" in shown.out
+    assert "healthy" not in shown.out + shown.err
     assert len(record.passes) == 1  # the step that raised was inspected
 
 
@@ -235,16 +236,16 @@ def test_nothing_is_run_again_after_an_interruption(tmp_path: Path) -> None:
 
     def child(asked: Request, **_: Any) -> DiagnoseRecord:
         ran.append(asked.policy)
-        record = found().model_copy(update={"verdict": "range_overflow", "pattern": "1"})
-        code = 0 if len(ran) == 1 else 130
-        return record.model_copy(update={"run": record.run.model_copy(update={"exit_code": code})})
+        if len(ran) > 1:
+            signal.raise_signal(signal.SIGINT)
+        return found().model_copy(update={"verdict": "range_overflow", "pattern": "1"})
 
     request = Request(
         target="x", kind="script", policy="fp16", record_path=str(tmp_path / "record.json"), command=("mezzo",)
     )
     record = diagnose_script(request, steps=5, child=child)
     assert isinstance(record, DiagnoseRecord)
-    assert [p.outcome for p in record.passes][1:] == ["interrupted"]
+    assert [p.outcome for p in record.passes][1:] == ["stopped by SIGINT"]
     assert (record.located, record.fix_tried, record.fix_note) == (True, False, "not tried: the search was interrupted")
 
 

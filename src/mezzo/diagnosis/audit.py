@@ -92,7 +92,6 @@ class Audit(Diagnosis):
         """Return what was seen."""
         names = Names([*self.run.roots, *self._roots])
         steps = [understand(trace, names, self._weights) for trace in self._traces[: len(self.watched)]]
-        casting = self.run.main_casting
         audited = audit_record(
             run,
             self.watched,
@@ -104,7 +103,7 @@ class Audit(Diagnosis):
             forced_eager=self.forced_eager,
         )
         formats = {"flops_by_format": audited.flops_by_format, "counted_on_step": next(iter(self.watched), None)}
-        emulated = casting is not None and casting.emulates and lowered(audited.flops_by_format)
+        emulated = self.run.emulates and lowered(audited.flops_by_format)
         effective = run.effective.model_copy(update={**formats, "emulated": emulated})
         return audited.model_copy(update={"run": run.model_copy(update={"effective": effective})})
 

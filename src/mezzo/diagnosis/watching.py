@@ -69,6 +69,11 @@ class Running(Protocol):
         """Return the casting on the device that the script trains on; None where nothing is cast."""
         ...
 
+    @property
+    def emulates(self) -> bool:
+        """Return whether the policy's formats are emulated on that device."""
+        ...
+
 
 class Watched(SystemExit):
     """End a script whose last watched step is over; code 0, and silent in a thread."""

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from mezzo.diagnosis.blame import Fault
     from mezzo.diagnosis.sources import Source
 
-INTERRUPTED = 130
-"""The exit code of a script that Ctrl-C ended."""
+INTERRUPTED = (129, 130, 143)
+"""Exit codes of a script that SIGHUP, Ctrl-C or SIGTERM ended."""
 _FIRST_STEPS = 6
 
 
@@ -89,8 +89,8 @@ def unfinished(run: RunRecord) -> str:
     """Return how a run ended that can be given no verdict."""
     count = len(run.steps)
     when = "before its first training step" if not count else f"after {count} training step{'s' if count > 1 else ''}"
-    how = "was interrupted" if run.exit_code == INTERRUPTED else "ended"
-    cause = f": {run.error.splitlines()[0]}" if run.error and run.exit_code != INTERRUPTED else ""
+    how = "was interrupted" if run.exit_code in INTERRUPTED else "ended"
+    cause = f": {run.error.splitlines()[0]}" if run.error and run.exit_code not in INTERRUPTED else ""
     nothing = ". No fault was seen until then" if count else ""
     return f"the script {how} {when}, with exit code {run.exit_code}{cause}{nothing}"
 

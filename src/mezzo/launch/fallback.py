@@ -26,6 +26,7 @@ from mezzo.diagnosis.settings import FallbackSettings
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
+from mezzo.launch.stopping import stoppable
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, RunRecord
 
@@ -143,7 +144,9 @@ class _Children:
                 "record_path": str(self._folder / f"{settings.name}.record.json"),
             }
         )
-        run = run_child(request, output=output)
+        with stoppable() as stop:
+            run = run_child(request, output=output)
+            stop.check(run)
         where = f"what it printed is in {output}"
         return _checked(_read(settings), run, where=where, role=settings.role), run
 

@@ -23,6 +23,7 @@ from mezzo.diagnosis.trend import trend_of
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.runner import diagnose_child
+from mezzo.launch.stopping import Stop, Stopped, stoppable
 from mezzo.launch.trying import Trials, inspected
 from mezzo.records import AnyRecord, DiagnoseRecord, Pass, Reason, RunRecord
 
@@ -32,14 +33,7 @@ _RAISED = (1, ScaleFloorError.exit_code, NonFiniteLossError.exit_code)
 _SEVERAL = "several processes would have to meet a second time"
 _STRAYS = "the script goes another way each time"
 
-INTERRUPTED = "interrupted"
-"""The outcome of a run that Ctrl-C ended: none follows it."""
-
 Child = Callable[..., AnyRecord]
-
-
-class _Stopped(Exception):
-    """End the runs: a person did."""
 
 
 def diagnose_script(request: Request, *, steps: int, child: Child = diagnose_child) -> DiagnoseRecord | RunRecord:
@@ -50,14 +44,15 @@ def diagnose_script(request: Request, *, steps: int, child: Child = diagnose_chi
         steps: how many training steps to watch at most.
         child: runs a request; returns its record.
     """
-    return _Passes(request, steps, child).diagnose()
+    with stoppable() as stop:
+        return _Passes(request, steps, child, stop).diagnose()
 
 
 class _Passes:
     """Run one script several times."""
 
-    def __init__(self, request: Request, steps: int, child: Child) -> None:
-        self._request, self._steps, self._child = request, steps, child
+    def __init__(self, request: Request, steps: int, child: Child, stop: Stop) -> None:
+        self._request, self._steps, self._child, self._stop = request, steps, child, stop
         self._passes: list[Pass] = []
         self._repeats = True
         """Whether the script, as far as is known, does the same each time."""
@@ -70,11 +65,9 @@ class _Passes:
             assert isinstance(first, RunRecord)
             return first
         self._say(_seen(first))
-        if alone and first.run.exit_code != words.INTERRUPTED:
-            found = self._again(first)
-        else:
-            found = fixes.offered(first, untried=_SEVERAL) if first.located else first
-        return _whole(found, first, self._passes)
+        if not alone:
+            return _whole(fixes.offered(first, untried=_SEVERAL) if first.located else first, first, self._passes)
+        return _whole(self._again(first), first, self._passes)
 
     def _again(self, first: DiagnoseRecord) -> DiagnoseRecord:
         """Run the script as often as is needed beyond the first time; return what is known by then."""
@@ -83,7 +76,7 @@ class _Passes:
             found = self._located(first)
             found = self._confirmed(found).model_copy(update={"run": first.run})
             return self._fixed(found, first)
-        except _Stopped:
+        except Stopped:
             return fixes.offered(found, untried="the search was interrupted") if found.located else found
 
     def _located(self, first: DiagnoseRecord) -> DiagnoseRecord:
@@ -172,6 +165,8 @@ class _Passes:
     def _run(self, settings: DiagnoseSettings, why: str, *, policy: str | None = None) -> AnyRecord:
         """Run the script; what it prints from the second time on goes to a file beside the record."""
         number = len(self._passes) + 1
+        if number > 1:
+            self._stop.check()
         policy = policy or self._request.policy
         path = Path(self._request.record_path)
         output = None if number == 1 else path.with_name(f"pass{number}.log")
@@ -180,13 +175,12 @@ class _Passes:
             update |= {"output_to_stderr": False, "record_path": str(path.with_name(f"pass{number}.json"))}
         self._passes.append(Pass(policy=policy, reason=why))
         record = self._child(self._request.model_copy(update=update), output=output)
+        if number > 1 and self._stop.heard:
+            self._say(f"stopped by {self._stop.name}")
+            self._stop.check()
         if isinstance(record, DiagnoseRecord):
             seen = record.passes[0]
             self._passes[-1] = seen.model_copy(update={"reason": why})
-        run = record.run if isinstance(record, DiagnoseRecord) else record
-        if number > 1 and isinstance(run, RunRecord) and run.exit_code == words.INTERRUPTED:
-            self._say(INTERRUPTED)
-            raise _Stopped
         return record
 
     def _say(self, outcome: str) -> None:

@@ -18,7 +18,7 @@ from mezzo.engine import conversion, fp8layers
 from mezzo.engine.casting import Casting
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.scaling import NoScale, Scale, scale_for
-from mezzo.errors import PolicyError, ScaleFloorError
+from mezzo.errors import PolicyError, ScaleFloorError, UnsupportedFormatError
 from mezzo.measure.steps import StepRecorder
 from mezzo.policy import Policy
 from mezzo.records import Reason
@@ -103,6 +103,15 @@ class Run:
     def main_casting(self) -> Casting | None:
         """Return the casting on the device that the script trains on."""
         return None if self.device_type is None else self.casting(self.device_type)
+
+    @property
+    def emulates(self) -> bool:
+        """Return whether the policy's formats are emulated; False where the device cannot do what the policy asks for at all."""
+        try:
+            casting = self.main_casting
+        except UnsupportedFormatError:  # the error that the script's first region has ended with
+            return False
+        return casting is not None and casting.emulates
 
     def meet(self, module: nn.Module, args: Any) -> str:
         """Take note of a module called from outside any module; return the device type it runs on."""

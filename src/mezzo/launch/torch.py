@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 
 from mezzo.diagnosis.settings import AnySettings
 from mezzo.diagnosis.watching import Diagnosis, Watched
+from mezzo.errors import UnsupportedFormatError
 from mezzo.launch.backward import BackwardPasses
 from mezzo.launch.diagnosis import diagnosis_for
 from mezzo.launch.forward import Regions
@@ -115,7 +116,12 @@ class TorchTraining:
 
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
-        choices = [] if self._run.policy is None else self._run.policy.explain(self._device)
+        if self._run.policy is None:
+            return []
+        try:
+            choices = self._run.policy.explain(self._device)
+        except UnsupportedFormatError as error:  # the run has ended with it, and its record says so
+            return [Reason(what="arithmetic", value="impossible here", reason=error.message)]
         return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
 
     def environment(self) -> Environment:

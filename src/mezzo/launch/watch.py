@@ -100,10 +100,9 @@ class CloseLook:
             share = f"{self._outside_region / sum(self._by_format.values()):.0%} of FLOPs and their backward pass"
             why = "forward code outside any module: only modules, autocast regions and compiled functions are switched"
             self._run.leave("FP32 code", share, why)
-        casting = self._run.main_casting
         return Effective(
             flops_by_format=self._by_format,
-            emulated=casting is not None and casting.emulates and (lowered(self._by_format) or not self._by_format),
+            emulated=self._run.emulates and (lowered(self._by_format) or not self._by_format),
             counted_on_step=self._watched if self._by_format else None,
             left_alone=list(self._run.left_alone.values()),
         )

@@ -88,7 +88,7 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
         notes=[*_skips(record), *sheets.facts(record.notes)],
         normal=_NORMAL if record.num_skipped else "",
         environment=sheets.environment_facts(record.run.environment),
-        command=sheets.command_text(record.run.command),
+        command=sheets.command_text(record.run.command, record.run.environment),
     )
 
 

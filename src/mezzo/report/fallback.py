@@ -75,7 +75,7 @@ def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
         ignored=sheets.facts(record.ignored),
         notes=sheets.facts(record.notes),
         environment=sheets.environment_facts(record.run.environment),
-        command=sheets.command_text(record.run.command),
+        command=sheets.command_text(record.run.command, record.run.environment),
     )
 
 

@@ -141,7 +141,7 @@ def run_sheet(record: RunRecord) -> RunSheet:
         shares_note=shares_note(record),
         left_alone=facts(record.effective.left_alone),
         environment=environment_facts(record.environment, framework=record.framework),
-        command=command_text(record.command),
+        command=command_text(record.command, record.environment),
     )
 
 
@@ -249,9 +249,10 @@ def final_loss_text(record: RunRecord) -> str:
     return fmt.number_text(record.steps.loss[-1] if record.steps.loss else None)
 
 
-def command_text(command: Sequence[str]) -> str:
-    """Return a command as a shell takes it."""
-    return shlex.join([fmt.clean(part) for part in command])
+def command_text(command: Sequence[str], environment: Environment) -> str:
+    """Return a command as a shell takes it, the environment variables that matter before it."""
+    variables = [f"{fmt.clean(name)}={shlex.quote(fmt.clean(value))}" for name, value in environment.variables.items()]
+    return " ".join([*variables, shlex.join([fmt.clean(part) for part in command])])
 
 
 def median_ms(times_ms: Sequence[float]) -> float | None:

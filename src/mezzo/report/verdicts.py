@@ -108,7 +108,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         runs=[sheets.run_line(run) for run in record.runs],
         explanations=_explanations(record),
         environment=sheets.environment_facts(record.environment, framework=framework_of(record)),
-        command=sheets.command_text(record.command),
+        command=sheets.command_text(record.command, record.environment),
     )
 
 
