@@ -75,12 +75,12 @@ class MetricKind:
         share, why = self.scale.nearest(margin, at=float(np.mean(places))), ""
         if grid.num_examples is not None and grid.num_examples**-0.5 > share:
             share, why = grid.num_examples**-0.5, f"the sampling error of {grid.num_examples} examples"
-        spread = max(spread_of(places) - grid.on(self.scale, [theirs for _, theirs in known]), 0.0)
+        step = grid.on(self.scale, [theirs for _, theirs in known])
         return Quantity(
             name=self.name,
             pairs=known,
             scale=self.scale,
-            margin=Margin(share=share, why=why, spread=spread),
+            margin=Margin(share=share, why=why, spread=spread_of(places), step=step),
             grid=grid,
             is_metric=True,
         )

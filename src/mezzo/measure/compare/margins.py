@@ -54,31 +54,25 @@ class Margin:
     """Where that comes from, in words."""
     spread: float = 0.0
     """The median distance between two of the baseline's runs, as estimated."""
+    step: float = 0.0
+    """The step in which values come: what it may have added to the spread, or hidden of it."""
 
-    def surely(self, num_seeds: int) -> float:
-        """Return the margin that holds with confidence: differences inside it are equivalent."""
-        return float(surely(self.share, np.asarray(self.spread), num_seeds))
+    def surely(self, num_seeds: int, spread: Array | None = None) -> Array:
+        """Return the margin that holds with confidence, inside which differences are equivalent; of other spreads where given."""
+        known = np.maximum(np.asarray(self.spread if spread is None else spread) - self.step, 0.0)
+        otherwise = 1.0 + 2.2 / math.sqrt(num_seeds) + 5.4 / num_seeds
+        return np.maximum(self.share, known / _OVERESTIMATED.get(num_seeds, otherwise))
 
-    def at_most(self, num_seeds: int, *, error: float) -> float:
-        """Return the largest margin that the spread leaves possible: differences beyond it are different."""
-        return float(at_most(self.share, np.asarray(self.spread), num_seeds, error=error))
+    def at_most(self, num_seeds: int, spread: Array | None = None, *, error: float) -> Array:
+        """Return the largest margin that the spread leaves possible but for ``error``, beyond which differences are different."""
+        possible = np.asarray(self.spread if spread is None else spread) + self.step
+        return np.maximum(self.share, possible / spread_errors(np.asarray(error), num_seeds))
 
 
 def spread_of(places: Array) -> float:
     """Return the median distance between two of ``places``; 0 for a single one."""
     first, second = np.triu_indices(len(places), 1)
     return float(np.median(np.abs(places[first] - places[second]))) if len(places) > 1 else 0.0
-
-
-def surely(share: float, spread: Array, num_seeds: int) -> Array:
-    """Return ``Margin.surely`` for many estimates of the spread at once."""
-    otherwise = 1.0 + 2.2 / math.sqrt(num_seeds) + 5.4 / num_seeds
-    return np.maximum(share, spread / _OVERESTIMATED.get(num_seeds, otherwise))
-
-
-def at_most(share: float, spread: Array, num_seeds: int, *, error: float) -> Array:
-    """Return ``Margin.at_most`` for many estimates of the spread at once."""
-    return np.maximum(share, spread / spread_errors(np.asarray(error), num_seeds))
 
 
 def spread_errors(quantiles: Array, num_seeds: int) -> Array:

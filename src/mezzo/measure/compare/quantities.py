@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from mezzo.measure.compare.kinds import Grid
-from mezzo.measure.compare.margins import Margin, at_most, surely
+from mezzo.measure.compare.margins import Margin
 from mezzo.measure.compare.scales import Array, Scale
 from mezzo.records import Difference
 
@@ -107,14 +107,14 @@ class Quantity:
 
     def inside(self, seen: Seen, num_pairs: int) -> Flags:
         """Return ``is_inside`` for other samples of ``num_pairs`` pairs."""
-        margin = surely(self.margin.share, seen.spread, num_pairs)
+        margin = self.margin.surely(num_pairs, seen.spread)
         shown: Flags = np.abs(seen.mean) + self._half(seen, num_pairs, error=INSIDE_ERROR) <= margin
         return shown
 
     def beyond(self, seen: Seen, num_pairs: int, *, num_quantities: int) -> Flags:
         """Return ``is_beyond`` for other samples of ``num_pairs`` pairs."""
         error = BEYOND_ERROR / num_quantities
-        margin = at_most(self.margin.share, seen.spread, num_pairs, error=error)
+        margin = self.margin.at_most(num_pairs, seen.spread, error=error)
         shown: Flags = np.abs(seen.mean) - self._half(seen, num_pairs, error=error) > margin
         return shown
 
@@ -152,7 +152,7 @@ class Quantity:
             difference=self.natural(float(self.seen.mean)),
             low=self.natural(low),
             high=self.natural(high),
-            margin=self.natural_margin(self.margin.surely(len(self)) if len(self) > 1 else self.margin.share),
+            margin=self.natural_margin(float(self.margin.surely(len(self))) if len(self) > 1 else self.margin.share),
         )
 
 

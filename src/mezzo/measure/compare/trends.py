@@ -8,9 +8,9 @@ baseline's training took off, where that is beyond doubt, and in units of that:
 ``stopped learning``  the loss took off less than a fifth of what the baseline's did, over the whole training or over its second
                       half; or the run ended in skipped updates only.
 
-The baseline's fall is beyond doubt where it is many times the spread of single losses in the second half of its runs, or where a
-t-test over its seeds shows it at 0.2%: seeds are independent even where successive losses are not. Where the baseline shows no such
-fall (fine-tuning, a GAN, reinforcement learning), only a loss that leaves all that the baseline showed by ten times its spread, and by half
+The baseline's fall is beyond doubt where it is many times the spread of its levels in the second half of training, or where a t-test over
+its seeds shows it at 0.1%: seeds are independent even where successive losses are not. Where the baseline shows no such fall
+(fine-tuning, a GAN, reinforcement learning), only a loss that rises above all that the baseline showed, by ten times its spread and half
 of its size, counts as diverged. ``python -m benchmarks verdicts`` simulates all of it.
 
 A loss that is not finite at the end is divergence whatever the baseline did.
@@ -32,8 +32,10 @@ from mezzo.measure.compare.series import final, mean, tenth
 from mezzo.measure.compare.words import short
 
 _RISE, _GIVEN_BACK, _LEARNED = 0.1, 0.5, 0.2
-_CHANCE = 0.002
-_TIMES_SPREAD, _TIMES_SPREAD_ALONE = 6.0, 10.0
+_CHANCE = 0.001
+_TIMES_SPREAD, _TIMES_SPREAD_ABOUT_TREND = 25.0, 60.0
+"""For one run; less for the mean of several. Noise that keeps 99.9% of itself from step to step passes in one case of a thousand."""
+_TIMES_SPREAD_BEYOND = 10.0
 _LEAST_FALL = 1e-4
 """Of the loss: a smaller one can be rounding."""
 _BLOCKS = 10
@@ -61,6 +63,9 @@ class Course:
         blocks = min(_BLOCKS, len(losses))
         edges = [round(i * len(losses) / max(blocks, 1)) for i in range(blocks + 1)]
         self.blocks = [level for a, b in pairwise(edges) if math.isfinite(level := mean(losses[a:b]))]
+        starts = range(half, len(losses) - num + 1, num)
+        self.late = [level for a in starts if math.isfinite(level := mean(losses[a : a + num]))]
+        """The levels of the second half."""
 
     def fall(self, window: Window = "whole") -> float:
         """Return by how much the loss fell."""
@@ -114,23 +119,31 @@ class Learning:
         return statistics.fmean(falls) > t * statistics.stdev(falls) / math.sqrt(len(falls))
 
     def _needed_by_spread(self) -> float:
-        """Return the fall that the spread of single losses, in the second half of each run, cannot make."""
-        halves = [[loss for loss in c.losses[len(c.losses) // 2 :] if math.isfinite(loss)] for c in self.courses]
-        known = [half for half in halves if len(half) > 1]
-        freedom = sum(len(half) - 1 for half in known)
-        if not freedom:
+        """Return the fall that the spread of levels in the second half of each run cannot make, about their mean or their own trend."""
+        spreads = [spreads_of(course.late) for course in self.courses if len(course.late) > 2]
+        if not spreads:
             return math.inf
-        deviation = math.sqrt(sum(float(np.var(half, ddof=1)) for half in known) / len(known))
-        times = _TIMES_SPREAD if len(known) > 1 else _TIMES_SPREAD_ALONE
-        return deviation * max(times, math.sqrt(2.0) * float(stats.t.ppf(1.0 - _CHANCE / 2.0, freedom)))
+        about_mean, about_trend = (math.sqrt(mean(s**2 for s in column)) for column in zip(*spreads, strict=True))
+        num = len(spreads)
+        needed: float = min(_TIMES_SPREAD / num**0.8 * about_mean, _TIMES_SPREAD_ABOUT_TREND / num * about_trend)
+        return needed
 
-    def ceiling(self) -> float:
-        """Return the level above which a loss has left all that the baseline showed."""
-        blocks = [level for course in self.courses for level in course.blocks]
-        if len(blocks) < 2:
-            return math.inf
-        top = max(blocks)
-        return top + 10.0 * statistics.stdev(blocks) + 0.5 * abs(top)
+    def is_left_by(self, course: Course) -> bool:
+        """Return whether a loss rose far above all that the baseline showed, by ten times its spread and half of its size."""
+        levels = [level for known in self.courses for level in known.blocks]
+        if len(levels) < 2:
+            return False
+        top = max(levels)
+        far = _TIMES_SPREAD_BEYOND * statistics.stdev(levels) + 0.5 * abs(top)
+        return course.end > top + far and course.end - course.start > far
+
+
+def spreads_of(levels: Sequence[float]) -> tuple[float, float]:
+    """Return the standard deviation of three or more levels about their mean, and about a straight line."""
+    values, places = np.asarray(levels), np.arange(len(levels)) - (len(levels) - 1) / 2.0
+    centred = values - values.mean()
+    rest = centred - places * (places @ centred) / (places @ places)
+    return float(np.std(centred, ddof=1)), float(np.sqrt(rest @ rest / (len(levels) - 2)))
 
 
 def not_finite(losses: Sequence[float], *, name: str) -> str | None:
@@ -157,7 +170,7 @@ def way_of(course: Course, partner: Course, learning: Learning, *, name: str, ba
     if not math.isfinite(course.fall()) or not math.isfinite(partner.fall()):
         return None
     theirs = f"where {baseline}'s fell from {short(partner.start)} to {short(partner.end)}"
-    if course is not partner and course.end > learning.ceiling() and course.end > course.start:
+    if learning.is_left_by(course):
         text = f"the {name} ended at {short(course.end)}, far above all of {baseline}'s"
         return Way(verdict="diverged", text=text)
     if fall is None or partner.fall() < 0.5 * fall:

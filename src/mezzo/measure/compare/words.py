@@ -49,7 +49,8 @@ def sentence(quantity: Quantity, *, num_quantities: int, baseline: str) -> str:
     if quantity.is_beyond(num_quantities=num_quantities):
         return f"{text}, beyond the margin of {margin}"
     if nearest > d.margin and quantity.margin.spread:
-        most = quantity.natural_margin(quantity.margin.at_most(len(quantity), error=BEYOND_ERROR / num_quantities))
+        error = BEYOND_ERROR / num_quantities
+        most = quantity.natural_margin(float(quantity.margin.at_most(len(quantity), error=error)))
         return f"{text}, beyond {margin}, but {baseline}'s own seeds may lie {size(quantity, most)} apart"
     return f"{text}, partly beyond the margin of {margin}"
 
