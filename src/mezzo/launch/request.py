@@ -34,5 +34,7 @@ class Request(BaseModel):
     """What the person typed, for the record."""
     diagnosis: AnySettings | None = None
     """What to watch for; the record is then of that kind. None: train and take down the steps."""
+    compared_since_s: float | None = None
+    """Unix time at which the comparison began that the run is part of, to note what it reads of other runs; None: it is part of none."""
     output_to_stderr: bool = False
     """Whether the script's standard output goes to standard error, because ours is JSON."""

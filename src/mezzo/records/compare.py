@@ -66,7 +66,7 @@ class Row(Value):
     verdict: Verdict
     reason: str
     seeds_needed: int | None = None
-    """For an undecided row: the number of seeds that would decide in four cases of five, given what was seen."""
+    """For an undecided row: the number of seeds that would decide, in four cases of five or more; None where it is above 1000."""
 
 
 class CompareRecord(Value):

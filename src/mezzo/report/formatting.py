@@ -10,6 +10,8 @@ import unicodedata
 from collections.abc import Callable, Sequence
 
 MISSING = "-"
+UNKNOWN = "unknown"
+"""In place of a size that was not measured."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LARGEST_PLAIN_EXPONENT = 16  # 65536 is read at a glance, 16777216 is not
 
@@ -88,7 +90,7 @@ def three_digits(value: float) -> str:
 def bytes_text(num_bytes: int | None) -> str:
     """Return a size in the largest binary unit that keeps it at 1 or above."""
     if num_bytes is None:
-        return MISSING
+        return UNKNOWN
     value, exponent = byte_scale(num_bytes)
     unit = _BYTE_UNITS[exponent]
     return f"{num_bytes} B" if exponent == 0 else f"{three_digits(value)} {unit}"

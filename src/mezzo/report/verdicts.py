@@ -141,7 +141,7 @@ def _headline(record: CompareRecord) -> tuple[str, str]:
         shared = record.shared_files[0]
         return (
             "The runs are not independent, so no verdict holds.",
-            f"The run under {fmt.clean(shared.read_by)} read {fmt.clean(shared.path)}, which the run under "
+            f"The run of {fmt.clean(shared.read_by)} read {fmt.clean(shared.path)}, which the run of "
             f"{fmt.clean(shared.written_by)} had written. Give each run a path of its own: {{run}} in the script's arguments "
             "becomes the run's name, as in --output_dir out/{run}.",
         )
@@ -152,7 +152,7 @@ def _headline(record: CompareRecord) -> tuple[str, str]:
         _named(others, "different", f"to another result than {baseline}", one="trains", many="train"),
         _named(others, "diverged", "", one="diverged", many="diverged"),
         _named(others, "stopped_learning", "", one="stopped learning", many="stopped learning"),
-        _named(others, "failed", "", one="failed", many="failed"),
+        *(f"{fmt.clean(row.policy)} failed{_in_how_many(row)}." for row in others if row.verdict == "failed"),
         _named(others, "undecided", "", one="is undecided", many="are undecided"),
     ]
     return lead, " ".join(sentence for sentence in rest if sentence)
@@ -163,6 +163,10 @@ def _named(rows: Sequence[Row], verdict: str, tail: str, *, one: str, many: str)
     if not names:
         return ""
     return f"{fmt.listed(names)} {one if len(names) == 1 else many} {tail}".strip() + "."
+
+
+def _in_how_many(row: Row) -> str:
+    return f" in {row.num_failed} of {fmt.plural(row.num_runs, 'run')}" if row.num_failed < row.num_runs else ""
 
 
 def _equal_sentence(rows: Sequence[Row], baseline: str) -> str:

@@ -201,7 +201,7 @@ class TensorFlowBackend:
             self._run.flops = self._labelled(self._counting)
             self._run.counted_on_step = len(self._run.steps) if self._run.flops else None
             why = "what TensorFlow's tape keeps outside traced functions cannot be seen"
-            self._run.leave("activations", "0 bytes", why)
+            self._run.leave("activations", "not known", why)
 
     def _see(self, kind: Any, inputs: Any, attrs: Any, outputs: Any, *_: Any, **__: Any) -> None:
         name = kind.decode() if isinstance(kind, bytes) else str(kind)

@@ -95,8 +95,8 @@ class KerasRun:
         """Whether a backward pass was ever seen: without one, updates have no loss."""
         self.flops: dict[str, int] = {}
         self.counted_on_step: int | None = None
-        self.activations_bytes = 0
-        self.gradients_bytes = 0
+        self.activations_bytes: int | None = None
+        self.gradients_bytes: int | None = None
         self.variables: dict[int, Any] = {}
         """The variables that were trained, by identity."""
         self.optimizers: dict[int, Any] = {}
@@ -138,7 +138,7 @@ class KerasRun:
         """Take note of what an optimizer updates, and of the bytes of its gradients."""
         new = [v for v in variables if id(v) not in self.variables]
         if new or not self.gradients_bytes:
-            self.gradients_bytes += gradients_bytes
+            self.gradients_bytes = (self.gradients_bytes or 0) + gradients_bytes
         self.variables |= {id(v): v for v in new}
         self.optimizers[id(optimizer)] = optimizer
 

@@ -34,9 +34,9 @@ class Dependence:
     def text(self) -> str:
         """Return what happened and what to do, in words."""
         return (
-            f"its runs are not independent: the one under {_named(self.reader)} read {self.path}, which the one under "
+            f"its runs are not independent: the run of {_named(self.reader)} read {self.path}, which the run of "
             f"{_named(self.writer)} had written; give each run a path of its own with {{run}} in the script's arguments, as in "
-            "--output_dir out/{run}, or remove the file before each run"
+            "--output_dir out/{run}, or let the script remove the file when it begins"
         )
 
 

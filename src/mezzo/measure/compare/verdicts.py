@@ -23,7 +23,7 @@ from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.gathering import loss_quantity
 from mezzo.measure.compare.pairing import Group, Key, Pair
 from mezzo.measure.compare.quantities import Quantity
-from mezzo.measure.compare.seeds import MAX_SEEDS, SURE, seeds_needed
+from mezzo.measure.compare.seeds import KEPT, MAX_SEEDS, seeds_needed
 from mezzo.measure.compare.series import last_metric, losses_of
 from mezzo.measure.compare.skips import skip_note
 from mezzo.measure.compare.trends import Way
@@ -41,6 +41,8 @@ class Judged:
     reasons: list[str]
     seeds_needed: int | None = None
     quantities: list[Quantity] = field(default_factory=list)
+    is_void: bool = False
+    """Whether runs depend on each other, so that their numbers say nothing."""
 
 
 def judge(group: Group, *, base: Baseline) -> Judged:
@@ -53,7 +55,7 @@ def judge(group: Group, *, base: Baseline) -> Judged:
         _judge_baseline(base, quantities) if group is base.group else _judge_other(group, pairs, quantities, base=base)
     )
     keys = [pair.key for pair in pairs] or list(group.trained)
-    note = skip_note([group.trained[key] for key in keys], policy=group.policy)
+    note = None if judged.is_void else skip_note([group.trained[key] for key in keys], policy=group.policy)
     first, *others = judged.reasons
     return replace(judged, reasons=[first, *([note] if note else []), *others], quantities=quantities)
 
@@ -80,13 +82,16 @@ def _judge_other(group: Group, pairs: Sequence[Pair], quantities: Sequence[Quant
     policies = {group.policy, base.group.policy}
     dependent = [d.text() for d in base.dependences if d.reader.policy in policies]
     if dependent:
-        return Judged(verdict="undecided", reasons=[dependent[0], *failures, *shown])
+        return Judged(verdict="undecided", reasons=[dependent[0], *failures], is_void=True)
     ways = base.ways_of(group)
     if ways and not base.explains(len(ways), len(group.trained)):
         first = next((way for way in ways.values() if way.verdict == "diverged"), next(iter(ways.values())))
         return Judged(verdict=first.verdict, reasons=[*_told_of_ways(ways, group, base=base), *failures])
-    if any(key not in base.group.failed for key in group.failed):
-        return Judged(verdict="failed", reasons=[*failures, *shown])
+    own = [key for key in group.failed if key not in base.group.failed]
+    if own:
+        rest = _told_of_failures(group, [key for key in group.failed if key in base.group.failed])
+        told = _told_of_failures(group, own, where=f" where {base.group.policy} did not")
+        return Judged(verdict="failed", reasons=[*told, *rest, *shown])
     if any(q.is_beyond(num_quantities=len(quantities)) for q in quantities):
         bars = [text for text, _ in _bars(group, pairs, ways, base=base)]
         return Judged(verdict="different", reasons=[*bars, *shown, *failures])
@@ -159,10 +164,10 @@ def _told_of_ways(ways: Mapping[Key, Way], group: Group, *, base: Baseline | Non
     return told
 
 
-def _told_of_failures(group: Group, keys: Sequence[Key]) -> list[str]:
+def _told_of_failures(group: Group, keys: Sequence[Key], *, where: str = "") -> list[str]:
     if not keys:
         return []
-    return [f"{len(keys)} of {_runs(group.num_runs)} failed: with {keys[0]}, {group.failed[keys[0]]}"]
+    return [f"{len(keys)} of {_runs(group.num_runs)} failed{where}: with {keys[0]}, {group.failed[keys[0]]}"]
 
 
 def _runs(number: int) -> str:
@@ -177,5 +182,7 @@ def _told_of_seeds(quantities: Sequence[Quantity], num_seeds: int, needed: int |
             f"{coarse[0].name} comes in steps of {short(step)}, too coarse for its margin: print more digits, evaluate on more "
             "examples, or choose a wider --margin"
         )
-    would = f"{needed} would, in {percent(SURE)} of cases" if needed else f"more than {MAX_SEEDS} would be needed"
+    would = (
+        f"{needed} would, in {percent(KEPT)} of cases or more" if needed else f"more than {MAX_SEEDS} would be needed"
+    )
     return f"{num_seeds} seeds do not decide; {would}"

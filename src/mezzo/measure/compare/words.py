@@ -41,8 +41,7 @@ def sentence(quantity: Quantity, *, num_quantities: int, baseline: str) -> str:
     margin = f"{size(quantity, d.margin)}{_reason(quantity, baseline=baseline)}"
     if len(quantity) < 2:
         return f"{text} ({size(quantity, d.difference, signed=True)}), to be judged by a margin of {margin}"
-    low, high = (size(quantity, end, signed=True) for end in (d.low, d.high))
-    text += f" ({size(quantity, d.difference, signed=True)}, 95% CI {low} to {high})"
+    text += f" ({size(quantity, d.difference, signed=True)}, 95% CI {_interval(quantity, d.low, d.high)})"
     if quantity.is_inside():
         return f"{text}, inside the margin of {margin}"
     nearest = max(d.low, -d.high)
@@ -53,6 +52,12 @@ def sentence(quantity: Quantity, *, num_quantities: int, baseline: str) -> str:
         most = quantity.natural_margin(float(quantity.margin.at_most(len(quantity), error=error)))
         return f"{text}, beyond {margin}, but {baseline}'s own seeds may lie {size(quantity, most)} apart"
     return f"{text}, partly beyond the margin of {margin}"
+
+
+def _interval(quantity: Quantity, low: float, high: float) -> str:
+    ends = [size(quantity, end, signed=True) for end in (low, high)]
+    units = [end.partition(" ")[2] for end in ends]
+    return f"{ends[0].partition(' ')[0] if units[0] == units[1] else ends[0]} to {ends[1]}"
 
 
 def _reason(quantity: Quantity, *, baseline: str) -> str:
