@@ -7,6 +7,7 @@ at hand where it was made, that holds all of its parameters: ``generator`` of ``
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
@@ -20,6 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mezzo.measure.apart import Owners
 
 _MAX_FRAMES = 4
+_USES_COPY = {"locals", "vars", "exec", "eval"}
+"""A function that calls one of these may hold the copy of its variables that a frame makes before Python 3.13."""
 _WALKED_UPDATES = 3
 
 
@@ -78,15 +81,27 @@ def _name_of(parameters: Sequence[Tensor], frame: FrameType | None) -> str | Non
     while frame is not None and looked < _MAX_FRAMES:
         if not _is_librarys(frame):
             looked += 1
-            sizes = [
-                (len(held), name)
-                for name, module in _modules_at_hand(frame.f_locals)
-                if wanted <= (held := set(map(id, module.parameters())))
-            ]
+            sizes = _sizes_of_modules(frame, holding=wanted)
             if sizes:
                 return min(sizes, key=lambda found: found[0])[1]
         frame = frame.f_back
     return None
+
+
+def _sizes_of_modules(frame: FrameType, *, holding: set[int]) -> list[tuple[int, str]]:
+    """Return the number of parameters and the name of each module, among a frame's variables, that holds parameters of these identities."""
+    copied = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    if copied and not _USES_COPY.isdisjoint(frame.f_code.co_names):
+        return []
+    variables = frame.f_locals
+    sizes = [
+        (len(held), name)
+        for name, module in _modules_at_hand(variables)
+        if holding <= (held := set(map(id, module.parameters())))
+    ]
+    if copied:  # the frame keeps the copy, and so would keep alive what the script lets go
+        variables.clear()
+    return sizes
 
 
 def _is_librarys(frame: FrameType) -> bool:

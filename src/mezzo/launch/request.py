@@ -8,9 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mezzo.diagnosis.settings import AnySettings
 from mezzo.launch.frameworks import Framework
-
-AS_IS = "as-is"
-"""In place of a policy: the script's own precision is left alone."""
+from mezzo.records import AS_IS as AS_IS
 
 
 class Request(BaseModel):

@@ -38,10 +38,11 @@ from mezzo.records.ranges import (
     TensorRange,
     UpdateLoss,
 )
-from mezzo.records.run import Effective, FileRead, Loss, Memory, Metric, RunRecord, Steps
+from mezzo.records.run import AS_IS, Effective, FileRead, Loss, Memory, Metric, RunRecord, Steps
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
 
 __all__ = [
+    "AS_IS",
     "SCHEMA_VERSION",
     "AnyRecord",
     "AuditRecord",

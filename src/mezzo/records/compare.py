@@ -10,7 +10,7 @@ from mezzo.records.values import SCHEMA_VERSION, Environment, Value
 Verdict: TypeAlias = Literal[
     "baseline", "equivalent", "different", "diverged", "stopped_learning", "undecided", "failed"
 ]
-ScaleName: TypeAlias = Literal["ratio", "proportion", "absolute"]
+ScaleName: TypeAlias = Literal["absolute", "ratio", "proportion"]
 
 
 class Difference(Value):

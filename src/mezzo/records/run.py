@@ -7,6 +7,9 @@ from typing import Literal
 
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
 
+AS_IS = "as-is"
+"""In place of a policy: the script's own precision is left alone."""
+
 
 class Loss(Value):
     """Hold one of several losses of a script, with the number of the step of each value; the first step is 1."""

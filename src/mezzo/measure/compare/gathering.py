@@ -17,6 +17,7 @@ from mezzo.measure.compare.series import final, last_metric, losses_of
 from mezzo.measure.compare.trends import Learning
 from mezzo.records import Metric, RunRecord
 
+_FP32_RESOLUTION = 2.0**-23
 LARGEST_SHARE_OF_FALL = 5.0
 """Times the share of the final loss that was asked for: 10% of what training took off beside 2% of the loss."""
 
@@ -36,6 +37,10 @@ def loss_quantity(pairs: Sequence[Pair], name: str, *, learning: Learning, margi
 def _share_of_loss(scale: Scale, place: float, *, learning: Learning, margin: float) -> tuple[float, str]:
     """Return the margin that is a share of the final loss, or of what training took off where that is less, and why."""
     share, fall, value = scale.nearest(margin, at=place), learning.surely(), abs(scale.back(place))
+    if isinstance(scale, Absolute) and learning.courses:
+        resolved = _FP32_RESOLUTION * abs(learning.typical.start)
+        if share < resolved:
+            return resolved, "what FP32 resolves of the loss at the start"
     if fall is None:
         return share, ""
     most = LARGEST_SHARE_OF_FALL * margin

@@ -5,7 +5,8 @@ The margin of a quantity is the larger of two:
 * a share (``--margin``, 2%) of the baseline's final value: of a loss by ratio, of a proportion as Cohen's h. A loss's share is
   at most five times that share of what the baseline's training took off (10%): where training has hardly begun, 2% of
   the loss could be more than all that it learned. A proportion that counts examples has a sampling error of its own, ``1 / sqrt(examples)``
-  on the arcsine scale wherever it lies: nobody can ask for less;
+  on the arcsine scale wherever it lies: nobody can ask for less. A loss of zero leaves no share; there it is what FP32 resolves of
+  the loss that training began with;
 * the baseline's own spread: the median distance between two of its runs with different seeds. Nobody can ask a policy
   to be nearer to FP32 than FP32 is to itself.
 

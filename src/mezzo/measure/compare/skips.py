@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from mezzo.measure.compare.words import percent
 from mezzo.policy import Policy
-from mezzo.records import RunRecord
+from mezzo.records import AS_IS, RunRecord
 
 WORTH_SAYING = 0.05
 """The share of skipped updates from which it is said."""
@@ -28,22 +28,29 @@ def skip_note(runs: Sequence[RunRecord], *, policy: str) -> str | None:
     if not steps or skipped < WORTH_SAYING * steps:
         return None
     text = f"skipped {percent(skipped / steps)} of its updates"
-    at_start = sum(_num_settling(run) for run in runs)
-    scale = next((run.final_scale for run in runs if run.final_scale is not None), None)
-    if 2 * at_start > skipped and scale is not None and not any(map(skipped_at_the_end, runs)):
-        return f"{text}, most at the start until its loss scale was found: try {_starting_at(policy, scale)}"
-    if policy == "as-is":
-        return f"{text}: mezzo diagnose shows where its gradients overflow"
+    if policy == AS_IS:
+        return f"{text}{_advice_for_a_scaler(runs, skipped)}"
+    parsed = Policy.parse(policy)
+    if parsed.loss_scale == "static":
+        return f"{text}: try a loss scale that adapts, {parsed.replace(loss_scale='dynamic')}"
+    settled = _settled_scale(runs, skipped)
+    if settled is not None:
+        return f"{text}, most at the start until its loss scale was found: try {parsed.replace(init_scale=settled)}"
     return (
         f"{text}: try bf16, which has FP32's range; mezzo diagnose --policy {policy} shows where the gradients overflow"
     )
 
 
-def _num_settling(run: RunRecord) -> int:
-    return sum(1 for _ in takewhile(bool, run.steps.skipped))
+def _advice_for_a_scaler(runs: Sequence[RunRecord], num_skipped: int) -> str:
+    settled = _settled_scale(runs, num_skipped)
+    if settled is not None:
+        return f", most at the start until its loss scale was found: try GradScaler(init_scale={settled:g})"
+    return ": mezzo diagnose shows where its gradients overflow"
 
 
-def _starting_at(policy: str, scale: float) -> str:
-    if policy == "as-is":
-        return f"GradScaler(init_scale={scale:g})"
-    return str(Policy.parse(policy).replace(init_scale=scale))
+def _settled_scale(runs: Sequence[RunRecord], num_skipped: int) -> float | None:
+    """Return the loss scale that runs ended with, where most of their skips were made before a first update; else None."""
+    at_start = sum(sum(1 for _ in takewhile(bool, run.steps.skipped)) for run in runs)
+    if 2 * at_start <= num_skipped or any(map(skipped_at_the_end, runs)):
+        return None
+    return next((run.final_scale for run in runs if run.final_scale is not None), None)
