@@ -49,11 +49,11 @@ def rates(effort: float) -> list[Rate]:
         found.append(Rate(what=what, share=share, num=made, most=0.01))
     num = max(20, int(400 * effort))
     for noise in NOISE:
-        share = _share_found(_healthy, noise, num=5 * num, num_wrong=3)
+        share = share_found(healthy, noise, num=5 * num, num_wrong=3)
         what = f"diverged or stopped learning, healthy runs that learn, noise of {100 * noise:g}% of the fall"
         found.append(Rate(what=what, share=share, num=5 * num, most=0.01))
     for (what, fault), num_wrong, noise in itertools.product(FAULTS.items(), (1, 3), NOISE):
-        share = _share_found(fault, noise, num=num, num_wrong=num_wrong)
+        share = share_found(fault, noise, num=num, num_wrong=num_wrong)
         which = "one run of three" if num_wrong == 1 else "three runs of three"
         found.append(Rate(what=f"found: {which} {what}, noise of {100 * noise:g}%", share=share, num=num, least=0.95))
     return found
@@ -112,7 +112,7 @@ def _course(rng: np.random.Generator) -> Array:
     return found
 
 
-def _healthy(course: Array, rng: np.random.Generator) -> Array:
+def healthy(course: Array, rng: np.random.Generator) -> Array:
     return _course(rng)
 
 
@@ -151,7 +151,7 @@ FAULTS: dict[str, Callable[[Array, np.random.Generator], Array]] = {
 }
 
 
-def _share_found(
+def share_found(
     fault: Callable[[Array, np.random.Generator], Array], noise: float, *, num: int, num_wrong: int
 ) -> float:
     """Return the share of comparisons with three seeds in which the fault is found."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.verdicts.rates import SEEDS, Array, Rate, drawn, worst
 from mezzo.measure.compare.margins import Margin
-from mezzo.measure.compare.quantities import Quantity, Seen
+from mezzo.measure.compare.quantities import Flags, Quantity, Seen
 from mezzo.measure.compare.scales import Absolute
 
 SHARES = (0.0, 0.3, 0.6, 0.9, 1.0, 1.2, 2.0, 5.0)
@@ -72,21 +72,30 @@ def share_of(setting: Setting, verdict: str, *, num: int, seed: int) -> float:
     baseline, own = drawn(setting.noise, shape, rng), drawn(setting.noise, shape, rng)
     noise = own - baseline if setting.closeness == UNPAIRED else setting.closeness * own
     differences = setting.sign * setting.at * margin + noise
+    return float(_are(verdict, differences, baseline, share=setting.share * spread).mean())
+
+
+def judged(differences: Array, baseline: Array, *, share: float) -> str | None:
+    """Return ``equivalent`` or ``different`` for one sample of pairs, None for undecided."""
+    verdicts = ("equivalent", "different")
+    return next((v for v in verdicts if _are(v, differences[None], baseline[None], share=share).all()), None)
+
+
+def _are(verdict: str, differences: Array, baseline: Array, *, share: float) -> Flags:
+    """Return which rows of samples end in ``verdict``, by the functions that judge runs."""
+    num_seeds = differences.shape[1]
     quantity = Quantity(
-        name="loss",
-        pairs=((1.0, 1.0),) * setting.num_seeds,
-        scale=Absolute(),
-        margin=Margin(share=setting.share * spread, why=""),
+        name="loss", pairs=((1.0, 1.0),) * num_seeds, scale=Absolute(), margin=Margin(share=share, why="")
     )
     seen = Seen(
         mean=differences.mean(axis=1),
         deviation=differences.std(axis=1, ddof=1),
         spread=spreads(baseline),
-        rounding=np.zeros(num),
+        rounding=np.zeros(len(differences)),
     )
     if verdict == "equivalent":
-        return float(quantity.inside(seen, setting.num_seeds).mean())
-    return float(quantity.beyond(seen, setting.num_seeds, num_quantities=1).mean())
+        return quantity.inside(seen, num_seeds)
+    return quantity.beyond(seen, num_seeds, num_quantities=1)
 
 
 def spreads(places: Array) -> Array:

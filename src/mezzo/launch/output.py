@@ -20,7 +20,7 @@ _TOKEN = re.compile(
     r"""
     (?P<silent> \\[bBAZ] | \(\?[aiLmsux-]+\) | \(\?(?:[aiLmsux-]*:|>|<?[=!]) | [*+?]\??\+? | \{\d*,?\d*\}\?? | [)^$] )
   | (?P<group> \((?:\?P<(?P<name>\w+)>)? )
-  | (?P<wild> \\. | \[\^?\]?(?:\\.|[^\]\\])*\] | [.|] )
+  | (?P<wild> \\(?:x[0-9A-Fa-f]{2}|0[0-7]{0,2}|.) | \[\^?\]?(?:\\.|[^\]\\])*\] | [.|] )
   | (?P<literal> . )
     """,
     re.VERBOSE | re.DOTALL,
@@ -41,8 +41,10 @@ class MetricReader:
 
     def line(self, text: str) -> None:
         """Look at one line of output."""
-        plain = _CONTROLS.sub("", text)
-        for number, rest in self._found(plain):
+        found = [*self._found(_CONTROLS.sub("", text))] or [
+            *self._found(text)
+        ]  # a pattern may name the codes of a colour
+        for number, rest in found:
             try:
                 value = _value_of(number)
             except ValueError:
