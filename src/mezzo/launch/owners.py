@@ -1,28 +1,20 @@
 """Number a script's optimizers, and find what the script calls what they train.
 
-An optimizer that is made anew for the same parameters keeps its number. Its name is that of the smallest module, among the variables
-at hand where it was made, that holds all of its parameters: ``generator`` of ``Adam(generator.parameters())`` or of
-``self.generator``.
+An optimizer that is made anew for the same parameters keeps its number.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mezzo.launch.names import name_at_hand
 from mezzo.measure.apart import Owners
 
-_MAX_FRAMES = 4
-_USES_COPY = {"locals", "vars", "exec", "eval"}
-"""A function that calls one of these may hold the copy of its variables that a frame makes before Python 3.13."""
 _WALKED_UPDATES = 3
 
 
@@ -50,7 +42,8 @@ class OptimizerOwners:
         """Take note of an optimizer that is being made, in the frames above this one."""
         number = self.number(optimizer)
         if number is not None and number not in self.names:
-            name = _name_of(_parameters(optimizer), sys._getframe(1))
+            held = set(map(id, _parameters(optimizer)))
+            name = name_at_hand(held, nn.Module, libraries=("torch", "mezzo"))
             if name is not None:
                 self.names[number] = name
 
@@ -74,46 +67,3 @@ class OptimizerOwners:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _name_of(parameters: Sequence[Tensor], frame: FrameType | None) -> str | None:
-    wanted, looked = set(map(id, parameters)), 0
-    while frame is not None and looked < _MAX_FRAMES:
-        if not _is_librarys(frame):
-            looked += 1
-            sizes = _sizes_of_modules(frame, holding=wanted)
-            if sizes:
-                return min(sizes, key=lambda found: found[0])[1]
-        frame = frame.f_back
-    return None
-
-
-def _sizes_of_modules(frame: FrameType, *, holding: set[int]) -> list[tuple[int, str]]:
-    """Return the number of parameters and the name of each module, among a frame's variables, that holds parameters of these identities."""
-    copied = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
-    if copied and not _USES_COPY.isdisjoint(frame.f_code.co_names):
-        return []
-    variables = frame.f_locals
-    sizes = [
-        (len(held), name)
-        for name, module in _modules_at_hand(variables)
-        if holding <= (held := set(map(id, module.parameters())))
-    ]
-    if copied:  # the frame keeps the copy, and so would keep alive what the script lets go
-        variables.clear()
-    return sizes
-
-
-def _is_librarys(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "mezzo")
-
-
-def _modules_at_hand(variables: dict[str, Any]) -> Iterator[tuple[str, nn.Module]]:
-    for name, value in list(variables.items()):
-        if isinstance(value, nn.Module):
-            yield name, value
-    owner = variables.get("self")
-    if isinstance(owner, nn.Module):
-        yield from owner.named_children()
-    else:
-        yield from ((name, v) for name, v in getattr(owner, "__dict__", {}).items() if isinstance(v, nn.Module))

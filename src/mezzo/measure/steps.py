@@ -29,7 +29,7 @@ class StepRecorder:
         self._time_ms: list[float] = []
         self._cpu_ms: list[float] = []
         self._open_loss: Tensor | None = None
-        self.apart = LossesApart()
+        self.apart: LossesApart[Tensor] = LossesApart(_plus)
         """The losses one by one, where a script has several."""
         self._open_norms: list[Tensor] = []
         self.measures = True
@@ -121,6 +121,10 @@ class StepRecorder:
     @staticmethod
     def _now() -> tuple[float, float]:
         return time.perf_counter(), time.process_time()
+
+
+def _plus(first: Tensor, second: Tensor) -> Tensor:
+    return first + second.to(first.device)
 
 
 def _together(norms: list[Tensor]) -> Tensor | float:

@@ -119,7 +119,7 @@ class KerasTraining:
 
     def steps(self) -> Steps:
         """Return what every step showed."""
-        return self._run.steps.steps()
+        return self._run.steps.steps(self._run.names)
 
     def memory(self) -> Memory:
         """Return the bytes of variables, of gradients and of what the forward pass keeps; a GPU's peaks are not read."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,29 +57,29 @@ class Quantity:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    @property
+    @cached_property
     def places(self) -> tuple[Array, Array]:
         """Return the policy's and the baseline's values on the scale."""
         ours, theirs = zip(*self.pairs, strict=True)
         return self.scale.on(ours), self.scale.on(theirs)
 
-    @property
+    @cached_property
     def differences(self) -> Array:
         """Return policy minus baseline of each pair, on the scale."""
         ours, theirs = self.places
         return ours - theirs
 
-    @property
+    @cached_property
     def step(self) -> float:
         """Return the step of the values on the scale."""
         return 0.0 if self.grid is None else self.grid.on(self.scale, [value for pair in self.pairs for value in pair])
 
-    @property
+    @cached_property
     def deviation(self) -> float:
         """Return the standard deviation of the differences, never below half a step; NaN for a single pair."""
         return math.nan if len(self) < 2 else max(float(np.std(self.differences, ddof=1)), self.step / 2.0)
 
-    @property
+    @cached_property
     def rounding(self) -> float:
         """Return by how much rounding may shift the mean difference, on the scale."""
         if self.grid is None or len(self) < 2:
@@ -87,7 +88,7 @@ class Quantity:
             float(unaveraged(np.std(side, ddof=1) / self.grid.step)) for side in np.array(self.pairs).T
         )
 
-    @property
+    @cached_property
     def seen(self) -> Seen:
         """Return what the tests need to know."""
         return Seen(
