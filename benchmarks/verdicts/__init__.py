@@ -8,7 +8,7 @@ Seeds and losses whose truth is known are judged by the functions that judge run
 ``promises``     whether as many seeds as promised decide
 
 A rate is the worst of many settings, simulated once more by itself: the largest of many estimates would be too large. Everything is
-seeded. Takes some five minutes on one core.
+seeded. Takes eight minutes on one core.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def rates(effort: float) -> list[Rate]:
         share, made = worst(_settings(num_steps), lambda s, n, seed: false_alarms(s, num=n, seed=seed), num=num)
         what = f"diverged or stopped learning, noise around one level, {num_steps} steps"
         found.append(Rate(what=what, share=share, num=made, most=0.01))
-    num = max(20, int(400 * effort))
+    num = max(20, int(250 * effort))
     for noise in NOISE:
         share = share_found(healthy, noise, num=5 * num, num_wrong=3)
         what = f"diverged or stopped learning, healthy runs that learn, noise of {100 * noise:g}% of the fall"

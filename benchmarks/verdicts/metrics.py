@@ -49,7 +49,7 @@ class Setting:
 
 def rates(effort: float) -> list[Rate]:
     """Return the worst rates by the metric's step and the number of seeds."""
-    num, found = max(40, int(300 * effort)), []
+    num, found = max(20, int(120 * effort)), []
     steps = ((100, False), (1000, False), (10_000, False), (360, True))
     for (num_examples, counted), num_seeds in itertools.product(steps, SEEDS):
         form = f"counts of {num_examples} examples" if counted else f"steps of 1/{num_examples}"
@@ -58,6 +58,7 @@ def rates(effort: float) -> list[Rate]:
                 _settings(num_examples, counted, num_seeds),
                 lambda s, n, seed, v=verdict: share_of(s, v, num=n, seed=seed),
                 num=num,
+                times=25,
             )
             what = f"{verdict} at the margin, {num_seeds} seeds, accuracy in {form}"
             found.append(Rate(what=what, share=share, num=made, most=0.05))

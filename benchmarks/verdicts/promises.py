@@ -23,7 +23,7 @@ SEEN = (2, 3, 5)
 
 def rates(effort: float) -> list[Rate]:
     """Return by number of seeds seen how often the promise is kept, of all that were made, and how often none could be made."""
-    num, found = max(5, int(60 * effort)), []
+    num, found = max(5, int(40 * effort)), []
     for num_seen in SEEN:
         kept = made = 0
         for place, (difference, deviation) in enumerate(itertools.product(DIFFERENCES, DEVIATIONS)):

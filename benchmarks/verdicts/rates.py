@@ -40,18 +40,19 @@ class Rate:
 
 
 def worst(
-    settings: Iterable[Setting], share_of: Callable[[Setting, int, int], float], *, num: int
+    settings: Iterable[Setting], share_of: Callable[[Setting, int, int], float], *, num: int, times: int = 10
 ) -> tuple[float, int]:
-    """Return the rate of the setting whose rate is largest, simulated again with ten times as many comparisons, and their number.
+    """Return the rate of the setting whose rate is largest, simulated again with more comparisons, and their number.
 
     Args:
         settings: all of them.
         share_of: simulates: setting, number of comparisons, seed.
         num: comparisons a setting in the search.
+        times: how many times as many are made of the worst.
     """
     found = [(share_of(setting, num, 1 + place), place, setting) for place, setting in enumerate(settings)]
     _, place, setting = max(found, key=lambda item: item[:2])
-    return share_of(setting, 10 * num, 10_000 + place), 10 * num
+    return share_of(setting, times * num, 10_000 + place), times * num
 
 
 def drawn(noise: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
