@@ -285,6 +285,14 @@ def test_a_baseline_that_depends_on_another_run_bars_every_verdict() -> None:
     assert all("its runs are not independent" in row.reason for row in rows)
 
 
+def test_a_run_that_found_its_training_done_depends_on_the_one_that_did_it() -> None:
+    idle = timed_run("bf16", 0, began=13.0, reads=9.5).model_copy(update={"error": "it never called backward()"})
+    row = row_of([timed_run("fp32", 0, began=0.0), idle])
+    assert (row.verdict, row.num_failed) == ("undecided", 1)
+    assert row.reason.startswith("its runs are not independent: the run of bf16 with seed 0 read /out/last.pt")
+    assert row.reason.endswith("; 1 of 1 run failed: with seed 0, it never called backward()")
+
+
 def test_the_numbers_of_dependent_runs_are_not_explained() -> None:
     other = timed_run("bf16", 0, began=13.0, reads=9.5).model_copy(update={"memory": Memory(parameters_bytes=9)})
     other = other.model_copy(update={"steps": other.steps.model_copy(update={"skipped": [True] * 10 + [False] * 10})})

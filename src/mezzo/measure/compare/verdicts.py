@@ -47,6 +47,8 @@ class Judged:
 
 def judge(group: Group, *, base: Baseline) -> Judged:
     """Return the verdict on the policy whose runs are ``group``; the baseline's own says how it trained."""
+    if group is not base.group and (void := _void(group, base=base)) is not None:
+        return void
     if not group.trained:
         return Judged(verdict="failed", reasons=[next(iter(group.failed.values()))])
     pairs = group.pairs(base.sound)
@@ -55,9 +57,20 @@ def judge(group: Group, *, base: Baseline) -> Judged:
         _judge_baseline(base, quantities) if group is base.group else _judge_other(group, pairs, quantities, base=base)
     )
     keys = [pair.key for pair in pairs] or list(group.trained)
-    note = None if judged.is_void else skip_note([group.trained[key] for key in keys], policy=group.policy)
+    note = skip_note([group.trained[key] for key in keys], policy=group.policy)
     first, *others = judged.reasons
     return replace(judged, reasons=[first, *([note] if note else []), *others], quantities=quantities)
+
+
+def _void(group: Group, *, base: Baseline) -> Judged | None:
+    """Return that nothing can be said of a policy, where one of its runs or of the baseline's depends on another; else None."""
+    policies = {group.policy, base.group.policy}
+    dependent = [d.text() for d in base.dependences if d.reader.policy in policies]
+    if not dependent:
+        return None
+    reasons = [dependent[0], *_told_of_failures(group, list(group.failed))]
+    quantities = _quantities(group.pairs(base.sound), base=base)
+    return Judged(verdict="undecided", reasons=reasons, quantities=quantities, is_void=True)
 
 
 def _quantities(pairs: Sequence[Pair], *, base: Baseline) -> list[Quantity]:
@@ -79,10 +92,6 @@ def _judge_baseline(base: Baseline, quantities: Sequence[Quantity]) -> Judged:
 def _judge_other(group: Group, pairs: Sequence[Pair], quantities: Sequence[Quantity], *, base: Baseline) -> Judged:
     shown = [sentence(q, num_quantities=len(quantities), baseline=base.group.policy) for q in quantities]
     failures = _told_of_failures(group, list(group.failed))
-    policies = {group.policy, base.group.policy}
-    dependent = [d.text() for d in base.dependences if d.reader.policy in policies]
-    if dependent:
-        return Judged(verdict="undecided", reasons=[dependent[0], *failures], is_void=True)
     ways = base.ways_of(group)
     if ways and not base.explains(len(ways), len(group.trained)):
         first = next((way for way in ways.values() if way.verdict == "diverged"), next(iter(ways.values())))
