@@ -156,7 +156,7 @@ def test_each_of_several_losses_is_judged() -> None:
     assert [*rows[0].losses] == ["netD", "netG"]
     assert rows[0].losses["netD"].value == pytest.approx(1.3, abs=0.1)
     assert rows[1].verdict == "diverged"
-    assert "with seed 1, the netG ended at 50, far above all of fp32's" in rows[1].reason
+    assert "with seed 1, the loss of netG ended at 50, far above all of fp32's" in rows[1].reason
 
 
 # --- skipped updates ----------------------------------------------------------------------------------------------

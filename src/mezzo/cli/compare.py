@@ -56,8 +56,9 @@ def compare(
 ) -> None:
     """Compare a training script across precision policies: speed, memory, loss, and a verdict on each.
 
-    Policies and seeds are interleaved, so that a machine that drifts drifts for all of them. Write {run} in the script's
-    arguments, as in --output_dir out/{run}, to give each run a path of its own: it becomes the policy and the seed.
+    Policies and seeds are interleaved, so that a machine that drifts drifts for all of them.
+
+    Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
     from mezzo.launch.runner import check_target, several_runs
     from mezzo.measure.compare import compare as judge

@@ -44,7 +44,7 @@ def loss_figure(runs: Sequence[RunRecord], *, colours: Mapping[str, str], name: 
         named.add(policy)
         traces.append(_loss_line(curve, colour=colours[policy], limit=limit, first=first))
         traces += _loss_crosses(curve, colour=colours[policy], top=top, first=first)
-    axis |= {"title": {"text": "loss" if name is None else f"loss of {label(name)}"}}
+    axis |= {"title": {"text": "loss" if name is None else label(fmt.loss_title(name))}}
     return {"data": traces, "layout": _layout([curve.run for curve in drawn], height=400, yaxis=axis)}
 
 

@@ -82,7 +82,7 @@ def _loss_plots(runs: Sequence[RunRecord], *, colours: Mapping[str, str]) -> lis
     return [
         Plot(
             name=f"loss{number}",
-            title=f"Loss of {fmt.clean(name)}",
+            title=f"L{fmt.loss_title(name)[1:]}",
             caption=_loss_caption(runs, figure),
             figure=figure,
         )

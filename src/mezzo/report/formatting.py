@@ -87,6 +87,11 @@ def three_digits(value: float) -> str:
     return f"{value:.{max(0, decimals)}f}"
 
 
+def loss_title(name: str) -> str:
+    """Return what one of several losses is called: ``loss of netG``, ``loss 2``."""
+    return clean(name) if name.startswith("loss ") else f"loss of {clean(name)}"
+
+
 def bytes_text(num_bytes: int | None) -> str:
     """Return a size in the largest binary unit that keeps it at 1 or above."""
     if num_bytes is None:

@@ -104,7 +104,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         headline=headline,
         details=details,
         method=_method(record),
-        loss_heads=[f"final loss of {fmt.clean(name)}" for name in names] or ["final loss"],
+        loss_heads=[f"final {fmt.loss_title(name)}" for name in names] or ["final loss"],
         metric_name=_metric_name(record),
         lines=[_verdict_line(row, names) for row in record.rows],
         memory=sheets.memory_lines([(row.policy, row.memory) for row in record.rows]),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mezzo.measure.compare.dependence import Dependence, dependences
 from mezzo.measure.compare.gathering import MetricKind
 from mezzo.measure.compare.pairing import Group, Key
-from mezzo.measure.compare.series import last_metric, losses_of, names_of
+from mezzo.measure.compare.series import last_metric, losses_of, names_of, title_of
 from mezzo.measure.compare.skips import skipped_at_the_end
 from mezzo.measure.compare.trends import Course, Learning, Way, not_finite, way_of
 from mezzo.records import RunRecord
@@ -72,7 +72,7 @@ class Baseline:
 def _way(run: RunRecord, partner: RunRecord | None, learning: dict[str, Learning], *, baseline: str) -> Way | None:
     """Return how ``run`` went wrong; ``partner`` is the baseline's run with its seed, None for one that is typical of it."""
     for name, losses in losses_of(run).items():
-        if (bad := not_finite(losses, name=name)) is not None:
+        if (bad := not_finite(losses, name=title_of(name))) is not None:
             return Way(verdict="diverged", text=bad)
     if num_skipped := skipped_at_the_end(run):
         return Way(verdict="stopped_learning", text=f"its last {num_skipped} updates were all skipped")
@@ -81,7 +81,7 @@ def _way(run: RunRecord, partner: RunRecord | None, learning: dict[str, Learning
         if known is None or not known.courses:
             continue
         other = known.typical if partner is None else Course(losses_of(partner).get(name, []))
-        way = way_of(Course(losses), other, known, name=name, baseline=baseline)
+        way = way_of(Course(losses), other, known, name=title_of(name), baseline=baseline)
         if way is not None:
             return way
     return None if partner is None else _lost_metric(run, partner)

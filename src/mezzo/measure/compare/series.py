@@ -24,6 +24,11 @@ def names_of(runs: Iterable[RunRecord]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in losses_of(run)))
 
 
+def title_of(name: str) -> str:
+    """Return what a loss is called in a sentence: ``loss``, ``loss of netG``, ``loss 2``."""
+    return name if name.split()[0] == LOSS else f"{LOSS} of {name}"
+
+
 def tenth(values: Sequence[float]) -> int:
     """Return the number of values in a tenth of ``values``, at least one."""
     return max(1, len(values) // 10)

@@ -24,7 +24,7 @@ from mezzo.measure.compare.gathering import loss_quantity
 from mezzo.measure.compare.pairing import Group, Key, Pair
 from mezzo.measure.compare.quantities import Quantity
 from mezzo.measure.compare.seeds import KEPT, MAX_SEEDS, seeds_needed
-from mezzo.measure.compare.series import last_metric, losses_of
+from mezzo.measure.compare.series import last_metric, losses_of, title_of
 from mezzo.measure.compare.skips import skip_note
 from mezzo.measure.compare.trends import Way
 from mezzo.measure.compare.words import percent, sentence, short
@@ -84,7 +84,8 @@ def _judge_baseline(base: Baseline, quantities: Sequence[Quantity]) -> Judged:
     reasons = [d.text() for d in base.dependences if d.reader.policy == group.policy][:1]
     reasons += _told_of_ways(base.ways, group)
     reasons += _told_of_failures(group, list(group.failed))
-    sizes = " and ".join(f"{q.name} {short(q.record().value)}" for q in quantities)
+    names = [q.name if q.is_metric else title_of(q.name) for q in quantities]
+    sizes = " and ".join(f"{n} {short(q.record().value)}" for n, q in zip(names, quantities, strict=True))
     reasons.append(f"the others are compared with its {sizes}" if sizes else "no run of it can be compared with")
     return Judged(verdict="baseline", reasons=reasons)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mezzo.measure.compare.quantities import BEYOND_ERROR, Quantity
 from mezzo.measure.compare.scales import Proportion, Ratio
+from mezzo.measure.compare.series import title_of
 
 
 def short(value: float) -> str:
@@ -37,7 +38,8 @@ def size(quantity: Quantity, change: float, *, signed: bool = False) -> str:
 def sentence(quantity: Quantity, *, num_quantities: int, baseline: str) -> str:
     """Return the means, their difference, its interval, and where that lies beside the margin."""
     d = quantity.record()
-    text = f"{quantity.name} {short(d.value)} against {short(d.baseline)}"
+    name = quantity.name if quantity.is_metric else title_of(quantity.name)
+    text = f"{name} {short(d.value)} against {short(d.baseline)}"
     margin = f"{size(quantity, d.margin)}{_reason(quantity, baseline=baseline)}"
     if len(quantity) < 2:
         return f"{text} ({size(quantity, d.difference, signed=True)}), to be judged by a margin of {margin}"
