@@ -181,7 +181,7 @@ def looks(place: Path) -> Looks:
     os.lseek(0, 0, os.SEEK_SET)
     record = run(place, LOOKS, str(place / "seen.json"))
     undated = record.environment.model_copy(update={"date": ""})
-    record = record.model_copy(update={"environment": undated, "duration_s": 0.0})
+    record = record.model_copy(update={"environment": undated, "started_at_s": None, "duration_s": 0.0})
     return Looks(json.loads((place / "seen.json").read_text()), (place / "output.log").read_text(), record)
 
 

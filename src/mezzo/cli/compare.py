@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from mezzo.launch.request import Request
     from mezzo.records import RunRecord
 
+RUN = "{run}"
+"""In an argument of the script: the name of the run."""
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
@@ -34,8 +37,8 @@ def compare(
         float,
         typer.Option(
             min=1e-9,
-            help="Up to which difference a policy is equivalent: a share of the loss that training took off, "
-            "and of the baseline's metric.",
+            help="Largest difference that still counts as equivalent, as a share of the baseline's final loss or metric; "
+            "the baseline's own seed-to-seed spread counts where it is wider.",
         ),
     ] = 0.02,
     timeout: Annotated[
@@ -55,6 +58,8 @@ def compare(
     """Compare a training script across precision policies: speed, memory, loss, and a verdict on each.
 
     Policies and seeds are interleaved, so that a machine that drifts drifts for all of them.
+
+    Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
     from mezzo.launch.runner import several_runs
     from mezzo.launch.stopping import stoppable
@@ -65,8 +70,9 @@ def compare(
     baseline = "fp32" if "fp32" in texts else texts[0]
     options.check_script(target, arguments, as_module=as_module, policies=texts)
     folder = folder_of_rank(out, f"{Path(target).stem}-compare")
+    since_s = time.time()
     requests = [
-        _request(target, arguments, text, seed, metric=metric, as_module=as_module, folder=folder)
+        _request(target, arguments, text, seed, metric=metric, as_module=as_module, folder=folder, since_s=since_s)
         for text, seed in _interleaved(texts, seeds)
     ]
     with stoppable() as stop:
@@ -113,11 +119,18 @@ def _request(
     metric: str | None,
     as_module: bool,
     folder: Path,
+    since_s: float,
 ) -> Request:
-
-    place = folder / f"{text.replace(':', '_').replace('*', '_')[:80]}-seed{seed}"
+    run = f"{text.replace(':', '_').replace('*', '_')[:80]}-seed{seed}"
     return options.request_for(
-        target, arguments, as_module=as_module, policy=text, folder=place, seed=seed, metric=metric
+        target,
+        [argument.replace(RUN, run) for argument in arguments or ()],
+        as_module=as_module,
+        policy=text,
+        folder=folder / run,
+        seed=seed,
+        metric=metric,
+        compared_since_s=since_s,
     )
 
 

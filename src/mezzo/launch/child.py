@@ -22,6 +22,7 @@ from typing import Any, cast
 from mezzo.diagnosis.settings import step_text
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.endings import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
+from mezzo.launch.files import files_read
 from mezzo.launch.frameworks import Framework, training_in
 from mezzo.launch.output import MetricReader, Watched
 from mezzo.launch.request import AS_IS, Request
@@ -46,8 +47,13 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     policy = None if request.policy == AS_IS else Policy.of(request.policy)
     with interrupts_kill():
         train = training_in(request.framework)
-    started = time.perf_counter()
-    with ended_by_signals(), train(policy, seed=request.seed, diagnosis=request.diagnosis) as training:
+    started, started_at_s = time.perf_counter(), time.time()
+    watched = files_read(request.compared_since_s)
+    with (
+        ended_by_signals(),
+        train(policy, seed=request.seed, diagnosis=request.diagnosis) as training,
+        watched as files,
+    ):
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         exit_code, error = _run_script(request, reader)
@@ -75,6 +81,8 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             memory=training.memory(),
             effective=_with(training.effective(), [*_stands_in(request), *unheeded()]),
             metric=reader.metric() if reader else None,
+            files_read=files.found,
+            started_at_s=started_at_s,
             duration_s=time.perf_counter() - started,
             exit_code=exit_code,
             error=_sentence(error),

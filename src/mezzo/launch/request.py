@@ -9,11 +9,8 @@ from pydantic import BaseModel, ConfigDict
 
 from mezzo.diagnosis.settings import AnySettings
 from mezzo.launch.frameworks import Framework
+from mezzo.records import AS_IS as AS_IS
 from mezzo.records import Reason
-
-AS_IS = "as-is"
-"""In place of a policy: the script's own precision is left alone."""
-
 
 _IN = "@"
 _LONGEST = 100_000
@@ -54,6 +51,8 @@ class Request(BaseModel):
     """What the person typed, for the record."""
     diagnosis: AnySettings | None = None
     """What to watch for; the record is then of that kind. None: train and take down the steps."""
+    compared_since_s: float | None = None
+    """Unix time at which the comparison began that the run is part of, to note what it reads of other runs; None: it is part of none."""
     output_to_stderr: bool = False
     """Whether the script's standard output goes to standard error, because ours is JSON."""
 

@@ -19,6 +19,7 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.scaling import NoScale, Scale, scale_for
 from mezzo.errors import PolicyError, ScaleFloorError, UnsupportedFormatError
+from mezzo.launch.owners import OptimizerOwners
 from mezzo.measure.steps import StepRecorder
 from mezzo.policy import Policy
 from mezzo.records import Reason
@@ -61,6 +62,7 @@ class Run:
         self.roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         """Modules that were called from outside any module, in order."""
         self.optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
+        self.owners = OptimizerOwners()
         self.local = Local()
         self.watchers: list[Any] = []
         self.diagnosis: Diagnosis | None = None
@@ -82,6 +84,8 @@ class Run:
         self.updates: list[Update] = []
         """What the open update is made of."""
         self._stepped = False
+        self._made_by: set[int] = set()
+        """The optimizers that made the open update, by number."""
         self._cast_by_us = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
         self._found: Tensor | None = None
@@ -230,6 +234,9 @@ class Run:
     def update_made(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take the time of an update that is over; None where no optimizer object made it."""
         self.recorder.updated()
+        number = None if optimizer is None else self.owners.number(optimizer)
+        if number is not None:
+            self._made_by.add(number)
         for watcher in self.watchers:
             watcher.updated(optimizer)
 
@@ -259,8 +266,9 @@ class Run:
             if self._found is not None:
                 self.back_off_or_grow(self._found)
             scale = self.scale.value()
-        self.recorder.close(skipped=skipped, scale=scale)
+        self.recorder.close(skipped=skipped, scale=scale, made_by=frozenset(self._made_by))
         self._stepped, self._found, self._script_skipped = False, None, False
+        self._made_by.clear()
         for watcher in self.watchers:
             watcher.step_closed(len(self.recorder))
         self.updates = []

@@ -104,7 +104,7 @@ class TorchTraining:
 
     def steps(self) -> Steps:
         """Return what every step showed."""
-        return self._run.recorder.steps()
+        return self._run.recorder.steps(self._run.owners.names)
 
     def memory(self) -> Memory:
         """Return the bytes of a step."""

@@ -87,6 +87,7 @@ class Updates:
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             self._run.optimizers[optimizer] = None
             original(optimizer, *args, **kwargs)
+            self._run.owners.made(optimizer)
             stepping = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
             if stepping not in self._first and _calls_its_closure_once(optimizer):
                 self._first.add(stepping)

@@ -40,7 +40,8 @@ class CloseLook:
         self._num_weighed = 0
         self._by_format: dict[str, int] = {}
         self._outside_region = 0
-        self._bytes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
+        self._bytes: dict[str, int] = {}
+        """By kind; empty until an update was weighed."""
 
     def install(self, patches: Patches) -> None:
         """Watch until ``patches`` are undone."""
@@ -85,9 +86,9 @@ class CloseLook:
         """Return the bytes of the watched step, and the allocator's peaks over the run."""
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return Memory(
-            parameters_bytes=self._bytes["parameters"],
-            gradients_bytes=self._bytes["gradients"],
-            optimizer_bytes=self._bytes["optimizer"],
+            parameters_bytes=self._bytes.get("parameters"),
+            gradients_bytes=self._bytes.get("gradients"),
+            optimizer_bytes=self._bytes.get("optimizer"),
             activations_bytes=self._saved.peak_bytes,
             cuda_allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
             cuda_reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
@@ -127,7 +128,7 @@ class CloseLook:
             "gradients": memory.total_bytes(p.grad for p in parameters if p.grad is not None),
             "optimizer": sum(memory.optimizer_bytes(optimizer) for optimizer in optimizers),
         }
-        self._bytes = {kind: max(found[kind], self._bytes[kind]) for kind in found}
+        self._bytes = {kind: max(found[kind], self._bytes.get(kind, 0)) for kind in found}
 
     def _go_on(self) -> None:
         """Begin or end the look where that is due, and possible at this place."""

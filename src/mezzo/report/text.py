@@ -63,7 +63,7 @@ def render_together(records: Sequence[CompareRecord], console: Console) -> None:
                 Text(line.verdict, style=_STYLES[line.tone]),
                 _stack(line.step, line.speedup),
                 _stack(line.memory, line.memory_ratio),
-                _stack(line.loss.value, line.loss.difference),
+                _stack(*(part for loss in line.losses for part in (loss.value, loss.difference))),
                 _stack(line.metric.value, line.metric.difference),
                 Text(line.skipped),
                 Text(row.formats),
@@ -210,10 +210,9 @@ def _doctor(sheet: sheets.DoctorSheet, console: Console) -> None:
 
 def _verdict_table(sheet: CompareSheet) -> Table:
     table = _table("policy", "verdict", "step\nspeed-up", "memory\nratio")
-    if sheet.metric_name:
+    heads = [*sheet.loss_heads, *([sheet.metric_name] if sheet.metric_name else [])]
+    if len(heads) > 1:
         table.padding = (0, 0)  # a second interval fits into 100 columns only so
-    table.columns[1].no_wrap = True
-    heads = ["final loss", sheet.metric_name] if sheet.metric_name else ["final loss"]
     for head in heads:
         table.add_column(Text(f"{head}\ndifference\n95% interval"), justify="right", overflow="fold")
     table.add_column("skips", justify="right")
@@ -221,7 +220,7 @@ def _verdict_table(sheet: CompareSheet) -> Table:
     for column in table.columns[2:4]:
         column.justify = "right"
     for line in sheet.lines:
-        compared = [line.loss, line.metric] if sheet.metric_name else [line.loss]
+        compared = [*line.losses, *([line.metric] if sheet.metric_name else [])]
         table.add_row(*_verdict_cells(line, compared))
     return table
 
