@@ -110,6 +110,7 @@ def _hear_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
             if any(bool(f) for f in found):
                 run.script_skipped()
+                run.lint.skipped()
         return result
 
     return step

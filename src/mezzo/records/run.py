@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from mezzo.records.findings import Finding
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
 
 
@@ -102,6 +103,8 @@ class RunRecord(Value):
     memory: Memory = Memory()
     effective: Effective = Effective()
     metric: Metric | None = None
+    findings: list[Finding] = []
+    """Misuse of the script's own mixed precision (codes A6xx), the gravest first."""
     duration_s: float = 0.0
     exit_code: int = 0
     error: str | None = None

@@ -1,0 +1,377 @@
+"""Hear what happens in a script's training loop and tell misuse of its own mixed precision from it.
+
+Everything is told from calls, identities and versions on the host: no device is read. What has to look at every gradient's identity is on
+in the first updates only, since a loop does the same in each; the order of a scaler's calls and the schedule are watched to the end.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from mezzo.diagnosis.lines import own_line
+from mezzo.diagnosis.lint.accumulation import Accumulation
+from mezzo.diagnosis.lint.byhand import ByHand
+from mezzo.diagnosis.lint.gradients import Gradients, Held, Pass, parameters_of
+from mezzo.diagnosis.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
+from mezzo.diagnosis.lint.noticed import Noticed, here
+from mezzo.diagnosis.lint.scalers import Scalers
+from mezzo.diagnosis.lint.schedules import LearningRates
+from mezzo.diagnosis.lint.weights import check_average, check_running_statistics
+from mezzo.diagnosis.watching import Running
+from mezzo.engine.session import Session
+from mezzo.formats import BF16, FP16
+from mezzo.records import Finding
+
+_AWAKE_UPDATES = 64
+_LOOKED_AT = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
+"""The updates in which calls between the backward pass and the next forward pass are seen: averages may be taken every tenth update."""
+_WALKS = 2
+"""How often the whole graph is searched for FP16 gradients."""
+
+
+class _Regions(threading.local):
+    """Hold the script's open autocast regions of each thread: whether each is on."""
+
+    def __init__(self) -> None:
+        self.open: list[bool] = []
+
+
+class Lint:
+    """Watch one run. The launcher calls these methods where it stands anyway."""
+
+    def __init__(self, run: Running) -> None:
+        self._run = run
+        self._noticed = Noticed(run)
+        self._gradients = Gradients()
+        self.scalers = Scalers(run, self._gradients, self._noticed)
+        self._rates = LearningRates(self._gradients, self._noticed)
+        self._accumulation = Accumulation(self._noticed)
+        self._by_hand = ByHand(norm_read=self._norm_read, limited=self._limited, averaged=self._averaged)
+        self._regions = _Regions()
+        self._formats: Counter[torch.dtype] = Counter()
+        """How many autocast regions with gradients were opened in each format."""
+        self._watched: list[Held] = []
+        """The gradients that ``_by_hand`` watches."""
+        self._pass: Pass | None = None
+        self._fp16 = False
+        self._batch = 0
+        self._walks = _WALKS
+        self._in_scaler = 0
+        self._skipped = False
+        self._needless: tuple[int, str] | None = None
+        """Step and line of the first step of a scaler that is on."""
+        self._checked_statistics = False
+
+    @property
+    def awake(self) -> bool:
+        """Return whether gradients are watched."""
+        return len(self._run.recorder) < _AWAKE_UPDATES
+
+    @property
+    def _step(self) -> int:
+        return len(self._run.recorder) + 1
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        return list(self._run.optimizers)
+
+    # --- forward -----------------------------------------------------------------------------------------------------------------
+
+    def called(self, args: Any, kwargs: Any) -> None:
+        """Hear that a module is called from outside any module."""
+        if self._by_hand.on:
+            self._by_hand.stop()
+        if self.awake:
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self._batch = tensors[0].shape[0] if tensors and tensors[0].dim() > 1 else 0
+
+    def compiled_called(self) -> None:
+        """Hear that compiled code is called."""
+        self._by_hand.stop()
+
+    def region_begins(self, dtype: torch.dtype, *, on: bool) -> None:
+        """Hear that the script opens an autocast region."""
+        self._regions.open.append(on)
+        if on and torch.is_grad_enabled():
+            self._formats[dtype] += 1
+
+    def region_ends(self) -> None:
+        """Hear that the script closes the region that it opened last."""
+        if self._regions.open:
+            self._regions.open.pop()
+
+    # --- backward ----------------------------------------------------------------------------------------------------------------
+
+    def backward_begins(self, roots: list[Tensor], given: Any, *, keeps_graph: bool) -> None:
+        """Hear that a backward pass begins at ``roots``; ``given`` are the gradients that it starts from."""
+        self._judge_by_hand()
+        self._by_hand.stop()
+        self._pass = None
+        self.scalers.backward_begins()
+        if not self.awake:
+            return
+        line, library = own_line(sys._getframe(1))
+        if self._regions.open and self._regions.open[-1] and not library:
+            self._noticed.add("A614", "backward() is called inside an autocast region", line=line)
+        self._gradients.begin(self._optimizers)
+        scaled = self.scalers.scaled_by(roots)
+        loss = loss_of(roots[0], self.scalers.products) if len(roots) == 1 else UNKNOWN
+        known = scaled is not None or (given is None and not loss.may_be_scaled)
+        if scaled is None and known and self._walks and self._run.applied is None and self._formats[FP16.dtype]:
+            self._walks -= 1
+            self._fp16 = has_fp16_gradients(roots)
+        else:
+            self._fp16 = False
+        self._pass = Pass(scaled, known, loss, line, library, _session_divides_by(), self._batch, keeps_graph, 0)
+
+    def backward_ended(self) -> None:
+        """Hear that it has ended."""
+        if self._pass is None:
+            return
+        touched = self._gradients.touched(self._optimizers)
+        for optimizer, places in touched:
+            held = self._gradients.of(optimizer)
+            held.late = held.late or (held.unscaled and self._pass.scaled is not None)
+            held.early = ""
+            held.passes.append(replace(self._pass, touched=places))
+        if touched and self._fp16:
+            self._noticed.add(
+                "A609",
+                "the backward pass computes FP16 gradients, and nothing multiplied the loss",
+                parameters=[p for o, _ in touched for p in parameters_of(o)],
+                line=self._pass.line,
+            )
+        if self._pass.divides_by > 1:
+            self._accumulation.in_session(self._pass, [p for o, _ in touched for p in parameters_of(o)])
+        self._pass = None
+        self._watch_gradients([optimizer for optimizer, _ in touched])
+
+    def _watch_gradients(self, optimizers: Iterable[Optimizer]) -> None:
+        if self._step not in _LOOKED_AT or self._run.compiles:
+            return
+        scaled = [o for o in optimizers if self._gradients.of(o).scaled]
+        self._watched = [self._gradients.of(o) for o in scaled]
+        self._by_hand.watch_gradients([p.grad for o in scaled for p in parameters_of(o) if p.grad is not None])
+
+    # --- between backward pass and update ----------------------------------------------------------------------------------------
+
+    def clip(self, parameters: list[Tensor], limit: float) -> list[Optimizer]:
+        """Hear that torch is to clip gradients; return the optimizers that they belong to."""
+        if not self.awake or self._in_scaler or self._run.in_backward:
+            return []
+        owners = self._gradients.owners(parameters, self._optimizers)
+        looked = [self._gradients.look(optimizer) for optimizer in owners]
+        if owners and all(held.scaled for held in looked):
+            if math.isinf(limit):
+                self._read(owners, here())
+            elif not self.scalers.may_undo(looked[0], limit=limit):
+                self._clipped(owners, "torch's clipping is called before unscale_", here())
+        self._by_hand.stop()
+        return owners
+
+    def clipped(self, owners: Iterable[Optimizer]) -> None:
+        """Hear that torch has clipped gradients."""
+        for optimizer in owners:
+            self._gradients.settle(optimizer)
+
+    def cleared(self, optimizers: Iterable[Optimizer]) -> None:
+        """Hear that the script has cleared the gradients of optimizers."""
+        if self.awake:
+            self._judge_by_hand()
+            for optimizer in optimizers:
+                self._gradients.of(optimizer).clear()
+                self._gradients.settle(optimizer)
+
+    def model_cleared(self, model: nn.Module) -> None:
+        """Hear that the script has cleared the gradients of a model."""
+        if self.awake:
+            own = {id(p) for p in model.parameters()}
+            self.cleared(o for o in self._optimizers if all(id(p) in own for p in parameters_of(o)))
+
+    def _norm_read(self) -> None:
+        for held in self._watched:
+            if held.scaled and not held.norm_read:
+                held.norm_read = here()
+
+    def _limited(self) -> None:
+        owners = [o for o in self._optimizers if any(held is self._gradients.of(o) for held in self._watched)]
+        if owners and not any(self.scalers.may_undo(held) for held in self._watched):
+            self._clipped(owners, "gradients are clamped before unscale_", here())
+
+    def _judge_by_hand(self) -> None:
+        """Tell from what the script did to scaled gradients by itself whether it clipped them or only took their norm."""
+        if not self._watched:
+            return
+        watched, self._watched = self._watched, []
+        self._by_hand.stop()
+        for optimizer in self._optimizers:
+            held = self._gradients.of(optimizer)
+            if not any(held is one for one in watched) or not held.norm_read or held.clipped:
+                continue
+            line, held.norm_read = held.norm_read, ""
+            if self.scalers.may_undo(held):
+                continue
+            if self._gradients.look(optimizer).by_hand:
+                self._clipped([optimizer], "their norm is taken and they are changed by hand before unscale_", line)
+            else:
+                self._read([optimizer], line)
+
+    def _clipped(self, optimizers: list[Optimizer], detail: str, line: str) -> None:
+        for optimizer in optimizers:
+            self._gradients.of(optimizer).clipped = True
+        self._noticed.add("A601", detail, parameters=[p for o in optimizers for p in parameters_of(o)], line=line)
+
+    def _read(self, optimizers: list[Optimizer], line: str) -> None:
+        detail = "the norm of gradients is taken between backward() and unscale_"
+        self._noticed.add("A602", detail, parameters=[p for o in optimizers for p in parameters_of(o)], line=line)
+
+    # --- the update --------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scaler_unscales(self, scaler: Any, optimizer: Optimizer) -> Iterator[None]:
+        """Hear a call of ``GradScaler.unscale_``."""
+        own = not self._in_scaler  # ``step`` calls it, too
+        if own:
+            self._judge_by_hand()
+            self.scalers.unscale(scaler, optimizer, awake=self.awake)
+        yield
+        if own:
+            self.scalers.unscaled(scaler, optimizer, awake=self.awake)
+
+    @contextmanager
+    def scaler_steps(self, scaler: Any, optimizer: Optimizer) -> Iterator[None]:
+        """Hear a call of ``GradScaler.step``."""
+        if self.scalers.known(scaler) is None:
+            yield
+            return
+        self._judge_by_hand()
+        self.scalers.step(scaler, optimizer, awake=self.awake)
+        self._begins(optimizer, raises=self._run.applied is None)
+        self._needless = self._needless or (self._step, here())
+        self._skipped = False
+        self._in_scaler += 1
+        try:
+            yield
+        finally:
+            self._in_scaler -= 1
+        self.scalers.stepped(scaler, optimizer)
+        self._ended(optimizer, skipped=self._skipped)
+
+    def skipped(self) -> None:
+        """Hear that the script's GradScaler, which runs, has found gradients that are not finite."""
+        self._skipped = True
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Hear that an optimizer is to step with the gradients that are there."""
+        if self._in_scaler or self._run.in_backward:
+            return
+        self._judge_by_hand()
+        if self.awake:
+            held = self._gradients.look(optimizer)
+            if held.scaled and not self.scalers.may_undo(held):
+                detail = (
+                    f"{type(optimizer).__name__}.step() is called while its gradients are multiplied by the loss scale"
+                )
+                self._noticed.add("A603", detail, parameters=parameters_of(optimizer))
+        self._begins(optimizer, raises=False)
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Hear that an optimizer has stepped."""
+        if not self._in_scaler and not self._run.in_backward:
+            self._ended(optimizer, skipped=False)
+
+    def _begins(self, optimizer: Optimizer, *, raises: bool) -> None:
+        self._by_hand.stop()
+        if not self.awake:
+            return
+        held = self._gradients.look(optimizer)
+        self._rates.stepping(optimizer, held, step=self._step)
+        self._accumulation.closed(optimizer, held, step=self._step)
+        if held.dropped and not held.passes and not held.by_hand:
+            self._without_gradients(optimizer, held, raises=raises)
+
+    def _without_gradients(self, optimizer: Optimizer, held: Held, *, raises: bool) -> None:
+        """Tell a step whose gradients were always cleared from one where a script gave up a bad batch."""
+        held.num_empty += 1
+        if held.num_empty == 1:
+            held.first_empty = self._step, here()
+        if raises or (held.num_empty >= 2 and 2 * held.num_empty > held.num_steps):
+            step, line = held.first_empty
+            detail = f"{type(optimizer).__name__} steps after zero_grad(), with no backward pass between"
+            count = held.num_empty if held.num_empty <= 2 else 1
+            self._noticed.add("A615", detail, parameters=parameters_of(optimizer), step=step, line=line, count=count)
+
+    def _ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        held = self._gradients.of(optimizer)
+        held.num_steps += 1
+        held.skipped, held.made = held.skipped + skipped, held.made + (not skipped)
+        held.use()
+        if self.awake:
+            self._gradients.settle(optimizer)
+        if not skipped and not self._casts_model:
+            self._watch_averages()
+
+    # --- the schedule, and what is kept beside the weights -----------------------------------------------------------------------
+
+    def scheduled(self, scheduler: Any) -> None:
+        """Hear that the script steps a scheduler."""
+        self._rates.moved(scheduler)
+
+    @contextmanager
+    def averages(self, average: nn.Module, model: nn.Module) -> Iterator[None]:
+        """Hear that ``AveragedModel`` takes up a model's weights."""
+        self._by_hand.stop()
+        if self.awake and not self._casts_model:
+            check_average(self._noticed, average, model)
+        yield
+
+    @property
+    def _casts_model(self) -> bool:
+        """Return whether the policy keeps the weights in 16 bits, and not the script."""
+        return self._run.applied is not None and self._run.applied.casting == "model"
+
+    def _watch_averages(self) -> None:
+        if not self._checked_statistics:
+            self._checked_statistics = True
+            check_running_statistics(self._noticed, self._run.roots)
+        if self._step in _LOOKED_AT and not self._run.compiles and not self._by_hand.on:
+            self._by_hand.watch_averages([p for o in self._optimizers for p in parameters_of(o)])
+
+    def _averaged(self, parameter: Tensor) -> None:
+        self._noticed.add("A612", "weights are averaged by hand into 16-bit tensors", parameters=[parameter])
+
+    # --- the end -----------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._by_hand.stop()
+
+    def findings(self) -> list[Finding]:
+        """Return what was found."""
+        if self._needless is not None and self._formats[BF16.dtype] and not self._formats[FP16.dtype]:
+            (step, line), self._needless = self._needless, None
+            detail = "every autocast region with gradients is BF16, and a GradScaler is on"
+            self._noticed.add("A616", detail, step=step, line=line, count=self.scalers.num_steps)
+        return self._noticed.findings()
+
+
+def _session_divides_by() -> int:
+    """Return by how much the ``mezzo.Session`` that runs divides gradients, 1 where none runs."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is Session.backward.__code__:
+            return int(frame.f_locals["self"].accumulate)
+    return 1
