@@ -7,6 +7,7 @@ changed here: every call goes on as it was made.
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,8 @@ from mezzo.launch.patches import Patches
 
 _ENABLED = 5
 """Place of GradScaler's argument ``enabled``, from 0."""
+
+_LIMITS = ("max_norm", "clip_value")
 
 Listener = Callable[..., Any]
 
@@ -162,17 +165,22 @@ def _leaving(lint: Lint, original: Listener) -> Listener:
 
 def _clipping(lint: Lint, original: Listener) -> Listener:
     @functools.wraps(original)
-    def clip(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return original(parameters, limit, *args, **kwargs)
+            return original(parameters, *args, **kwargs)
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        owners = lint.clip(listed, float(limit))
+        owners = lint.clip(listed, _number(args[0] if args else next((kwargs[n] for n in _LIMITS if n in kwargs), 0.0)))
         again = (p for p in listed) if isinstance(parameters, types.GeneratorType) else listed
-        result = original(again, limit, *args, **kwargs)
+        result = original(again, *args, **kwargs)
         lint.clipped(owners)
         return result
 
     return clip
+
+
+def _number(limit: Any) -> float:
+    """Return a limit as a number; NaN of one on a device, which is not read."""
+    return math.nan if isinstance(limit, Tensor) and limit.device.type != "cpu" else float(limit)
 
 
 def _clearing(lint: Lint, original: Listener) -> Listener:

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from mezzo.records import DiagnoseRecord, Operand, Pass, TrendStep
 from mezzo.report import formatting as fmt
 from mezzo.report import sheets
+from mezzo.report.findings import FindingLine, finding_line
 from mezzo.report.sheets import Fact
 
 TITLES = {
@@ -60,6 +61,7 @@ class DiagnoseSheet:
     notes: list[Fact]
     normal: str
     """What is no fault, of a run that skipped updates."""
+    findings: list[FindingLine]
     environment: list[Fact]
     command: str
 
@@ -86,6 +88,7 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
         passes=[_pass(number, seen) for number, seen in enumerate(record.passes, 1)],
         notes=[*_skips(record), *sheets.facts(record.notes)],
         normal=_NORMAL,
+        findings=[finding_line(finding) for finding in record.run.findings],
         environment=sheets.environment_facts(record.run.environment),
         command=sheets.command_text(record.run.command),
     )
@@ -95,6 +98,9 @@ def _headline(record: DiagnoseRecord, script: str) -> str:
     policy = fmt.clean(record.run.policy)
     if record.verdict == "healthy":
         count = fmt.plural(len(record.run.steps), "step")
+        found = fmt.plural(len(record.run.findings), "finding")
+        if record.run.findings:
+            return f"{script} under {policy}: every value is finite in {count}; {found} on the script's mixed precision"
         return f"{script} under {policy}: nothing wrong in {count}"
     where = f"step {record.step}"
     if record.located:

@@ -37,16 +37,18 @@ class Accumulation:
         """Windows in a row without any division; -1 once it was noticed, or once one was divided."""
 
     def in_session(self, one: Pass, parameters: list[Tensor]) -> None:
-        """Take note of a backward pass that a session makes."""
-        count = one.divides_by
-        if count > 1 and one.loss.divided_by(count) and not _averages(one, count):
+        """Take note of a backward pass that a session makes; one of the factors is the session's own."""
+        count, near = one.divides_by, one.loss.near(one.divides_by)
+        if len(near) > 1 and (count > 2 or any(f.divides for f in near)) and not _averages(one, count):
             detail = f"the script divides the loss by {count}, and mezzo.Session(accumulate={count}) averages over {count} passes"
             self._noticed.add("A607", detail, parameters=parameters, line=one.line)
 
     def closed(self, optimizer: Optimizer, held: Held, *, step: int) -> None:
         """Take note of the backward passes of an update that is about to be made in step number ``step``."""
         passes = held.passes
-        if len(passes) < 2 or held.by_hand:  # who changes gradients by hand may divide them so
+        if (
+            len(passes) < 2 or held.by_hand or passes[0].divides_by > 1
+        ):  # who changes gradients by hand may divide them so
             return
         count = len(passes)
         if all(_divided_twice(p, count) for p in passes):
@@ -79,7 +81,7 @@ def _not_divided(passes: list[Pass]) -> bool:
     first = passes[0]
     alike = all((p.line, p.touched, p.library) == (first.line, first.touched, False) for p in passes)
     means = all(p.loss.end == "mean" and not p.loss.factors and p.batch > 1 for p in passes)
-    return alike and means and all(p.known and not p.keeps_graph and p.divides_by == 1 for p in passes)
+    return alike and means and all(p.known and not p.keeps_graph for p in passes)
 
 
 def _of_invariant(optimizer: Optimizer) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
+from torch.utils import _device
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.formats import BF16, FP16
@@ -63,6 +63,8 @@ class ByHand(TorchFunctionMode):
         self._derived = WeakTensorKeyDictionary()
         """What was computed from gradients (None) or from a parameter (the parameter, and whether it was multiplied)."""
         self._on = False
+        self.changed = False
+        """Whether a gradient was changed in place: a version does not tell of torch._foreach under a dispatch mode."""
 
     @property
     def on(self) -> bool:
@@ -89,8 +91,8 @@ class ByHand(TorchFunctionMode):
         self._gradients = set(map(_place, gradients)) - {0}
         self._parameters = {_place(p): p for p in parameters}
         self._parameters.pop(0, None)
-        if self._gradients or self._parameters:
-            _put_in(self)
+        self.changed = False
+        if (self._gradients or self._parameters) and _put_in(self):
             self._on = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,6 +109,8 @@ class ByHand(TorchFunctionMode):
     # --- gradients ---------------------------------------------------------------------------------------------------------------
 
     def _see_gradients(self, name: str, args: Sequence[Any], result: Any) -> None:
+        if _changes(name) and any(_place(t) in self._gradients for t in _tensors(args[0])):
+            self.changed = True
         same = name in _SAME_VALUES or _casts(args[0], result)
         if name not in _NORMS and name not in _LIMITS and name not in _PRODUCTS and not same:
             return
@@ -161,6 +165,11 @@ class ByHand(TorchFunctionMode):
         return (parameter, False) if parameter is not None else self._derived.get(tensor)
 
 
+def _changes(name: str) -> bool:
+    """Return whether a function of this name writes into its first argument."""
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
 def _casts(value: Any, result: Any) -> bool:
     """Return whether a call cast a tensor, by whichever name."""
     tensors = isinstance(value, Tensor) and isinstance(result, Tensor)
@@ -182,14 +191,21 @@ def _place(tensor: Tensor) -> int:
         return 0
 
 
-def _put_in(mode: TorchFunctionMode) -> None:
-    """Put a mode below all others, so that they are left in the order in which they were entered; a default device stays the lowest."""
-    above = [_pop_mode() for _ in _get_current_function_mode_stack()]
-    if above and isinstance(above[-1], DeviceContext):
+def _put_in(mode: TorchFunctionMode) -> bool:
+    """Put a mode below all others, so that they are left in the order in which they were entered; a default device stays the lowest.
+
+    Return False where a default device is out of the stack because it handles the call that runs now: nothing may go below it.
+    """
+    stack = _get_current_function_mode_stack()
+    if _device.CURRENT_DEVICE is not None and not any(isinstance(other, _device.DeviceContext) for other in stack):
+        return False
+    above = [_pop_mode() for _ in stack]
+    if above and isinstance(above[-1], _device.DeviceContext):
         _push_mode(above.pop())
     _push_mode(mode)
     for other in reversed(above):
         _push_mode(other)
+    return True
 
 
 def _take_out(mode: TorchFunctionMode) -> None:

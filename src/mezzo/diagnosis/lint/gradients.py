@@ -44,6 +44,8 @@ class Pass:
     batch: int
     """First dimension of what the model was last called with; 0 where it is not known."""
     keeps_graph: bool
+    fp16: bool
+    """Whether it is known to compute FP16 gradients that nothing multiplied."""
     touched: int
     """Stands for the set of parameters that it reached."""
 

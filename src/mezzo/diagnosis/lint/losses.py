@@ -66,10 +66,13 @@ class Loss(NamedTuple):
         """Return whether the script may have multiplied it by a loss scale of its own making."""
         return any(f.may_scale for f in (*self.factors, *(f for term in self.terms for f in term)))
 
+    def near(self, count: int) -> list[Factor]:
+        """Return the factors that are one over ``count``."""
+        return [f for f in self.factors if f.value is not None and abs(f.value * count - 1.0) < 1e-3]
+
     def divided_by(self, count: int) -> int:
         """Return how often it was divided by ``count``; a factor of a half may be part of the loss itself, a division counts."""
-        near = [f for f in self.factors if f.value is not None and abs(f.value * count - 1.0) < 1e-3]
-        return sum(1 for f in near if f.divides or count > 2)
+        return sum(1 for f in self.near(count) if f.divides or count > 2)
 
 
 UNKNOWN = Loss((), "unknown")

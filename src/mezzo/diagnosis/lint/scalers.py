@@ -71,9 +71,9 @@ class Scalers:
     # --- what scaled a loss ------------------------------------------------------------------------------------------------------
 
     @property
-    def products(self) -> OrderedDict[int, Scaled]:
-        """Return what losses were multiplied by, by the sequence number of the product."""
-        return self._products
+    def multiplications(self) -> list[int]:
+        """Return the sequence numbers of the products that are products indeed: a scaler that is off returns the loss itself."""
+        return [number for number, scaled in self._products.items() if scaled.scaler.is_enabled()]
 
     def scaled_by(self, roots: list[Tensor]) -> Scaled | None:
         """Return what multiplied the losses that a backward pass starts from; None unless all of them."""
@@ -123,7 +123,7 @@ class Scalers:
         elif awake:
             held = self._gradients.look(optimizer)
             self._check_formats(optimizer)
-            self._check_epoch(known, optimizer, held, "unscale_")
+            self._check_epoch(scaler, optimizer, held, "unscale_")
 
     def unscaled(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
         """Hear that ``unscale_`` returned."""
@@ -147,7 +147,7 @@ class Scalers:
             held = self._gradients.look(optimizer)
             if known.stages.get(optimizer) is None:
                 self._check_formats(optimizer)
-            self._check_epoch(known, optimizer, held, "step")
+            self._check_epoch(scaler, optimizer, held, "step")
             self._check_scaled(scaler, optimizer, held)
             self._check_order(known, optimizer, held)
 
@@ -166,6 +166,7 @@ class Scalers:
             return
         if not known.checked and new_scale is None:
             self._noticed.add("A605", "update() before any step() or unscale_() since the last one")
+            return
         known.epoch, known.checked = known.epoch + 1, False
         known.stages.clear()
 
@@ -177,8 +178,10 @@ class Scalers:
         if narrow and not ours:
             self._noticed.add("A617", f"{len(narrow)} gradients are FP16, as their weights are", parameters=narrow)
 
-    def _check_epoch(self, known: _Known, optimizer: Optimizer, held: Held, call: str) -> None:
-        late = [p for p in held.passes if p.scaled is not None and p.scaled.epoch < known.epoch]
+    def _check_epoch(self, scaler: Any, optimizer: Optimizer, held: Held, call: str) -> None:
+        known = self._known[scaler]
+        own = [p.scaled for p in held.passes if p.scaled is not None and p.scaled.scaler is scaler]
+        late = [scaled for scaled in own if scaled.epoch < known.epoch]
         if not late or held.by_hand:
             return
         name = type(optimizer).__name__

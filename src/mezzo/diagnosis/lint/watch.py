@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -64,8 +64,10 @@ class Lint:
         """How many autocast regions with gradients were opened in each format."""
         self._watched: list[Held] = []
         """The gradients that ``_by_hand`` watches."""
+        self._averages: list[Tensor] = []
+        """The parameters whose averages ``_by_hand`` has seen, and the first line that took one."""
+        self._average_line = ""
         self._pass: Pass | None = None
-        self._fp16 = False
         self._batch = 0
         self._walks = _WALKS
         self._in_scaler = 0
@@ -91,15 +93,14 @@ class Lint:
 
     def called(self, args: Any, kwargs: Any) -> None:
         """Hear that a module is called from outside any module."""
-        if self._by_hand.on:
-            self._by_hand.stop()
+        self._stop_by_hand()
         if self.awake:
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self._batch = tensors[0].shape[0] if tensors and tensors[0].dim() > 1 else 0
 
     def compiled_called(self) -> None:
         """Hear that compiled code is called."""
-        self._by_hand.stop()
+        self._stop_by_hand()
 
     def region_begins(self, dtype: torch.dtype, *, on: bool) -> None:
         """Hear that the script opens an autocast region."""
@@ -117,7 +118,7 @@ class Lint:
     def backward_begins(self, roots: list[Tensor], given: Any, *, keeps_graph: bool) -> None:
         """Hear that a backward pass begins at ``roots``; ``given`` are the gradients that it starts from."""
         self._judge_by_hand()
-        self._by_hand.stop()
+        self._stop_by_hand()
         self._pass = None
         self.scalers.backward_begins()
         if not self.awake:
@@ -127,14 +128,13 @@ class Lint:
             self._noticed.add("A614", "backward() is called inside an autocast region", line=line)
         self._gradients.begin(self._optimizers)
         scaled = self.scalers.scaled_by(roots)
-        loss = loss_of(roots[0], self.scalers.products) if len(roots) == 1 else UNKNOWN
+        loss = loss_of(roots[0], self.scalers.multiplications) if len(roots) == 1 else UNKNOWN
         known = scaled is not None or (given is None and not loss.may_be_scaled)
+        fp16 = False
         if scaled is None and known and self._walks and self._run.applied is None and self._formats[FP16.dtype]:
             self._walks -= 1
-            self._fp16 = has_fp16_gradients(roots)
-        else:
-            self._fp16 = False
-        self._pass = Pass(scaled, known, loss, line, library, _session_divides_by(), self._batch, keeps_graph, 0)
+            fp16 = has_fp16_gradients(roots)
+        self._pass = Pass(scaled, known, loss, line, library, _session_divides_by(), self._batch, keeps_graph, fp16, 0)
 
     def backward_ended(self) -> None:
         """Hear that it has ended."""
@@ -146,13 +146,6 @@ class Lint:
             held.late = held.late or (held.unscaled and self._pass.scaled is not None)
             held.early = ""
             held.passes.append(replace(self._pass, touched=places))
-        if touched and self._fp16:
-            self._noticed.add(
-                "A609",
-                "the backward pass computes FP16 gradients, and nothing multiplied the loss",
-                parameters=[p for o, _ in touched for p in parameters_of(o)],
-                line=self._pass.line,
-            )
         if self._pass.divides_by > 1:
             self._accumulation.in_session(self._pass, [p for o, _ in touched for p in parameters_of(o)])
         self._pass = None
@@ -171,14 +164,14 @@ class Lint:
         """Hear that torch is to clip gradients; return the optimizers that they belong to."""
         if not self.awake or self._in_scaler or self._run.in_backward:
             return []
+        self._judge_by_hand()
         owners = self._gradients.owners(parameters, self._optimizers)
         looked = [self._gradients.look(optimizer) for optimizer in owners]
         if owners and all(held.scaled for held in looked):
             if math.isinf(limit):
-                self._read(owners, here())
+                self._read(parameters, here())
             elif not self.scalers.may_undo(looked[0], limit=limit):
-                self._clipped(owners, "torch's clipping is called before unscale_", here())
-        self._by_hand.stop()
+                self._clipped(owners, "torch's clipping is called before unscale_", here(), parameters)
         return owners
 
     def clipped(self, owners: Iterable[Optimizer]) -> None:
@@ -207,7 +200,8 @@ class Lint:
 
     def _limited(self) -> None:
         owners = [o for o in self._optimizers if any(held is self._gradients.of(o) for held in self._watched)]
-        if owners and not any(self.scalers.may_undo(held) for held in self._watched):
+        known = any(held.clipped or held.by_hand or self.scalers.may_undo(held) for held in self._watched)
+        if owners and not known:
             self._clipped(owners, "gradients are clamped before unscale_", here())
 
     def _judge_by_hand(self) -> None:
@@ -215,27 +209,30 @@ class Lint:
         if not self._watched:
             return
         watched, self._watched = self._watched, []
-        self._by_hand.stop()
+        changed = self._by_hand.changed
+        self._stop_by_hand()
         for optimizer in self._optimizers:
-            held = self._gradients.of(optimizer)
+            held = self._gradients.look(optimizer)
+            held.by_hand = held.by_hand or (changed and bool(held.passes))
             if not any(held is one for one in watched) or not held.norm_read or held.clipped:
                 continue
             line, held.norm_read = held.norm_read, ""
             if self.scalers.may_undo(held):
                 continue
-            if self._gradients.look(optimizer).by_hand:
+            if held.by_hand:
                 self._clipped([optimizer], "their norm is taken and they are changed by hand before unscale_", line)
             else:
-                self._read([optimizer], line)
+                self._read(parameters_of(optimizer), line)
 
-    def _clipped(self, optimizers: list[Optimizer], detail: str, line: str) -> None:
+    def _clipped(self, optimizers: list[Optimizer], detail: str, line: str, of: Sequence[Tensor] = ()) -> None:
         for optimizer in optimizers:
             self._gradients.of(optimizer).clipped = True
-        self._noticed.add("A601", detail, parameters=[p for o in optimizers for p in parameters_of(o)], line=line)
+        parameters = of or [p for o in optimizers for p in parameters_of(o)]
+        self._noticed.add("A601", detail, parameters=parameters, line=line)
 
-    def _read(self, optimizers: list[Optimizer], line: str) -> None:
+    def _read(self, parameters: Sequence[Tensor], line: str) -> None:
         detail = "the norm of gradients is taken between backward() and unscale_"
-        self._noticed.add("A602", detail, parameters=[p for o in optimizers for p in parameters_of(o)], line=line)
+        self._noticed.add("A602", detail, parameters=parameters, line=line)
 
     # --- the update --------------------------------------------------------------------------------------------------------------
 
@@ -285,6 +282,10 @@ class Lint:
                     f"{type(optimizer).__name__}.step() is called while its gradients are multiplied by the loss scale"
                 )
                 self._noticed.add("A603", detail, parameters=parameters_of(optimizer))
+            bare = next((p for p in held.passes if p.fp16), None)
+            if bare is not None:
+                detail = "the backward pass computes FP16 gradients, and nothing multiplied the loss"
+                self._noticed.add("A609", detail, parameters=parameters_of(optimizer), line=bare.line)
         self._begins(optimizer, raises=False)
 
     def step_ended(self, optimizer: Optimizer) -> None:
@@ -293,7 +294,7 @@ class Lint:
             self._ended(optimizer, skipped=False)
 
     def _begins(self, optimizer: Optimizer, *, raises: bool) -> None:
-        self._by_hand.stop()
+        self._stop_by_hand()
         if not self.awake:
             return
         held = self._gradients.look(optimizer)
@@ -332,7 +333,7 @@ class Lint:
     @contextmanager
     def averages(self, average: nn.Module, model: nn.Module) -> Iterator[None]:
         """Hear that ``AveragedModel`` takes up a model's weights."""
-        self._by_hand.stop()
+        self._stop_by_hand()
         if self.awake and not self._casts_model:
             check_average(self._noticed, average, model)
         yield
@@ -350,13 +351,21 @@ class Lint:
             self._by_hand.watch_averages([p for o in self._optimizers for p in parameters_of(o)])
 
     def _averaged(self, parameter: Tensor) -> None:
-        self._noticed.add("A612", "weights are averaged by hand into 16-bit tensors", parameters=[parameter])
+        self._averages.append(parameter)
+        self._average_line = self._average_line or here()
+
+    def _stop_by_hand(self) -> None:
+        self._by_hand.stop()
+        if self._averages:
+            averaged, self._averages, line, self._average_line = self._averages, [], self._average_line, ""
+            detail = f"{len(averaged)} weights are averaged by hand into 16-bit tensors"
+            self._noticed.add("A612", detail, parameters=averaged, line=line)
 
     # --- the end -----------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop watching."""
-        self._by_hand.stop()
+        self._stop_by_hand()
 
     def findings(self) -> list[Finding]:
         """Return what was found."""
