@@ -503,6 +503,13 @@ def average_in_fp32():
     train_plainly(after, net, dtype=torch.bfloat16)
 
 
+def merged_once():
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).bfloat16()
+    before = copy.deepcopy(net.state_dict())
+    train_plainly(lambda: None, net, dtype=torch.bfloat16)
+    net.load_state_dict({name: 0.5 * before[name] + 0.5 * value for name, value in net.state_dict().items()})
+
+
 def copied_to_half():
     served = copy.deepcopy(model).half()
 

@@ -393,6 +393,16 @@ def average_mul_add():
     train_plainly(after, number=10)
 
 
+def average_after_clearing():
+    mean = [p.detach().clone().bfloat16() for p in model.parameters()]
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        torch._foreach_lerp_(mean, [p.detach().bfloat16() for p in model.parameters()], 0.01)  # A612
+
+
 def average_state_dict():
     mean = {name: value.to(torch.float16) for name, value in model.state_dict().items() if value.is_floating_point()}
 

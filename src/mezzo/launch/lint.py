@@ -132,7 +132,9 @@ def _asking(original: Listener) -> Listener:
         cache_enabled: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._mezzo_asked = dtype if dtype is not None else torch.get_autocast_dtype(device_type), enabled
+        # On a CPU the default is BF16, and FP16 on the device that the script is meant for.
+        default = None if device_type == "cpu" else torch.get_autocast_dtype(device_type)
+        self._mezzo_asked = default if dtype is None else dtype, enabled
         original(self, device_type, dtype, enabled, cache_enabled, **kwargs)
 
     return init

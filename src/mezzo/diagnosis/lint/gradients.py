@@ -153,7 +153,8 @@ class Gradients:
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the leaves that an optimizer trains."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.is_leaf and p.requires_grad]
+    groups = getattr(optimizer, "param_groups", ())  # it has none if its constructor failed
+    return [p for group in groups for p in group["params"] if p.is_leaf]
 
 
 def marks_of(optimizer: Optimizer) -> list[int]:

@@ -70,6 +70,9 @@ class Noticed:
         if line and line not in seen.lines and len(seen.lines) < _MOST_LINES:
             seen.lines.append(line)
 
+    def __contains__(self, code: str) -> bool:
+        return code in self._seen
+
     def findings(self) -> list[Finding]:
         """Return everything that was noticed, the gravest first."""
         found = [_finding(code, seen) for code, seen in self._seen.items()]

@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.diagnosis.lines import own_line
 from mezzo.diagnosis.lint.accumulation import Accumulation
-from mezzo.diagnosis.lint.byhand import ByHand
 from mezzo.diagnosis.lint.gradients import Gradients, Held, Pass, parameters_of
+from mezzo.diagnosis.lint.handwork import HandWork
 from mezzo.diagnosis.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
 from mezzo.diagnosis.lint.noticed import Noticed, here
 from mezzo.diagnosis.lint.scalers import Scalers
@@ -35,8 +35,8 @@ from mezzo.formats import BF16, FP16
 from mezzo.records import Finding
 
 _AWAKE_UPDATES = 64
-_LOOKED_AT = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
-"""The updates in which calls between the backward pass and the next forward pass are seen: averages may be taken every tenth update."""
+_AWAKE_PASSES = 4096
+"""Backward passes: a script may make its updates where they are not seen."""
 _WALKS = 2
 """How often the whole graph is searched for FP16 gradients."""
 
@@ -58,17 +58,13 @@ class Lint:
         self.scalers = Scalers(run, self._gradients, self._noticed)
         self._rates = LearningRates(self._gradients, self._noticed)
         self._accumulation = Accumulation(self._noticed)
-        self._by_hand = ByHand(norm_read=self._norm_read, limited=self._limited, averaged=self._averaged)
+        self._hands = HandWork(run, self._gradients, self.scalers, self._noticed)
         self._regions = _Regions()
         self._formats: Counter[torch.dtype] = Counter()
         """How many autocast regions with gradients were opened in each format."""
-        self._watched: list[Held] = []
-        """The gradients that ``_by_hand`` watches."""
-        self._averages: list[Tensor] = []
-        """The parameters whose averages ``_by_hand`` has seen, and the first line that took one."""
-        self._average_line = ""
         self._pass: Pass | None = None
         self._batch = 0
+        self._num_passes = 0
         self._walks = _WALKS
         self._in_scaler = 0
         self._skipped = False
@@ -79,7 +75,7 @@ class Lint:
     @property
     def awake(self) -> bool:
         """Return whether gradients are watched."""
-        return len(self._run.recorder) < _AWAKE_UPDATES
+        return len(self._run.recorder) < _AWAKE_UPDATES and self._num_passes < _AWAKE_PASSES
 
     @property
     def _step(self) -> int:
@@ -93,19 +89,19 @@ class Lint:
 
     def called(self, args: Any, kwargs: Any) -> None:
         """Hear that a module is called from outside any module."""
-        self._stop_by_hand()
+        self._hands.stop()
         if self.awake:
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            self._batch = tensors[0].shape[0] if tensors and tensors[0].dim() > 1 else 0
+            self._batch = next((t.shape[0] for t in tensors if t.dim() > 1), 0)
 
     def compiled_called(self) -> None:
         """Hear that compiled code is called."""
-        self._stop_by_hand()
+        self._hands.stop()
 
-    def region_begins(self, dtype: torch.dtype, *, on: bool) -> None:
-        """Hear that the script opens an autocast region."""
+    def region_begins(self, dtype: torch.dtype | None, *, on: bool) -> None:
+        """Hear that the script opens an autocast region; ``dtype`` is None where it leaves that to the device."""
         self._regions.open.append(on)
-        if on and torch.is_grad_enabled():
+        if on and dtype is not None and torch.is_grad_enabled():
             self._formats[dtype] += 1
 
     def region_ends(self) -> None:
@@ -117,12 +113,13 @@ class Lint:
 
     def backward_begins(self, roots: list[Tensor], given: Any, *, keeps_graph: bool) -> None:
         """Hear that a backward pass begins at ``roots``; ``given`` are the gradients that it starts from."""
-        self._judge_by_hand()
-        self._stop_by_hand()
+        self._hands.judge()
+        self._hands.stop()
         self._pass = None
         self.scalers.backward_begins()
         if not self.awake:
             return
+        self._num_passes += 1
         line, library = own_line(sys._getframe(1))
         if self._regions.open and self._regions.open[-1] and not library:
             self._noticed.add("A614", "backward() is called inside an autocast region", line=line)
@@ -131,10 +128,18 @@ class Lint:
         loss = loss_of(roots[0], self.scalers.multiplications) if len(roots) == 1 else UNKNOWN
         known = scaled is not None or (given is None and not loss.may_be_scaled)
         fp16 = False
-        if scaled is None and known and self._walks and self._run.applied is None and self._formats[FP16.dtype]:
+        if scaled is None and known and self._walks and self._may_be_fp16():
             self._walks -= 1
             fp16 = has_fp16_gradients(roots)
         self._pass = Pass(scaled, known, loss, line, library, _session_divides_by(), self._batch, keeps_graph, fp16, 0)
+
+    def _may_be_fp16(self) -> bool:
+        """Return whether the script's own precision is FP16 somewhere, so that its graph is worth a walk."""
+        if self._run.applied is not None:
+            return False
+        first = len(self._run.recorder) < _WALKS
+        weights = (p for o in self._optimizers for p in parameters_of(o)) if first else ()
+        return self._formats[FP16.dtype] > 0 or any(p.dtype == FP16.dtype for p in weights)
 
     def backward_ended(self) -> None:
         """Hear that it has ended."""
@@ -149,14 +154,7 @@ class Lint:
         if self._pass.divides_by > 1:
             self._accumulation.in_session(self._pass, [p for o, _ in touched for p in parameters_of(o)])
         self._pass = None
-        self._watch_gradients([optimizer for optimizer, _ in touched])
-
-    def _watch_gradients(self, optimizers: Iterable[Optimizer]) -> None:
-        if self._step not in _LOOKED_AT or self._run.compiles:
-            return
-        scaled = [o for o in optimizers if self._gradients.of(o).scaled]
-        self._watched = [self._gradients.of(o) for o in scaled]
-        self._by_hand.watch_gradients([p.grad for o in scaled for p in parameters_of(o) if p.grad is not None])
+        self._hands.watch_gradients([optimizer for optimizer, _ in touched])
 
     # --- between backward pass and update ----------------------------------------------------------------------------------------
 
@@ -164,14 +162,14 @@ class Lint:
         """Hear that torch is to clip gradients; return the optimizers that they belong to."""
         if not self.awake or self._in_scaler or self._run.in_backward:
             return []
-        self._judge_by_hand()
+        self._hands.judge()
         owners = self._gradients.owners(parameters, self._optimizers)
         looked = [self._gradients.look(optimizer) for optimizer in owners]
         if owners and all(held.scaled for held in looked):
             if math.isinf(limit):
-                self._read(parameters, here())
+                self._hands.read(parameters, here())
             elif not self.scalers.may_undo(looked[0], limit=limit):
-                self._clipped(owners, "torch's clipping is called before unscale_", here(), parameters)
+                self._hands.clipped(owners, "torch's clipping is called before unscale_", here(), parameters)
         return owners
 
     def clipped(self, owners: Iterable[Optimizer]) -> None:
@@ -182,7 +180,7 @@ class Lint:
     def cleared(self, optimizers: Iterable[Optimizer]) -> None:
         """Hear that the script has cleared the gradients of optimizers."""
         if self.awake:
-            self._judge_by_hand()
+            self._hands.judge()
             for optimizer in optimizers:
                 self._gradients.of(optimizer).clear()
                 self._gradients.settle(optimizer)
@@ -193,47 +191,6 @@ class Lint:
             own = {id(p) for p in model.parameters()}
             self.cleared(o for o in self._optimizers if all(id(p) in own for p in parameters_of(o)))
 
-    def _norm_read(self) -> None:
-        for held in self._watched:
-            if held.scaled and not held.norm_read:
-                held.norm_read = here()
-
-    def _limited(self) -> None:
-        owners = [o for o in self._optimizers if any(held is self._gradients.of(o) for held in self._watched)]
-        known = any(held.clipped or held.by_hand or self.scalers.may_undo(held) for held in self._watched)
-        if owners and not known:
-            self._clipped(owners, "gradients are clamped before unscale_", here())
-
-    def _judge_by_hand(self) -> None:
-        """Tell from what the script did to scaled gradients by itself whether it clipped them or only took their norm."""
-        if not self._watched:
-            return
-        watched, self._watched = self._watched, []
-        changed = self._by_hand.changed
-        self._stop_by_hand()
-        for optimizer in self._optimizers:
-            held = self._gradients.look(optimizer)
-            held.by_hand = held.by_hand or (changed and bool(held.passes))
-            if not any(held is one for one in watched) or not held.norm_read or held.clipped:
-                continue
-            line, held.norm_read = held.norm_read, ""
-            if self.scalers.may_undo(held):
-                continue
-            if held.by_hand:
-                self._clipped([optimizer], "their norm is taken and they are changed by hand before unscale_", line)
-            else:
-                self._read(parameters_of(optimizer), line)
-
-    def _clipped(self, optimizers: list[Optimizer], detail: str, line: str, of: Sequence[Tensor] = ()) -> None:
-        for optimizer in optimizers:
-            self._gradients.of(optimizer).clipped = True
-        parameters = of or [p for o in optimizers for p in parameters_of(o)]
-        self._noticed.add("A601", detail, parameters=parameters, line=line)
-
-    def _read(self, parameters: Sequence[Tensor], line: str) -> None:
-        detail = "the norm of gradients is taken between backward() and unscale_"
-        self._noticed.add("A602", detail, parameters=parameters, line=line)
-
     # --- the update --------------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -241,7 +198,7 @@ class Lint:
         """Hear a call of ``GradScaler.unscale_``."""
         own = not self._in_scaler  # ``step`` calls it, too
         if own:
-            self._judge_by_hand()
+            self._hands.judge()
             self.scalers.unscale(scaler, optimizer, awake=self.awake)
         yield
         if own:
@@ -253,7 +210,7 @@ class Lint:
         if self.scalers.known(scaler) is None:
             yield
             return
-        self._judge_by_hand()
+        self._hands.judge()
         self.scalers.step(scaler, optimizer, awake=self.awake)
         self._begins(optimizer, raises=self._run.applied is None)
         self._needless = self._needless or (self._step, here())
@@ -274,7 +231,7 @@ class Lint:
         """Hear that an optimizer is to step with the gradients that are there."""
         if self._in_scaler or self._run.in_backward:
             return
-        self._judge_by_hand()
+        self._hands.judge()
         if self.awake:
             held = self._gradients.look(optimizer)
             if held.scaled and not self.scalers.may_undo(held):
@@ -294,7 +251,7 @@ class Lint:
             self._ended(optimizer, skipped=False)
 
     def _begins(self, optimizer: Optimizer, *, raises: bool) -> None:
-        self._stop_by_hand()
+        self._hands.stop()
         if not self.awake:
             return
         held = self._gradients.look(optimizer)
@@ -333,7 +290,7 @@ class Lint:
     @contextmanager
     def averages(self, average: nn.Module, model: nn.Module) -> Iterator[None]:
         """Hear that ``AveragedModel`` takes up a model's weights."""
-        self._stop_by_hand()
+        self._hands.stop()
         if self.awake and not self._casts_model:
             check_average(self._noticed, average, model)
         yield
@@ -347,25 +304,13 @@ class Lint:
         if not self._checked_statistics:
             self._checked_statistics = True
             check_running_statistics(self._noticed, self._run.roots)
-        if self._step in _LOOKED_AT and not self._run.compiles and not self._by_hand.on:
-            self._by_hand.watch_averages([p for o in self._optimizers for p in parameters_of(o)])
-
-    def _averaged(self, parameter: Tensor) -> None:
-        self._averages.append(parameter)
-        self._average_line = self._average_line or here()
-
-    def _stop_by_hand(self) -> None:
-        self._by_hand.stop()
-        if self._averages:
-            averaged, self._averages, line, self._average_line = self._averages, [], self._average_line, ""
-            detail = f"{len(averaged)} weights are averaged by hand into 16-bit tensors"
-            self._noticed.add("A612", detail, parameters=averaged, line=line)
+        self._hands.watch_averages(self._optimizers)
 
     # --- the end -----------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop watching."""
-        self._stop_by_hand()
+        self._hands.stop()
 
     def findings(self) -> list[Finding]:
         """Return what was found."""
