@@ -42,6 +42,16 @@ def clip_by_hand_after_unscale():
         scaled_step()
 
 
+def clamped_after_unscaling_by_hand():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        for p in model.parameters():
+            p.grad.div_(1024.0)
+            p.grad.clamp_(-1, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def clip_at_scaled_limit():
     for batch in batches[:STEPS]:
         scaler.scale(loss_of(batch)).backward()
@@ -318,6 +328,15 @@ def half_a_square():
             optimizer.zero_grad()
 
 
+def half_a_square_by_division():
+    for number, batch in enumerate(batches, 1):
+        loss = (model(batch[0]) - batch[1]).pow(2).mean() / 2
+        (loss / 2).backward()
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def mean_of_two_losses():
     for number, batch in enumerate(batches, 1):
         loss = (plain_loss(batch) + F.l1_loss(model(batch[0]), batch[1])) / 2
@@ -501,6 +520,21 @@ def average_in_fp32():
         ready.update_parameters(model)
 
     train_plainly(after, net, dtype=torch.bfloat16)
+
+
+def average_served_in_half():
+    mean = copy.deepcopy(model)
+    served = copy.deepcopy(model).half()
+
+    def after():
+        with torch.no_grad():
+            for slow, fast, copied in zip(mean.parameters(), model.parameters(), served.parameters(), strict=True):
+                slow.copy_(0.99 * slow + 0.01 * fast)
+                mixture = 0.9 * slow + 0.1 * fast
+                copied.copy_(mixture)
+                copied.copy_(mixture.half())
+
+    train_plainly(after)
 
 
 def merged_once():

@@ -100,6 +100,17 @@ def clip_one_of_two():
         model.zero_grad()
 
 
+def clip_data_by_hand():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        total = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))  # A601
+        for p in model.parameters():
+            p.grad.data = p.grad.data / (total + 1e-6)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
 def log_norm():
     for batch in batches[:STEPS]:
         optimizer.zero_grad()
@@ -410,6 +421,27 @@ def average_state_dict():
         for name, value in model.state_dict().items():
             if name in mean:
                 mean[name] = 0.99 * mean[name] + 0.01 * value.half()  # A612
+
+    train_plainly(after)
+
+
+def average_copied():
+    mean = copy.deepcopy(model).half()
+
+    def after():
+        with torch.no_grad():
+            for slow, fast in zip(mean.parameters(), model.parameters(), strict=True):
+                slow.copy_(0.999 * slow.float() + 0.001 * fast)  # A612
+
+    train_plainly(after)
+
+
+def average_cast_back():
+    mean = [p.detach().bfloat16() for p in model.parameters()]
+
+    def after():
+        for place, fast in enumerate(model.parameters()):
+            mean[place] = torch.lerp(mean[place].float(), fast.detach(), 0.01).bfloat16()  # A612
 
     train_plainly(after)
 

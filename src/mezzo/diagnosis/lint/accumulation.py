@@ -68,7 +68,8 @@ class Accumulation:
 
 def _divided_twice(one: Pass, count: int) -> bool:
     """Return whether a loss was divided by the number of backward passes twice."""
-    return one.loss.divided_by(count) == 2 and not _averages(one, count)
+    half_a_square = count == 2 and one.loss.squares and not one.library
+    return one.loss.divided_by(count) == 2 and not _averages(one, count) and not half_a_square
 
 
 def _averages(one: Pass, count: int) -> bool:

@@ -1,13 +1,13 @@
-"""Watch what a script does by hand between its backward pass and its next forward pass: norms over gradients, averages of weights.
+"""See what a script does by hand between its backward pass and its next forward pass: norms over gradients, averages of weights.
 
-A function mode sees every call of torch that Python makes, without changing any. It is on only in the first updates and in a few later
-ones, from a backward pass to the update, and from the update to the next forward pass; never around modules or compiled code.
+A function mode sees every call of torch that Python makes, without changing any. It is on only in some updates: from a backward
+pass to the update, and from the update to the next forward pass; never around modules or compiled code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -18,156 +18,190 @@ from mezzo.formats import BF16, FP16
 
 _HALF = (FP16.dtype, BF16.dtype)
 _NORMS = frozenset(
-    {
-        "norm",
-        "vector_norm",
-        "linalg_vector_norm",
-        "_foreach_norm",
-        "frobenius_norm",
-        "pow",
-        "__pow__",
-        "square",
-        "_foreach_pow",
-    }
+    ("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "frobenius_norm", "pow", "__pow__", "square")
 )
 _LIMITS = frozenset(
-    {"clamp_", "clip_", "clamp_min_", "clamp_max_", "hardtanh_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
+    ("clamp_", "clip_", "clamp_min_", "clamp_max_", "hardtanh_", "_foreach_clamp_min_", "_foreach_clamp_max_")
 )
 _SAME_VALUES = frozenset(
-    {"cat", "concat", "stack", "abs", "to", "type", "clone", "flatten", "contiguous", "cpu", "cuda"}
+    ("cat", "concat", "stack", "abs", "to", "type", "clone", "flatten", "contiguous", "cpu", "cuda")
 )
-_PRODUCTS = frozenset({"mul", "__mul__", "__rmul__", "_foreach_mul"})
-_DIFFERENCES = frozenset({"sub", "__sub__", "__rsub__", "_foreach_sub"})
+_PRODUCTS = frozenset(("mul", "__mul__", "__rmul__", "_foreach_mul"))
+_DIFFERENCES = frozenset(("sub", "__sub__", "__rsub__", "_foreach_sub"))
 _IN_PLACE = frozenset(
-    {"lerp_", "add_", "__iadd__", "sub_", "__isub__", "_foreach_lerp_", "_foreach_add_", "_foreach_sub_"}
+    ("lerp_", "add_", "__iadd__", "sub_", "__isub__", "_foreach_lerp_", "_foreach_add_", "_foreach_sub_")
 )
-_MIXES = frozenset({"add", "__add__", "__radd__", "lerp", "_foreach_lerp", "_foreach_add"})
+_SUMS = frozenset(("add", "__add__", "__radd__", "_foreach_add"))
+_MIXES = _SUMS | {"lerp", "_foreach_lerp"}
+
+
+class View(Protocol):
+    """Look at calls of torch."""
+
+    def see(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Look at one call that was made."""
 
 
 class ByHand(TorchFunctionMode):
-    """See calls of torch while it is on.
+    """Show calls of torch to a view while it is on."""
 
-    Args:
-        norm_read: called when a norm, or a square, of one of the gradients is taken.
-        limited: called when one of the gradients is clamped in place.
-        averaged: called with the parameter whose value goes into a 16-bit tensor beside an earlier one.
-    """
-
-    def __init__(
-        self, *, norm_read: Callable[[], None], limited: Callable[[], None], averaged: Callable[[Tensor], None]
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._norm_read, self._limited, self._averaged = norm_read, limited, averaged
-        self._gradients: set[int] = set()
-        self._parameters: dict[int, Tensor] = {}
-        self._derived = WeakTensorKeyDictionary()
-        """What was computed from gradients (None) or from a parameter (the parameter, and whether it was multiplied)."""
-        self._on = False
-        self.changed = False
-        """Whether a gradient was changed in place: a version does not tell of torch._foreach under a dispatch mode."""
+        self._view: View | None = None
 
     @property
     def on(self) -> bool:
         """Return whether it is on."""
-        return self._on
+        return self._view is not None
 
-    def watch_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """See what is done to ``gradients``."""
-        self._begin(gradients=gradients)
-
-    def watch_averages(self, parameters: Iterable[Tensor]) -> None:
-        """See averages that ``parameters`` go into."""
-        self._begin(parameters=parameters)
+    def start(self, view: View) -> None:
+        """Show every call to ``view`` from now on, where the modes that are on allow it."""
+        self.stop()
+        if _put_in(self):
+            self._view = view
 
     def stop(self) -> None:
-        """See nothing any more."""
-        if self._on:
+        """Show nothing any more."""
+        if self._view is not None:
             _take_out(self)
-        self._on = False
-        self._gradients, self._parameters, self._derived = set(), {}, WeakTensorKeyDictionary()
-
-    def _begin(self, *, gradients: Iterable[Tensor] = (), parameters: Iterable[Tensor] = ()) -> None:
-        self.stop()
-        self._gradients = set(map(_place, gradients)) - {0}
-        self._parameters = {_place(p): p for p in parameters}
-        self._parameters.pop(0, None)
-        self.changed = False
-        if (self._gradients or self._parameters) and _put_in(self):
-            self._on = True
+            self._view = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call ``func`` and look at what it was."""
+        """Call ``func`` and show what it was."""
         result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if self._on and args:
-            if self._gradients:
-                self._see_gradients(name, args, result)
-            elif self._parameters:
-                self._see_parameters(name, args, result)
+        if self._view is not None and args:
+            self._view.see(getattr(func, "__name__", ""), args, result)
         return result
 
-    # --- gradients ---------------------------------------------------------------------------------------------------------------
 
-    def _see_gradients(self, name: str, args: Sequence[Any], result: Any) -> None:
-        if _changes(name) and any(_place(t) in self._gradients for t in _tensors(args[0])):
-            self.changed = True
+class GradientView:
+    """See what is done to gradients.
+
+    Args:
+        gradients: to see.
+        norm_read: called when a norm, or a square, of one is taken before any was changed.
+        limited: called when one is clamped in place before any was changed.
+    """
+
+    def __init__(
+        self, gradients: Iterable[Tensor], *, norm_read: Callable[[], None], limited: Callable[[], None]
+    ) -> None:
+        self._gradients = WeakTensorKeyDictionary(dict.fromkeys(gradients))
+        self._places = set(map(_place, self._gradients.keys())) - {0}
+        self._derived = WeakTensorKeyDictionary()
+        self._norm_read, self._limited = norm_read, limited
+        self.changed = False
+        """Whether one was changed in place: its version does not tell of torch._foreach under a dispatch mode."""
+
+    def see(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Look at one call that was made."""
         same = name in _SAME_VALUES or _casts(args[0], result)
-        if name not in _NORMS and name not in _LIMITS and name not in _PRODUCTS and not same:
+        if name not in _NORMS and name not in _PRODUCTS and not same and not _changes(name):
             return
-        if not any(_place(t) in self._gradients or t in self._derived for t in _tensors(args[0])):
+        own = any(t in self._gradients or _place(t) in self._places for t in _tensors(args[0]))
+        if not own and not any(t in self._derived for t in _tensors(args[0])):
             return
+        if not self.changed:
+            self._see_first(name, args)
+        if same:
+            self._derived.update(dict.fromkeys(_tensors(result)))
+        self.changed = self.changed or (own and _changes(name))
+
+    def _see_first(self, name: str, args: Sequence[Any]) -> None:
         if name in _LIMITS:
             self._limited()
         elif name in _NORMS or (name in _PRODUCTS and len(args) > 1 and args[0] is args[1]):
             self._norm_read()
-        elif same:
-            for tensor in _tensors(result):
-                self._derived[tensor] = None
 
-    # --- parameters --------------------------------------------------------------------------------------------------------------
 
-    def _see_parameters(self, name: str, args: Sequence[Any], result: Any) -> None:
-        if name in _SAME_VALUES or name in _PRODUCTS or _casts(args[0], result):
+class _Source(NamedTuple):
+    """Hold what a tensor was made of."""
+
+    parameter: Tensor | None
+    """The weight that it was made of."""
+    half: bool
+    """Whether a 16-bit tensor that is no weight went into it."""
+    multiplied: bool = False
+    mixed: bool = False
+    """Whether a weight and something else were added up."""
+
+
+_NOTHING = _Source(None, half=False)
+
+
+class AverageView:
+    """See averages of weights that are kept in 16 bits.
+
+    Args:
+        parameters: the weights.
+        averaged: called with the weight whose value goes into a 16-bit tensor beside an earlier one.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, averaged: Callable[[Tensor], None]) -> None:
+        self._parameters = {_place(p): p for p in parameters}
+        self._parameters.pop(0, None)
+        self._averaged = averaged
+        self._derived = WeakTensorKeyDictionary()
+
+    def see(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Look at one call that was made."""
+        if name in _IN_PLACE and len(args) > 1:
+            for target, other in zip(_tensors(args[0]), _tensors(args[1]), strict=False):
+                self._see_sum(target, target, other, into=True, summed=False)
+        elif name in _MIXES and len(args) > 1:
+            for target, first, second in _together(result, args[0], args[1]):
+                self._see_sum(target, first, second, into=False, summed=name in _SUMS)
+        elif name in _DIFFERENCES and len(args) > 1:
+            for target, first, second in _together(result, args[0], args[1]):
+                found = self._source(first), self._source(second)
+                whole = next((one for one in found if one.parameter is not None), _NOTHING)
+                self._derived[target] = whole._replace(half=any(one.half for one in found))
+        elif name == "copy_" and len(args) > 1:
+            for target, other in zip(_tensors(args[0]), _tensors(args[1]), strict=False):
+                self._see_kept(target, self._source(other))
+        elif name in _SAME_VALUES or name in _PRODUCTS or _casts(args[0], result):
             for before, after in zip(_tensors(args[0]), _tensors(result), strict=False):
                 source = self._source(before)
-                if source is not None:
-                    self._derived[after] = source[0], source[1] or name in _PRODUCTS
-        elif name in _DIFFERENCES and len(args) > 1:
-            for first, second, after in zip(_tensors(args[0]), _tensors(args[1]), _tensors(result), strict=False):
-                source = self._source(first) or self._source(second)
-                if source is not None:
-                    self._derived[after] = source
-        elif (name in _IN_PLACE or name in _MIXES) and len(args) > 1:
-            targets = list(_tensors(args[0] if name in _IN_PLACE else result))
-            for target, first, second in zip(targets, _tensors(args[0]), _tensors(args[1]), strict=False):
-                self._see_mixture(target, first, second, mixes=name in ("add", "__add__", "__radd__", "_foreach_add"))
+                self._see_kept(after, source)
+                self._derived[after] = source._replace(multiplied=source.multiplied or name in _PRODUCTS)
 
-    def _see_mixture(self, target: Tensor, first: Tensor, second: Tensor, *, mixes: bool) -> None:
-        """Tell an average: a parameter, and what is not that parameter, go into a 16-bit tensor of its shape."""
-        if (
-            target.dtype not in _HALF
-            or target.numel() < 2
-            or first.shape != second.shape
-            or first.shape != target.shape
-        ):
+    def _see_sum(self, target: Tensor, first: Tensor, second: Tensor, *, into: bool, summed: bool) -> None:
+        """Tell an average: a weight, and what is not that weight, go into one tensor of its shape."""
+        if target.numel() < 2 or not first.shape == second.shape == target.shape:
             return
-        sources = [self._source(first), self._source(second)]
-        found = [source for source in sources if source is not None]
-        if not found or (len(found) == 2 and found[0][0] is found[1][0]):
+        sources = self._source(first), self._source(second)
+        found = [one for one in sources if one.parameter is not None]
+        if not found or (len(found) == 2 and found[0].parameter is found[1].parameter):
             return
-        if _place(target) in self._parameters or (mixes and not any(multiplied for _, multiplied in found)):
+        if _place(target) in self._parameters or (summed and not any(one.multiplied for one in found)):
             return
-        self._averaged(found[0][0])
+        if target.dtype in _HALF:
+            assert found[0].parameter is not None
+            self._averaged(found[0].parameter)
+        elif not into:
+            half = any(one.half for one in sources)
+            self._derived[target] = _Source(found[0].parameter, half=half, multiplied=True, mixed=True)
 
-    def _source(self, tensor: Tensor) -> tuple[Tensor, bool] | None:
-        """Return the parameter that a tensor was made of, and whether it was multiplied on the way."""
+    def _see_kept(self, target: Tensor, source: _Source) -> None:
+        """Tell an average that was computed in FP32 from one that was kept in 16 bits, and is kept so again."""
+        if source.mixed and source.half and target.dtype in _HALF and source.parameter is not None:
+            self._averaged(source.parameter)
+
+    def _source(self, tensor: Tensor) -> _Source:
         parameter = self._parameters.get(_place(tensor))
-        return (parameter, False) if parameter is not None else self._derived.get(tensor)
+        if parameter is not None:
+            return _Source(parameter, half=False)
+        found: _Source | None = self._derived.get(tensor)
+        return _Source(None, half=tensor.dtype in _HALF) if found is None else found
+
+
+def _together(*values: Any) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*map(_tensors, values), strict=False)
 
 
 def _changes(name: str) -> bool:
     """Return whether a function of this name writes into its first argument."""
-    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
 
 
 def _casts(value: Any, result: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.diagnosis.lint.byhand import ByHand
+from mezzo.diagnosis.lint.byhand import AverageView, ByHand, GradientView
 from mezzo.diagnosis.lint.gradients import Gradients, Held, parameters_of
 from mezzo.diagnosis.lint.noticed import Noticed, here
 from mezzo.diagnosis.lint.scalers import Scalers
@@ -22,8 +22,10 @@ class HandWork:
 
     def __init__(self, run: Running, gradients: Gradients, scalers: Scalers, noticed: Noticed) -> None:
         self._run, self._gradients, self._scalers, self._noticed = run, gradients, scalers, noticed
-        self._mode = ByHand(norm_read=self._norm_read, limited=self._limited, averaged=self._averaged)
+        self._mode = ByHand()
         self._watched: list[tuple[Optimizer, Held]] = []
+        self._view: GradientView | None = None
+        """What sees those."""
         self._averages: list[Tensor] = []
         """The parameters whose averages were seen since the last update."""
         self._average_at = 0, ""
@@ -41,12 +43,16 @@ class HandWork:
         if not self._looks:
             return
         self._watched = [(o, held) for o in optimizers if (held := self._gradients.of(o)).scaled]
-        self._mode.watch_gradients([p.grad for o, _ in self._watched for p in parameters_of(o) if p.grad is not None])
+        if self._watched:
+            gradients = [p.grad for o, _ in self._watched for p in parameters_of(o) if p.grad is not None]
+            self._view = GradientView(gradients, norm_read=self._norm_read, limited=self._limited)
+            self._mode.start(self._view)
 
     def watch_averages(self, optimizers: Sequence[Optimizer]) -> None:
         """Look at averages of the weights that were updated, from now on."""
         if self._looks:
-            self._mode.watch_averages([p for o in optimizers for p in parameters_of(o)])
+            weights = [p for o in optimizers for p in parameters_of(o)]
+            self._mode.start(AverageView(weights, averaged=self._averaged))
 
     def stop(self) -> None:
         """Look no more, and take note of averages that were seen."""
@@ -68,7 +74,7 @@ class HandWork:
         if not self._watched:
             return
         watched, self._watched = self._watched, []
-        changed = self._mode.changed
+        changed = self._view is not None and self._view.changed
         self.stop()
         for optimizer, held in watched:
             self._gradients.look(optimizer)
@@ -97,7 +103,7 @@ class HandWork:
 
     def _norm_read(self) -> None:
         for _, held in self._watched:
-            if not held.norm_read and not held.by_hand and not self._mode.changed:
+            if not held.norm_read and not held.by_hand:
                 held.norm_read = here()
 
     def _limited(self) -> None:

@@ -60,6 +60,8 @@ class Loss(NamedTuple):
     """What the factors apply to: a mean, a sum, a sum of several losses, or what cannot be told."""
     terms: tuple[tuple[Factor, ...], ...] = ()
     """The factors of each of several losses."""
+    squares: bool = False
+    """Whether it is a mean or sum of squares, which many divide by two."""
 
     @property
     def may_be_scaled(self) -> bool:
@@ -86,7 +88,8 @@ def loss_of(root: Tensor, scalings: Collection[int]) -> Loss:
     name = _kind(node)
     if name in ("Add", "Sub"):
         return Loss(factors, "terms", tuple(_followed(term, scalings)[0] for term in _terms(node)))
-    return Loss(factors, _reduction(node, name))
+    squares = name == "MseLoss" or any(_kind(n) == "Pow" for n in _inputs(node))
+    return Loss(factors, _reduction(node, name), squares=squares)
 
 
 def _followed(node: Any, scalings: Collection[int]) -> tuple[tuple[Factor, ...], Any]:
