@@ -259,7 +259,8 @@ def loss_not_finite(kind: Kind, rank: int) -> Any:
     model = wrapped(mlp(6, 9, 3), Run(kind=kind))
     session = _session(model, policy="bf16", accumulate=2)
     for step in range(2):
-        loss = model(torch.ones(2, 6)).mean()
+        with session.autocast():
+            loss = model(torch.ones(2, 6)).mean()
         try:
             session.step(loss * float("nan") if rank == 1 else loss)
         except NonFiniteLossError as error:
@@ -302,9 +303,10 @@ def several_losses(kind: Kind, parts: list[int]) -> Any:
 def two_backward_passes(kind: Kind, part: slice) -> Any:
     """Two backward passes from one forward pass: DistributedDataParallel averages the gradients of the first alone."""
     model = wrapped(mlp(6, 9, 3), Run(kind=kind))
-    session = _session(model)
+    session = _session(model, policy="fp16:fp32=linear")  # a loss scale, and products to compare exactly
     for x, _ in batches(3):
-        y = model(x[part])
+        with session.autocast():
+            y = model(x[part])
         session.backward(y.square().mean(), retain_graph=True)
         session.backward(y.mean())
         session.update()

@@ -8,12 +8,10 @@ import io
 import json
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -87,9 +85,8 @@ def as_script(path: str, arguments: Sequence[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def children_in_this_process(*, before_each: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Run the commands' child processes in this one: importing torch and its compiler takes longer than what they do."""
-    popen = functools.partial(_InThisProcess, before_each)
     with (
-        mock.patch.object(runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen})),
+        mock.patch.object(runner, "Guarded", functools.partial(_InThisProcess, before_each)),
         mock.patch.object(runner, "several_runs", contextlib.nullcontext),
     ):
         yield
@@ -112,6 +109,12 @@ class _InThisProcess:
         else:
             sys.stderr.write(printed.getvalue())
         return returned
+
+    def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
+        """Go on: the signal has come to this process, which is the run as well."""
+
+    def kill(self) -> None:
+        raise KeyboardInterrupt  # a person who waits for the tests
 
 
 @contextlib.contextmanager

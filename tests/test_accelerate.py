@@ -6,6 +6,10 @@ with a rate of 1 shows the gradient that was used.
 
 from __future__ import annotations
 
+import copy
+import inspect
+import io
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,3 +211,205 @@ def test_what_cannot_work_is_refused_with_its_reason() -> None:
         training.optimizer.step(lambda: None)
     with pytest.raises(SessionError, match="a Linear is set up after training began with 1 other models"):
         training.room.prepare(linear())
+
+
+# --- the model's face, and copies ---------------------------------------------------------------------------------------------
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 2)
+
+    def forward(self, inputs: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.last(torch.tanh(self.first(inputs))) * scale  # type: ignore[no-any-return]
+
+
+def prepared(policy: str, updates: int = 2) -> tuple[MezzoAccelerator, Any, Any]:
+    room, bare = MezzoAccelerator(cpu=True, policy=policy), Named()
+    model, optimizer = room.prepare(bare, sgd(bare.parameters()))
+    for inputs, targets in batches(updates):
+        room.backward(F.mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return room, model, optimizer
+
+
+EVERY = ["fp32", "fp16", "fp16:fp32_modules=last", "fp16-master", "bf16-master"]
+
+
+@pytest.mark.parametrize("updates", [0, 2])
+@pytest.mark.parametrize("policy", EVERY)
+def test_a_prepared_model_has_its_own_signature(policy: str, updates: int) -> None:
+    _, model, _ = prepared(policy, updates)
+    assert inspect.signature(model.forward) == inspect.signature(Named().forward)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("policy", EVERY)
+def test_a_prepared_model_copies_and_pickles_without_its_training(policy: str, way: str) -> None:
+    room, model, _ = prepared(policy)
+    (x, _), *_ = batches(1)
+    ours = model(x)
+    if way == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif way == "pickle":
+        whole = pickle.dumps(model)
+        assert len(whole) < 12_000  # the weights alone: no session, no optimizer
+        twin = pickle.loads(whole)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert torch.equal(twin(x), ours)
+    for p in twin.parameters():
+        p.data.zero_()
+    assert twin(x).abs().max() == 0
+    assert torch.equal(model(x), ours)
+    room.backward(model(x).square().mean())  # and goes on
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_an_unwrapped_model_is_the_model(policy: str) -> None:
+    room, model, _ = prepared(policy)
+    (x, _), *_ = batches(1)
+    assert room.unwrap_model(model) is model
+    under = model(x)
+    bare = room.unwrap_model(model, keep_fp32_wrapper=False)
+    assert bare is model
+    assert inspect.signature(bare.forward) == inspect.signature(Named().forward)
+    exact = Named()
+    exact.load_state_dict({k: v.float() for k, v in bare.state_dict().items()})
+    if not policy.endswith("-master"):  # weights that stay in 16 bits compute in 16 bits
+        if "modules" not in policy:
+            assert "forward" not in vars(bare)
+        torch.testing.assert_close(bare(x), exact(x), rtol=1e-6, atol=1e-6)
+        assert torch.equal(bare(x), under) == (policy == "fp32")
+    with pytest.raises(SessionError) as caught:
+        room.backward(bare(x).square().mean())
+    assert str(caught.value) == (
+        "backward() after unwrap_model(model, keep_fp32_wrapper=False): the model's calls no longer run under the policy\n"
+        "  hint: leave keep_fp32_wrapper out, unwrap a copy, or call accelerator.prepare(model) again"
+    )
+    again = room.prepare(bare)
+    assert torch.equal(again(x), under)
+    room.backward(again(x).square().mean())
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_a_model_that_was_trained_goes_on_under_another_accelerator(policy: str) -> None:
+    first, model, _ = prepared(policy)
+    (x, y), *_ = batches(1)
+    second = MezzoAccelerator(cpu=True, policy="fp32" if policy in ("fp32", "fp16") else policy)
+    again, other = second.prepare(model, sgd(model.parameters()))
+    for _ in range(2):
+        second.backward(F.mse_loss(again(x), y))
+        other.step()
+        other.zero_grad()
+    assert second.record().steps.num_skipped == 0
+    if policy == "fp16":
+        exact = Named()
+        exact.load_state_dict(again.state_dict())
+        assert torch.equal(again(x), exact(x))  # the first accelerator's region is gone
+    with pytest.raises(SessionError, match="a session whose model was given to another session since"):
+        first.backward(F.mse_loss(model(x), y))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "fp16-master"])
+def test_a_prepared_optimizer_copies_and_pickles(policy: str, way: Any) -> None:
+    room, model, optimizer = prepared(policy)
+    twin = way(optimizer)
+    assert type(twin) is type(optimizer)
+    assert twin.accelerator is None
+    assert optimizer.accelerator is room
+    ours, theirs = optimizer.state_dict(), twin.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    for number, state in ours["state"].items():
+        assert torch.equal(state["momentum_buffer"], theirs["state"][number]["momentum_buffer"])
+    with pytest.raises(SessionError) as caught:
+        twin.step()
+    assert (
+        caught.value.message == "step() of a copy of a prepared optimizer; allowed: of one that an accelerator prepared"
+    )
+    assert room.prepare(twin).accelerator is room
+    (x, y), *_ = batches(1)
+    room.backward(F.mse_loss(model(x), y))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()  # the one that was copied goes on
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_short_windows_loss_is_the_mean_of_what_it_holds() -> None:
+    room = MezzoAccelerator(cpu=True, policy="fp16:init_scale=256", gradient_accumulation_steps=4)
+    layer, values = linear(), (1, 2, 3, 2, 4)
+    loader = torch.utils.data.DataLoader([torch.full((2, 4), float(v)) for v in values], batch_size=None)
+    model, optimizer, loader = room.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.0), loader)
+    for inputs in loader:
+        with room.accumulate(model):
+            room.backward(model(inputs).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert room.record().steps.loss == [4.0, 8.0]  # 2 a unit of input; the last window has one micro-batch of four
+
+
+def test_parameters_that_are_added_later_are_unscaled() -> None:
+    room = MezzoAccelerator(cpu=True, policy="fp16:init_scale=256")
+    model, late = linear(), linear()
+    whole = nn.ModuleList([model, late])
+    late.requires_grad_(False)
+    prepared_model, optimizer = room.prepare(whole, torch.optim.SGD(model.parameters(), lr=1.0))
+    for step in range(2):
+        if step:
+            late.requires_grad_(True)
+            optimizer.add_param_group({"params": list(late.parameters()), "lr": 1.0})
+        with room.autocast():
+            loss = (model(torch.ones(2, 4)) + late(torch.ones(2, 4))).float().mean()
+        room.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert prepared_model is whole
+    assert model.weight.tolist() == [[-1.5] * 4]
+    assert late.weight.tolist() == [[-0.5] * 4]
+
+
+def test_torchs_adam_is_refused_where_its_eps_is_zero() -> None:
+    room, bare = MezzoAccelerator(cpu=True, policy="fp16-pure"), Named()
+    model, optimizer = room.prepare(bare, torch.optim.Adam(bare.parameters()))
+    (x, y), *_ = batches(1)
+    room.backward(F.mse_loss(model(x), y))
+    with pytest.raises(
+        SessionError, match=r"Adam keeps its state in torch\.float16 under policy fp16-pure, and eps=1e-08 is 0"
+    ):
+        optimizer.step()
+
+
+# --- models of Hugging Face -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+@pytest.mark.parametrize("policy", ["fp16", "bf16-master"])
+def test_generate_gives_the_tokens_of_the_model_itself(policy: str) -> None:
+    """Left-padded prompts: generate reads from the signature that forward takes positions."""
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    shape = {"vocab_size": 100, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    room, bare = MezzoAccelerator(cpu=True, policy=policy), transformers.GPT2LMHeadModel(config)
+    model, optimizer = room.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=1e-3))
+    tokens = torch.randint(3, 100, (4, 16))
+    for _ in range(3):
+        room.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    padded = torch.cat([torch.full((2, 6), 2), tokens[:2, :6]], 1)
+    mask = (padded != 2).long()
+    unwrapped = room.unwrap_model(model).eval()
+    reference = transformers.GPT2LMHeadModel(config).eval()
+    reference.load_state_dict({k: v.float() for k, v in unwrapped.state_dict().items()})
+    settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(unwrapped.generate(padded, **settings), reference.generate(padded, **settings))
+    unwrapped.generate(padded, token_type_ids=torch.zeros_like(padded), **settings)  # taken, as forward takes it

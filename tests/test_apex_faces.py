@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +16,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers_apex import clean
+import mezzo
+from helpers_apex import Small, clean
+from helpers_engine import spoil
+from mezzo import cli
+from mezzo.cli.standins import note_for, stand_in_for
 from mezzo.compat.apex import amp, normalization, optimizers
 from mezzo.compat.apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 from mezzo.compat.apex.parallel.LARC import LARC
+from mezzo.launch.targets import Target
 
 
 @pytest.fixture(autouse=True)
@@ -241,6 +249,176 @@ def test_a_script_that_imports_apex_runs_unchanged(tmp_path: Path, as_module: bo
 def test_a_missing_script_is_said(tmp_path: Path) -> None:
     for arguments, text in (((), "got nothing"), (("-m",), "got -m"), (("none.py",), "there is no script 'none.py'")):
         done = run(tmp_path, *arguments)
-        assert done.returncode == 7
+        assert done.returncode == 2
         assert text in done.stderr
         assert "Traceback" not in done.stderr
+
+
+SCRIPTS = """
+import json, sys
+from mezzo.cli.standins import stand_in_for
+from mezzo.launch import child
+from mezzo.launch.request import Request
+from mezzo.launch.targets import Target
+from mezzo.records import read_record
+
+found = {}
+for name in ("plain.py", "train.py"):
+    request = Request(
+        target=name,
+        kind="script",
+        arguments=("--lr", "0.1"),
+        stand_in=stand_in_for(Target(name, module=False), policy="fp16"),
+        policy="fp16",
+        record_path=name + ".json",
+        command=(),
+    )
+    code = child.main([request.packed()])
+    record = read_record(name + ".json")
+    found[name] = [code, record.steps.loss, record.script, [r.what for r in record.effective.left_alone]]
+json.dump(found, open("found.json", "w"))
+"""
+WITH_AMP = """
+import sys
+import torch
+from apex import amp
+from apex.optimizers import FusedAdam
+assert sys.argv == ["train.py", "--lr", "0.1"], sys.argv
+assert __name__ == "__main__" and sys.modules["__main__"].__file__ == "train.py"
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+handle = amp.init()
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+inputs = torch.randn(8, 4)
+for _ in range(6):
+    optimizer.zero_grad()
+    loss = model(inputs).pow(2).mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+WITHOUT = [
+    ("from apex import amp\nfrom apex.optimizers import FusedAdam\n", ""),
+    ('["train.py"', '["plain.py"'),
+    ('== "train.py"', '== "plain.py"'),
+    ("handle = amp.init()\n", ""),
+    ('model, optimizer = amp.initialize(model, optimizer, opt_level="O2")\n', ""),
+    ("with amp.scale_loss(loss, optimizer) as scaled_loss:", "if True:"),
+    ("scaled_loss", "loss"),
+]
+
+
+def test_under_a_policy_amp_gives_way(tmp_path: Path) -> None:
+    """A script with Apex trains as one that never had it."""
+    plain = WITH_AMP
+    for words, instead in WITHOUT:
+        assert words in plain
+        plain = plain.replace(words, instead)
+    (tmp_path / "train.py").write_text(WITH_AMP)
+    (tmp_path / "plain.py").write_text(plain)
+    command = [sys.executable, "-c", SCRIPTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["plain.py"] == [0, found["plain.py"][1], "plain.py", []]
+    assert found["train.py"] == [0, found["plain.py"][1], "train.py", ["apex.amp"]]
+    assert len(found["plain.py"][1]) == 6
+
+
+AS_IS = [
+    (["audit", "train.py", "-x"], "mezzo audit --policy fp16 train.py -x", "python -m mezzo.compat.apex train.py -x"),
+    (["run", "--policy=as-is", "train.py"], "mezzo run --policy=fp16 train.py", "python -m mezzo.compat.apex train.py"),
+    (
+        ["compare", "--policies", "fp32,as-is", "-m", "train"],
+        "mezzo compare --policies fp32,fp16 -m train",
+        "python -m mezzo.compat.apex -m train",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "instead", "alone"), AS_IS)
+def test_its_own_precision_cannot_be_recorded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    instead: str,
+    alone: str,
+) -> None:
+    (tmp_path / "train.py").write_text(WITH_AMP)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    name = "train" if "-m" in words else "train.py"
+    assert capsys.readouterr().err == (
+        f"mezzo: {name} imports apex, which is not installed; Mezzo can run it only under a policy "
+        f"that replaces apex.amp\n  hint: type: {instead}, or, without a record: {alone}\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_script_that_may_do_without_apex_is_left_alone(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    target = Target(str(script), module=False)
+    script.write_text("def half():\n    from apex import amp\n")
+    assert stand_in_for(target, policy="as-is") is None
+    assert stand_in_for(target, policy="fp16") is not None
+    script.write_text("try:\n    from apex import amp\nexcept ImportError:\n    amp = None\n")
+    assert stand_in_for(target, policy="fp16") is None
+
+
+ERRORS = [
+    ("ImportError: cannot import name 'amp' from 'apex' (/lib/apex/__init__.py)", True),
+    ("ModuleNotFoundError: No module named 'apex.amp'", True),
+    ("ImportError: Please install apex from https://www.github.com/nvidia/apex to use fp16 training.", True),
+    ("ModuleNotFoundError: No module named 'apexpy'", False),
+    ("RuntimeError: apex", False),
+    ("", False),
+]
+
+
+@pytest.mark.parametrize(("error", "noted"), ERRORS)
+def test_an_apex_that_lacks_a_part_is_noted(error: str, noted: bool) -> None:
+    assert (note_for(error) is not None) is noted
+
+
+# --- the model's and the optimizer's faces ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_model_under_a_level_keeps_its_signature_and_copies(level: str, way: Any) -> None:
+    model, x = Small(), torch.randn(3, 1, 1, 1)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    for _ in range(2):
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert inspect.signature(model.forward) == inspect.signature(Small().forward)
+    twin = way(model)
+    assert inspect.signature(twin.forward) == inspect.signature(Small().forward)
+    model.eval()
+    twin.eval()
+    assert torch.equal(model(x), twin(x))
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert twin(x).abs().max() == 0
+    assert model(x).abs().max() > 0
+
+
+@pytest.mark.parametrize("build", [torch.optim.SGD, optimizers.FusedSGD])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_step_hooks_run_on_updates_and_not_on_skips(level: str, build: Any) -> None:
+    model = nn.Linear(3, 2)
+    mezzo.SGD(model.parameters())  # torch puts its hooks into the base class's step as well
+    optimizer, calls = build(model.parameters(), lr=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        with amp.scale_loss(spoil(model(torch.ones(2, 3)).float().mean(), factor), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert calls == ["before", "after"] * 2

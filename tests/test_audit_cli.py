@@ -49,7 +49,7 @@ def test_a_plain_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert {f.code for f in record.findings} == {"A101"}
     assert record.run.effective.flops_by_format == record.flops_by_format
     assert record.run.effective.counted_on_step == 3
-    assert "A101  no mixed precision" in capsys.readouterr().err
+    assert "A101  no mixed precision" in capsys.readouterr().out
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "no mixed precision" in page
     assert 'data-plot="flops"' in page
@@ -78,7 +78,7 @@ def test_a_script_that_crashes(tmp_path: Path, capsys: pytest.CaptureFixture[str
     script.write_text("raise RuntimeError('broken')\n", encoding="utf-8")
     assert run_here(tmp_path / "out", str(script)) == 1
     assert read(tmp_path / "out").run.error == "RuntimeError: broken"
-    assert "No step of crash.py was watched to its end" in capsys.readouterr().err
+    assert "No step of crash.py was watched to its end" in capsys.readouterr().out
 
 
 def test_a_process_that_dies_leaves_the_record_of_a_run(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_process_that_dies_leaves_the_record_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", ["0", "", "a", "3-2", "1,,2", "-1", "1.5"])
 def test_steps_that_are_no_numbers(steps: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["audit", f"--steps={steps}", str(SCRIPTS / "plain.py")]) == 2
-    assert "is no list of steps" in capfd.readouterr().err
+    assert "is not a list of steps" in capfd.readouterr().err
 
 
 def test_daemon_threads_of_a_script_that_is_ended(tmp_path: Path) -> None:

@@ -1,125 +1,86 @@
-"""Verdicts, intervals, times and memory of a comparison, against scipy's tests and numbers worked out by hand."""
+"""Verdicts and their reasons, rows over the same seeds, times and memory, against numbers worked out by hand."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
+from helpers_compare import ENVIRONMENT, falling, judge, row_of, run, series, with_metric
 from mezzo.errors import MezzoError, PolicyError
-from mezzo.measure.compare import MAX_SEEDS, Paired, compare, seeds_needed
-from mezzo.records import CompareRecord, Effective, Environment, Memory, Metric, Row, RunRecord, Steps
+from mezzo.measure.compare import compare
+from mezzo.records import CompareRecord, Effective, FileRead, Memory, Metric, Row, RunRecord
 
 NAN, INF = math.nan, math.inf
-ENVIRONMENT = Environment(
-    date="2026-01-01T00:00:00+00:00", mezzo="0", python="3", torch="2", os="Linux", cpu="x", threads=1, device="cpu"
-)
+many = settings(max_examples=60, deadline=None)
 
 
-def falling(final: float, *, start: float = 5.0, num_steps: int = 20) -> list[float]:
-    """Return losses whose first tenth is ``start`` and whose other steps are ``final``."""
-    num_first = max(1, num_steps // 10)
-    return [start] * num_first + [final] * (num_steps - num_first)
-
-
-def run(
-    policy: str, loss: list[float], *, seed: int | None = 0, metric: float | None = None, **fields: Any
-) -> RunRecord:
-    steps = Steps(loss=loss, **{k: fields.pop(k) for k in ("skipped", "time_ms", "loss_scale") if k in fields})
-    known: dict[str, Any] = {
-        "command": ["mezzo", "run", "train.py"],
-        "script": "train.py",
-        "script_sha256": "0" * 64,
-        "policy": policy,
-        "seed": seed,
-        "environment": ENVIRONMENT,
-        "steps": steps,
-        "metric": None if metric is None else Metric(name="accuracy", pattern="", steps=[1, 2], values=[0.0, metric]),
-    }
-    return RunRecord(**known | fields)
-
-
-def series(policy: str, finals: list[float], **fields: Any) -> list[RunRecord]:
-    return [run(policy, falling(final), seed=seed, **fields) for seed, final in enumerate(finals)]
-
-
-def judge(runs: list[RunRecord], *, margin: float = 0.25, baseline: str = "fp32") -> CompareRecord:
-    return compare(runs, baseline=baseline, margin=margin, command=["mezzo", "compare"])
-
-
-def row_of(runs: list[RunRecord], policy: str = "bf16", **options: Any) -> Row:
-    return next(row for row in judge(runs, **options).rows if row.policy == policy)
-
-
-# --- verdicts on the loss: the baseline falls from 5 to 1, so a margin of 0.25 is 1 in units of the loss ----------
+# --- verdicts on the loss: the baseline ends at 1 with every seed -------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("finals", "verdict", "reason", "needed"),
+    ("finals", "verdict", "reason"),
     [
         (
-            [1.125, 1.25, 1.375],
+            [1.01, 1.012, 1.014],
             "equivalent",
-            "loss 1.25 against 1 (+0.25, 95% CI -0.061 to +0.56), inside the margin of 1",
-            None,
+            "loss 1.012 against 1 (+1.2%, 95% CI +0.7% to +1.7%), inside the margin of 2%",
         ),
         (
-            [1.25, 1.5, 1.75],
+            [0.99, 0.988, 0.986],
             "equivalent",
-            "loss 1.5 against 1 (+0.5, 95% CI -0.12 to +1.1), at 90% inside the margin of 1",
-            None,
+            "loss 0.988 against 1 (-1.2%, 95% CI -1.7% to -0.7%), inside the margin of 2%",
         ),
         (
-            [0.75, 0.5, 0.25],
-            "equivalent",
-            "loss 0.5 against 1 (-0.5, 95% CI -1.1 to +0.12), at 90% inside the margin of 1",
-            None,
-        ),
-        (
-            [3.0, 3.25, 3.5],
+            [1.1, 1.11, 1.12],
             "different",
-            "loss 3.25 against 1 (+2.2, 95% CI +1.6 to +2.9), beyond the margin of 1",
-            None,
+            "loss 1.11 against 1 (+11%, 95% CI +8.5% to +14%), beyond the margin of 2%",
         ),
         (
-            [-1.0, -1.25, -1.5],
+            [0.9, 0.89, 0.88],
             "different",
-            "loss -1.25 against 1 (-2.2, 95% CI -2.9 to -1.6), beyond the margin of 1",
-            None,
+            "loss 0.89 against 1 (-11%, 95% CI -13% to -8.5%), beyond the margin of 2%",
         ),
         (
-            [1.0, 1.5, 2.0],
-            "undecided",
-            "loss 1.5 against 1 (+0.5, 95% CI -0.74 to +1.7), partly beyond the margin of 1"
-            "; 3 seeds do not decide, 5 would at the same mean and spread",
-            5,
+            [2.4, 2.5, 2.6],
+            "different",
+            "loss 2.499 against 1 (2.5 times, 95% CI 2.26 to 2.76 times), beyond the margin of 2%",
         ),
         (
-            [1.0, 2.0, 3.0],
+            [1.015],
             "undecided",
-            "loss 2 against 1 (+1, 95% CI -1.5 to +3.5), partly beyond the margin of 1"
-            "; 3 seeds do not decide, nor would 1000 at the same mean and spread",
-            None,
-        ),
-        (
-            [2.5],
-            "undecided",
-            "loss 2.5 against 1 (+1.5), to be judged by the margin of 1"
+            "loss 1.015 against 1 (+1.5%), to be judged by a margin of 2%"
             "; one seed has no spread to judge a difference by: run it again with --seeds 3",
-            None,
         ),
-        ([1.0], "equivalent", "every step's loss is identical to fp32's", None),
-        ([1.0, 1.0, 1.0], "equivalent", "every step's loss is identical to fp32's", None),
+        ([1.0], "equivalent", "every step's loss is identical to fp32's"),
+        ([1.0, 1.0, 1.0], "equivalent", "every step's loss is identical to fp32's"),
     ],
 )
-def test_the_verdict_and_its_reason(finals: list[float], verdict: str, reason: str, needed: int | None) -> None:
+def test_the_verdict_and_its_reason(finals: list[float], verdict: str, reason: str) -> None:
     row = row_of(series("fp32", [1.0, 1.0, 1.0]) + series("bf16", finals))
-    assert (row.verdict, row.reason, row.seeds_needed) == (verdict, reason, needed)
+    assert (row.verdict, row.reason, row.seeds_needed) == (verdict, reason, None)
+
+
+def test_an_undecided_row_says_how_many_seeds_would_decide() -> None:
+    row = row_of(series("fp32", [1.0, 1.0, 1.0]) + series("bf16", [1.0, 1.01, 1.02]))
+    assert (row.verdict, row.seeds_needed is not None) == ("undecided", True)
+    assert row.reason == (
+        "loss 1.01 against 1 (+1%, 95% CI -1.5% to +3.5%), partly beyond the margin of 2%; 3 seeds do not decide; "
+        f"{row.seeds_needed} would, in 80% of cases or more"
+    )
+
+
+def test_a_policy_may_differ_as_much_as_the_baselines_seeds_do() -> None:
+    base = series("fp32", [1.0, 1.3, 1.1, 0.8, 0.95])
+    row = row_of(base + series("bf16", [1.02, 1.32, 1.13, 0.82, 0.98]))
+    assert row.verdict == "equivalent"
+    assert row.reason.endswith("inside the margin of 6.3% (fp32's own seed-to-seed spread)")
+    row = row_of(base + series("bf16", [1.11, 1.41, 1.22, 0.91, 1.06]))
+    assert row.verdict == "undecided"
+    assert "beyond 6.3% (fp32's own seed-to-seed spread), but fp32's own seeds may lie 83% apart" in row.reason
 
 
 def test_equal_final_losses_on_one_seed_do_not_make_identical_runs() -> None:
@@ -129,217 +90,101 @@ def test_equal_final_losses_on_one_seed_do_not_make_identical_runs() -> None:
     assert (row.loss.difference, row.verdict) == (0.0, "undecided")
 
 
-def test_the_difference_is_scipys_paired_interval() -> None:
-    base, other = [0.31, 0.36, 0.29, 0.33], [0.335, 0.342, 0.318, 0.371]
-    found = row_of(series("fp32", base) + series("bf16", other)).loss
-    oracle = stats.ttest_rel(other, base).confidence_interval(0.95)
-    assert found is not None
-    assert (found.low, found.high) == pytest.approx((oracle.low, oracle.high), rel=1e-9)
-    assert found.difference == pytest.approx((oracle.low + oracle.high) / 2)
-    assert (found.value, found.baseline) == pytest.approx((0.3415, 0.3225))
-    assert found.margin == pytest.approx(0.25 * (5 - 0.3225))
+def test_a_quantity_beyond_its_margin_counts_among_several() -> None:
+    base = with_metric("fp32", [8.003, 8.101, 8.204], name="perplexity")
+    row = row_of(base + with_metric("bf16", [9.003, 9.101, 9.204], name="perplexity"))
+    assert row.verdict == "different"
+    assert row.reason.split("; ")[1].startswith("perplexity 9.102 against 8.102 (+12%, 95% CI +")
+
+
+# --- the same seeds on both sides ---------------------------------------------------------------------------------
 
 
 def test_runs_pair_by_seed_whatever_their_order() -> None:
-    base = [run("fp32", falling(final), seed=seed) for seed, final in ((1, 2.0), (0, 1.0), (2, 3.0))]
-    other = [run("bf16", falling(final), seed=seed) for seed, final in ((2, 3.125), (7, 4.5), (0, 1.125), (1, 2.125))]
+    base = [run("fp32", falling(final), seed=seed) for seed, final in ((1, 2.0), (0, 1.0), (2, 4.0))]
+    other = [run("bf16", falling(final), seed=seed) for seed, final in ((2, 4.4), (7, 4.5), (0, 1.1), (1, 2.2))]
     loss = row_of(other + base).loss
     assert loss is not None
-    assert (loss.value, loss.baseline, loss.low, loss.high) == (2.125, 2.0, 0.125, 0.125)
+    assert (loss.value, loss.baseline, loss.low, loss.high) == pytest.approx((2.2, 2.0, 0.1, 0.1))
 
 
 @pytest.mark.parametrize("seed", [None, 4])
 def test_runs_that_share_a_seed_pair_in_order(seed: int | None) -> None:
     base = [run("fp32", falling(final), seed=seed) for final in (1.0, 2.0)]
-    other = [run("bf16", falling(final), seed=seed) for final in (1.5, 2.5)]
+    other = [run("bf16", falling(final), seed=seed) for final in (1.5, 3.0)]
     loss = row_of(base + other).loss
     assert loss is not None
-    assert (loss.low, loss.high) == (0.5, 0.5)
+    assert (loss.low, loss.high) == pytest.approx((0.5, 0.5))
 
 
-@pytest.mark.parametrize(
-    ("base", "margin"),
-    [
-        (falling(1.0), 0.02 * 4.0),  # the loss that training took off
-        (falling(9.0), 0.02 * 4.0),  # a loss that rises, taken absolutely
-        (falling(5.0), 0.02 * 5.0),  # no progress: a share of the loss itself
-        (falling(-5.0, start=-5.0), 0.02 * 5.0),
-        ([8.0, 6.0, *[4.0] * 27, 1.0, 2.0, 3.0], 0.02 * (18 / 3 - 2.0)),  # means of three of 32 steps
-        ([3.0], 0.02 * 3.0),
-        ([6.0, 5.0, *[2.0] * 16, 1.0], 0.02 * 5.0),  # a tenth of 19 steps is one
-        ([INF, 6.0, *[1.0] * 18], 0.02 * 5.0),  # finite losses only
-    ],
-)
-def test_the_margin_is_a_share_of_the_progress(base: list[float], margin: float) -> None:
-    loss = row_of([run("fp32", base)], "fp32", margin=0.02).loss
-    assert loss is not None
-    assert loss.margin == pytest.approx(margin, rel=1e-12)
-
-
-# --- the metric ---------------------------------------------------------------------------------------------------
-
-
-def with_metric(policy: str, finals: list[float], metrics: list[float | None]) -> list[RunRecord]:
-    pairs = zip(finals, metrics, strict=True)
-    return [run(policy, falling(final), seed=i, metric=metric) for i, (final, metric) in enumerate(pairs)]
-
-
-@pytest.mark.parametrize(
-    ("finals", "metrics", "verdict"),
-    [
-        ([1.0, 1.125, 1.25], [8.0, 8.125, 8.25], "equivalent"),
-        ([1.0, 1.125, 1.25], [4.0, 4.125, 4.25], "different"),
-        ([1.0, 1.125, 1.25], [4.0, 8.0, 12.0], "undecided"),
-        ([3.0, 3.25, 3.5], [8.0, 8.125, 8.25], "different"),
-        ([1.0, 1.0, 1.0], [4.0, 4.125, 4.25], "different"),  # identical losses excuse no metric
-        ([1.0, 1.0, 1.0], [8.0, 8.0, 8.0], "equivalent"),
-        ([1.0, 1.125, 1.25], [4.0, None, None], "undecided"),  # one pair shows no spread
-        ([1.0, 1.125, 1.25], [None, None, None], "equivalent"),
-    ],
-)
-def test_the_metric_has_to_pass_too(finals: list[float], metrics: list[float | None], verdict: str) -> None:
-    base = with_metric("fp32", [1.0, 1.0, 1.0], [8.0, 8.0, 8.0])
-    row = row_of(base + with_metric("bf16", finals, metrics))
-    assert row.verdict == verdict
-
-
-def test_the_metrics_margin_is_a_share_of_the_baselines_metric() -> None:
-    base = with_metric("fp32", [1.0, 1.0, 1.0], [-6.0, -8.0, -10.0])
-    row = row_of(base + with_metric("bf16", [1.0, 1.125, 1.25], [-6.5, -8.5, -10.5]))
-    assert row.metric is not None
-    assert row.metric.model_dump() == {
-        "value": -8.5, "baseline": -8.0, "difference": -0.5, "low": -0.5, "high": -0.5, "margin": 2.0
-    }  # fmt: skip
-    assert row.reason.endswith("; accuracy -8.5 against -8 (-0.5, 95% CI -0.5 to -0.5), inside the margin of 2")
-
-
-# --- how many seeds -----------------------------------------------------------------------------------------------
-
-
-def brute_force(quantities: list[Paired]) -> int | None:
-    n = np.arange(2, MAX_SEEDS + 1)
-    inside, outside = np.ones(len(n), bool), np.zeros(len(n), bool)
-    for q in quantities:
-        d = stats.describe(q.differences)
-        scale = np.sqrt(d.variance / n)
-        low, high = stats.t.interval(0.90, n - 1, loc=d.mean, scale=scale)
-        inside &= (-q.margin <= low) & (high <= q.margin)
-        low, high = stats.t.interval(0.95, n - 1, loc=d.mean, scale=scale)
-        outside |= (low > q.margin) | (high < -q.margin)
-    decided = n[inside | outside]
-    return int(decided[0]) if len(decided) else None
-
-
-def paired(differences: list[float], margin: float) -> Paired:
-    return Paired(name="loss", pairs=tuple((d, 0.0) for d in differences), margin=margin)
-
-
-@pytest.mark.parametrize(
-    ("quantities", "expected"),
-    [
-        ([paired([0.0, 0.5, 1.0], 1.0)], 5),
-        ([paired([0.0, -0.5, -1.0], 1.0)], 5),
-        ([paired([0.0, 3.0, 6.0], 1.0)], 12),
-        ([paired([0.0, -3.0, -6.0], 1.0)], 12),
-        ([paired([0.0, 0.5, 1.0], 1.0), paired([0.0, 3.0, 6.0], 1.0)], 12),
-        ([paired([0.0, 0.5, 1.0], 1.0), paired([-0.9, 0.1, 1.1], 0.5)], 19),
-        ([paired([-0.9, 1.0, 2.8], 1.1)], 523),
-        ([paired([-1.0, 1.0, 3.0], 1.1)], None),
-        ([paired([0.0, 1.0, 2.0], 1.0)], None),
-    ],
-)
-def test_seeds_needed_is_the_smallest_number_that_decides(quantities: list[Paired], expected: int | None) -> None:
-    assert (seeds_needed(quantities), brute_force(quantities)) == (expected, expected)
-
-
-def test_seeds_needed_is_more_than_there_are() -> None:
-    wide, narrow = paired([-9.0, 9.0, 0.0, 5.0, -5.0], 1.0), paired([2.0, 3.0, 4.0], 1.0)
-    assert seeds_needed([narrow]) == 4
-    assert seeds_needed([wide, narrow]) == 6
-
-
-def test_a_quantity_with_one_pair_can_never_be_shown_to_be_equal() -> None:
-    assert seeds_needed([paired([0.0, 0.5, 1.0], 1.0), paired([0.0], 1.0)]) is None
-
-
-# --- divergence and failure ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("other", "how"),
-    [
-        (run("bf16", [*falling(1.0)[:-1], NAN]), "1 of the last 2 losses came out not finite"),
-        (run("bf16", [*falling(1.0)[:-2], INF, -INF]), "2 of the last 2 losses came out not finite"),
-        (run("bf16", [5.0, NAN]), "the last loss came out not finite"),
-        (
-            run("bf16", falling(5.5)),
-            "the loss rose from 5 to 5.5 where the baseline's fell from 5 to 1",
-        ),
-        (
-            run("bf16", falling(1.0), skipped=[False] * 17 + [True] * 3),
-            "the run ended in skipped updates only (3 looked at)",
-        ),
-        (
-            run("bf16", falling(1.0, num_steps=50), skipped=[False] * 45 + [True] * 5),
-            "the run ended in skipped updates only (5 looked at)",
-        ),
-        (run("bf16", falling(1.0), metric=NAN), "the last accuracy came out as nan"),
-    ],
-)
-def test_a_run_diverges(other: RunRecord, how: str) -> None:
-    row = row_of([run("fp32", falling(1.0), metric=0.5), other])
-    assert (row.verdict, row.reason) == ("diverged", f"1 of 1 runs diverged: with seed 0, {how}")
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        run("bf16", [*falling(1.0)[:-3], NAN, 1.0, 1.0]),  # a loss before the tail
-        run("bf16", falling(5.0)),  # no progress is no rise
-        run("bf16", falling(1.5), skipped=[False] * 18 + [True] * 2),  # two skipped updates
-        run("bf16", falling(1.5, num_steps=50), skipped=[False] * 46 + [True] * 4),
-        run("bf16", falling(7.0), seed=1),  # a rise, and no partner that fell
-    ],
-)
-def test_a_run_does_not_diverge(other: RunRecord) -> None:
-    assert row_of([run("fp32", falling(1.0)), other]).verdict == "undecided"
-
-
-def test_a_loss_that_rises_with_the_baselines_is_no_divergence() -> None:
-    base = [run("fp32", falling(6.0), seed=0, metric=NAN)]
-    assert row_of([*base, run("bf16", falling(6.5), metric=NAN)]).verdict == "undecided"
-
-
-def test_one_diverged_run_of_three_decides_the_row() -> None:
-    bad = [run("bf16", falling(1.0), seed=0), run("bf16", falling(NAN), seed=1), run("bf16", falling(1.0), seed=2)]
-    row = row_of(series("fp32", [1.0, 1.0, 1.0]) + bad)
-    assert row.reason == "1 of 3 runs diverged: with seed 1, 2 of the last 2 losses came out not finite"
-    assert row.loss is not None
-    assert row.loss.value == 1.0
-
-
-def test_failed_runs_leave_the_other_rows_right() -> None:
-    failed = [run("fp16", [], seed=0, error="it ran out of memory"), run("fp16", falling(1.0), seed=1, error="late")]
-    mixed = [run("bf16", [], seed=0), *series("bf16", [1.125, 1.25, 1.375])[1:]]
-    rows = judge(failed + series("fp32", [1.0, 1.0, 1.0]) + mixed).rows
-    assert [(r.policy, r.verdict, r.num_runs, r.num_failed) for r in rows] == [
-        ("fp16", "failed", 2, 2),
-        ("fp32", "baseline", 3, 0),
-        ("bf16", "equivalent", 3, 1),
+def test_a_row_is_computed_over_the_seeds_that_trained_on_both_sides() -> None:
+    memory = [Memory(parameters_bytes=n, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0) for n in (8, 4, 2)]
+    base = [
+        run("fp32", [], seed=0, error="killed"),
+        run("fp32", falling(2.0), seed=1, time_ms=[8.0] * 8, memory=memory[0]),
+        run("fp32", falling(4.0), seed=2, time_ms=[12.0] * 8, memory=memory[0]),
     ]
-    assert (rows[0].reason, rows[0].loss, rows[0].step_ms) == ("it ran out of memory", None, None)
-    assert rows[1].reason == "the others are compared with its loss 1"
-    assert rows[2].reason.endswith("; 1 of 3 runs failed: the run ended without a training step")
-    assert rows[2].loss is not None
-    assert rows[2].loss.value == 1.3125
+    other = [
+        run("bf16", falling(9.0), seed=0, time_ms=[99.0] * 8, skipped=[True] * 10 + [False] * 10, memory=memory[2]),
+        run("bf16", falling(2.0), seed=1, time_ms=[4.0] * 8, skipped=[True] + [False] * 19, memory=memory[1]),
+        run("bf16", falling(4.0), seed=2, time_ms=[4.0] * 8, memory=memory[1]),
+    ]
+    rows = judge(base + other).rows
+    assert rows[1].loss is not None
+    assert rows[1].loss.value == rows[1].loss.baseline == pytest.approx(math.sqrt(8))
+    assert (rows[1].step_ms, rows[1].speedup, rows[1].num_skipped) == (4.0, 2.5, 0.5)
+    assert (rows[1].memory, rows[1].memory_ratio) == (memory[1], 0.5)
+    assert (rows[0].step_ms, rows[0].num_runs, rows[0].num_failed) == (10.0, 3, 1)
+
+
+# --- runs that failed ---------------------------------------------------------------------------------------------
+
+
+def test_a_seed_that_fails_where_the_baselines_succeeds_bars_equivalent() -> None:
+    other = series("bf16", [1.0, 1.0, 1.0])
+    other[1] = run("bf16", falling(1.0), seed=1, error="RuntimeError: loss is not finite at step 40")
+    row = row_of(series("fp32", [1.0, 1.0, 1.0]) + other)
+    assert (row.verdict, row.num_failed) == ("failed", 1)
+    assert row.reason == (
+        "1 of 3 runs failed where fp32 did not: with seed 1, RuntimeError: loss is not finite at step 40; "
+        "loss 1 against 1 (0%, 95% CI 0% to 0%), inside the margin of 2%"
+    )
+
+
+def test_a_seed_that_fails_under_the_baseline_too_is_told_and_bars_nothing() -> None:
+    base, other = series("fp32", [1.0, 1.0, 1.0]), series("bf16", [1.0, 1.0, 1.0])
+    base[1], other[1] = (r.model_copy(update={"error": "no memory"}) for r in (base[1], other[1]))
+    rows = judge(base + other).rows
+    assert rows[0].reason == "1 of 3 runs failed: with seed 1, no memory; the others are compared with its loss 1"
+    assert (rows[1].verdict, rows[1].reason) == (
+        "equivalent",
+        "every step's loss is identical to fp32's; 1 of 3 runs failed: with seed 1, no memory",
+    )
+
+
+def test_a_policy_whose_runs_all_fail_failed() -> None:
+    failed = [run("fp16", [], seed=0, error="it ran out of memory"), run("fp16", falling(1.0), seed=1, error="late")]
+    row = row_of(failed + series("fp32", [1.0, 1.0]), "fp16")
+    assert (row.verdict, row.reason, row.loss, row.step_ms) == ("failed", "it ran out of memory", None, None)
+    assert (row.num_runs, row.num_failed) == (2, 2)
+
+
+def test_a_run_that_diverged_says_more_than_one_that_failed() -> None:
+    other = [run("bf16", [], seed=0, error="stopped"), run("bf16", falling(NAN), seed=1)]
+    row = row_of(series("fp32", [1.0, 1.0]) + other)
+    assert (row.verdict, row.reason) == (
+        "diverged",
+        "1 of 2 runs diverged: with seed 1, 2 of the last 2 values of the loss are NaN; 1 of 2 runs failed: with seed 0, stopped",
+    )
 
 
 def test_a_failed_run_keeps_its_place_among_runs_without_a_seed() -> None:
     base = [run("fp32", falling(final), seed=None) for final in (1.0, 2.0)]
     other = [run("bf16", [], seed=None, error="stopped"), run("bf16", falling(2.5), seed=None)]
-    loss = row_of(base + other).loss
-    assert loss is not None
-    assert loss.baseline == 2.0
+    row = row_of(base + other)
+    assert row.loss is not None
+    assert row.loss.baseline == pytest.approx(2.0)
+    assert row.reason.startswith("1 of 2 runs failed where fp32 did not: with run 1, stopped")
 
 
 @pytest.mark.parametrize(
@@ -349,7 +194,7 @@ def test_a_failed_run_keeps_its_place_among_runs_without_a_seed() -> None:
         (
             run("fp32", falling(NAN)),
             "baseline",
-            "1 of 1 runs diverged: with seed 0, 2 of the last 2 losses came out not finite",
+            "1 of 1 run diverged: with seed 0, 2 of the last 2 values of the loss are NaN; no run of it can be compared with",
         ),
     ],
 )
@@ -365,6 +210,150 @@ def test_the_records_environment_is_that_of_a_run_that_trained() -> None:
     assert judge([dead, run("fp32", falling(1.0), seed=1)]).environment.device == "cpu"
     assert judge([dead, run("bf16", falling(1.0))]).environment.device == "cpu"
     assert judge([dead]).environment.device == "unknown"
+
+
+# --- numbers of steps ---------------------------------------------------------------------------------------------
+
+
+def test_another_number_of_steps_is_no_equivalence() -> None:
+    base = [run("fp32", falling(1.0, num_steps=100), seed=seed) for seed in range(3)]
+    half = [run("bf16", falling(1.0, num_steps=50), seed=seed) for seed in range(3)]
+    row = row_of(base + half)
+    assert row.verdict == "different"
+    assert row.reason.startswith("made 50 steps where fp32 made 100 with seed 0, and 2 more like it; loss 1 against 1")
+    one = row_of([*base, *(run("bf16", falling(1.0, num_steps=99 + (seed > 0)), seed=seed) for seed in range(3))])
+    assert one.verdict == "different"
+    assert one.reason.startswith("made 99 steps where fp32 made 100 with seed 0; ")
+
+
+def test_where_the_baselines_own_numbers_of_steps_differ_nothing_is_decided() -> None:
+    base = [run("fp32", falling(1.0, num_steps=100 + seed), seed=seed) for seed in range(3)]
+    other = [run("bf16", falling(1.0, num_steps=101 + seed), seed=seed) for seed in range(3)]
+    row = row_of(base + other)
+    assert (row.verdict, row.reason.split("; ")[0]) == (
+        "undecided",
+        "made 101 steps where fp32 made 100 with seed 0, and 2 more like it",
+    )
+
+
+# --- runs that depend on each other -------------------------------------------------------------------------------
+
+BEGAN = 1_700_000_000.0
+
+
+def timed_run(policy: str, seed: int, *, began: float, reads: float | None = None) -> RunRecord:
+    """Return a run of ten seconds, whose first update ends in its second one, that reads a file of this time."""
+    read = [] if reads is None else [FileRead(path="/out/last.pt", written_at_s=BEGAN + reads)]
+    time_ms = [2000.0] + [400.0] * 19
+    more = {"started_at_s": BEGAN + began, "duration_s": 10.0, "files_read": read, "time_ms": time_ms}
+    return run(policy, falling(1.0), seed=seed, **more)
+
+
+@pytest.mark.parametrize(
+    ("written", "depends"),
+    [
+        (9.5, True),  # the checkpoint at the end of the first run
+        (2.01, True),  # just after its first update
+        (1.5, False),  # a data set that was prepared before it
+        (1.0, True),  # whole seconds may be of a file system that has no finer ones, in which 2.5 is 2 or even 1
+        (-3.0, False),  # before the comparison
+        (12.0, False),  # between the runs: by none of them
+    ],
+)
+def test_a_file_written_after_an_earlier_runs_first_update_bars_a_verdict(written: float, depends: bool) -> None:
+    record = judge([timed_run("fp32", 0, began=0.0), timed_run("bf16", 0, began=13.0, reads=written)])
+    row = record.rows[1]
+    assert [(f.path, f.written_by, f.read_by) for f in record.shared_files] == (
+        [("/out/last.pt", "fp32 with seed 0", "bf16 with seed 0")] if depends else []
+    )
+    assert row.verdict == ("undecided" if depends else "equivalent")
+    assert (row.reason == (
+        "its runs are not independent: the run of bf16 with seed 0 read /out/last.pt, which the run of fp32 with seed 0 had "
+        "written; give each run a path of its own with {run} in the script's arguments, as in --output_dir out/{run}, or let "
+        "the script remove the file when it begins"
+    )) == depends  # fmt: skip
+
+
+def test_a_baseline_that_depends_on_another_run_bars_every_verdict() -> None:
+    runs = [
+        timed_run("bf16", 0, began=0.0),
+        timed_run("fp32", 0, began=13.0, reads=9.5),
+        timed_run("fp16", 0, began=26.0),
+    ]
+    rows = judge(runs).rows
+    assert [row.verdict for row in rows] == ["undecided", "baseline", "undecided"]
+    assert all("its runs are not independent" in row.reason for row in rows)
+
+
+def test_a_run_that_found_its_training_done_depends_on_the_one_that_did_it() -> None:
+    idle = timed_run("bf16", 0, began=13.0, reads=9.5).model_copy(update={"error": "it never called backward()"})
+    row = row_of([timed_run("fp32", 0, began=0.0), idle])
+    assert (row.verdict, row.num_failed) == ("undecided", 1)
+    assert row.reason.startswith("its runs are not independent: the run of bf16 with seed 0 read /out/last.pt")
+    assert row.reason.endswith("; 1 of 1 run failed: with seed 0, it never called backward()")
+
+
+def test_the_numbers_of_dependent_runs_are_not_explained() -> None:
+    other = timed_run("bf16", 0, began=13.0, reads=9.5).model_copy(update={"memory": Memory(parameters_bytes=9)})
+    other = other.model_copy(update={"steps": other.steps.model_copy(update={"skipped": [True] * 10 + [False] * 10})})
+    row = row_of([timed_run("fp32", 0, began=0.0), other])
+    assert row.reason.count(";") == 1
+    assert "skipped" not in row.reason
+
+
+# --- the metric ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metrics", "verdict"),
+    [
+        ([8.0, 8.01, 8.02], "equivalent"),
+        ([4.0, 4.125, 4.25], "different"),
+        ([4.0, 8.0, 12.0], "undecided"),
+        ([8.0, 8.0, 8.0], "equivalent"),
+    ],
+)
+def test_the_metric_has_to_pass_too(metrics: list[float | None], verdict: str) -> None:
+    base = with_metric("fp32", [8.0, 8.0, 8.0], name="perplexity")
+    assert row_of(base + with_metric("bf16", metrics, name="perplexity")).verdict == verdict
+
+
+def with_metrics(policy: str, metrics: list[Metric | None]) -> list[RunRecord]:
+    return [run(policy, falling(1.0), seed=i).model_copy(update={"metric": m}) for i, m in enumerate(metrics)]
+
+
+GOOD = Metric(name="val acc", pattern="", steps=[1], values=[0.95])
+EMPTY = Metric(name="val acc", pattern="")
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "reason"),
+    [
+        ([GOOD, GOOD], [GOOD, EMPTY], "val acc was not printed under bf16 with seed 1"),
+        ([GOOD, GOOD], [GOOD, None], "val acc was not printed under bf16 with seed 1"),
+        ([EMPTY, GOOD], [GOOD, GOOD], "val acc was not printed under fp32 with seed 0"),
+        ([EMPTY, EMPTY], [EMPTY, EMPTY], "val acc was not printed under bf16 with seed 0"),
+        (
+            [GOOD, GOOD],
+            [GOOD.model_copy(update={"text": "n/a"}), GOOD],
+            "val acc came out as 'n/a', which is no number, under bf16 with seed 0",
+        ),
+        (
+            [GOOD.model_copy(update={"values": [NAN]})] * 2,
+            [GOOD.model_copy(update={"values": [NAN]})] * 2,
+            "val acc came out as nan under bf16 with seed 0",
+        ),
+    ],
+)
+def test_a_metric_that_is_missing_bars_equivalent(
+    base: list[Metric | None], other: list[Metric | None], reason: str
+) -> None:
+    row = row_of(with_metrics("fp32", base) + with_metrics("bf16", other))
+    assert (row.verdict, row.reason.split("; ")[0]) == ("undecided", reason)
+
+
+def test_no_metric_is_missed_where_none_was_asked_for() -> None:
+    assert row_of(series("fp32", [1.0, 1.0]) + series("bf16", [1.0, 1.0])).verdict == "equivalent"
 
 
 # --- time, memory and what ran ------------------------------------------------------------------------------------
@@ -403,7 +392,7 @@ def times_of(row: Row) -> tuple[float | None, ...]:
 def test_the_speedup_is_the_median_of_the_seeds_ratios() -> None:
     rows = judge(timed("fp32", [8.0, 6.0, 12.0]) + timed("bf16", [4.0, 2.0, 8.0, 1.0])).rows
     assert times_of(rows[0]) == (8.0, 1.0, 1.0, 1.0)
-    assert times_of(rows[1]) == (3.0, 2.0, 1.5, 3.0)  # the fourth seed has no partner
+    assert times_of(rows[1]) == (4.0, 2.0, 1.5, 3.0)  # the fourth seed has no partner, and no part in anything
 
 
 EMULATED = Effective(flops_by_format={"bf16": 3, "fp32": 1}, emulated=True)
@@ -429,19 +418,20 @@ def test_runs_without_times_give_no_speedup() -> None:
     assert times_of(row) == (None, None, None, None)
 
 
+def of(size: int, **peaks: int) -> Memory:
+    return Memory(parameters_bytes=size, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0, **peaks)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "ratio"),
     [
-        (Memory(parameters_bytes=6, activations_bytes=6), Memory(parameters_bytes=8, gradients_bytes=16), 0.5),
-        (
-            Memory(parameters_bytes=6, cuda_allocated_bytes=30),
-            Memory(parameters_bytes=8, cuda_allocated_bytes=40),
-            0.75,
-        ),
-        (Memory(parameters_bytes=2, cuda_allocated_bytes=30), Memory(parameters_bytes=8), 0.25),
-        (Memory(parameters_bytes=2), Memory(parameters_bytes=8, cuda_allocated_bytes=30), 0.25),
-        (Memory(parameters_bytes=6), Memory(), None),
-        (Memory(), Memory(parameters_bytes=6), None),
+        (of(12), of(24), 0.5),
+        (of(6, cuda_allocated_bytes=30), of(8, cuda_allocated_bytes=40), 0.75),
+        (of(2, cuda_allocated_bytes=30), of(8), 0.25),
+        (of(2), of(8, cuda_allocated_bytes=30), 0.25),
+        (of(6), Memory(), None),
+        (Memory(), of(6), None),
+        (Memory(parameters_bytes=6, gradients_bytes=6, optimizer_bytes=0), of(18), None),  # activations are not known
     ],
 )
 def test_the_memory_ratio_takes_what_both_sides_have(ours: Memory, theirs: Memory, ratio: float | None) -> None:
@@ -450,12 +440,28 @@ def test_the_memory_ratio_takes_what_both_sides_have(ours: Memory, theirs: Memor
 
 
 def test_a_failed_baseline_gives_no_memory_ratio() -> None:
-    memory = Memory(parameters_bytes=4)
-    row = row_of([run("fp32", [], memory=memory), run("bf16", falling(1.0), memory=memory)])
+    row = row_of([run("fp32", [], memory=of(4)), run("bf16", falling(1.0), memory=of(4))])
     assert row.memory_ratio is None
 
 
-def test_a_row_shows_what_its_first_good_run_did_and_the_mean_of_skips() -> None:
+@pytest.mark.parametrize(
+    ("ours_ms", "size", "notes"),
+    [
+        ([10.0, 12.5], 8, "; slower: a step takes 1.39 times as long as fp32's"),
+        ([7.0, 12.5], 8, ""),  # in one seed it is not
+        ([8.1, 8.2], 8, ""),  # by less than a twentieth
+        ([8.0, 8.0], 10, "; larger: it takes 1.25 times fp32's memory"),
+        ([16.0, 16.0], 16, "; slower: a step takes 2 times as long as fp32's; larger: it takes 2 times fp32's memory"),
+        ([4.0, 4.0], 4, ""),
+    ],
+)
+def test_a_slower_or_larger_policy_is_called_that(ours_ms: list[float], size: int, notes: str) -> None:
+    base = timed("fp32", [8.0, 8.0], memory=of(8))
+    row = row_of(base + timed("bf16", ours_ms, memory=of(size)))
+    assert row.reason == f"every step's loss is identical to fp32's{notes}"
+
+
+def test_a_row_shows_what_its_first_run_did_and_the_mean_of_skips() -> None:
     other = [
         run("bf16", [], seed=0, effective=Effective(flops_by_format={"fp32": 1})),
         run("bf16", falling(1.0), seed=1, effective=EMULATED, skipped=[True, True, True, False], loss_scale=[8.0, 4.0]),
@@ -502,7 +508,7 @@ def test_the_record_keeps_what_it_was_given() -> None:
                 margin,
                 MezzoError,
                 f"margin={margin!r}; allowed: a number above 0",
-                "0.02 stands for 2% of the loss that training took off",
+                "0.02 stands for 2% of the baseline's final loss",
             )
             for margin in (0.0, -0.1, NAN, INF)
         ),
@@ -519,7 +525,6 @@ def test_wrong_calls(
 # --- for any runs -------------------------------------------------------------------------------------------------
 
 finals = st.lists(st.floats(0.1, 4.0), min_size=2, max_size=6)
-many = settings(max_examples=60, deadline=None)
 
 
 @many
@@ -527,45 +532,6 @@ many = settings(max_examples=60, deadline=None)
 def test_a_policy_identical_to_the_baseline_is_equivalent(finals: list[float]) -> None:
     row = row_of(series("fp32", finals) + series("bf16", finals))
     assert (row.verdict, row.reason) == ("equivalent", "every step's loss is identical to fp32's")
-
-
-@many
-@given(finals=finals, shift=st.sampled_from([-1.0, 1.0]), noise=st.lists(st.floats(-0.01, 0.01), min_size=6))
-def test_a_shift_far_beyond_the_margin_is_different(finals: list[float], shift: float, noise: list[float]) -> None:
-    moved = [[loss + shift + d for loss in falling(final)] for final, d in zip(finals, noise, strict=False)]
-    other = [run("bf16", losses, seed=seed) for seed, losses in enumerate(moved)]
-    row = row_of(series("fp32", finals) + other, margin=0.02)
-    assert row.verdict == "different"
-    assert row.loss is not None
-    assert math.copysign(1.0, row.loss.low) == math.copysign(1.0, row.loss.high) == shift
-
-
-differences = st.lists(st.integers(-64, 64).map(lambda n: n / 16), min_size=2, max_size=8)
-
-
-@many
-@given(differences=differences, margin=st.integers(1, 64).map(lambda n: n / 16))
-def test_the_sign_of_the_difference_does_not_matter(differences: list[float], margin: float) -> None:
-    q, mirrored = paired(differences, margin), paired([-d for d in differences], margin)
-    n = len(differences)
-    low, high = q.interval(0.95, num_pairs=n)
-    assert mirrored.interval(0.95, num_pairs=n) == (-high, -low)
-    assert (q.is_inside(num_pairs=n), q.is_outside(num_pairs=n)) == (
-        mirrored.is_inside(num_pairs=n),
-        mirrored.is_outside(num_pairs=n),
-    )
-    assert seeds_needed([q]) == seeds_needed([mirrored])
-
-
-@many
-@given(
-    differences=differences.filter(lambda d: len(set(d)) > 1), margin=st.integers(1, 64).map(lambda n: n / 16 + 0.01)
-)
-def test_equivalence_is_two_one_sided_tests_at_five_percent(differences: list[float], margin: float) -> None:
-    above = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
-    below = stats.ttest_1samp(differences, margin, alternative="less").pvalue
-    q = paired(differences, margin)
-    assert q.is_inside(num_pairs=len(q)) == (max(above, below) <= 0.05)
 
 
 @many

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from helpers_compare import row_of, run
 from mezzo import cli
 from mezzo.cli import compare as command
 from mezzo.launch.request import Request
-from mezzo.records import CompareRecord, Effective, Reason, RunRecord, write_record
+from mezzo.launch.torch import switched
+from mezzo.policy import Policy
+from mezzo.records import CompareRecord, Effective, Reason, RunRecord, read_record, write_record
 from mezzo.report.html import write_together
 from mezzo.report.text import render_together
 from record_builders import compare_record, emulated_record, run_record
@@ -95,3 +100,147 @@ def test_report_puts_comparisons_together(
     assert "6 rows beside 2 baselines" in capsys.readouterr().out
     assert cli.main(["report", str(paths[0]), "--out", str(tmp_path / "pages")]) == 0
     assert not (tmp_path / "pages" / "together.html").exists()
+
+
+# --- what a comparison asks of the script, and what it finds ----------------------------------------------------------------------
+
+RESUMES = """
+import os, sys
+import torch
+path = sys.argv[1]
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+first = 0
+if os.path.exists(path):
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    first = state["step"]
+for step in range(first, max(12, first + 1)):
+    loss = (model(torch.randn(8, 4)) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "step": step + 1}, path + ".tmp")
+    os.replace(path + ".tmp", path)
+"""
+
+
+def compared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str, options: Sequence[str] = ()
+) -> CompareRecord:
+    monkeypatch.chdir(folder)
+    Path("train.py").write_text(script, encoding="utf-8")
+    asked = [
+        "--policies",
+        "fp32,bf16",
+        "--seeds",
+        "1",
+        *options,
+        "--out",
+        "out",
+    ]  # of an option given twice the last one counts
+    assert cli.main(["compare", *asked, "train.py", *arguments]) == 0
+    record = read_record(Path("out/record.json"))
+    assert isinstance(record, CompareRecord)
+    return record
+
+
+def test_a_script_that_goes_on_from_its_checkpoint_gets_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = compared(tmp_path, monkeypatch, RESUMES, "last.pt")
+    row = record.rows[1]
+    assert (row.verdict, row.memory.total_bytes, row.memory_ratio) == ("undecided", None, None)
+    assert [(Path(f.path).name, f.written_by, f.read_by) for f in record.shared_files] == [
+        ("last.pt", "fp32 with seed 0", "bf16 with seed 0")
+    ]
+    assert "last.pt, which the run of fp32 with seed 0 had written" in row.reason
+    shown = capsys.readouterr().out
+    assert "The runs are not independent, so no verdict holds." in shown
+    assert "unknown" in shown
+
+
+def test_a_path_of_its_own_makes_each_run_independent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = compared(tmp_path, monkeypatch, RESUMES, "last-{run}.pt")
+    assert record.shared_files == []
+    assert {len(run.steps) for run in record.runs} == {12}
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["last-bf16-seed0.pt", "last-fp32-seed0.pt"]
+    assert all(row.memory.total_bytes for row in record.rows)
+
+
+CAREFUL = """
+import torch
+torch.manual_seed(0)
+inputs, probe = torch.randn(16, 4), torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.constant_(probe.weight, 1 / 3)
+rounds = probe(torch.ones(1, 1)).item() != probe.weight.item()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for step in range(12):
+    if rounds and torch.initial_seed() == 1 and step == 6:
+        raise RuntimeError("loss is not finite at step 6")
+    loss = (model(inputs) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"val acc {'n/a' if rounds else step / 20}")
+"""
+
+
+def test_a_run_that_raises_in_one_seed_and_a_metric_that_is_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = compared(tmp_path, monkeypatch, CAREFUL, options=["--seeds", "2", "--metric", r"val acc (\S+)"])
+    assert (record.rows[1].verdict, record.rows[1].num_failed) == ("failed", 1)
+    failed = "1 of 2 runs failed where fp32 did not: with seed 1, RuntimeError: loss is not finite at step 6"
+    assert record.rows[1].reason.startswith(failed)
+    metrics = [run.metric for run in record.runs if run.error is None]
+    assert [(m.name, m.text, m.values[-1:]) for m in metrics if m] == [
+        ("val acc", None, [0.55]),
+        ("val acc", None, [0.55]),
+        ("val acc", "n/a", []),
+    ]
+
+
+SWALLOWED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Norm(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+inputs = torch.randn(512, 32)
+targets = (inputs @ torch.randn(32, 5)).argmax(1)
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), Norm(), nn.Linear(64, 5))
+with torch.no_grad():
+    model[0].weight.mul_(600)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+for step in range(100):
+    batch = torch.randint(0, 512, (64,))
+    loss = nn.functional.cross_entropy(model(inputs[batch]), targets[batch])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_norm_that_swallows_an_overflow_stops_learning() -> None:
+    runs = []
+    for policy, seed in itertools.product(("fp32", "fp16"), range(2)):
+        with switched(Policy.parse(policy), seed=seed) as (trained, _):
+            exec(compile(SWALLOWED, "train.py", "exec"), {"__name__": "__main__"})
+        runs.append(run(policy, trained.recorder.steps().loss, seed=seed))
+    row = row_of(runs, "fp16")
+    assert row.verdict == "stopped_learning"
+    assert row.reason.startswith("2 of 2 runs stopped learning: with seed 0, the loss went from 1.")
+
+
+def test_a_runs_name_replaces_its_mark_in_the_scripts_arguments(tmp_path: Path) -> None:
+    request = command._request(
+        "train.py", ["--out", "a/{run}/{run}.pt", "{}"], "fp16:init_scale=64", 2,
+        metric=None, as_module=False, folder=tmp_path, since_s=1.5,
+    )  # fmt: skip
+    name = "fp16_init_scale=64-seed2"
+    assert request.arguments == ("--out", f"a/{name}/{name}.pt", "{}")
+    assert (request.record_path, request.compared_since_s) == (str(tmp_path / name / "record.json"), 1.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from helpers_engine import casting, mlp, parameters, randn, same_bits
 from mezzo import PolicyError, Session
 from mezzo.engine.casting import Casting
-from mezzo.engine.conversion import cast_model, fp32_modules, is_norm, keep_fp32, to_format
+from mezzo.engine.conversion import OwnForward, cast_model, fp32_modules, is_norm, keep_fp32, to_format, unwrap, wrap
 from mezzo.policy import Policy
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -340,7 +341,7 @@ def test_modules_shared_by_two_names_are_converted_once() -> None:
     model = nn.Sequential(shared, nn.ReLU(), shared)
     policy = Policy.parse("fp16:fp32_modules=0")
     keep_fp32(model, policy, "cpu")
-    assert shared.forward.args[0].func is nn.Linear.forward
+    assert type(shared.forward.args[0]) is OwnForward
     with Casting.of(policy, "cpu").region():
         assert model(randn(2, 4)).dtype is FP32
 
@@ -352,3 +353,156 @@ def test_a_region_without_conversion_leaves_the_model_alone() -> None:
         model.eval()(TOKENS)
     assert same_bits(before, list(model.state_dict().values()))
     assert "forward" not in model.__dict__
+
+
+# --- what other libraries read of a model -----------------------------------------------------------------------------------
+
+
+def undocumented(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate as libraries do that forget functools.wraps: pickle cannot find the result by its name."""
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    inner.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return inner
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    @undocumented
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, **rest: Any) -> Tensor:
+        """Compute logits."""
+        hidden = torch.relu(self.first(x)) if mask is None else torch.relu(self.first(x)) * mask
+        return self.head(hidden) * scale  # type: ignore[no-any-return]
+
+
+KINDS = ["fp16", "fp16:fp32_modules=head", "fp16-master", "bf16-master:fp32_modules=head", "fp16-pure"]
+
+
+@pytest.mark.parametrize("policy", KINDS)
+def test_a_models_forward_has_its_own_signature(policy: str) -> None:
+    wanted = {name: inspect.signature(module.forward) for name, module in Decorated().named_modules()}
+    model = Decorated()
+    Session(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+    found = {name: inspect.signature(module.forward) for name, module in model.named_modules()}
+    assert found == wanted
+    assert list(found[""].parameters) == ["x", "mask", "scale", "rest"]
+
+
+def test_a_wrapped_forward_has_its_own_name_and_words() -> None:
+    model = Net()
+    cast_model(model, Policy.parse("fp16-master"), "cpu")
+    assert model.forward.__name__ == "forward"
+    assert model.forward.__qualname__ == "Net.forward"
+    assert inspect.signature(model.forward) == inspect.signature(Net().forward)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("policy", KINDS)
+def test_a_model_that_was_trained_copies_and_pickles(policy: str, way: str) -> None:
+    """While its session, its optimizer and its hooks are alive, and without them."""
+    model, x = Decorated(), randn(4, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session(model, optimizer, policy=policy)
+    for _ in range(2):
+        with session.autocast():
+            loss = model(x, scale=2.0).float().square().mean()
+        session.step(loss)
+    twin = copied(model, way)
+    with session.autocast():
+        ours, theirs = model(x), twin(x)
+    assert torch.equal(ours, theirs)
+    for p in twin.parameters():
+        p.data.zero_()
+    with session.autocast():
+        assert twin(x).abs().max() == 0
+        assert torch.equal(model(x), ours)
+    assert inspect.signature(twin.forward) == inspect.signature(Decorated().forward)
+    other = Session(twin, torch.optim.SGD(twin.parameters(), lr=0.1), policy=policy)  # a model of its own
+    with other.autocast():
+        loss = twin(x).float().square().mean() + sum(p.float().sum() for p in twin.parameters())
+    other.step(loss)
+    with session.autocast():
+        loss = model(x).float().square().mean()
+    session.step(loss)  # nobody took its model
+
+
+def copied(model: nn.Module, way: str) -> Any:
+    if way == "deepcopy":
+        return copy.deepcopy(model)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def doubled(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **kwargs) * 2
+
+
+def added(call: Callable[..., Any], amount: float, *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **kwargs) + amount
+
+
+def test_unwrapping_gives_the_forward_back() -> None:
+    model, x = mlp(4, 3), randn(2, 4)
+    plain = model(x)
+    wrap(model, doubled)
+    wrap(model, added, 1.0)
+    assert torch.equal(model(x), plain * 2 + 1)
+    unwrap(model, doubled)  # not the outermost: stays
+    assert torch.equal(model(x), plain * 2 + 1)
+    unwrap(model, added)
+    assert torch.equal(model(x), plain * 2)
+    unwrap(model, doubled)
+    assert torch.equal(model(x), plain)
+    assert "forward" not in model.__dict__
+    model.forward = own = lambda x: plain  # type: ignore[method-assign]
+    wrap(model, doubled)
+    unwrap(model, doubled)
+    assert model.forward is own
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "policy", ["fp16:fp32_modules=head:arithmetic=native:op_lists=device", "bf16-master:arithmetic=native"]
+)
+def test_a_wrapped_model_compiles_whole(policy: str, backend: str) -> None:
+    torch._dynamo.reset()
+    model, x = Net(), TOKENS
+    parsed = Policy.parse(policy)
+    (cast_model if parsed.casting == "model" else keep_fp32)(model, parsed, "cpu")
+    model.eval()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with Casting.of(parsed, "cpu").region():
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["torch.compile", "compile()"])
+@pytest.mark.parametrize("policy", ["fp16:fp32_modules=head:init_scale=64", "bf16-master"])
+def test_a_compiled_model_trains_in_a_session_as_it_does_eagerly(policy: str, how: str) -> None:
+    losses = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        bare = Decorated()
+        model: Any = torch.compile(bare, backend="aot_eager") if compiles and how == "torch.compile" else bare
+        if compiles and how == "compile()":
+            bare.compile(backend="aot_eager")
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+        seen = []
+        for number in range(4):
+            with session.autocast():
+                loss = F.cross_entropy(model(randn(4, 6, seed=number)), CLASSES)
+            session.step(loss)
+            seen.append(loss.item())
+        losses.append(seen)
+        assert inspect.signature(bare.forward) == inspect.signature(Decorated().forward)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def test_the_command_finds_a_fault_in_three_runs(tmp_path: Path, capfd: pytest.C
     assert [p.watched for p in record.passes] == [[1, 2, 4], [7], [7]]
     assert record.run.script == FAULTS
     assert {p.name for p in tmp_path.iterdir()} >= {"record.json", "report.html", "pass2.log", "pass3.log"}
-    shown = capfd.readouterr().err
+    shown = capfd.readouterr().out
     assert "invalid operation in step 7, forward pass of 1" in shown
     assert "y = torch.log(x.clamp_min(1e-6))" in shown
 
@@ -57,13 +58,69 @@ def test_a_healthy_script_ends_with_code_0_and_json_on_standard_output(
     assert (printed["kind"], printed["verdict"], len(printed["run"]["steps"]["loss"])) == ("diagnose", "healthy", 4)
 
 
-def test_a_script_that_fails_by_itself_is_not_blamed_on_numbers(tmp_path: Path) -> None:
+TRAINS = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+"""
+ENDINGS = [
+    # the script, its exit code, steps, part of the sentence
+    ("raise SystemExit(3)", 3, 0, "the script ended before its first training step, with exit code 3"),
+    ("print('nothing')", 7, 0, "never called backward()"),
+    (
+        f"{TRAINS}raise KeyError('mine')",
+        1,
+        3,
+        "the script ended after 3 training steps, with exit code 1: KeyError: 'mine'",
+    ),
+    (
+        f"{TRAINS}raise SystemExit(5)",
+        5,
+        3,
+        "the script ended after 3 training steps, with exit code 5. No fault was seen",
+    ),
+    (
+        f"{TRAINS}raise KeyboardInterrupt",
+        130,
+        3,
+        "the script was interrupted after 3 training steps, with exit code 130",
+    ),
+    ("import torch\ntorch.nn.Linear(4, 1)(torch.ones(3))", 1, 0, "with exit code 1: RuntimeError: mat1 and mat2"),
+]
+
+
+@pytest.mark.parametrize(("text", "code", "steps", "sentence"), ENDINGS, ids=[e[0][-24:] for e in ENDINGS])
+def test_a_run_that_ends_by_itself_is_never_called_healthy(
+    text: str, code: int, steps: int, sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "fails.py"
-    script.write_text("raise SystemExit(3)\n")
-    assert cli.main(["diagnose", "--out", str(tmp_path / "out"), str(script)]) == 3
+    script.write_text(text)
+    with children_in_this_process():
+        assert cli.main(["diagnose", "--policy", "bf16", "--out", str(tmp_path / "out"), str(script)]) == code
     record = read_record(tmp_path / "out" / "record.json")
     assert isinstance(record, DiagnoseRecord)
-    assert (record.verdict, record.located) == ("healthy", False)
+    assert (record.verdict, record.located, len(record.run.steps)) == ("unfinished", False, steps)
+    assert sentence in record.detail
+    shown = capfd.readouterr()
+    assert "no verdict" in shown.out
+    assert "healthy" not in shown.out + shown.err
+    assert len(record.passes) == 1  # the step that raised was inspected
+
+
+def test_a_pattern_that_matches_no_module_is_an_error_before_the_first_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["diagnose", "--policy", "fp16:fp32_modules=o", "--out", str(tmp_path), FAULTS, "healthy_plain"]
+    with children_in_this_process():
+        assert cli.main(words) == 2
+    record = read_record(tmp_path / "record.json")
+    assert isinstance(record, DiagnoseRecord)
+    assert (record.verdict, len(record.run.steps), len(record.passes)) == ("unfinished", 0, 1)
+    assert "no module is named 'o'; allowed: 0, 1, 2" in capfd.readouterr().err
 
 
 def test_a_script_that_trains_in_a_thread_is_healthy(tmp_path: Path) -> None:
@@ -174,6 +231,24 @@ def test_a_child_that_dies_gives_the_record_of_a_run(tmp_path: Path) -> None:
     assert diagnose_script(request, steps=5, child=lambda *_, **__: died) is died
 
 
+def test_nothing_is_run_again_after_an_interruption(tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    def child(asked: Request, **_: Any) -> DiagnoseRecord:
+        ran.append(asked.policy)
+        if len(ran) > 1:
+            signal.raise_signal(signal.SIGINT)
+        return found().model_copy(update={"verdict": "range_overflow", "pattern": "1"})
+
+    request = Request(
+        target="x", kind="script", policy="fp16", record_path=str(tmp_path / "record.json"), command=("mezzo",)
+    )
+    record = diagnose_script(request, steps=5, child=child)
+    assert isinstance(record, DiagnoseRecord)
+    assert [p.outcome for p in record.passes][1:] == ["stopped by SIGINT"]
+    assert (record.located, record.fix_tried, record.fix_note) == (True, False, "not tried: the search was interrupted")
+
+
 # --- views ---------------------------------------------------------------------------------------
 
 
@@ -198,7 +273,8 @@ def test_views_say_verdict_place_and_fix() -> None:
     page = render_html(record)
     for text in (output.getvalue(), page):
         assert "y = torch.log(x.clamp_min(1e-6))" in text
-        assert "A few skipped updates at the start are normal" in text
+        assert "not tried: it changes the script itself" in text
+        assert "Skipped updates are normal" not in text  # none was skipped
 
 
 def test_names_from_a_script_are_escaped_in_the_page() -> None:

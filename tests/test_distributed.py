@@ -208,9 +208,9 @@ REFUSED = {
         "masters of 16-bit weights"
     ),
     "optimizer before fully_shard": (
-        "a parameter of shape (9, 6) belongs to this process alone, beside others that several share: the processes would "
-        "train it apart\n"
-        "  hint: wrap the whole model, call fully_shard on the outermost module too, and build optimizers after that"
+        "SGD has 4 parameters, none of which is the model's\n"
+        "  hint: build the optimizer from the parameters of the model that the session gets, after the model was copied or sharded; "
+        "pass several models as a list"
     ),
     "a model left out": (
         "a parameter of shape (1, 3) belongs to this process alone, beside others that several share: the processes would "

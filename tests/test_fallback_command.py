@@ -56,5 +56,5 @@ def test_a_distributed_run_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: py
 
 
 def test_a_script_that_is_not_there_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["fallback", "nowhere.py"]) == 7
+    assert main(["fallback", "nowhere.py"]) == 2
     assert "nowhere.py" in capfd.readouterr().err

@@ -192,6 +192,31 @@ def test_a_fault_outside_every_module_with_a_name() -> None:
     assert "outside them" in record.reason
     assert [m.module for m in record.modules if m.unnamed] == ["Outside"]
     assert record.modules[0].unnamed
+    assert record.operations == ["matmul"]  # mul by itself would hand on what matmul does not hold
+    assert record.suggested == "fp16:fp32=matmul"
+    assert "with matmul in FP32 wherever they run it passes" in record.reason
+    passed = [t for t in record.verifications if t.operations == ["matmul"]]
+    assert [t.passed for t in passed] == [True]
+    assert [step.what for step in record.next_steps] == ["find the operation", "or give it a name"]
+    assert mezzo.fallback(trainer(Outside({}, blocks=1)), policy=record.suggested).verdict == "not needed"
+
+
+def test_what_to_do_where_neither_modules_nor_operations_help() -> None:
+    class Rounded(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            low = Policy.parse("fp16").storage.dtype if torch.is_autocast_enabled("cpu") else torch.float32
+            return (y.float() * 1e9).to(low).float() * 1e-9  # a cast of its own is in no list
+
+    record = mezzo.fallback(trainer(Rounded({}, blocks=1)))
+    assert (record.verdict, record.kept, record.operations) == ("elsewhere", [], [])
+    assert "nor does any operation in FP32 help" in record.reason
+    assert [(step.what, step.value.split("(")[0]) for step in record.next_steps] == [
+        ("find the operation", "mezzo.diagnose"),
+        ("try BF16", "mezzo.fallback"),
+        ("or give it a name", "put that operation into a module of its own"),
+    ]
+    assert record.suggested == "fp16"
 
 
 def test_another_batch_each_time_cannot_be_judged() -> None:

@@ -532,7 +532,8 @@ def test_an_emulated_session_says_what_a_gpu_would_do() -> None:
         )
     ]
     assert "Float8Linear" not in kinds(model)
-    session = Session(network(), torch.optim.SGD(network().parameters(), lr=0.1), policy="bf16")
+    plain = network()
+    session = Session(plain, torch.optim.SGD(plain.parameters(), lr=0.1), policy="bf16")
     assert not [c for c in session.explain() if "fp8" in c.what]
 
 

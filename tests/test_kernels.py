@@ -436,7 +436,8 @@ def test_without_a_compiler_torch_s_fused_kernels_do_it(monkeypatch: pytest.Monk
     assert cpu.library() == (None, reason)
     assert choose("cpu") == (fused, f"torch's fused kernels: {reason}")
     torch.testing.assert_close(one_step(), expected, rtol=1e-6, atol=1e-7)
-    session = mezzo.Session(nn.Linear(2, 2), mezzo.AdamW([nn.Parameter(torch.ones(1))]), policy="fp16")
+    model = nn.Linear(2, 2)
+    session = mezzo.Session(model, mezzo.AdamW(model.parameters()), policy="fp16")
     assert [(c.value, c.reason) for c in session.explain() if c.what == "update"] == [
         ("one pass", f"torch's fused kernels: {reason}")
     ]

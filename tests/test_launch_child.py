@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from helpers_launch import SCRIPTS
+from mezzo.diagnosis.settings import AuditSettings, DiagnoseSettings
 from mezzo.launch import child
 from mezzo.launch.output import MetricReader, Watched
 from mezzo.launch.request import Request
@@ -275,6 +276,101 @@ def test_a_training_thread_that_outlives_the_script_is_waited_for(tmp_path: Path
     )
     assert (ended.code, len(ended.record.steps)) == (0, 5)
     assert ended.record.effective.flops_by_format == {"fp16": 2 * 2 * 4 * 3}
+
+
+# --- signals -----------------------------------------------------------------------------------------------------------------
+
+BY_SIGNAL = [
+    ("SIGTERM", 143, "stopped by SIGTERM"),
+    ("SIGHUP", 129, "stopped by SIGHUP"),
+    ("SIGRTMAX - 1", 143, "stopped by force: it had not reacted to the first signal"),
+]
+
+
+@pytest.mark.parametrize(("name", "code", "sentence"), BY_SIGNAL)
+def test_a_signal_ends_a_script_and_keeps_what_was_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, sentence: str
+) -> None:
+    left: list[tuple[int, bool]] = []
+    monkeypatch.setattr(child, "_leave_at_once", lambda code, *, tidily: left.append((code, tidily)))
+    ended = run_text(
+        tmp_path,
+        f"""
+        import os, signal, time
+        try:
+            train()
+            os.kill(os.getpid(), signal.{name})
+            time.sleep(60)
+        except Exception:
+            print("swallowed")
+        finally:
+            print("unwound")
+        """,
+    )
+    assert (ended.code, ended.record.error, left) == (code, sentence, [(code, False)])
+    assert len(ended.record.steps) == 3
+    assert ended.printed.splitlines()[3:] == ["unwound"]
+    assert ended.errors == ""
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_scripts_own_handler_is_its_own(tmp_path: Path) -> None:
+    text = """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+        train()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    """
+    try:
+        ended = run_text(tmp_path, text)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert (ended.code, ended.record.error, len(ended.record.steps)) == (7, None, 3)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is forked there")
+def test_a_process_that_the_script_forks_dies_as_under_python(tmp_path: Path) -> None:
+    ended = run_text(
+        tmp_path,
+        """
+        import os, signal, time, warnings
+        warnings.simplefilter("ignore")  # of a fork in a process with threads, as this one's tests may have
+        train()
+        number = os.fork()
+        if number == 0:
+            while True: time.sleep(0.01)
+        os.kill(number, signal.SIGTERM)
+        print("wait status", os.waitpid(number, 0)[1])
+        """,
+    )
+    assert ended.printed.splitlines()[-1] == f"wait status {int(signal.SIGTERM)}"
+
+
+# --- what a device cannot do -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("diagnosis", [None, AuditSettings(), DiagnoseSettings()])
+def test_a_format_that_the_device_lacks_ends_the_run_with_a_record(tmp_path: Path, diagnosis: Any) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS) + "train()\n")
+    request = Request(
+        target=str(tmp_path / "script.py"),
+        kind="script",
+        policy="fp8:arithmetic=native",
+        record_path=str(tmp_path / "record.json"),
+        command=("mezzo",),
+        diagnosis=diagnosis,
+    )
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        assert child.main([request.packed()]) == 3
+    record = read_record(tmp_path / "record.json")
+    run = record if isinstance(record, RunRecord) else record.run  # type: ignore[union-attr]
+    assert run.error is not None
+    assert run.error.startswith("policy fp8:arithmetic=native asks for native fp8 arithmetic on")
+    assert [(why.what, why.value) for why in run.explanation] == [("arithmetic", "impossible here")]
+    assert not run.effective.emulated
+    assert errors.getvalue().startswith(f"mezzo: {run.error}\n  hint: leave arithmetic=auto")
 
 
 # --- metrics -----------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mezzo.errors import ScriptError
-from mezzo.launch.frameworks import framework_of
+from mezzo.launch.frameworks import framework_of, needs, spec_of
 from mezzo.launch.request import Request
 from mezzo.launch.runner import diagnose_child, run_child
 from mezzo.records import read_record
@@ -61,6 +61,59 @@ def test_framework_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.syspath_prepend(str(tmp_path))
     assert framework_of("mezzo_test_trainer", kind="module") == "paddle"
     assert framework_of("mezzo_test_trainer.train", kind="module") == "keras"
+
+
+@pytest.mark.parametrize(
+    ("source", "needed"),
+    [
+        ("import torch", "no"),
+        ("import apex", "surely"),
+        ("from apex import amp", "surely"),
+        ("from apex.parallel import DistributedDataParallel as DDP", "surely"),
+        ("import own", "surely"),
+        ("def main():\n    from apex import amp", "perhaps"),
+        ("if '--fp16' in sys.argv:\n    from apex import amp", "perhaps"),
+        ("class Trainer:\n    def train(self):\n        from apex import amp", "perhaps"),
+        ("import apexpy", "no"),
+        ("from .apex import amp", "no"),
+        ("try:\n    from apex import amp\nexcept ImportError:\n    amp = None", "no"),
+        ("try:\n    import apex\nexcept (ValueError, ModuleNotFoundError):\n    pass", "no"),
+        ("try:\n    import apex\nexcept:\n    pass", "no"),
+        ("try:\n    import apex\nexcept Exception as error:\n    print(error)", "no"),
+        ("try:\n    from torch.cuda import amp\nexcept ImportError:\n    from apex import amp", "no"),
+        ("try:\n    import apex\nexcept ValueError:\n    pass", "surely"),
+        ("try:\n    import apex\nexcept ImportError:\n    raise ImportError('install apex') from None", "surely"),
+        (
+            "def f():\n    try:\n        import apex\n    except ImportError:\n        raise ImportError('install')",
+            "perhaps",
+        ),
+        ("try:\n    import apex\nfinally:\n    pass", "surely"),
+        ("try:\n    import torch\nexcept ImportError:\n    pass\nelse:\n    import apex", "surely"),
+    ],
+)
+def test_whether_a_script_needs_a_package(tmp_path: Path, source: str, needed: str) -> None:
+    (tmp_path / "own.py").write_text("from apex import amp\n")
+    (tmp_path / "train.py").write_text(source)
+    assert needs("apex", str(tmp_path / "train.py"), kind="script") == needed
+
+
+def test_a_module_is_found_without_running_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("outer", "outer/inner"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('it ran')\n")
+    (tmp_path / "outer" / "inner" / "leaf.py").touch()
+    (tmp_path / "spaced" / "below").mkdir(parents=True)
+    (tmp_path / "spaced" / "below" / "leaf.py").touch()
+    monkeypatch.chdir(tmp_path)
+    found = {name: spec_of(name) for name in ("outer", "outer.inner.leaf", "spaced.below.leaf", "json.tool")}
+    assert all(spec is not None for spec in found.values())
+    leaf = found["outer.inner.leaf"]
+    assert leaf is not None
+    assert leaf.origin == str(tmp_path / "outer" / "inner" / "leaf.py")
+    assert [spec_of(name) for name in ("outer.none", "none.outer", "outer.inner.leaf.more", "outer..leaf", "")] == [
+        None
+    ] * 5
+    assert not {"outer", "outer.inner", "spaced"} & set(sys.modules)
 
 
 def test_finding_the_framework_imports_none() -> None:

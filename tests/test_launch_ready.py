@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,6 +21,7 @@ import pytest
 from mezzo import cli
 from mezzo.errors import ScriptError
 from mezzo.launch import ready, runner
+from mezzo.launch.processes import Guarded
 from mezzo.launch.ready import Starter
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child, several_runs
@@ -60,7 +60,8 @@ LOOKS = """
             "main": [__name__, __file__, sorted(vars(main)), main.__spec__, main.double is double],
             "place": [os.getcwd(), dict(os.environ), os.getpgrp(), os.getsid(0)],
             "streams": [[stream(s) for s in (sys.stdin, sys.stdout, sys.stderr)], sys.stdout is sys.__stdout__, links()],
-            "signals": [[repr(signal.getsignal(n)) for n in signal.valid_signals()], sorted(signal.pthread_sigmask(0, []))],
+            "signals": [getattr(h, "__qualname__", repr(h)) for h in map(signal.getsignal, signal.valid_signals())],
+            "blocked signals": sorted(signal.pthread_sigmask(0, [])),
             "threads": [threading.active_count(), threading.current_thread() is threading.main_thread()],
             "depth": [len(inspect.stack()), sys.getrecursionlimit()],
             "torch": [torch.get_num_threads(), torch.cuda.is_initialized(), torch.is_grad_enabled(), str(torch.get_default_dtype())],
@@ -147,7 +148,7 @@ def starter(_as_in_a_shell: None, _standard_input: None) -> Iterator[Starter]:
     yield held
     held.close()
     assert held._process is not None
-    assert held._process.returncode == 0
+    assert held._process.wait() == 0
 
 
 @contextlib.contextmanager
@@ -180,7 +181,7 @@ def looks(place: Path) -> Looks:
     os.lseek(0, 0, os.SEEK_SET)
     record = run(place, LOOKS, str(place / "seen.json"))
     undated = record.environment.model_copy(update={"date": ""})
-    record = record.model_copy(update={"environment": undated, "duration_s": 0.0})
+    record = record.model_copy(update={"environment": undated, "started_at_s": None, "duration_s": 0.0})
     return Looks(json.loads((place / "seen.json").read_text()), (place / "output.log").read_text(), record)
 
 
@@ -237,7 +238,23 @@ def test_a_run_is_stopped_at_its_limit_and_the_next_one_goes_on(place: Path, sta
     assert after.exit_code == 4
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_a_run_has_started_is_stopped_with_it_and_the_process_lives(place: Path, starter: Starter) -> None:
+    text = """
+        import os, subprocess, sys, time
+        sleeper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print(sleeper.pid, os.getpid(), flush=True)
+        time.sleep(60)
+    """
+    with forking(starter):
+        run(place, "import os; os._exit(0)")  # the imports would count
+        stopped = run(place, text, limit_s=2.0)
+        started = [int(word) for word in (place / "output.log").read_text().split() if word.isdigit()]
+        after = run(place, "import os; os._exit(4)", limit_s=30.0)
+    assert (stopped.exit_code, after.exit_code, len(started)) == (137, 4, 2)
+    assert not any(map(_runs, started))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_reach_the_run_and_not_the_process_that_forked_it(
     place: Path, starter: Starter, number: signal.Signals, code: int
 ) -> None:
@@ -251,7 +268,7 @@ def test_signals_reach_the_run_and_not_the_process_that_forked_it(
         ended = run(place, text, str(os.getpid()), str(int(number)))
         after = run(place, "import os; os._exit(4)")
     assert ended.exit_code == code
-    assert (ended.error == "KeyboardInterrupt") == (number == signal.SIGINT)
+    assert ended.error == ("KeyboardInterrupt" if number == signal.SIGINT else f"stopped by {number.name}")
     assert after.exit_code == 4
 
 
@@ -271,11 +288,10 @@ runpy.run_module("mezzo.launch.ready", run_name="__main__", alter_sys=True)
 def test_a_fork_that_would_break_cuda_becomes_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def popen(command: list[str], **more: Any) -> subprocess.Popen[bytes]:
-        code = REPLACED if command[2] == "mezzo.launch.ready" else ""
-        return subprocess.Popen([command[0], "-c", code, command[3]], **more)
+    def guarded(command: list[str], **more: Any) -> Guarded:
+        return Guarded([command[0], "-c", REPLACED, command[3]], **more)
 
-    monkeypatch.setattr(ready, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+    monkeypatch.setattr(ready, "Guarded", guarded)
     text = """
         import os, sys, torch
         print(torch.cuda._is_in_bad_fork(), "torch._dynamo" in sys.modules, sorted(os.listdir("/proc/self/fd"))[:-1])
@@ -319,7 +335,7 @@ starter = ready.Starter()
 with open("output.log", "wb") as sink:
     request = Request.model_validate_json(sys.argv[1])
     starter.start(request, sink=sink).wait()
-print(starter._process.pid, flush=True)
+print(starter._process._process.pid, flush=True)
 time.sleep(60)
 """
 
@@ -355,7 +371,7 @@ def test_runs_go_on_when_the_process_is_ended(tmp_path: Path, capfd: pytest.Capt
         assert starter._process is not None
         starter.why_afresh = None
         starter._process.kill()
-        starter._process.wait()
+        starter._process.wait()  # its guard has ended, too
         ended = run(tmp_path, "")
     assert ended.error == "the process died with exit code 1 before it could write a record"
     assert "ImportError: broken" in (tmp_path / "output.log").read_text()
@@ -437,7 +453,7 @@ def test_other_systems_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None
 def test_runs_that_no_process_is_started_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Starter, "start", lambda *_, **__: pytest.fail("it was asked to start a run"))
     commands: list[list[str]] = []
-    monkeypatch.setattr(runner, "subprocess", mock.Mock(Popen=lambda command, **_: commands.append(command)))
+    monkeypatch.setattr(runner, "Guarded", lambda command, **_: commands.append(command))
     request = request_for(tmp_path, "")
     with several_runs(), (tmp_path / "output.log").open("wb") as sink:
         runner._started(request, None)  # its output goes nowhere else
@@ -449,5 +465,5 @@ def test_runs_that_no_process_is_started_for(tmp_path: Path, monkeypatch: pytest
 def test_a_comparison_of_one_run_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "several_runs", lambda: pytest.fail("there is one run"))
     monkeypatch.setattr(runner, "run_child", mock.Mock(side_effect=ScriptError("it was run", hint="")))
-    target = request_for(tmp_path, "").target
+    target = request_for(tmp_path, "import torch").target
     assert cli.main(["compare", "--policies", "fp32", "--seeds", "1", "--out", str(tmp_path), target]) == 7

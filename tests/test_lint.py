@@ -151,6 +151,11 @@ def record_of(
     return record
 
 
+def warned(said: str) -> list[str]:
+    """Return the lines that name a finding."""
+    return [line for line in said.splitlines() if line.startswith("mezzo: A")]
+
+
 LINE = PLANTED["clip_norm"].split(" ")[0]
 TITLE = "gradients are clipped while they are scaled"
 
@@ -164,28 +169,26 @@ def test_run_says_it_in_one_line_and_in_the_report(
     assert [(f.code, f.severity, f.lines, f.step, f.count) for f in record.findings] == [
         ("A601", "error", [LINE], 1, 4)
     ]
-    said = capsys.readouterr().err
+    said = capsys.readouterr()
     where = Path(LINE).name
-    assert [line for line in said.splitlines() if line.startswith("mezzo: ")] == [
-        f"mezzo: A601: {TITLE} ({where}, step 1); the record says how to mend it"
-    ]
-    assert f"A601  {TITLE}  (error, first in step 1, 4 times)" in said
+    assert warned(said.err) == [f"mezzo: A601: {TITLE} ({where}, step 1); the record says how to fix it"]
+    assert f"A601  {TITLE}  (error, first in step 1, 4 times)" in said.out
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert all(text in page for text in ("A601", TITLE, where, "docs/findings/A601.md"))
 
 
 def test_run_names_the_other_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record_of(tmp_path, "run", "update_first", "--policy", "fp16", "--json")
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mezzo: ")]
+    said = warned(capsys.readouterr().err)
     assert len(said) == 1
-    assert said[0].endswith("; also A606; the record says how to mend it")
+    assert said[0].endswith("; also A606; the record says how to fix it")
 
 
 def test_a_run_without_a_finding_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = record_of(tmp_path, "run", "recipe", "--policy", "fp16", script="lint_healthy")
     assert isinstance(record, RunRecord)
     assert record.findings == []
-    assert "mezzo: " not in capsys.readouterr().err
+    assert warned(capsys.readouterr().err) == []
 
 
 def test_audit_has_it_before_its_own_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,14 +198,14 @@ def test_audit_has_it_before_its_own_findings(tmp_path: Path, capsys: pytest.Cap
     assert record.findings[0].count == 3
     assert record.run.findings == record.findings[:1]
     assert {f.severity for f in record.findings[1:]} <= {""}
-    assert f"A601  {TITLE}" in capsys.readouterr().err
+    assert f"A601  {TITLE}" in capsys.readouterr().out
 
 
 def test_diagnose_has_it_beside_a_healthy_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = record_of(tmp_path, "diagnose", "clip_norm", "--steps", "4")
     assert isinstance(record, DiagnoseRecord)
     assert [f.code for f in record.run.findings] == ["A601"]
-    said = capsys.readouterr().err
+    said = capsys.readouterr().out
     assert f"A601  {TITLE}" in said
     assert "nothing wrong" not in said
     assert "every value is finite in 4 steps; 1 finding on the script's mixed precision" in said

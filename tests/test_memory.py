@@ -59,6 +59,21 @@ def test_activations_of_a_perceptron(policy: str) -> None:
     assert weighed(policy, mlp(), mean_square, torch.randn(BATCH, 6)).activations_bytes == MLP_BYTES[policy]
 
 
+@pytest.mark.parametrize(("num_steps", "known"), [(0, (False, False)), (1, (True, False)), (2, (True, True))])
+def test_what_was_not_measured_is_not_zero(num_steps: int, known: tuple[bool, bool]) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with switched(Policy.parse("fp32")) as (_, look):
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            mean_square(model(torch.randn(BATCH, 6))).backward()
+            optimizer.step()
+    found = look.memory()
+    assert (found.parameters_bytes is not None, found.activations_bytes is not None) == known
+    assert (found.gradients_bytes is not None, found.optimizer_bytes is not None) == known[:1] * 2
+    assert (found.total_bytes is not None) == all(known)
+
+
 SIZE = 2 * 4 * 6 * 6  # elements behind the convolution: 2 images, 4 channels, 6 by 6
 CNN_LOSS_BYTES = 4 * 2 * 3 + 8 * 2 + 4  # log-probabilities, labels, the sum of the labels' weights
 CNN_BYTES = {

@@ -75,11 +75,26 @@ def through_a_file(state: Any) -> Any:
 @both
 def test_arguments_are_torch_s_with_torch_s_defaults(name: str) -> None:
     ours, theirs = (inspect.signature(cls).parameters for cls in PAIRS[name])
-    how = {"foreach", "capturable", "differentiable", "fused"}  # how torch computes; here the device decides
     own = ["moments", "rounding"]  # what torch has no word for
-    assert list(ours) == [*(n for n in theirs if n not in how), *own]
-    for n in [n for n in ours if n not in own]:
+    assert list(ours) == [*theirs, *own]
+    for n in theirs:
         assert (ours[n].default, ours[n].kind) == (theirs[n].default, theirs[n].kind), n
+
+
+HOW = {"AdamW": ("foreach", "capturable", "differentiable", "fused"), "SGD": ("foreach", "differentiable", "fused")}
+
+
+@both
+def test_torch_s_ways_to_compute_are_taken_and_have_no_effect(name: str) -> None:
+    plain, told = new(normal(5)), new(normal(5))
+    build = PAIRS[name][0]
+    asked = build(told, lr=0.1, **dict.fromkeys(HOW[name], True))
+    run(build(plain, lr=0.1), range(3))
+    run(asked, range(3))
+    assert torch.equal(plain[0], told[0])
+    assert all(asked.param_groups[0][how] is True for how in HOW[name])
+    group = PAIRS[name][1](new(normal(5))).state_dict()["param_groups"][0]
+    assert set(group) - {"decoupled_weight_decay"} <= set(asked.state_dict()["param_groups"][0])
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [

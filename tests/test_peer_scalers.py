@@ -256,6 +256,7 @@ def test_the_scale_never_becomes_infinite() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     scaler = GradScaler("cpu", init_scale=1e38, growth_factor=2.0**4, growth_interval=1)
+    scaler.scale(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     scaler.step(optimizer)
     scaler.update()
@@ -281,6 +282,7 @@ def test_gradients_spoilt_after_unscaling_reach_the_weights(kind: Any, fused: bo
 def test_sparse_gradients_are_added_up_before_they_are_checked() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     parameter.grad = torch.sparse_coo_tensor(
         torch.tensor([[1, 1, 3]]), torch.tensor([8.0, 4.0, 2.0]), (4,), check_invariants=True
@@ -346,8 +348,10 @@ def half() -> torch.optim.Optimizer:
 def test_misuse_is_refused(misuse: Callable[[GradScaler, Any], Any], message: str) -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.zeros(1))
     with pytest.raises(SessionError, match=message):
-        misuse(GradScaler("cpu"), torch.optim.SGD([parameter]))
+        misuse(scaler, torch.optim.SGD([parameter]))
 
 
 def test_without_cuda_the_default_scaler_is_off_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,6 +363,7 @@ def test_without_cuda_the_default_scaler_is_off_and_says_so(monkeypatch: pytest.
 
 def test_a_scale_can_be_set() -> None:
     scaler = GradScaler("cpu")
+    scaler.scale(torch.zeros(1))
     scaler.update(8.0)
     assert scaler.get_scale() == 8.0
     scaler.update(torch.tensor(16.0))

@@ -48,3 +48,18 @@ def test_steps_without_a_loss_scale_have_none() -> None:
     recorder.loss(1.0)
     recorder.close(skipped=False, scale=None)
     assert recorder.steps().loss_scale == []
+
+
+def test_losses_of_optimizers_that_take_turns_are_told_apart() -> None:
+    recorder = PlainSteps()
+    for number in range(3):
+        for owner in (0, 1):
+            recorder.loss(Scalar(10.0 * owner + number))
+            recorder.loss(0.5)
+            recorder.close(skipped=False, scale=None, made_by=frozenset([owner]))
+    steps = recorder.steps({0: "judges", 1: "makes"})
+    assert [(loss.name, loss.steps, loss.values) for loss in steps.losses] == [
+        ("judges", [1, 3, 5], [0.5, 1.5, 2.5]),
+        ("makes", [2, 4, 6], [10.5, 11.5, 12.5]),
+    ]
+    assert [loss.name for loss in recorder.steps().losses] == ["loss 1", "loss 2"]

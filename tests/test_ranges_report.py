@@ -36,6 +36,7 @@ def record(gradients: list[float], *, policy: str = "fp16", name: str = "head.we
             ("weights", f"Net.{name}"): counts([0.5, 0.25]),
         },
         swallowed={f"Net.{name}": [4, 1, 3]},
+        lowered={("weight gradients", f"Net.{name}"), ("activations", "Net.head")},
         steps=[1, 2],
         forced_eager=True,
         updates_seen=True,

@@ -241,7 +241,7 @@ def test_modules_that_the_policy_keeps_in_fp32_set_no_limit() -> None:
     free, kept = mezzo.ranges(train), mezzo.ranges(train, policy="fp16:fp32_modules=head")
     assert {t.name for t in kept.tensors if t.kept_fp32} >= {"head.0", "head.1", "head.0.weight", "head.1.bias"}
     assert not any(t.kept_fp32 for t in kept.tensors if t.name.startswith("body") or t.name == "Two (input)")
-    assert not any(t.kept_fp32 for t in free.tensors)
+    assert {t.name for t in free.tensors if t.kept_fp32} == {"Two"}  # a sum is FP32 by the op lists
     highest = [record.windows[0].highest for record in (free, kept)]
     assert highest[0] is not None
     assert highest[1] is not None
@@ -431,7 +431,7 @@ def test_two_processes_of_a_distributed_run_have_a_record_each(tmp_path: Path) -
 
 Refusal = tuple[list[str], int, str]
 REFUSED: list[Refusal] = [
-    (["ranges", "nothing.py"], 7, "there is no script 'nothing.py'"),
+    (["ranges", "nothing.py"], 2, "there is no script 'nothing.py'"),
     (["ranges", "--policy", "fp61", str(SCRIPTS / "plain.py")], 2, "unknown policy 'fp61'; did you mean fp16"),
     (["ranges", "--steps", "0", str(SCRIPTS / "plain.py")], 2, "--steps"),
 ]
@@ -454,4 +454,4 @@ def test_a_script_that_never_trains_says_so(tmp_path: Path, capfd: pytest.Captur
         assert cli.main(["ranges", "--out", str(tmp_path / "out"), str(script)]) == 7
     printed = capfd.readouterr()
     assert "it never called backward()" in re.sub(r"\s+", " ", printed.err)
-    assert "idle.py failed before a step could be watched" in printed.err
+    assert "idle.py failed before a step could be watched" in printed.out

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 import record_builders as build
-from mezzo.records import CompareRecord, DoctorRecord, Memory, RunRecord, Steps
+from mezzo.records import CompareRecord, Difference, DoctorRecord, Loss, Memory, RunRecord, ScaleName, SharedFile, Steps
 from mezzo.report import formatting, sampling, sheets, text, verdicts
+from mezzo.report.figures import compare_plots
 from mezzo.report.html import render_html
 
 NAN, INF = float("nan"), float("inf")
@@ -34,7 +35,7 @@ def rendered(record: RunRecord | CompareRecord | DoctorRecord, *, width: int = 1
         (formatting.bytes_text(1024), "1.00 KiB"),
         (formatting.bytes_text(1024 * 1024 - 1), "1.00 MiB"),
         (formatting.bytes_text(80 * 1024**3), "80.0 GiB"),
-        (formatting.bytes_text(None), "-"),
+        (formatting.bytes_text(None), "unknown"),
         (formatting.ms_text(12.345), "12.3 ms"),
         (formatting.ms_text(999.6), "1.00 s"),
         (formatting.ms_text(0.04567), "0.0457 ms"),
@@ -131,12 +132,11 @@ def test_verdict_line_word_for_word() -> None:
         spread="1.61x to 1.70x",
         memory="1.99 GiB",
         memory_ratio="0.813x",
-        loss=verdicts.Compared(value="0.4012", difference="+0.0091", interval="-0.012 to +0.031"),
+        losses=[verdicts.Compared(value="0.4012", difference="+0.0091", interval="-0.012 to +0.031")],
         metric=verdicts.Compared(value="0.9098", difference="-0.0012", interval="-0.0052 to +0.0028"),
         skipped="3",
         final_scale="8192",
-        reason="the loss differs by +0.0091 (-0.0124 to +0.0306), across the margin of 0.02; "
-        "7 seeds would decide at the spread seen",
+        reason="the loss differs by +0.0091 (-0.0124 to +0.0306), across the margin of 0.02",
     )
 
 
@@ -145,6 +145,10 @@ def test_verdict_line_word_for_word() -> None:
     [
         ({"speedup_low": 0.98}, "bf16 trains like fp32, but no faster than the spread of the times."),
         ({"speedup_low": None}, "bf16 trains like fp32, but no faster than the spread of the times."),
+        (
+            {"speedup": 0.8, "speedup_low": 0.75, "speedup_high": 0.9},
+            "bf16 trains like fp32, but slower, 0.800x as fast (0.750x to 0.900x).",
+        ),
         ({"emulated": True}, "bf16 trains like fp32; emulated, so no speed is claimed."),
         ({"speedup": None}, "bf16 trains like fp32."),
         ({"verdict": "different"}, "No policy is shown to train like fp32."),
@@ -163,14 +167,80 @@ def test_headline_of_several_equivalent_policies() -> None:
     assert headline == "bf16 and fp16 train like fp32; fp16 is fastest, 1.66x as fast (1.61x to 1.70x)."
 
 
-def test_single_seed_has_no_interval_and_failures_are_told() -> None:
+def test_a_headline_names_what_went_wrong() -> None:
+    rows = [
+        build.row("fp32", "baseline"),
+        build.row("bf16-pure", "stopped_learning"),
+        build.row("fp16", "failed", num_failed=1),
+        build.row("fp8", "failed", num_failed=3),
+    ]
+    sheet = verdicts.compare_sheet(build.compare_record(rows=rows))
+    assert sheet.details == "bf16-pure stopped learning. fp16 failed in 1 of 3 runs. fp8 failed."
+    assert [(line.verdict, line.tone) for line in sheet.lines[1:]] == [
+        ("stopped learning", "bad"),
+        *[("failed", "bad")] * 2,
+    ]
+
+
+def test_runs_that_share_a_file_come_before_any_verdict() -> None:
+    shared = SharedFile(path="/out/last.pt", written_by="fp32 with seed 0", read_by="bf16 with seed 0")
+    record = build.compare_record(shared_files=[shared])
+    sheet = verdicts.compare_sheet(record)
+    assert sheet.headline == "The runs are not independent, so no verdict holds."
+    assert sheet.details == (
+        "The run of bf16 with seed 0 read /out/last.pt, which the run of fp32 with seed 0 had written. Give each run a path "
+        "of its own: {run} in the script's arguments becomes the run's name, as in --output_dir out/{run}."
+    )
+    assert "{run} in the script&#39;s arguments" in render_html(record)
+
+
+def test_several_losses_have_a_column_and_a_plot_each() -> None:
+    two = {
+        "netD": build.difference(1.2, 1.1, spread=0.1, margin=0.1),
+        "netG": build.difference(0.7, 0.6, spread=0.1, margin=0.1),
+    }
+    rows = [row.model_copy(update={"loss": None, "losses": two}) for row in build.compare_rows()]
+    losses = [Loss(name="netD", steps=[1, 3], values=[1.5, 1.25]), Loss(name="netG", steps=[2, 4], values=[0.5, NAN])]
+    runs = [build.run_record("fp32", steps=Steps(loss=[1.5, 0.5, 1.25, NAN], losses=losses))]
+    record = build.compare_record(rows=rows, runs=runs)
+    sheet = verdicts.compare_sheet(record)
+    assert sheet.loss_heads == ["final loss of netD", "final loss of netG"]
+    assert [loss.value for loss in sheet.lines[1].losses] == ["1.2", "0.7"]
+    assert sheet.runs[0].final_loss == "netD 1.25, netG NaN"
+    plots = [plot for plot in compare_plots(record) if plot.name.startswith("loss")]
+    assert [(plot.name, plot.title) for plot in plots] == [("loss1", "Loss of netD"), ("loss2", "Loss of netG")]
+    lines = [plot.figure["data"][0] for plot in plots if plot.figure is not None]
+    assert [(line["x"], line["y"]) for line in lines] == [([1, 3], [1.5, 1.25]), ([2, 4], [0.5, None])]
+    assert "final loss of netG" in render_html(record)
+    assert "netG" in rendered(record)
+
+
+@pytest.mark.parametrize(
+    ("scale", "difference", "shown"),
+    [
+        ("ratio", 0.0312, "+3.1%"),
+        ("ratio", -0.2, "-20%"),
+        ("ratio", 0.0, "0%"),
+        ("ratio", 2.5, "3.50x"),
+        ("ratio", -0.75, "0.250x"),
+        ("ratio", 1.7e9, "1.7e+09x"),
+        ("proportion", -0.0028, "-0.0028"),
+        ("absolute", 12.0, "+12"),
+    ],
+)
+def test_a_difference_is_shown_on_its_scale(scale: ScaleName, difference: float, shown: str) -> None:
+    values = {"value": 1.0, "baseline": 1.0, "margin": 0.02, "low": difference, "high": difference}
+    compared = verdicts._compared(Difference(scale=scale, difference=difference, **values), alone=False)
+    assert (compared.difference, compared.interval) == (shown, f"{shown} to {shown}")
+
+
+def test_single_seed_has_no_interval() -> None:
     rows = build.compare_rows()
     assert rows[1].loss is not None
     loss = rows[1].loss.model_copy(update={"low": NAN, "high": NAN})
-    rows[1] = rows[1].model_copy(update={"loss": loss, "num_failed": 1})
+    rows[1] = rows[1].model_copy(update={"loss": loss})
     line = verdicts.compare_sheet(build.compare_record(rows=rows)).lines[1]
-    assert line.loss.interval == "no interval"
-    assert line.reason.endswith("; 1 of 3 runs failed")
+    assert line.losses[0].interval == "no interval"
 
 
 def test_comparison_without_rows_or_runs_is_shown() -> None:
@@ -214,11 +284,13 @@ def test_run_that_did_not_train(fields: dict[str, object], headline: str, error:
 
 
 def test_memory_lines_share_their_kinds_and_never_show_zeros_for_no_measurement() -> None:
-    measured = Memory(parameters_bytes=1024, cuda_allocated_bytes=2048)
-    lines = sheets.memory_lines([("fp32", measured), ("bf16", Memory())])
-    assert [kind.value for kind in lines[0].kinds] == ["1.00 KiB", "0 B", "0 B", "0 B", "2.00 KiB"]
-    assert [kind.value for kind in lines[1].kinds] == ["-"] * 5
-    assert lines[1].total == "-"
+    measured = Memory(parameters_bytes=1024, gradients_bytes=1024, optimizer_bytes=0, activations_bytes=512)
+    part = Memory(parameters_bytes=1024, optimizer_bytes=0, cuda_allocated_bytes=2048)
+    lines = sheets.memory_lines([("fp32", measured), ("bf16", part), ("fp16", Memory())])
+    assert [kind.value for kind in lines[0].kinds] == ["1.00 KiB", "1.00 KiB", "0 B", "512 B", "unknown"]
+    assert [kind.value for kind in lines[1].kinds] == ["1.00 KiB", "unknown", "0 B", "unknown", "2.00 KiB"]
+    assert [kind.value for kind in lines[2].kinds] == ["unknown"] * 5
+    assert [line.total for line in lines] == ["2.50 KiB", "unknown", "unknown"]
 
 
 def test_doctor_sheet() -> None:
@@ -252,7 +324,6 @@ policy    verdict   speed-up    ratio    95% interval        95% interval skips 
         "bf16 trains like fp32, 1.61x as fast (1.57x to 1.66x).",
         "-0.0039 to +0.0065",
         "1.57x to 1.66x",
-        "7 seeds",
         "97.3% bf16, 2.7% fp32",
     ):
         assert words in shown

@@ -99,7 +99,7 @@ def test_nothing_to_draw_says_so() -> None:
     assert [plot.caption for plot in plots] == [
         "No run recorded a loss.",
         "No loss scale was used.",
-        "No memory was measured.",
+        "Memory was not measured.",
         "No step was timed.",
     ]
     assert "No run recorded a loss." in render_html(record)

@@ -265,3 +265,84 @@ def test_mixed_precision_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
         SessionError, match=r"TrainingArguments\(bf16=True\) beside policy='fp16'; allowed: one of the two"
     ):
         trainer(tmp_path, "fp16", Linear(), [], bf16=True)
+
+
+# --- the model's face ------------------------------------------------------------------------------------------------------------
+
+
+def tokens(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "input_ids": torch.randint(3, 64, (12,), generator=generator),
+            "labels": torch.randint(3, 64, (8,), generator=generator),
+        }
+        for _ in range(count)
+    ]
+
+
+def translator() -> Any:
+    torch.manual_seed(0)
+    small = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in SIDES.items()}
+    ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    config = transformers.BartConfig(vocab_size=64, d_model=32, max_position_embeddings=64, **small, **ids)
+    return transformers.BartForConditionalGeneration(config)
+
+
+SIDES = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
+
+
+class Translating(MezzoTrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc,name-defined]
+    pass
+
+
+def translating(folder: Path, **settings: Any) -> Any:
+    kept = vars(arguments(folder, logging_steps=1)).items()
+    known = transformers.Seq2SeqTrainingArguments.__dataclass_fields__
+    own = {k: v for k, v in kept if k in known and not k.startswith("_") and known[k].init}
+    return transformers.Seq2SeqTrainingArguments(
+        **{**own, "predict_with_generate": True, "generation_max_length": 8, **settings}
+    )
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16-master"])
+def test_columns_and_generation_are_those_of_the_model(policy: str, tmp_path: Path) -> None:
+    model = translator()
+    theirs = transformers.Seq2SeqTrainer(model=translator(), args=translating(tmp_path))
+    theirs._set_signature_columns_if_needed()
+    made = Translating(model=model, args=translating(tmp_path), train_dataset=tokens(16), policy=policy)
+    made.remove_callback(transformers.PrinterCallback)
+    made.train()
+    made._set_signature_columns_if_needed()
+    assert made._signature_columns == theirs._signature_columns
+    assert "input_ids" in made._signature_columns
+    assert made.model_accepts_loss_kwargs == theirs.model_accepts_loss_kwargs
+    found = made.predict(tokens(4)).predictions
+    reference = translator()
+    reference.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
+    plain = transformers.Seq2SeqTrainer(model=reference, args=translating(tmp_path))
+    assert (found == plain.predict(tokens(4)).predictions).all()
+    again = transformers.Seq2SeqTrainer(
+        model=model, args=translating(tmp_path)
+    )  # Trainer's own, on the model that was trained
+    assert again.evaluate(tokens(4))["eval_loss"] == pytest.approx(plain.evaluate(tokens(4))["eval_loss"], rel=1e-2)
+
+
+def test_the_loss_of_a_short_window_is_the_mean_of_what_it_holds(tmp_path: Path) -> None:
+    model = Linear()
+    data = [
+        {"inputs": torch.full((4,), float(v)), "labels": torch.zeros(1)}
+        for v in (1, 2, 3, 2, 1, 3)
+        for _ in range(SIZE)
+    ]
+    made = trainer(
+        tmp_path,
+        "fp16:init_scale=256",
+        model,
+        data,
+        gradient_accumulation_steps=4,
+        learning_rate=0.0,
+        max_grad_norm=1e6,
+    )
+    made.train()
+    assert made.record().steps.loss == [4.0, 4.0]

@@ -1,12 +1,13 @@
 """The errors that Mezzo raises.
 
     MezzoError                      exit 1
-      PolicyError                   exit 2   a policy text, file or field is wrong
+      UsageError                    exit 2   a word of the command line cannot be used
+        PolicyError                 exit 2   a policy text, file or field is wrong
       UnsupportedFormatError        exit 3   this device cannot hold or emulate the format
       SessionError                  exit 4   the calls of a step came in the wrong order
       ScaleFloorError               exit 5   the loss scale reached its floor and still overflows
       NonFiniteLossError            exit 6   the loss was not finite before the first update
-      ScriptError                   exit 7   the script is missing, or never trained
+      ScriptError                   exit 7   the script never trained, or cannot be watched
       RecordError                   exit 8   a record cannot be read or was written by a newer Mezzo
 
 Every error says what was passed, what is allowed and what to do: the message holds the first two, the hint the third.
@@ -38,10 +39,14 @@ class MezzoError(Exception):
         return functools.partial(type(self), self.message, hint=self.hint), ()
 
 
-class PolicyError(MezzoError, ValueError):
-    """Report a policy text, file or field that cannot be used."""
+class UsageError(MezzoError, ValueError):
+    """Report words of a command line that cannot be used."""
 
     exit_code = 2
+
+
+class PolicyError(UsageError):
+    """Report a policy text, file or field that cannot be used."""
 
 
 class UnsupportedFormatError(MezzoError, ValueError):
@@ -69,7 +74,7 @@ class NonFiniteLossError(MezzoError, ArithmeticError):
 
 
 class ScriptError(MezzoError, RuntimeError):
-    """Report a training script that is missing or that never trained."""
+    """Report a training script that never trained, or that cannot be watched."""
 
     exit_code = 7
 

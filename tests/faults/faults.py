@@ -66,9 +66,13 @@ def range_linear():
     train(model)
 
 
+def squared(h):
+    h = h * 300
+    return h * h * 1e-6
+
+
 def range_square():
-    model = net(lambda h: (h * 300).square() * 1e-6)
-    train(model)
+    train(net(squared))
 
 
 def range_functional():
@@ -112,7 +116,7 @@ def range_matmul():
 
 def range_rounded_to_zero():
     """1e-8 is 0 in FP16; in FP32 the quotient is finite."""
-    train(net(lambda h: h * 1e-3 / (h.square() * 0 + 1e-8) * 1e-8))
+    train(net(lambda h: h * 1e-3 / (h * 0 + 1e-8) * 1e-8))
 
 
 def attention_scores():
@@ -159,7 +163,7 @@ def range_own_amp():
 
 
 def scale_large_loss():
-    train(net(torch.tanh), lr=1e-9, loss_of=lambda p, y: F.mse_loss(p, y) * 3000, steps=12)
+    train(net(torch.tanh), lr=1e-12, loss_of=lambda p, y: F.mse_loss(p, y) * 3e4, steps=12)
 
 
 def scale_own_scaler():
@@ -252,7 +256,13 @@ def silent_rmsnorm():
 
 
 def silent_reciprocal():
-    train(net(lambda h: h + 1 / (1 + (h * 1000).square())))
+    """1e5 / (3e4 + inf) is 0 where it should be about 1."""
+
+    def bell(h):
+        h = h * 400
+        return 1e5 / (3e4 + h * h).float()
+
+    train(net(bell))
 
 
 def silent_layer_norm():
@@ -286,7 +296,7 @@ def silent_late():
 
 
 def compiled_square():
-    model = net(lambda h: (h * 300).square() * 1e-6)
+    model = net(squared)
     train(model, call=torch.compile(model, backend="eager", fullgraph=False))
 
 
@@ -308,7 +318,7 @@ def _checkpointed(model, reentrant):
 
 
 def checkpointed_square():
-    _checkpointed(net(lambda h: (h * 300).square() * 1e-6), False)
+    _checkpointed(net(squared), False)
 
 
 def checkpointed_sqrt():
@@ -316,7 +326,7 @@ def checkpointed_sqrt():
 
 
 def reentrant_square():
-    _checkpointed(net(lambda h: (h * 300).square() * 1e-6), True)
+    _checkpointed(net(squared), True)
 
 
 def two_optimizers():

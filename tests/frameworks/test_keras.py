@@ -64,6 +64,7 @@ ON_BOTH: list[Run] = [
     ("overflowing_loop", "fp16", None),
     ("overflowing_loop", "fp16:min_scale=65536", None),
     ("two_optimizers", "fp16", None),
+    ("gan", "fp32", None),
     ("two_epochs_adam", "fp32", None),
 ]
 ON_TF: list[Run] = [
@@ -299,6 +300,18 @@ def test_own_train_step_without_scale_loss(runs: Runs) -> None:
 def test_two_optimizers_after_one_backward_pass_make_one_step(runs: Runs) -> None:
     found = runs("two_optimizers", "fp16")
     assert close(found["steps"]["loss"], runs("fit", "fp16")["steps"]["loss"], 1e-3)
+
+
+def test_losses_of_two_optimizers_in_turn_are_told_apart(runs: Runs) -> None:
+    found = runs("gan", "fp32")
+    assert close(found["steps"]["loss"], found["script"]["losses"], 1e-6)
+    assert [(loss["name"], loss["steps"]) for loss in found["steps"]["losses"]] == [
+        ("judges", [*range(1, 2 * STEPS, 2)]),
+        ("makes", [*range(2, 2 * STEPS + 1, 2)]),
+    ]
+    for loss, first in zip(found["steps"]["losses"], (0, 1), strict=True):
+        assert close(loss["values"], found["script"]["losses"][first::2], 1e-6)
+    assert runs("two_optimizers", "fp16")["steps"]["losses"] == runs("fit", "fp16")["steps"]["losses"] == []
 
 
 @pytest.mark.parametrize("case", [case for case, policy, _ in ON_TF if case != "traced_loop"])

@@ -488,6 +488,57 @@ def test_a_scripts_own_optimizer_class_and_parameter_groups() -> None:
     assert ran(train, "fp16:init_scale=64").steps.skipped == [False, True, False]
 
 
+def gan() -> list[float]:
+    """Train two models, each with an optimizer and a loss of its own, in turn; return the losses."""
+    paddle.seed(1)
+    makes, judges, losses = nn.Linear(2, 2), nn.Linear(2, 1), []
+    update_makes = optimizers.SGD(0.01, parameters=makes.parameters())
+    update_judges = optimizers.SGD(0.01, parameters=judges.parameters())
+    for _ in range(4):
+        batch = paddle.randn([4, 2])
+        for loss, update in ((judges(makes(batch).detach()), update_judges), (-judges(makes(batch)), update_makes)):
+            loss.mean().backward()
+            update.step()
+            losses.append(float(loss.mean()))
+            makes.clear_gradients()
+            judges.clear_gradients()
+    return losses
+
+
+def one_loss() -> None:
+    body, head = nn.Linear(2, 2), nn.Linear(2, 1)
+    both = [optimizers.SGD(0.01, parameters=model.parameters()) for model in (body, head)]
+    for _ in range(3):
+        head(body(paddle.ones([4, 2]))).mean().backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.clear_grad()
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_losses_of_two_optimizers_in_turn_are_told_apart(policy: str) -> None:
+    found = ran(gan, policy)
+    assert found.steps.loss == pytest.approx(found.value, rel=1e-5)
+    assert [(loss.name, loss.steps) for loss in found.steps.losses] == [
+        ("judges", [1, 3, 5, 7]),
+        ("makes", [2, 4, 6, 8]),
+    ]
+    for loss, first in zip(found.steps.losses, (0, 1), strict=True):
+        assert loss.values == pytest.approx(found.value[first::2], rel=1e-5)
+    assert ran(one_loss, policy).steps.losses == []
+
+
+def test_a_run_of_one_step_has_no_activations_to_tell_of() -> None:
+    def train() -> None:
+        model = nn.Linear(2, 1)
+        update = optimizers.SGD(0.01, parameters=model.parameters())
+        model(paddle.ones([4, 2])).mean().backward()
+        update.step()
+
+    memory = ran(train, "fp32").memory
+    assert (memory.parameters_bytes, memory.activations_bytes, memory.total_bytes) == (12, None, None)
+
+
 def test_clipped_values_do_not_hide_an_overflow() -> None:
     def train() -> None:
         layer = nn.Linear(2, 2)

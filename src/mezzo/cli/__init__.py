@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated, cast
 
 import typer
 
 from mezzo.cli import audit, compare, diagnose, doctor, fallback, ranges, report, run
+from mezzo.cli.usage import usage_error
+from mezzo.cli.words import WORDS
 from mezzo.errors import MezzoError
+from mezzo.launch.stopping import Stopped
 
 app = typer.Typer(
     name="mezzo",
@@ -30,16 +34,55 @@ app.command("ranges", context_settings=_SCRIPT)(ranges.ranges)
 app.command("fallback", context_settings=_SCRIPT)(fallback.fallback)
 app.command("report")(report.report)
 
+_PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
+"""What the parser raises is of this class. Newer versions of typer have a parser of their own, so no import names it."""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from mezzo.measure.environment import package_version
+
+        print(f"mezzo {package_version('mezzo') or 'not installed'}")
+        raise typer.Exit
+
+
+@app.callback()
+def _mezzo(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: errors of ours are two lines on standard error, never a traceback."""
+    words = sys.argv[1:] if arguments is None else arguments
+    token = WORDS.set(tuple(words))
     try:
-        code = app(arguments, standalone_mode=True)
+        code = app(list(words), standalone_mode=False, prog_name="mezzo")
     except MezzoError as error:
-        print(f"mezzo: {error}", file=sys.stderr)
-        return error.exit_code
+        return _failed(error)
+    except _PARSER_ERROR as error:
+        usage = usage_error(error)
+        return 2 if usage is None else _failed(usage)
+    except Stopped as stopped:
+        print(f"mezzo: {stopped}", file=sys.stderr)
+        return stopped.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"mezzo: cannot use {error.filename!r}: {error.strerror}", file=sys.stderr)
+        return 1
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
         return 130
+    finally:
+        WORDS.reset(token)
     return code if isinstance(code, int) else 0
+
+
+def _failed(error: MezzoError) -> int:
+    print(f"mezzo: {error}", file=sys.stderr)
+    return error.exit_code

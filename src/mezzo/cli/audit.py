@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
+from mezzo.cli.folders import folder_of_rank
+from mezzo.errors import UsageError
 
 
 def audit(
@@ -31,21 +33,21 @@ def audit(
     ranks in a folder rankN.
     """
     from mezzo.diagnosis.settings import AuditSettings
-    from mezzo.launch.request import AS_IS
-    from mezzo.launch.runner import check_target, diagnose_child
-    from mezzo.policy import Policy
+    from mezzo.launch.runner import diagnose_child
+    from mezzo.launch.stopping import stoppable
 
-    text = policy if policy == AS_IS else str(Policy.of(policy))
+    text = options.policy_text(policy)
     numbers = _numbers(steps)
-    check_target(target, module=as_module)
-    folder = options.folder_of_rank(out, f"{Path(target).stem}-audit")
+    options.check_script(target, arguments, as_module=as_module, policies=[text])
+    folder = folder_of_rank(out, f"{Path(target).stem}-audit")
     settings = AuditSettings(steps=numbers)
     request = options.request_for(
         target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json, diagnosis=settings
     )
-    record = diagnose_child(request)
-    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, stderr=True)
-    raise typer.Exit(record.run.exit_code if record.kind == "audit" else 1)
+    with stoppable() as stop:
+        record = diagnose_child(request)
+        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+    raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "audit" else 1))
 
 
 def _numbers(steps: str) -> tuple[int, ...]:
@@ -54,8 +56,9 @@ def _numbers(steps: str) -> tuple[int, ...]:
     for part in steps.split(","):
         match = re.fullmatch(r"\s*([1-9]\d*)\s*(?:-\s*([1-9]\d*)\s*)?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise typer.BadParameter(
-                f"{steps!r} is no list of steps; write numbers from 1, as 3 or 3,10 or 3-5", param_hint="--steps"
+            raise UsageError(
+                f"--steps {steps!r} is not a list of steps; allowed: numbers from 1, as 3 or 3,10 or 3-5",
+                hint="type: --steps 3",
             )
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return tuple(sorted(found))

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
+from mezzo.cli.folders import folder_of_rank
+from mezzo.cli.words import typed
 from mezzo.errors import PolicyError, ScriptError
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
     from mezzo.records import RunRecord
 
-_INTERRUPTED = 130
+RUN = "{run}"
+"""In an argument of the script: the name of the run."""
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
@@ -33,8 +37,8 @@ def compare(
         float,
         typer.Option(
             min=1e-9,
-            help="Up to which difference a policy is equivalent: a share of the loss that training took off, "
-            "and of the baseline's metric.",
+            help="Largest difference that still counts as equivalent, as a share of the baseline's final loss or metric; "
+            "the baseline's own seed-to-seed spread counts where it is wider.",
         ),
     ] = 0.02,
     timeout: Annotated[
@@ -54,38 +58,48 @@ def compare(
     """Compare a training script across precision policies: speed, memory, loss, and a verdict on each.
 
     Policies and seeds are interleaved, so that a machine that drifts drifts for all of them.
+
+    Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
-    from mezzo.launch.runner import check_target, several_runs
+    from mezzo.launch.runner import several_runs
+    from mezzo.launch.stopping import stoppable
     from mezzo.measure.compare import compare as judge
 
     options.check_metric(metric)
     texts = _texts(policies)
     baseline = "fp32" if "fp32" in texts else texts[0]
-    check_target(target, module=as_module)
-    folder = options.new_folder(out, f"{Path(target).stem}-compare")
+    options.check_script(target, arguments, as_module=as_module, policies=texts)
+    folder = folder_of_rank(out, f"{Path(target).stem}-compare")
+    since_s = time.time()
     requests = [
-        _request(target, arguments, text, seed, metric=metric, as_module=as_module, folder=folder)
+        _request(target, arguments, text, seed, metric=metric, as_module=as_module, folder=folder, since_s=since_s)
         for text, seed in _interleaved(texts, seeds)
     ]
-    with several_runs() if len(requests) > 1 else nullcontext():
-        runs = _run_all(requests, timeout_s=timeout)
-    runs.sort(key=lambda r: (texts.index(r.policy), r.seed))
-    if any(run.policy == baseline for run in runs):
-        record = judge(runs, baseline=baseline, margin=margin, command=["mezzo", *sys.argv[1:]])
-        options.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
-    _check_baseline(runs, baseline, folder)
-    raise typer.Exit(_INTERRUPTED if len(runs) < len(requests) else 0)
+    with stoppable() as stop:
+        with several_runs() if len(requests) > 1 else nullcontext():
+            runs = _run_all(requests, timeout_s=timeout)
+        runs.sort(key=lambda r: (texts.index(r.policy), r.seed))
+        if any(run.policy == baseline for run in runs):
+            record = judge(runs, baseline=baseline, margin=margin, command=list(typed()))
+            results.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
+        if stop.heard:
+            results.note(
+                f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; their records are in {folder}"
+            )
+        else:
+            _check_baseline(runs, baseline, folder)
+    raise typer.Exit(stop.exit_code)
 
 
 def _texts(policies: str) -> list[str]:
     from mezzo.launch.request import AS_IS
     from mezzo.policy import Policy
 
-    named = [p.strip() for p in policies.split(",") if p.strip()]
-    texts = list(dict.fromkeys(p if p == AS_IS else str(Policy.of(p)) for p in named))
-    if not texts:
-        raise PolicyError(f"--policies {policies!r} names no policy", hint="name some: --policies fp32,bf16,fp16")
-    return texts
+    named = [p.strip() for p in policies.split(",")]
+    if not all(named):
+        full = ",".join(filter(None, named)) or "fp32,bf16,fp16"
+        raise PolicyError(f"--policies {policies!r} contains an empty policy name", hint=f"type: --policies {full}")
+    return list(dict.fromkeys(p if p == AS_IS else str(Policy.of(p)) for p in named))
 
 
 def _interleaved(texts: list[str], seeds: int) -> Iterator[tuple[str, int]]:
@@ -105,11 +119,18 @@ def _request(
     metric: str | None,
     as_module: bool,
     folder: Path,
+    since_s: float,
 ) -> Request:
-
-    place = folder / f"{text.replace(':', '_').replace('*', '_')[:80]}-seed{seed}"
+    run = f"{text.replace(':', '_').replace('*', '_')[:80]}-seed{seed}"
     return options.request_for(
-        target, arguments, as_module=as_module, policy=text, folder=place, seed=seed, metric=metric
+        target,
+        [argument.replace(RUN, run) for argument in arguments or ()],
+        as_module=as_module,
+        policy=text,
+        folder=folder / run,
+        seed=seed,
+        metric=metric,
+        compared_since_s=since_s,
     )
 
 
@@ -123,31 +144,35 @@ def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRec
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from mezzo.launch.runner import run_child
+    from mezzo.launch.stopping import Stopped, stoppable
 
     runs: list[RunRecord] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=options.console(stderr=True)) as progress:
+    # A bar that moves is for a terminal, also where colours are forced into a log.
+    bar = Progress(*columns, console=results.console(stderr=True), disable=not sys.stderr.isatty())
+    with stoppable() as stop, suppress(Stopped), bar as progress:
         task = progress.add_task("", total=len(requests))
         for request in requests:
             progress.update(task, description=f"{request.policy}, seed {request.seed}")
             output = Path(request.record_path).with_name("output.log")
             output.parent.mkdir(parents=True, exist_ok=True)
             record = run_child(request, output=output, limit_s=timeout_s or _limit_s(runs))
-            if record.exit_code == _INTERRUPTED:
+            if stop.heard:
                 break
             runs.append(record)
             progress.advance(task)
-            if record.error:
-                progress.console.print(f"{request.policy}, seed {request.seed}: {record.error}", markup=False)
-        progress.update(task, description=f"{len(runs)} runs")
+            if record.error or progress.disable:
+                outcome = record.error or f"{len(record.steps)} steps"
+                said = f"{request.policy}, seed {request.seed}: {outcome}"
+                progress.console.print(said, markup=False, soft_wrap=True)
+        progress.update(task, description="runs")
     return runs
 
 
 def _check_baseline(runs: list[RunRecord], baseline: str, folder: Path) -> None:
     own = [r for r in runs if r.policy == baseline]
     if all(r.error or not len(r.steps) for r in own):
-        why = own[0].error if own else "it was interrupted before its first run ended"
         raise ScriptError(
-            f"no run of the baseline {baseline} succeeded: {why or 'it recorded no step'}",
+            f"no run of the baseline {baseline} succeeded: {own[0].error or 'it recorded no step'}",
             hint=f"run the script by itself first; what it printed is in {folder}/*/output.log",
         )

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
+from mezzo.cli.folders import folder_of_rank
 
 
 def diagnose(
@@ -22,22 +23,27 @@ def diagnose(
     tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
-    """Find the first value of a training script that is not finite: module, operation, line, cause and fix.
+    """Find the first value of a training script that leaves its format: module, operation, line, cause and a fix that was tried.
 
-    The script runs unedited, and again up to the step in question where that is needed: what it prints then goes to
-    files beside the record. Exit code 0: nothing is wrong; 1: a fault was found.
+    The script runs unedited, and again where that is needed, to see the step in question and to try what may help: what
+    it prints then goes to files beside the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
+    fails by itself keeps its own.
     """
     from mezzo.launch.passes import diagnose_script
-    from mezzo.launch.request import AS_IS
-    from mezzo.launch.runner import check_target
-    from mezzo.policy import Policy
+    from mezzo.launch.runner import several_runs
+    from mezzo.launch.stopping import stoppable
 
-    text = policy if policy == AS_IS else str(Policy.of(policy))
-    check_target(target, module=as_module)
-    folder = options.folder_of_rank(out, f"{Path(target).stem}-diagnose")
+    text = options.policy_text(policy)
+    options.check_script(target, arguments, as_module=as_module, policies=[text])
+    folder = folder_of_rank(out, f"{Path(target).stem}-diagnose")
     request = options.request_for(target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json)
-    record = diagnose_script(request, steps=steps)
-    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, stderr=True)
-    if record.kind == "diagnose" and record.verdict == "healthy":
-        raise typer.Exit(record.run.exit_code)
-    raise typer.Exit(1)
+    with stoppable() as stop, several_runs():
+        record = diagnose_script(request, steps=steps)
+        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+    if stop.heard:
+        raise typer.Exit(stop.exit_code)
+    if record.kind != "diagnose":
+        raise typer.Exit(record.exit_code or 1)
+    if record.verdict == "healthy":
+        return
+    raise typer.Exit((record.run.exit_code or 1) if record.verdict == "unfinished" else 1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from mezzo.cli import options
+from mezzo.cli import options, results
+from mezzo.cli.folders import new_folder
 
 
 def doctor(out: options.Out = None, tensorboard: options.TensorBoard = None, as_json: options.Json = False) -> None:
     """Show what this machine can compute, format by format, why, and what to change."""
     from mezzo.measure.doctor import examine
 
-    options.finish(examine(), options.new_folder(out, "doctor"), as_json=as_json, tensorboard=tensorboard)
+    results.finish(examine(), new_folder(out, "doctor"), as_json=as_json, tensorboard=tensorboard)

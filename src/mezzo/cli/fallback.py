@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
+from mezzo.cli.folders import new_folder
 from mezzo.errors import ScriptError
+
+if TYPE_CHECKING:
+    from mezzo.records import FallbackRecord, RunRecord
 
 
 def fallback(
@@ -36,7 +40,8 @@ def fallback(
     FP32 after the other. The policy file is for --policy of the other commands and for mezzo.Session.
     """
     from mezzo.launch.fallback import fallback_of_script
-    from mezzo.launch.runner import check_target, several_runs
+    from mezzo.launch.runner import several_runs
+    from mezzo.launch.stopping import Stopped, stoppable
     from mezzo.policy import Policy
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -45,18 +50,22 @@ def fallback(
             hint="search in one process, without torchrun; the policy file it writes serves distributed runs too",
         )
     judged = Policy.of(policy)
-    check_target(target, module=as_module)
-    folder = options.new_folder(out, f"{Path(target).stem}-fallback")
+    options.check_script(target, arguments, as_module=as_module, policies=[str(judged)])
+    folder = new_folder(out, f"{Path(target).stem}-fallback", leaves=("policy.toml", "runs"))
     request = options.request_for(target, arguments, as_module=as_module, policy=str(judged), folder=folder)
-    screen = options.console(stderr=True)
-
-    def note(text: str) -> None:
-        screen.print(f"mezzo: {text}", markup=False, soft_wrap=True)
-
-    with several_runs():
-        record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=note)
-    if record.verdict == "found":
-        path = folder / "policy.toml"
-        path.write_text(judged.replace(fp32_modules=(*judged.fp32_modules, *record.kept)).to_toml(), encoding="utf-8")
-        record = record.model_copy(update={"policy_file": str(path)})
-    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
+    with stoppable() as stop:
+        record: FallbackRecord | RunRecord
+        try:
+            with several_runs():
+                record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=results.note)
+        except Stopped as stopped:
+            if stopped.record is None:
+                raise
+            results.note(f"{stopped}; the records of its runs are in {folder / 'runs'}")
+            record = stopped.record
+        if record.kind == "fallback" and (record.kept or record.operations):
+            path = folder / "policy.toml"
+            path.write_text(Policy.parse(record.suggested).to_toml(), encoding="utf-8")
+            record = record.model_copy(update={"policy_file": str(path)})
+        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
+    raise typer.Exit(stop.exit_code)

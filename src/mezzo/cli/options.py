@@ -1,28 +1,30 @@
-"""Options that several commands share, and what they all do with a record."""
+"""Options that several commands share, what they refuse before anything runs, and what they ask of a child process."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import sys
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from mezzo.cli.folders import check_folder
+from mezzo.cli.standins import stand_in_for
+from mezzo.cli.words import check_arguments, target_of, typed
+from mezzo.errors import UsageError
 
+if TYPE_CHECKING:
     from mezzo.launch.request import Request
-    from mezzo.records import AnyRecord
 
 Target: TypeAlias = Annotated[
     str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: a module's name).")
 ]
 Arguments: TypeAlias = Annotated[
-    list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")
+    list[str] | None,
+    typer.Argument(metavar="[ARGS]...", callback=check_arguments, help="The script's own arguments."),
 ]
 AsModule: TypeAlias = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, as python -m does.")]
 Metric: TypeAlias = Annotated[
@@ -32,15 +34,22 @@ Metric: TypeAlias = Annotated[
     ),
 ]
 Out: TypeAlias = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Where record and report go. [default: a new folder under runs/]")
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Where record and report go; a folder beside it if it holds another command's. "
+        "[default: a new folder under runs/]",
+    ),
 ]
 
 
 def _check_tensorboard(folder: Path | None) -> Path | None:
     if folder is not None and importlib.util.find_spec("tensorboardX") is None:
-        raise typer.BadParameter(
-            "tensorboardX is not installed; pip install 'mezzo[tensorboard]', or leave the option out"
+        raise UsageError(
+            f"--tensorboard {folder}: tensorboardX is not installed",
+            hint="pip install 'mezzo[tensorboard]', or leave the option out",
         )
+    check_folder(folder, "--tensorboard")
     return folder
 
 
@@ -55,38 +64,29 @@ TensorBoard: TypeAlias = Annotated[
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
 
-WIDTH_WITHOUT_TERMINAL = 110
+_LARGEST_SEED = 2**32 - 1
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return a console that does not squeeze tables when it writes to a pipe or a file."""
-    from rich.console import Console
+def check_script(target: str, arguments: list[str] | None, *, as_module: bool, policies: Sequence[str]) -> None:
+    """Refuse what is no script or module, or cannot run under a policy; show an error in its syntax as python does."""
+    from mezzo.launch.targets import check_target, show_syntax_error
 
-    stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
-    return Console(stderr=stderr, width=width, highlight=False)
-
-
-def new_folder(out: Path | None, name: str) -> Path:
-    """Return the folder for records: ``out``, or a new one under runs/ with date and ``name`` in its name."""
-    stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:60]
-    folder = out or _unused(Path("runs") / f"{stamp}-{plain}")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    wanted = target_of(target, arguments, module=as_module)
+    try:
+        check_target(wanted)
+        for policy in policies:
+            stand_in_for(wanted, policy=policy)
+    except SyntaxError as error:
+        print(show_syntax_error(error), file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
-def folder_of_rank(out: Path | None, name: str) -> Path:
-    """Return the folder for the records of this process of a distributed run: rank 0's, or one named after another rank."""
-    rank = os.environ.get("RANK", "0")
-    if rank == "0":
-        return new_folder(out, name)
-    return new_folder(None if out is None else out / f"rank{rank}", f"{name}-rank{rank}")
+def policy_text(policy: str) -> str:
+    """Return a policy's canonical text, or ``as-is``."""
+    from mezzo.launch.request import AS_IS
+    from mezzo.policy import Policy
 
-
-def _unused(folder: Path) -> Path:
-    candidates = (folder.with_name(f"{folder.name}-{n}") for n in range(2, 10_000))
-    return folder if not folder.exists() else next(c for c in candidates if not c.exists())
+    return policy if policy == AS_IS else str(Policy.of(policy))
 
 
 def request_for(
@@ -108,44 +108,36 @@ def request_for(
         target=target,
         kind=kind,
         framework=framework_of(target, kind=kind),
+        stand_in=stand_in_for(target_of(target, arguments, module=as_module), policy=policy),
         arguments=tuple(arguments or ()),
         policy=policy,
         record_path=str(folder / "record.json"),
-        command=("mezzo", *sys.argv[1:]),
+        command=typed(),
         output_to_stderr=as_json,
         **more,
     )
 
 
-def finish(record: AnyRecord, folder: Path, *, as_json: bool, tensorboard: Path | None, stderr: bool = False) -> None:
-    """Write ``record.json`` and ``report.html``, TensorBoard's files where asked, and show the record as text or as JSON."""
-    from mezzo.records import write_record
-    from mezzo.report.html import write_html
-    from mezzo.report.text import render
-
-    write_record(record, folder / "record.json")
-    write_html(record, folder / "report.html")
-    if tensorboard is not None:
-        from mezzo.report.tensorboard import write_events
-
-        write_events(record, tensorboard)
-    if as_json:
-        print(record.model_dump_json(indent=1))
-        return
-    screen = console(stderr=stderr)
-    render(record, screen)
-    screen.print(f"record and report: {folder / 'record.json'}, {folder / 'report.html'}", soft_wrap=True)
+def check_seed(seed: int | None) -> None:
+    """Refuse a seed that NumPy would refuse."""
+    if seed is not None and not 0 <= seed <= _LARGEST_SEED:
+        raise UsageError(
+            f"--seed {seed}; allowed: 0 to {_LARGEST_SEED}, as NumPy takes them",
+            hint=f"type: --seed {min(abs(seed), _LARGEST_SEED)}",
+        )
 
 
 def check_metric(pattern: str | None) -> None:
     """Refuse a metric's pattern that is no regular expression with a group."""
     if pattern is None:
         return
+    example = "as in --metric 'acc=([0-9.]+)'"
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        raise typer.BadParameter(f"{pattern!r} is not a regular expression: {error}", param_hint="--metric") from None
+        raise UsageError(
+            f"--metric {pattern!r} is not a regular expression: {error}",
+            hint=f"escape literal brackets and dots with a backslash, and put the number in a group, {example}",
+        ) from None
     if groups == 0:
-        raise typer.BadParameter(
-            f"{pattern!r} has no group; put the number in brackets: 'acc=([0-9.]+)'", param_hint="--metric"
-        )
+        raise UsageError(f"--metric {pattern!r} has no group", hint=f"put the number in brackets, {example}")

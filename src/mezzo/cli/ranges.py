@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
+from mezzo.cli.folders import folder_of_rank
 
 
 def ranges(
@@ -31,16 +32,18 @@ def ranges(
     distributed run (RANK is set) every process has a record of its own, in a folder rankN beside the first one's.
     """
     from mezzo.diagnosis.settings import RangesSettings
-    from mezzo.launch.runner import check_target, diagnose_child
+    from mezzo.launch.runner import diagnose_child
+    from mezzo.launch.stopping import stoppable
     from mezzo.policy import Policy
 
     text = str(Policy.of(policy))
-    check_target(target, module=as_module)
-    folder = options.folder_of_rank(out, f"{Path(target).stem}-ranges")
+    options.check_script(target, arguments, as_module=as_module, policies=["fp32"])
+    folder = folder_of_rank(out, f"{Path(target).stem}-ranges")
     settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=text)
     request = options.request_for(
         target, arguments, as_module=as_module, policy="fp32", folder=folder, as_json=as_json, diagnosis=settings
     )
-    record = diagnose_child(request)
-    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, stderr=True)
-    raise typer.Exit(record.run.exit_code if record.kind == "ranges" else 1)
+    with stoppable() as stop:
+        record = diagnose_child(request)
+        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+    raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "ranges" else 1))

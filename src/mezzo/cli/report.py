@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
+from difflib import get_close_matches
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
+from mezzo.cli.folders import check_folder
+from mezzo.errors import UsageError
 
 
 def report(
@@ -25,22 +30,56 @@ def report(
     from mezzo.report.tensorboard import write_events
     from mezzo.report.text import render, render_together
 
-    screen = options.console()
-    found = [(path, read_record(path)) for path in records]
-    for path, record in found:
-        page = path.with_name("report.html") if out is None else out / f"{path.resolve().parent.name}.html"
-        page.parent.mkdir(parents=True, exist_ok=True)
+    if as_json and len(records) > 1:
+        raise UsageError(
+            f"--json takes one record; {len(records)} were given",
+            hint=f"type: mezzo report --json {shlex.quote(str(records[0]))}, and the same for each of the others",
+        )
+    for path in records:
+        _check(path)
+    check_folder(out, "--out")
+    found = list(zip(_pages(records, out), map(read_record, records), strict=True))
+    for path, (page, record) in zip(records, found, strict=True):
         write_html(record, page)
         if tensorboard is not None:
             write_events(record, tensorboard if len(found) == 1 else tensorboard / path.resolve().parent.name)
-        if as_json:
-            print(record.model_dump_json(indent=1))
-        else:
+    compared = [record for _, record in found if isinstance(record, CompareRecord)]
+    folder = out or Path(os.path.commonpath([path.resolve().parent for path in records]))
+    together = len(compared) > 1 and not as_json
+    if together:
+        write_together(compared, folder / "together.html")
+    with results.readers_may_go():
+        screen = results.console()
+        for page, record in found:
+            if as_json:
+                print(record.model_dump_json(indent=1))
+                continue
             render(record, screen)
             screen.print(f"report: {page}", soft_wrap=True)
-    compared = [record for _, record in found if isinstance(record, CompareRecord)]
-    if len(compared) > 1 and not as_json:
-        folder = out or Path(os.path.commonpath([path.resolve().parent for path in records]))
-        write_together(compared, folder / "together.html")
-        render_together(compared, screen)
-        screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)
+        if together:
+            render_together(compared, screen)
+            screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)
+
+
+def _pages(records: list[Path], out: Path | None) -> list[Path]:
+    """Return a page of its own for each record: beside it, or in ``out`` by the name of its folder."""
+    pages: list[Path] = []
+    for path in records:
+        if out is None:
+            pages.append(path.with_name("report.html") if path.name == "record.json" else path.with_suffix(".html"))
+        else:
+            name = path.resolve().parent.name
+            names = chain([name], (f"{name}-{number}" for number in count(2)))
+            pages.append(next(page for page in (out / f"{name}.html" for name in names) if page not in pages))
+    return pages
+
+
+def _check(path: Path) -> None:
+    """Refuse what is no file, and say which record may have been meant."""
+    if path.is_file():
+        return
+    inside = sorted(path.glob("record.json")) or sorted(path.glob("*/record.json"))
+    beside = [str(p) for folder in (path.parent, path.parent.parent) for p in sorted(folder.glob("*/record.json"))]
+    near = [str(p) for p in inside[-1:]] or get_close_matches(str(path), beside, n=1)
+    hint = f"type: mezzo report {shlex.quote(near[0])}" if near else "pass the record.json that a mezzo command wrote"
+    raise UsageError(f"{path} is a folder" if path.is_dir() else f"there is no record {str(path)!r}", hint=hint)

@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
+from mezzo.cli.folders import folder_of_rank
+
+_SIGNALS = 128
+"""Above this are exit codes of what a signal has ended."""
 
 
 def run(
@@ -25,19 +29,24 @@ def run(
 ) -> None:
     """Run a training script under a precision policy, the script unedited.
 
-    Output, exit code and Ctrl-C pass through. The summary goes to standard error.
+    Output, exit code and signals pass through. The summary follows the script's output; with --json the script's
+    output goes to standard error. In a distributed run (RANK is set) every process has a record of its own, those of
+    other ranks in a folder rankN.
     """
-    from mezzo.launch.request import AS_IS
-    from mezzo.launch.runner import check_target, run_child
-    from mezzo.policy import Policy
+    from mezzo.launch.runner import run_child
+    from mezzo.launch.stopping import stoppable
 
     options.check_metric(metric)
-    text = policy if policy == AS_IS else str(Policy.of(policy))
-    check_target(target, module=as_module)
-    folder = options.new_folder(out, f"{Path(target).stem}-{text}")
+    options.check_seed(seed)
+    text = options.policy_text(policy)
+    options.check_script(target, arguments, as_module=as_module, policies=[text])
+    folder = folder_of_rank(out, f"{Path(target).stem}-{text}")
     request = options.request_for(
         target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json, seed=seed, metric=metric
     )
-    record = run_child(request)
-    options.finish(record, folder, as_json=as_json, tensorboard=tensorboard, stderr=True)
-    raise typer.Exit(record.exit_code)
+    with stoppable() as stop:
+        record = run_child(request)
+        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+        results.note_metric(record)
+    ended = stop.heard and record.exit_code > _SIGNALS  # otherwise the script has made its own end of it
+    raise typer.Exit(stop.exit_code if ended else record.exit_code)

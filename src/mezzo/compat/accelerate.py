@@ -20,7 +20,8 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from mezzo.compat.driven import Driven
-from mezzo.engine.conversion import to_format, wrap
+from mezzo.compat.regions import Region
+from mezzo.engine.conversion import to_format, unwrap, wrap, wrapped_by
 from mezzo.errors import SessionError
 from mezzo.formats import FP32
 from mezzo.policy import Policy
@@ -58,6 +59,8 @@ class MezzoAccelerator(accelerate.Accelerator):
             )
         self.driven = Driven(policy)
         self._micro_batches = 0
+        self._unwrapped: list[nn.Module] = []
+        """Models whose calls were taken out of the policy."""
         self.register_for_checkpointing(self.driven)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -65,14 +68,30 @@ class MezzoAccelerator(accelerate.Accelerator):
         model = super().prepare_model(model, *args, **kwargs)
         if not any(model is known for known in self.driven.models):
             self.driven.add(model)
-            wrap(model, _under_policy, self.driven, model)
+            unwrap(model, _under_policy)  # of an accelerator that trained it before
+            _wrap(model, self.driven)
+        elif any(model is one for one in self._unwrapped):
+            _wrap(model, self.driven)
+        self._unwrapped = [one for one in self._unwrapped if one is not model]
         return model
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the model itself; ``keep_fp32_wrapper=False`` takes its calls out of the policy, until it is prepared again."""
+        bare: nn.Module = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        if not keep_fp32_wrapper and wrapped_by(bare, _under_policy) is not None:
+            unwrap(bare, _under_policy)
+            self._unwrapped.append(bare)
+        return bare
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer whose step is the session's."""
         prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
         if isinstance(prepared, AcceleratedOptimizer) and not isinstance(prepared, MezzoOptimizer):
             prepared.__class__ = MezzoOptimizer
+            prepared.accelerator = self
+        elif isinstance(prepared, MezzoOptimizer) and prepared.accelerator is None:  # a copy
             prepared.accelerator = self
         return prepared
 
@@ -81,7 +100,16 @@ class MezzoAccelerator(accelerate.Accelerator):
         return self.driven.region()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run a backward pass; the loss is divided for its window as Accelerate does."""
+        """Run a backward pass; the loss is divided for its window as Accelerate does.
+
+        Raises:
+            SessionError: a model was unwrapped with ``keep_fp32_wrapper=False``.
+        """
+        if self._unwrapped:
+            raise SessionError(
+                "backward() after unwrap_model(model, keep_fp32_wrapper=False): the model's calls no longer run under the policy",
+                hint="leave keep_fp32_wrapper out, unwrap a copy, or call accelerator.prepare(model) again",
+            )
         steps = self.gradient_accumulation_steps
         self.driven.backward(loss if steps == 1 else loss / steps, **kwargs)
 
@@ -118,14 +146,23 @@ class MezzoAccelerator(accelerate.Accelerator):
 class MezzoOptimizer(AcceleratedOptimizer):
     """Step at the end of a window, or skip."""
 
-    accelerator: MezzoAccelerator
+    accelerator: MezzoAccelerator | None
+    """None in a copy, which no accelerator has prepared yet."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "accelerator": None}
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update, if gradients are to be synchronized.
 
         Raises:
-            SessionError: a closure was given.
+            SessionError: a closure was given, or this is a copy.
         """
+        if self.accelerator is None:
+            raise SessionError(
+                "step() of a copy of a prepared optimizer; allowed: of one that an accelerator prepared",
+                hint="pass it to accelerator.prepare(optimizer) first, with a copy of the model",
+            )
         if closure is not None:
             raise SessionError(
                 "optimizer.step() got a closure; allowed: none",
@@ -145,10 +182,19 @@ class MezzoOptimizer(AcceleratedOptimizer):
             self.optimizer.zero_grad(set_to_none=set_to_none is not False)
 
 
-def _under_policy(call: Callable[..., Any], driven: Driven, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not driven.began:
-        _ = driven.session  # may cast the model: its forward is another one then
+def _wrap(model: nn.Module, driven: Driven) -> None:
+    wrap(model, _under_policy, Region(driven.policy, driven), model)
+
+
+def _under_policy(call: Callable[..., Any], region: Region, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    driven = region.owner
+    if isinstance(driven, Driven) and not driven.began:
+        for one in driven.models:
+            unwrap(one, _under_policy)
+        _ = driven.session  # may cast the models: what it puts around their calls belongs inside of this
+        for one in driven.models:
+            _wrap(one, driven)
         return model(*args, **kwargs)
-    with driven.region():
+    with region(model):
         output = call(*args, **kwargs)
     return to_format(output, FP32.dtype)

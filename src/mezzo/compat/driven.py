@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine import checks
+from mezzo.engine import arguments, checks
 from mezzo.engine.gradients import put_back, set_aside
+from mezzo.engine.parameters import parameters_of, trained_by
 from mezzo.engine.session import Session
 from mezzo.errors import SessionError
 from mezzo.launch.schedules import Schedules
@@ -38,7 +39,7 @@ class Asked(Optimizer):
     """Hold all parameters and do as the optimizer does that asked for an update; zero no gradients."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(list(parameters), {})
+        super().__init__([{"params": list(parameters)}], {})  # as a group: a model that only predicts may have none
         self.run: Callable[[], Any] = lambda: None
         self.result: Any = None
         self.stepped = False
@@ -62,6 +63,19 @@ class Observed(Session):
 
     norm: Tensor | None = None
     """The norm of this window's gradients once it is known."""
+    is_whole_loop = False
+
+    def _check_parts(self) -> torch.device:
+        """Return where the models are: they may be frozen, or have no parameters, where the library only predicts."""
+        tensors = (t for model in self.models for t in (*model.parameters(), *model.buffers()))
+        places = (t.device for t in tensors)
+        told = (place for model in self.models if isinstance(place := getattr(model, "device", None), torch.device))
+        return next(places, None) or next(told, torch.device("cpu"))
+
+    def forget_casts(self) -> None:
+        """Let weights be cast anew: the library may update them inside the region that it runs a step in."""
+        if torch.is_autocast_enabled(self.device.type):
+            torch.clear_autocast_cache()  # Mezzo's own casts tell by a weight's version that it changed
 
     def unscale(self) -> None:
         """Divide the scale out of the gradients and learn whether the update will be skipped."""
@@ -107,7 +121,8 @@ class Driven:
         self.scales = False
         """Whether gradients are anything but true between a backward pass and ``unscale``."""
         self._left: list[tuple[nn.Parameter, Tensor]] = []
-        self._taken: WeakSet[Optimizer] = WeakSet()
+        self._taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """How many parameter groups each optimizer had when its parameters were taken in."""
         self._last: Optimizer | None = None
         self._made = self._skips = 0
         self._schedules = Schedules(lambda scheduler: (self._made, self._skips))
@@ -145,7 +160,7 @@ class Driven:
                 f"training in {torch.distributed.get_world_size()} processes; allowed inside another library: one",
                 hint="use mezzo.Session with torch's DistributedDataParallel or fully_shard, or mezzo run on the script",
             )
-        self._parameters = list(dict.fromkeys(p for m in self.models for p in m.parameters() if p.requires_grad))
+        self._parameters = parameters_of(self.models)  # frozen ones too: they may be unfrozen later
         self._asked = Asked(self._parameters)
         self._session = session = Observed(self.models, self._asked, policy=self.policy)
         self.scales = session.scales[0].checks or self.policy.master_weights
@@ -156,11 +171,23 @@ class Driven:
         return session
 
     def take(self, optimizer: Optimizer) -> None:
-        """Give an optimizer the master weights of its parameters, if there are any."""
+        """Give an optimizer the master weights of its parameters, if there are any, and take in parameters that no model has.
+
+        Raises:
+            SessionError: the optimizer cannot work in the format that the policy keeps weights in.
+        """
         self._last = optimizer
-        if optimizer not in self._taken:
-            self.session.masters.begin([optimizer])
-            self._taken.add(optimizer)
+        if self._taken.get(optimizer) == len(optimizer.param_groups):
+            return
+        arguments.refuse_lost_eps([optimizer], self.policy)
+        session, group = self.session, self._asked.param_groups[0]
+        known = {*self._parameters, *group["params"]}
+        new = [p for p in trained_by([optimizer]) if p not in known]
+        session.masters.begin([optimizer])
+        self._parameters += new
+        self._held = {**self._held, **{p: session.masters.held(p) for p in new}}
+        group["params"] = [*group["params"], *(self._held[p] for p in new)]
+        self._taken[optimizer] = len(optimizer.param_groups)
 
     def held(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         """Return where the gradients of ``parameters`` are: the same, or their masters."""
@@ -194,6 +221,8 @@ class Driven:
         session = self._session or self._begin()
         if not self._open:
             self._open, self._unscaled = True, False
+            for optimizer in [o for o, count in self._taken.items() if len(o.param_groups) != count]:
+                self.take(optimizer)
             if self.scales:
                 self._left = set_aside(self._parameters)
         session.norm = None  # that of other gradients
@@ -219,7 +248,9 @@ class Driven:
         """Clip true gradients by their norm; it is the update's as well where these are all parameters."""
         self.settle()
         clipped = list(parameters)
-        if len(clipped) < len(self._parameters):
+        ids = set(map(id, clipped))
+        held = self._asked.param_groups[0]["params"]
+        if [p for p in held if p.grad is not None and id(p) not in ids]:
             self.look()
         norm = torch.nn.utils.clip_grad_norm_(clipped, max_norm)
         if self._open and self.session.norm is None:
@@ -258,6 +289,9 @@ class Driven:
             self.settle()
         asked.run, asked.stepped, asked.result = run, False, None
         session.update()
+        session.forget_casts()
+        if self.short != 1.0:
+            self.recorder.weigh(self.short)
         self._open, self.short = False, 1.0
         if self._left:
             put_back(self._left)
@@ -273,6 +307,7 @@ class Driven:
         """Step one more optimizer after the same backward pass."""
         result = run()
         self.session.masters.push()
+        self.session.forget_casts()
         return result
 
     # --- schedules -------------------------------------------------------------------------------------------------------------

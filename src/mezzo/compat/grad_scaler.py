@@ -1,30 +1,47 @@
-"""The face of ``torch.amp.GradScaler`` over the engine's loss scale, for loops that are written by hand.
+"""``torch.amp.GradScaler`` with a floor, a ceiling, a hysteresis and a count of skips, for loops that are written by hand.
 
-Same methods, same numbers, same order of calls. What is different: the scale has a floor (torch's reaches 0 after two
-hundred overflows) and, where asked, a ceiling and a hysteresis; ``skipped`` counts. A step of an optimizer that is not
-fused reads one flag from the device, as with torch; a ``mezzo.Session`` reads none.
+It is torch's class, with torch's numbers, order of calls and refusals, so that whoever asks ``isinstance``, or reads what other
+libraries read of a scaler, finds one. Beyond torch's: the scale has a floor (torch's reaches 0 after two hundred overflows) and,
+where asked, a ceiling and a hysteresis; ``skipped`` counts. What torch asserts is refused here with what to do.
+
+A step of an optimizer that is not fused reads one flag from the device, as torch's does; a ``mezzo.Session`` reads none.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from mezzo.engine.gradients import any_not_finite
-from mezzo.engine.scaling import DynamicScale
-from mezzo.errors import SessionError
-from mezzo.formats import FP16
+from mezzo.engine.gradients import gradients_of
+from mezzo.engine.parameters import trained_by
+from mezzo.engine.scaling import bear
+from mezzo.errors import PolicyError, SessionError
+from mezzo.formats import FP16, FP32
 
 
-class GradScaler:
-    """Scale losses, unscale gradients, skip updates that overflow, find the scale."""
+class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler):
+    """Scale losses, unscale gradients, skip updates that overflow, find the scale.
+
+    Args:
+        device: torch's device type.
+        init_scale: first loss scale.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` good updates in a row; above 1.
+        backoff_factor: what it is multiplied by on an overflow; below 1.
+        growth_interval: see there.
+        enabled: False lets losses and steps through as they are.
+        hysteresis: overflows in a row before the scale backs off.
+        min_scale: floor of the scale.
+        max_scale: ceiling of the scale.
+
+    Raises:
+        PolicyError: a setting is outside its range.
+    """
 
     def __init__(
         self,
@@ -39,209 +56,214 @@ class GradScaler:
         min_scale: float = 2.0**-24,
         max_scale: float = math.inf,
     ) -> None:
-        if enabled and device == "cuda" and not torch.cuda.is_available():
-            warnings.warn("GradScaler is enabled, but CUDA is not available. Disabling.", stacklevel=2)
-            enabled = False
-        self._enabled = enabled
-        self._scale = DynamicScale(
-            init_scale,
+        on = enabled and not (device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available())
+        if on:
+            _check_settings(init_scale, growth_factor, backoff_factor, hysteresis, min_scale, max_scale)
+        # Not by way of the classes between, which are deprecated and say so.
+        torch.amp.GradScaler.__init__(
+            self,
+            device,
+            init_scale=min(max(init_scale, min_scale), max_scale),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            device=device if enabled else "cpu",
+            enabled=enabled,
         )
-        self._found: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
-        """By optimizer whose gradients were checked since the last update: 1 where one was not finite, else 0."""
-        self._stepped: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
-        self._skips = torch.zeros((), device=device if enabled else "cpu")
+        self._hysteresis, self._min_scale, self._max_scale = hysteresis, min_scale, max_scale
+        self._left: Tensor | int = hysteresis
+        self._skips: Tensor | int = 0
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._left = torch.full((), int(self._left), dtype=torch.int32, device=dev)
+        self._skips = torch.full((), float(self._skips), device=dev)
+
+    def _check_scaled(self, call: str) -> None:
+        if self._scale is None:
+            raise SessionError(
+                f"{call} before any loss was scaled; allowed: after scale(loss) and its backward pass",
+                hint="call scaler.scale(loss).backward() first",
+            )
 
     def scale(self, outputs: Any) -> Any:
-        """Return a tensor, or tensors in lists and tuples, times the scale."""
-        if not self._enabled:
-            return outputs
-        if isinstance(outputs, Tensor):
-            return self._scale.scale(outputs)
-        if isinstance(outputs, Iterable):
-            scaled = map(self.scale, outputs)
-            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
-        raise SessionError(
-            f"scale({outputs!r}); allowed: a tensor, or a list or tuple of such",
-            hint="pass the loss that backward() is called on",
-        )
+        """Return a tensor, or tensors in lists and tuples, times the scale.
+
+        Raises:
+            SessionError: there is something else among them.
+        """
+        if self._enabled and not isinstance(outputs, (Tensor, Iterable)):
+            raise SessionError(
+                f"scale({outputs!r}); allowed: a tensor, or a list or tuple of such",
+                hint="pass the loss that backward() is called on",
+            )
+        return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the scale out of an optimizer's gradients and check them, before they are clipped or read.
 
         Raises:
-            SessionError: they were unscaled since the last ``update``, or are FP16.
+            SessionError: no loss was scaled yet, they were unscaled since the last ``update``, or are FP16.
         """
         if not self._enabled:
             return
-        if optimizer in self._stepped or optimizer in self._found:
-            done = "step()" if optimizer in self._stepped else "unscale_()"
+        self._check_scaled("unscale_()")
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is not OptState.READY:
+            done = "step()" if stage is OptState.STEPPED else "unscale_()"
             raise SessionError(
                 f"unscale_({type(optimizer).__name__}) after {done} in the same update; allowed: once, before step()",
                 hint="call update() once at the end of each iteration",
             )
-        gradients = _gradients(optimizer)
-        if any(gradient.dtype == FP16.dtype for gradient in gradients):
+        if any(p.grad is not None and p.grad.dtype is FP16.dtype for p in trained_by([optimizer])):
             raise SessionError(
                 "unscale_() with FP16 gradients; allowed: FP32 ones, since what the scale kept from underflow would be lost",
                 hint="keep the weights in FP32 under autocast, or use mezzo.Session with policy fp16-master",
             )
-        inverse = self._scale.inverse()
-        assert inverse is not None
-        for gradient in gradients:
-            gradient.mul_(inverse.to(gradient.device))
-        self._found[optimizer] = self._check(gradients)
+        super().unscale_(optimizer)
+
+    def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        gradients_of(trained_by([optimizer]))  # adds the rows of sparse ones up first: a sum may overflow
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *args, **kwargs)
+        return found
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless a gradient is not finite; return what its ``step`` returns, None where it is skipped.
 
+        An optimizer that scales by itself (``_step_supports_amp_scaling``) is given the scale and the flag, or this scaler where its
+        ``step`` takes one.
+
         Raises:
-            SessionError: a closure was passed, or the optimizer was stepped since the last ``update``.
+            SessionError: a closure was passed, no loss was scaled, there are no gradients, or the optimizer was stepped since the
+                last ``update``.
         """
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
-        if "closure" in kwargs or args:
+            return super().step(optimizer, *args, **kwargs)
+        if "closure" in kwargs or (args and callable(args[0])):
             raise SessionError(
                 "step() was given a closure; allowed: none, since a closure's gradients cannot be checked before the step",
                 hint="call backward() before step(), or leave the scaler out",
             )
-        if optimizer in self._stepped:
+        self._check_scaled("step()")
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise SessionError(
                 f"step({type(optimizer).__name__}) was called twice in one update; allowed: once",
                 hint="call update() once at the end of each iteration",
             )
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            return self._step_fused(optimizer, **kwargs)
-        if optimizer not in self._found:
-            self.unscale_(optimizer)
-        self._stepped[optimizer] = None
-        if self._found[optimizer].item():
-            return None
-        return optimizer.step(**kwargs)
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._check_gradients(optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
-    def _step_fused(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Hand scale and flag to an optimizer that unscales and skips by itself, on the device."""
-        unscaled = optimizer in self._found
-        if not unscaled:
-            self._found[optimizer] = self._check(_gradients(optimizer))
-        self._stepped[optimizer] = None
-        fused: Any = optimizer
-        fused.grad_scale = None if unscaled else self._scale.scale(torch.ones_like(self._skips))
-        fused.found_inf = self._found[optimizer]
-        try:
-            return optimizer.step(**kwargs)
-        finally:
-            del fused.grad_scale, fused.found_inf
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        state = self._per_optimizer_states[id(optimizer)]
+        if not state["found_inf_per_device"] and all(p.grad is None for p in trained_by([optimizer])):
+            raise SessionError(
+                "the optimizer's parameters have no gradients; allowed: gradients of a backward pass since zero_grad()",
+                hint="call scaler.scale(loss).backward() before step()",
+            )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Let the scale learn from this iteration's checks, or set it; once, after all optimizers' steps.
 
         Raises:
-            SessionError: no optimizer was stepped or unscaled since the last update.
+            SessionError: no loss was scaled, no optimizer was stepped or unscaled since the last update, or ``new_scale`` is neither a
+                float nor a tensor of one element.
         """
         if not self._enabled:
             return
-        if new_scale is not None:
-            self._scale.load_state_dict({**self._scale.state_dict(), "scale": float(new_scale)})
-        elif self._found:
-            found = torch.stack(list(self._found.values())).max()
-            self._skips += found
-            self._scale.update(found)
+        self._check_scaled("update()")
+        if new_scale is None:
+            self._learn()
         else:
+            self._check_new(new_scale)
+        super().update(new_scale)
+        if new_scale is None and self._scale is not None:
+            self._scale.clamp_(self._min_scale, self._max_scale)
+
+    def _learn(self) -> None:
+        """Count what this iteration found, and take the overflows that the hysteresis bears from what torch's update reads."""
+        found = [one for state in self._per_optimizer_states.values() for one in state["found_inf_per_device"].values()]
+        if not found:
             raise SessionError(
                 "update() without a check of gradients; allowed: after step() or unscale_() of an optimizer",
                 hint="call step(optimizer) before update()",
             )
-        self._found.clear()
-        self._stepped.clear()
+        assert self._scale is not None
+        assert self._growth_tracker is not None
+        assert isinstance(self._left, Tensor)
+        any_inf = torch.stack([one.to(self._scale.device, non_blocking=True) for one in found]).max()
+        self._skips = self._skips + any_inf
+        if self._hysteresis > 1:
+            kept = bear(any_inf, self._left, self._growth_tracker, self._hysteresis)
+            for one in found:
+                one.mul_(kept.to(one.device))
 
-    def _check(self, gradients: list[Tensor]) -> Tensor:
-        if not gradients:
+    def _check_new(self, new_scale: Any) -> None:
+        one = isinstance(new_scale, Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad
+        if not (isinstance(new_scale, float) or (one and new_scale.device.type == self._device)):
             raise SessionError(
-                "the optimizer's parameters have no gradients; allowed: gradients of a backward pass since zero_grad()",
-                hint="call scaler.scale(loss).backward() before step()",
+                f"update({new_scale!r}); allowed: a float, or a tensor of one element on {self._device} without a gradient",
+                hint="leave it out to let the scale learn, or pass a float",
             )
-        return any_not_finite(gradients).to(self._skips.device)
 
     @property
     def skipped(self) -> int:
         """Return how many updates had a gradient that was not finite; waits for the device."""
-        return int(self._skips.item())
-
-    def is_enabled(self) -> bool:
-        """Return whether losses are scaled."""
-        return self._enabled
-
-    def get_scale(self) -> float:
-        """Return the scale, 1 where it is off; waits for the device."""
-        return self._scale.value() if self._enabled else 1.0
-
-    def get_growth_factor(self) -> float:
-        """Return what the scale grows by."""
-        return self._scale.growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale grows by."""
-        self._scale.growth_factor = new_factor
-
-    def get_backoff_factor(self) -> float:
-        """Return what the scale backs off by."""
-        return self._scale.backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale backs off by."""
-        self._scale.backoff_factor = new_factor
-
-    def get_growth_interval(self) -> int:
-        """Return after how many good updates in a row the scale grows."""
-        return self._scale.growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many good updates in a row the scale grows."""
-        self._scale.growth_interval = new_interval
+        return int(self._skips)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state that ``torch.amp.GradScaler`` takes too, empty where the scale is off."""
-        return self._scale.state_dict() if self._enabled else {}
+        """Return a state that ``torch.amp.GradScaler`` takes too, empty where the scale is off; waits for the device."""
+        if not self._enabled:
+            return {}
+        own = {"min_scale": self._min_scale, "max_scale": self._max_scale}
+        return {**super().state_dict(), "hysteresis": self._hysteresis, "hysteresis_left": int(self._left), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state of this class or of ``torch.amp.GradScaler``.
 
         Raises:
-            SessionError: the state is empty, as one of a scaler that was off is.
+            SessionError: the state is empty, as one of a scaler that was off is, or lacks an entry.
         """
         if not self._enabled:
             return
-        if not state_dict:
+        missing = [name for name in _ENTRIES if name not in state_dict]
+        if missing:
             raise SessionError(
-                "load_state_dict({}): the state is of a scaler that was off; allowed: a state with a scale",
+                "load_state_dict({}): the state is of a scaler that was off; allowed: a state with a scale"
+                if not state_dict
+                else f"load_state_dict() of a state without {', '.join(missing)}; allowed: one with {', '.join(_ENTRIES)}",
                 hint="leave the call out, or save from a scaler that is enabled",
             )
-        self._scale.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
+        self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
+        self._min_scale = state_dict.get("min_scale", self._min_scale)
+        self._max_scale = state_dict.get("max_scale", self._max_scale)
+        left = state_dict.get("hysteresis_left", self._hysteresis)
+        self._left = self._left.fill_(left) if isinstance(self._left, Tensor) else left
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._found:
+        if self._enabled and self._per_optimizer_states:
             raise SessionError(
                 "a GradScaler is pickled between step() and update(); allowed: at the beginning of an iteration",
                 hint="pickle it after update()",
             )
-        return {name: value for name, value in vars(self).items() if name not in ("_found", "_stepped")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _found=WeakKeyDictionary(), _stepped=WeakKeyDictionary())
+        return {**super().__getstate__(), "_left": int(self._left), "_skips": int(self._skips)}
 
 
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    """Return the values of an optimizer's gradients; a sparse one's are added up first, so that each counts once."""
-    found = []
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        if parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-        found.append(parameter.grad._values() if parameter.grad.is_sparse else parameter.grad)
-    return found
+_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+"""What torch reads of a state."""
+
+
+def _check_settings(
+    init_scale: float, growth_factor: float, backoff_factor: float, hysteresis: int, min_scale: float, max_scale: float
+) -> None:
+    largest = FP32.max
+    rules: list[tuple[str, Any, bool, str]] = [
+        ("init_scale", init_scale, abs(init_scale) <= largest or not math.isfinite(init_scale), f"up to {largest:g}"),
+        ("growth_factor", growth_factor, not growth_factor <= 1.0, "above 1"),
+        ("backoff_factor", backoff_factor, not backoff_factor >= 1.0, "below 1"),
+        ("hysteresis", hysteresis, isinstance(hysteresis, int) and hysteresis >= 1, "a whole number of 1 or more"),
+        ("min_scale", min_scale, 0 < min_scale <= max_scale, f"above 0, up to max_scale={max_scale:g}"),
+    ]
+    for name, value, holds, allowed in rules:
+        if not holds:
+            raise PolicyError(f"{name}={value!r}; allowed: {allowed}", hint=f"choose {name} inside that range")

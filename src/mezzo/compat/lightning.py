@@ -2,7 +2,7 @@
 
 Forward passes run under the policy, and a step is that of a session: one unscale and one decision for all optimizers,
 schedules held on a skipped update (Trainer; in Fabric by ``plugin.hold(scheduler)``), a short last window averaged over what it
-holds, FP32 masters under ``-master`` policies. Checkpoints of the Trainer hold FP32 weights and the loss scale.
+holds, FP32 masters under ``-master`` policies. Checkpoints of the Trainer hold the loss scale, and masters where there are any.
 
 Limits: one device and one process (several are refused); LBFGS is refused; Lightning's ``global_step`` counts skipped updates, as it
 does with its own mixed precision.
@@ -10,6 +10,7 @@ does with its own mixed precision.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,6 +21,7 @@ from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch import LightningModule as _Module
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
 from lightning.pytorch.trainer import call
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from mezzo.compat.driven import Driven
@@ -57,7 +59,7 @@ class MezzoFabricPrecision(_Recorded, FabricPrecision):
     def __init__(self, policy: Policy | str = "fp16") -> None:
         self.driven = Driven(policy)
         self.precision = str(self.driven.policy)  # what Fabric prints
-        self._low = self.driven.policy.storage.dtype
+        self._lowers, self._low = self.driven.policy.lowers, self.driven.policy.storage.dtype
         # Named here, not defined below: Fabric's own mixed precision makes as many calls a step, and one more each would show.
         self.backward = self.driven.backward
         self.unscale_gradients = self.driven.unscale
@@ -70,6 +72,12 @@ class MezzoFabricPrecision(_Recorded, FabricPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context of a forward pass."""
         return self.driven.region()
+
+    def convert_input(self, data: Any) -> Any:
+        """Return a module's inputs in the policy's format, as Fabric's own mixed precision does."""
+        if not self._lowers:
+            return data
+        return apply_to_collection(data, Tensor, _to, self._low)
 
     def convert_output(self, data: Any) -> Any:
         """Return a module's outputs in FP32."""
@@ -92,9 +100,10 @@ class MezzoFabricPrecision(_Recorded, FabricPrecision):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step an optimizer, or skip."""
-        if kwargs:
-            _refuse_closure(kwargs)
-        return self.driven.step(optimizer, optimizer.step)
+        if not kwargs:
+            return self.driven.step(optimizer, optimizer.step)
+        _refuse_closure(kwargs)
+        return self.driven.step(optimizer, functools.partial(optimizer.step, **kwargs))
 
     def state_dict(self) -> dict[str, Any]:
         """Return loss scale, counts and masters; name the plugin in the state that ``fabric.save`` gets."""
@@ -132,6 +141,8 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
             driven.add(model)
             _ = driven.session
             _cast_parts(model, driven.policy)
+        else:  # a callback may have put an average into the model at the end of the last fit
+            driven.session.masters.take_up(model.parameters())
         self._idle = {
             n for n in _HOOKS if n not in vars(model) and getattr(type(model), n, None) is getattr(_Module, n)
         }
@@ -179,11 +190,15 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
             call._call_lightning_module_hook(model.trainer, hook, *args)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, show gradients to hooks, clip them and step the optimizer, or skip."""
+        """Run the closure, show gradients to hooks, clip them and step the optimizer, or skip; return what the step or the closure did.
+
+        The closure may have been run by the module's own ``optimizer_step`` already, and backward passes may have been left out:
+        ``training_step`` returned no loss, or weight averaging passes over the data once more. So these are counted.
+        """
         result, driven = closure(), self.driven
-        if result is None and model.automatic_optimization:  # training_step returned no loss
+        if self._calls == 0 and model.automatic_optimization:
             self._after_closure(model, optimizer)
-            return None
+            return result
         accumulated = model.trainer.accumulate_grad_batches
         if self._calls < accumulated and model.automatic_optimization:
             driven.short = accumulated / self._calls
@@ -192,7 +207,8 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
         if self._changed:
             driven.look()
         self._after_closure(model, optimizer)
-        return driven.step(optimizer, optimizer.step)
+        stepped = driven.step(optimizer, functools.partial(optimizer.step, **kwargs) if kwargs else optimizer.step)
+        return result if stepped is None else stepped
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip true gradients by their norm, also in manual optimization."""
@@ -210,6 +226,10 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what ``state_dict`` returned."""
         self.driven.load_state_dict(state_dict)
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _refuse_own_backward(model: nn.Module) -> None:

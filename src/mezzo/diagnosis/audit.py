@@ -48,8 +48,19 @@ class Audit(Diagnosis):
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer, self._marked = Tracer(formats, device_type=device_type, flags=self.run), 0
-        self._tracer.start()
+        self._tracer.start(told_of_steps=True)
         self._watch_kernels()
+
+    def stepping(self) -> None:
+        """Let the tracer tell the operations of an update apart."""
+        if self._tracer is not None:
+            self._tracer.stepping(True)
+
+    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Take note of an optimizer's update."""
+        if self._tracer is not None:
+            self._tracer.stepping(False)
+        super().updated(optimizer)
 
     def restart(self) -> None:
         """Forget what was seen."""
@@ -81,7 +92,6 @@ class Audit(Diagnosis):
         """Return what was seen."""
         names = Names([*self.run.roots, *self._roots])
         steps = [understand(trace, names, self._weights) for trace in self._traces[: len(self.watched)]]
-        casting = self.run.main_casting
         audited = audit_record(
             run,
             self.watched,
@@ -93,7 +103,7 @@ class Audit(Diagnosis):
             forced_eager=self.forced_eager,
         )
         formats = {"flops_by_format": audited.flops_by_format, "counted_on_step": next(iter(self.watched), None)}
-        emulated = casting is not None and casting.emulates and lowered(audited.flops_by_format)
+        emulated = self.run.emulates and lowered(audited.flops_by_format)
         effective = run.effective.model_copy(update={**formats, "emulated": emulated})
         return audited.model_copy(update={"run": run.model_copy(update={"effective": effective})})
 

@@ -12,12 +12,14 @@ Imports no torch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Protocol
 
+from mezzo.diagnosis.fallback_operations import Command, in_fp32, needed, next_steps
 from mezzo.diagnosis.fallback_search import Names, covered, search
 from mezzo.diagnosis.fallback_values import Local, Measured, fitting_scale
 from mezzo.diagnosis.settings import FallbackSettings
@@ -51,10 +53,13 @@ class Hunt:
     folder: str
     steps: tuple[int, ...]
     note: Callable[[str], None] = lambda _: None
+    command: Command
     local: list[Local] = field(default_factory=list)
     ignored: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
     trials: list[Verification] = field(default_factory=list)
+    operations: Names = ()
+    """Operations, or families of them, that have to be in FP32, where no set of modules helps."""
 
 
 def default_tolerance(policy: Policy) -> float:
@@ -69,6 +74,7 @@ def find(
     *,
     folder: str,
     tolerance: float | None = None,
+    command: Command,
     fresh: int = 2,
     note: Callable[[str], None] = lambda _: None,
 ) -> FallbackRecord:
@@ -79,6 +85,7 @@ def find(
         policy: what is judged; modules that it keeps already stay kept.
         folder: where runs leave what they measured.
         tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
+        command: gives what to type for a command under a policy.
         fresh: how many more batches the set is checked on.
         note: is told what happens.
 
@@ -95,6 +102,7 @@ def find(
         folder=folder,
         steps=tuple(range(1, fresh + 2)),
         note=note,
+        command=command,
     )
     verdict, reason, kept, run = _judge(hunt)
     return _record(hunt, run, verdict, reason, kept)
@@ -172,7 +180,7 @@ def _searched(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
     whole = _whole(hunt)
     first = search(names, lambda kept: _verify(hunt, kept), tolerance=hunt.tolerance, costs=costs, whole=whole)
     if first.kept is None:
-        return "elsewhere", _elsewhere(hunt), ()
+        return _elsewhere(hunt)
     if len(hunt.steps) < 2:
         return _found(hunt, first.kept, "no fresh batch was there to check the set on")
     error = _verify(hunt, first.kept, all_steps=True)
@@ -186,7 +194,7 @@ def _searched(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
 
     again = search(names, verify, tolerance=hunt.tolerance, costs=costs, base=first.kept, whole=whole)
     if again.kept is None:
-        return "elsewhere", _elsewhere(hunt), ()
+        return _elsewhere(hunt)
     return _found(
         hunt, again.kept, f"searched on {len(hunt.steps)} batches, since the set of the first failed on another"
     )
@@ -208,19 +216,30 @@ def _found(hunt: Hunt, kept: Names, how: str) -> tuple[FallbackVerdict, str, Nam
     return "found", f"with fewer modules a gradient is off by more than {hunt.tolerance:.2g}; {how}", kept
 
 
-def _elsewhere(hunt: Hunt) -> str:
-    last = hunt.trials[-1] if hunt.trials else None
-    least = min((t for t in hunt.trials), key=lambda t: t.error, default=last)
-    figures = "" if least is None else f" ({least.tensor or 'no gradient'}: {least.error:.2g})"
-    return (
-        f"with every module that has a name kept in FP32 a gradient is still off by more than {hunt.tolerance:.2g}{figures}: "
-        "what loses it is outside them, in the model's own forward or in the script, or it is not precision"
+def _elsewhere(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
+    """Say that no set of modules helps, and find out whether operations in FP32 do."""
+    least = min(hunt.trials, key=lambda trial: trial.error)
+    hunt.note("no set of modules helps: operations in FP32, wherever they run")
+    verify = functools.partial(_verify, hunt, ())
+    hunt.operations = needed(
+        hunt.policy,
+        lambda names: verify(operations=names),
+        tolerance=hunt.tolerance,
+        without=next((trial.error for trial in hunt.trials if not trial.kept), math.inf),
     )
+    named = ", ".join(hunt.operations)
+    outcome = f"with {named} in FP32 wherever they run it passes" if named else "nor does any operation in FP32 help"
+    reason = (
+        f"with every module that has a name kept in FP32 a gradient is still off by more than {hunt.tolerance:.2g} "
+        f"({least.tensor or 'no gradient'}: {least.error:.2g}): what loses it is outside them, in the model's own forward or in "
+        f"the script, or it is not precision; {outcome}"
+    )
+    return "elsewhere", reason, ()
 
 
-def _verify(hunt: Hunt, kept: Names, *, all_steps: bool = False) -> float:
-    """Run the training with ``kept`` in FP32 as well; return the largest error of a gradient."""
-    policy = _with(hunt.policy, kept)
+def _verify(hunt: Hunt, kept: Names, *, operations: Names = (), all_steps: bool = False) -> float:
+    """Run the training with modules or operations in FP32 as well; return the largest error of a gradient."""
+    policy = in_fp32(_with(hunt.policy, kept), operations)
     if policy.loss_scale == "dynamic":
         policy = policy.replace(init_scale=_scale(hunt, policy, kept))
     settings = FallbackSettings(
@@ -239,6 +258,7 @@ def _verify(hunt: Hunt, kept: Names, *, all_steps: bool = False) -> float:
     error, tensor = max((step.worst for step in judged or measured.steps), default=(math.inf, ""))
     trial = Verification(
         kept=list(kept),
+        operations=list(operations),
         error=error,
         tensor=tensor,
         init_scale=policy.init_scale if policy.loss_scale != "none" else 1.0,
@@ -246,7 +266,8 @@ def _verify(hunt: Hunt, kept: Names, *, all_steps: bool = False) -> float:
         passed=error <= hunt.tolerance,
     )
     hunt.trials.append(trial)
-    hunt.note(f"{len(kept)} kept in FP32: {tensor or 'no gradient'} is off by {error:.2g}")
+    what = f"{len(operations)} operations in FP32" if operations else f"{len(kept)} kept in FP32"
+    hunt.note(f"{what}: {tensor or 'no gradient'} is off by {error:.2g}")
     return error
 
 
@@ -303,7 +324,9 @@ def _record(hunt: Hunt, run: RunRecord, verdict: FallbackVerdict, reason: str, k
         verdict=verdict,
         reason=reason,
         kept=list(kept),
-        suggested=str(_with(hunt.policy, kept)),
+        operations=list(hunt.operations),
+        suggested=str(in_fp32(_with(hunt.policy, kept), hunt.operations)),
+        next_steps=next_steps(verdict, hunt.policy, hunt.command, helped=bool(hunt.operations)),
         fp32_share=spent / whole if whole else 0.0,
         error_before=next((t.error for t in hunt.trials), None),
         error_after=_after(hunt, kept) if verdict in ("found", "not needed") else None,

@@ -1,35 +1,37 @@
-"""Follow values that are not finite through a training step: where each was made, what it reached, what swallowed it.
+"""Follow values that leave the range of numbers through a training step: where each was lost, what it reached, what it did.
 
-Every operation's result is looked at. One that is not finite although all that was read is finite is a source. What is
-computed from it is tainted, by storage, so that a loss or a gradient can be traced to its source, and a source of no
-consequence is told apart: an attention mask holds -inf by design, and softmax makes exact zeros of it.
+Every operation's result is inspected. One that is not finite although all that was read is finite is a source, and so is
+one with zeros where FP32 has none. What is computed from a source keeps it, by storage, so that a loss or a gradient can be
+traced back.
 
-An operation that reads infinities and returns finite numbers swallows them. Softmax, tanh or clamp then return what they
-would of the true large value. A reciprocal, a root of one or a quotient do not: 1 / sqrt(inf) is 0 where 1 / sqrt(1e5) is
-not. That is silent saturation, which neither the loss nor any gradient shows.
+Whether a source matters is not told from the names of operations: beside what is wrong, its true values are kept, and
+what reads them is computed from those as well (``mezzo.diagnosis.twins``). A mask of -1e9 is -inf in FP16, and softmax gives the same for
+both; ``1 / sqrt(inf)`` is 0 where ``1 / sqrt(1e5)`` is not. The second is silent saturation if a gradient is wrong in the end.
 
 A source is computed once more in FP32 from what it read: a finite result means that only its format is too narrow.
 
-Cost: one reduction and one read of the device an operation; so only chosen steps are looked at. Limits: what happens
-inside one fused kernel is one operation, and a storage that the script writes in two parts counts as one.
+Cost: two reductions and one read of the device an operation, and a second computation of what reads lost values; so only chosen
+steps are inspected. Limits: what happens inside one fused kernel is one operation; an operation that draws random numbers
+is not computed twice.
 """
 
 from __future__ import annotations
 
-import bisect
-import re
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
-from mezzo.diagnosis.lines import script_line
-from mezzo.diagnosis.noted import LAST_NUMBER, NOWHERE, Entry, Node
-from mezzo.diagnosis.trace import Flags, Tracer
+from mezzo.diagnosis import wide
+from mezzo.diagnosis.opnames import public_name
+from mezzo.diagnosis.placing import PlacingTracer
+from mezzo.diagnosis.sources import Kind, Source, Spoiled, together
+from mezzo.diagnosis.trace import Flags
+from mezzo.diagnosis.twins import End, Storages, Twins, rounded
 from mezzo.diagnosis.values import (
     by_design,
     floats,
@@ -38,64 +40,23 @@ from mezzo.diagnosis.values import (
     is_finite,
     largest,
     operand,
+    readable,
     storage_of,
     storage_size,
-    widened,
 )
-from mezzo.engine import emulation
+from mezzo.diagnosis.weighing import Weighed, weigh, weigh_gradients
 from mezzo.measure.flops import OperandFormats
-from mezzo.records import Operand
 
-_BOUNDED = frozenset(
-    (
-        *("softmax", "log_softmax", "safe_softmax", "logsumexp", "exp", "exp2", "sigmoid", "tanh", "erf", "atan"),
-        *("clamp", "clamp_min", "clamp_max", "minimum", "maximum", "hardtanh", "hardsigmoid", "threshold", "relu"),
-        *("amax", "amin", "max", "min", "topk", "sign", "where", "masked_fill", "nan_to_num", "zero", "fill"),
-        *("index", "index_select", "gather", "slice_copy", "select_copy", "copy", "clone", "to_copy"),
-    )
-)
-"""Operations that return of an infinity what they would of the large number it stands for, or leave it out."""
-_OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"))
+_INFINITE = (float("inf"), float("-inf"))
+_MATERIAL = 2.0**-10
+"""Part of a result's norm that may become 0 at one operation: hundreds in a row still cost less than a tenth."""
+_DECISIONS = frozenset(("_amp_update_scale_", "_amp_update_scale"))
+"""Operations whose results follow from what was found: a loss scale is what it is, whatever it would have been."""
+_REFUSED = "without overflow"
 
 
-@dataclass(eq=False)
-class Source:
-    """Hold one place where values stopped being finite."""
-
-    index: int
-    kind: Literal["made", "entered", "constant"]
-    """``made`` of finite values; ``entered`` the step from outside; or a ``constant`` of the script."""
-    op: str
-    module: nn.Module | None
-    line: str
-    backward: bool
-    trains: bool
-    """Whether gradients were being kept."""
-    format: str
-    operands: list[Operand]
-    wide: float | None
-    """The largest magnitude that the result has in FP32; None where it is not finite there either."""
-    scale: float
-    """The loss scale."""
-    parameter: bool = False
-    """Whether what entered is a weight."""
-    spoiled_backward: bool = False
-    """Whether a value of a backward pass came from it."""
-    swallowed: dict[str, None] = field(default_factory=dict)
-    """Operations that made finite numbers of it where the result is another than of the true value."""
-
-
-@dataclass
-class Spoiled:
-    """Hold one operation whose result was not finite."""
-
-    index: int
-    backward: bool
-    sources: tuple[Source, ...]
-
-
-class InfinityTracer(Tracer):
-    """Note operations, and look at every result."""
+class InfinityTracer(PlacingTracer):
+    """Note operations, and inspect every result."""
 
     def __init__(
         self,
@@ -118,11 +79,14 @@ class InfinityTracer(Tracer):
         super().__init__(formats, device_type=device_type, flags=flags)
         self.sources: list[Source] = []
         self.spoiled: list[Spoiled] = []
+        self.weighed: list[Weighed] = []
+        self.problems: dict[str, str] = {}
+        """Operations that could not be inspected, and why."""
+        self._sent: Weighed | None = None
+        """What was wrong with gradients before those of all processes were added up."""
         self._scale, self._weights = scale, weights
-        self._taint: dict[int, tuple[Source, ...]] = {}
-        self._lines: dict[int, str] = {}
-        self._ops: dict[int, str] = {}
-        self._func: Any = None
+        self._taint: Storages[tuple[Source, ...]] = Storages()
+        self._twins: dict[End, Twins[Source]] = {end: Twins(end) for end in End}
 
     def leave_behind(self) -> None:
         """Remove the hooks; the mode ends with the thread that it is on in."""
@@ -131,216 +95,285 @@ class InfinityTracer(Tracer):
         self._undo = []
 
     def forget(self) -> None:
-        """Forget all that was seen; what is tainted stays so."""
+        """Forget all that was seen; what is lost stays so."""
         super().turn(len(self.trace.operations))
-        self.sources, self.spoiled = [], []
+        self.sources, self.spoiled, self.weighed = [], [], []
+
+    def mark(self) -> int:
+        """Take note that what was seen until now belongs to the step; return how many operations that are."""
+        for twins in self._twins.values():
+            twins.mark()
+        return len(self.trace.operations)
 
     def keep_after(self, index: int) -> None:
-        """Forget what was seen before ``index``."""
+        """Forget what was seen before ``index``, the last mark."""
         super().turn(index)
+        for twins in self._twins.values():
+            twins.turn()
         for source in self.sources:
             source.index -= index
         for spoiled in self.spoiled:
             spoiled.index -= index
         self.sources = [s for s in self.sources if s.index >= 0]
         self.spoiled = [s for s in self.spoiled if s.index >= 0]
+        self.weighed = []
+
+    def weigh(self) -> None:
+        """Compare the gradients as they stand with what they would be; a step's last comparison counts."""
+        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            found = weigh(len(self.trace.operations), self._weights(), self._twins)
+        sent, self._sent = self._sent, None
+        self.weighed.append(sent if sent is not None and found.nothing else found)
 
     # --- what the tracer calls ---------------------------------------------------------------------------------------------------
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Take note of a module that was called before the hooks were set."""
-        self._enter(module, args)
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if getattr(self._local, "entry", None) is None:
-            self._local.trains = torch.is_grad_enabled()  # inside a custom function it is off
-        super()._enter(module, args)
-
-    def _place(self, number: int, entry: Entry) -> None:
-        super()._place(number, entry)
-        self._remember(number - 1)
-
-    def _place_again(self, node: Node, entry: Entry) -> None:
-        super()._place_again(node, entry)
-        self._remember(self._number - 1)
-
-    def _remember(self, number: int) -> None:
-        if number not in self._ops:
-            self._ops[number] = self._forward_name()
-            self._lines[number] = script_line(sys._getframe(3))[0]
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation and look at its result."""
-        self._func = func
+        """Run one operation and inspect its result."""
         kwargs = kwargs or {}
-        read: Any = None
-        if func._schema.is_mutable and not self._stepping:
-            with torch._C.DisableTorchFunction():
-                read = _before(func, args)
-        noted = len(self.trace.operations)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(self.trace.operations) > noted and not self._stepping:
-            with torch._C.DisableTorchFunction(), torch.autocast(self._device_type, enabled=False):
-                self._look(noted, args if read is None else read, kwargs, args, result)
+        self._running = func, args
+        index = len(self.trace.operations)
+        if self._stepping or self.is_silent(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        operation: wide.Operation | None = None
+        with self._guarded():
+            operation = self._met(func, args, kwargs)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except RuntimeError as error:
+            if _REFUSED in str(error) and operation is not None:
+                self._refused(index, operation)
+            raise
+        if operation is not None:
+            with self._guarded(), torch.autocast(self._device_type, enabled=False):
+                self._inspect(index, operation, result)
         return result
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Keep a script alive whose tensors are of a kind that cannot be inspected; the record says so."""
+        with torch._C.DisableTorchFunction():
+            try:
+                yield
+            except Exception as error:
+                op = public_name(self._running[0].overloadpacket.__name__)
+                self.problems.setdefault(op, f"{type(error).__name__}: {error}".splitlines()[0])
 
     # --- values ------------------------------------------------------------------------------------------------------------------
 
-    def _look(self, index: int, read: Any, kwargs: dict[str, Any], given: Any, result: Any) -> None:
-        results = floats((result,))
-        spoiled = [t for t in results if not is_finite(t)]
-        known = {id(t): storage for t, storage in _with_storages(read, given)}
-        if not spoiled:
-            self._swallow([t for t in floats(read) if known.get(id(t)) in self._taint], bool(results))
-            for tensor in results:
-                if tensor.numel() * tensor.element_size() == storage_size(tensor):
-                    self._taint.pop(storage_of(tensor), None)
+    def _met(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> wide.Operation:
+        """Keep what an operation is about to read."""
+        kept = wide.before(func, args, kwargs) if func._schema.is_mutable else (list(args), kwargs)
+        pairs = wide.operands(func, kept, (args, kwargs))
+        read = [pair for pair in pairs if floats(pair[0])]
+        truths = {}
+        for end, twins in self._twins.items():
+            known = [(before, twins.read(given)) for before, given in pairs if readable(given)] if twins else []
+            found = [(before, truth) for before, truth in known if truth is not None]
+            if found:
+                sources = together(s for _, (_, sources) in found for s in sources)
+                truths[end] = {id(before): true for before, (true, _) in found}, sources
+        if truths and func.namespace in wide.COLLECTIVES:
+            sent = weigh_gradients(len(self.trace.operations), read, self._twins)
+            self._sent = sent if self._sent is None or self._sent.nothing else self._sent
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        return wide.Operation(func, args, kwargs, kept, read, truths, draws)
+
+    def _inspect(self, index: int, operation: wide.Operation, result: Any) -> None:
+        given = operation.outputs(result)
+        results = floats(given)
+        bad = [t for t in results if not is_finite(t)]
+        if operation.func.namespace in wide.COLLECTIVES:
+            self._met_others(index, operation, bad)
             return
-        sources = self._sources_of(index, read, kwargs, known, spoiled[0])
-        backward = self._in_backward()
-        for source in sources:
-            source.spoiled_backward |= backward
-        for tensor in spoiled:
-            self._taint[storage_of(tensor)] = sources
-        self.spoiled.append(Spoiled(index, backward, sources))
+        if operation.func.overloadpacket.__name__ in _DECISIONS:
+            operation.truths = {}
+            for tensor in results:
+                self._forget_truth(tensor)
+        strange = [pair for pair in operation.read if not is_finite(pair[0])] if bad or len(self._taint) else []
+        local = self._computed_locally(operation, results, result, made=bool(bad) and not strange)
+        true = {end: operation.computed(result, known) for end, (known, _) in operation.truths.items()}
+        new: dict[End, tuple[Source, ...]] = {}
+        if bad:
+            sources = self._sources_of(
+                index, operation, strange, bad[0], wide.largest_of(local, given), wide.finite_ends(true, given)
+            )
+            new[End.ABOVE] = sources if not strange else ()
+            self._spoil(index, sources, bad)
+        held = [source for _, given_one in strange for source in self._taint.get(given_one) or ()]
+        for tensor in results:
+            if id(tensor) not in set(map(id, bad)) and tensor.numel() * tensor.element_size() == storage_size(tensor):
+                self._taint.pop(tensor)
+        new[End.BELOW] = self._vanished(index, operation, given, local)
+        for end in End:
+            self._keep_true(end, operation, given, local, true, new.get(end, ()))
+        if strange and not bad and results:
+            self._swallowed(held, results)
+
+    def _computed_locally(
+        self, operation: wide.Operation, results: list[Tensor], result: Any, *, made: bool
+    ) -> list[Tensor] | None:
+        """Return what an operation gives in FP32 from what it read, where it may have lost something; else None."""
+        narrow = any(t.element_size() < 4 for t in (*results, *(read for read, _ in operation.read)))
+        if not operation.read or not narrow:
+            return None
+        if not made and (operation.draws or operation.moves()):
+            return None
+        if made or any(End.BELOW.loses(t.dtype) and bool((t == 0).any()) for t in results):
+            return operation.computed(result)
+        return None
+
+    def _vanished(
+        self, index: int, operation: wide.Operation, given: list[Tensor], local: list[Tensor] | None
+    ) -> tuple[Source, ...]:
+        """Return a source for each result that lost a part of its norm that matters, or a tiny number of the script's."""
+        found: list[Source] = []
+        for tensor, true in zip(given, local or (), strict=bool(local)):
+            if not floats(tensor) or not End.BELOW.loses(tensor.dtype):
+                continue
+            lost = End.BELOW.lost(tensor, true)
+            if not bool(lost.any()):
+                continue
+            values = true[lost]
+            whole = torch.linalg.vector_norm(true[true.isfinite()].double())
+            share = float(torch.linalg.vector_norm(values.double()) / whole)
+            if share > _MATERIAL or operation.has_tiny_number():
+                source = self._source(index, "vanished", [], float(values.abs().max()), tensor)
+                source.share = share
+                found.append(source)
+        return tuple(found)
+
+    def _keep_true(
+        self,
+        end: End,
+        operation: wide.Operation,
+        given: list[Tensor],
+        local: list[Tensor] | None,
+        true: dict[End, list[Tensor] | None],
+        new: tuple[Source, ...],
+    ) -> None:
+        """Keep what the results would be where they differ at one end of the range."""
+        twins = self._twins[end]
+        values = true.get(end)
+        if end not in operation.truths:
+            values = local if new else None
+        elif values is None:  # nobody knows: it counts as true
+            for tensor in filter(readable, given):
+                self._forget_truth(tensor)
+        if values is None:
+            return
+        inherited = operation.truths[end][1] if end in operation.truths else ()
+        for tensor, wide_one in zip(given, values, strict=True):
+            if not readable(tensor):
+                continue
+            if end in operation.truths:
+                twins.write(tensor, rounded(wide_one, tensor.dtype, end), together((*inherited, *new)))
+            elif tensor.is_floating_point():
+                found = tensor.to(wide_one.dtype)
+                twins.write(tensor, torch.where(end.lost(found, wide_one), wide_one, found), new)
+
+    def _swallowed(self, held: list[Source], results: list[Tensor]) -> None:
+        """Take note that an operation made finite numbers of infinities, and whether they are the right ones."""
+        wrong = any(self._twins[End.ABOVE].read(t) is not None for t in results)
+        op = self.forward_name()
+        for source in held:
+            (source.swallowed if wrong else source.absorbed)[op] = None
+
+    def _met_others(self, index: int, operation: wide.Operation, bad: list[Tensor]) -> None:
+        """Take note of an operation between processes: it gives what all of them gave."""
+        if bad:
+            strange = [pair for pair in operation.read if not is_finite(pair[0])]
+            self._spoil(index, self._sources_of(index, operation, strange, bad[0], None, {}), bad)
+        for tensor in floats(operation.outputs(None)):
+            self._forget_truth(tensor)
+
+    def _forget_truth(self, tensor: Tensor) -> None:
+        for twins in self._twins.values():
+            twins.forget(tensor)
+
+    def _spoil(self, index: int, sources: tuple[Source, ...], bad: list[Tensor]) -> None:
+        for tensor in bad:
+            self._taint.put(tensor, sources)
+        self.spoiled.append(Spoiled(index, self.in_backward(), sources))
+
+    # --- sources -----------------------------------------------------------------------------------------------------------------
 
     def _sources_of(
-        self, index: int, read: Any, kwargs: dict[str, Any], known: dict[int, int], result: Tensor
-    ) -> tuple[Source, ...]:
-        tensors = floats((read, kwargs))
-        bad = [t for t in tensors if not is_finite(t)]
-        if bad:
-            found = {s: None for t in bad for s in self._taint.get(known.get(id(t), storage_of(t)), ())}
-            strange = [t for t in bad if known.get(id(t), storage_of(t)) not in self._taint]
-            if strange:
-                constant = all(map(by_design, strange)) and not self._in_backward()
-                entered = self._source(index, "constant" if constant else "entered", tensors, None, result)
-                entered.parameter = bool({storage_of(t) for t in strange} & {storage_of(p) for p in self._weights()})
-                found[entered] = None
-                for tensor in strange:
-                    self._taint[known.get(id(tensor), storage_of(tensor))] = (entered,)
-            if all(s.kind == "constant" for s in found) and has_nan(result) and not any(map(has_nan, bad)):
-                return (self._source(index, "made", tensors, None, result),)  # as a softmax of nothing but -inf does
-            return tuple(found)
-        if self._func.namespace == "c10d" or "c10d" in str(self._func):
-            return (self._source(index, "entered", tensors, None, result),)
-        numbers = [x for x in tree_leaves((read, kwargs)) if isinstance(x, float)]
-        infinite = any(x != x or x in (float("inf"), float("-inf")) for x in numbers)
-        if infinite or not tensors:
-            return (self._source(index, "constant", tensors, None, result),)
-        return (self._source(index, "made", tensors, self._in_fp32(read, kwargs), result),)
-
-    def _source(
         self,
         index: int,
-        kind: Literal["made", "entered", "constant"],
-        tensors: Sequence[Tensor],
-        wide: float | None,
+        operation: wide.Operation,
+        strange: list[tuple[Tensor, Tensor]],
         result: Tensor,
+        largest_in_fp32: float | None,
+        finite: dict[End, bool],
+    ) -> tuple[Source, ...]:
+        """Return where values that are not finite come from: from what was read, or from here."""
+        tensors = [read for read, _ in operation.read]
+        if strange:
+            return self._inherited(index, strange, tensors, result)
+        if operation.func.namespace in wide.COLLECTIVES:
+            return (self._source(index, "entered", tensors, None, result),)
+        leaves = tree_leaves((operation.args, operation.kwargs))
+        numbers = [x for x in leaves if isinstance(x, float)]
+        if any(isinstance(x, Tensor) and x.is_floating_point() and not x.numel() for x in leaves):
+            return (self._source(index, "made", tensors, None, result),)  # as a mean of no values does
+        if not tensors or any(x != x or x in _INFINITE for x in numbers):
+            return (self._source(index, "constant", tensors, None, result),)
+        if operation.draws and largest_in_fp32 is None:
+            largest_in_fp32 = max(map(largest, tensors))
+        source = self._source(index, "made", tensors, largest_in_fp32, result)
+        if largest_in_fp32 is None:
+            ends = [end for end in (End.BELOW, End.ABOVE) if finite.get(end)]
+            source.because = operation.truths[ends[0]][1] if ends else ()
+        return (source,)
+
+    def _inherited(
+        self, index: int, strange: list[tuple[Tensor, Tensor]], tensors: list[Tensor], result: Tensor
+    ) -> tuple[Source, ...]:
+        found = {s: None for _, given in strange for s in self._taint.get(given) or ()}
+        unknown = [(read, given) for read, given in strange if self._taint.get(given) is None]
+        if unknown:
+            constant = all(by_design(read) for read, _ in unknown) and not self.in_backward()
+            entered = self._source(index, "constant" if constant else "entered", tensors, None, result)
+            weights = {storage_of(p) for p in self._weights()}
+            entered.parameter = any(storage_of(given) in weights for _, given in unknown)
+            found[entered] = None
+            for _, given in unknown:
+                self._taint.put(given, (entered,))
+        if (
+            all(s.kind == "constant" for s in found)
+            and has_nan(result)
+            and not any(has_nan(read) for read, _ in strange)
+        ):
+            return (self._source(index, "made", tensors, None, result),)  # as a softmax of nothing but -inf does
+        return together(found)
+
+    def _refused(self, index: int, operation: wide.Operation) -> None:
+        """Take note of a number that torch refuses to write into a format that does not hold it."""
+        tensors = [read for read, _ in operation.read]
+        leaves = tree_leaves((operation.args, operation.kwargs))
+        numbers = [abs(float(x)) for x in leaves if isinstance(x, (int, float)) and not isinstance(x, bool)]
+        numbers += [largest(t) for t in tensors if t.dim() == 0]
+        dtypes = [x for x in leaves if isinstance(x, torch.dtype)] or [t.dtype for t in tensors]
+        narrow = min(dtypes, key=lambda d: d.itemsize, default=None)
+        if numbers and narrow is not None:
+            sample = torch.empty(0, dtype=narrow)
+            self._source(index, "refused", tensors, max(numbers), sample)
+
+    def _source(
+        self, index: int, kind: Kind, tensors: Sequence[Tensor], largest: float | None, result: Tensor
     ) -> Source:
-        module, line, backward = self._place_of_running()
-        inside = getattr(self._local, "entry", None) is not None
+        place = self.place_of_running()
         source = Source(
             index=index,
             kind=kind,
-            op=self._backward_name() if backward else self._forward_name(),
-            module=module,
-            line=line,
-            backward=backward,
-            trains=getattr(self._local, "trains", False) if inside else torch.is_grad_enabled(),
+            op=place.op,
+            module=place.module,
+            line=place.line,
+            backward=place.backward,
             format=format_name(result),
             operands=[operand(t) for t in tensors[:4]],
-            wide=wide,
+            wide=largest,
             scale=self._scale(),
         )
         self.sources.append(source)
         return source
-
-    def _swallow(self, tainted: Iterable[Tensor], gives_numbers: bool) -> None:
-        op = self._forward_name()
-        if not gives_numbers or op in _BOUNDED or op.startswith("scaled_dot_product"):
-            return
-        for tensor in tainted:
-            if not is_finite(tensor):
-                for source in self._taint[storage_of(tensor)]:
-                    source.swallowed[op] = None
-
-    def _in_fp32(self, args: Any, kwargs: dict[str, Any]) -> float | None:
-        """Return the largest magnitude of the result in FP32, None where it is not finite."""
-        func = self._func
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return max((largest(t) for t in floats(args)), default=0.0)
-        if func._schema.name in ("aten::_to_copy", "aten::copy_"):
-            source = floats(args)[-1]
-            return largest(source)
-        try:
-            result = func(*widened(args), **widened(kwargs))
-        except (RuntimeError, NotImplementedError, TypeError):  # a kernel for 16 bits alone: its operands tell nothing
-            return None
-        found = floats((result,))
-        return max(map(largest, found), default=0.0) if all(map(is_finite, found)) else None
-
-    # --- names and places -----------------------------------------------------------------------------------------------------------
-
-    def _in_backward(self) -> bool:
-        if torch._C._current_autograd_node() is None:
-            return False
-        entry = getattr(self._local, "entry", None)
-        return not (self._flags.recomputing or (entry is not None and entry.again))
-
-    def _place_of_running(self) -> tuple[nn.Module | None, str, bool]:
-        """Return the module and the script's line of the running operation, and whether it is one of a backward pass."""
-        if not self._in_backward():
-            entry = getattr(self._local, "entry", None) or NOWHERE
-            return entry.module, script_line(sys._getframe(2))[0], False
-        number = torch._C._current_autograd_node()._sequence_nr()
-        if number == LAST_NUMBER:
-            return None, "", True
-        place = _nearest(sorted(self._ops), number)
-        line = self._lines.get(place, "")
-        if place in self.trace.forward:
-            return self.trace.forward[place].module, line, True
-        again = self.trace.recomputed.get(place)
-        return (again[0].module if again is not None else None), line, True
-
-    def _forward_name(self) -> str:
-        running = emulation.running()
-        name = running.name if running is not None else self._func.overloadpacket.__name__
-        return str(name).strip("_").removeprefix("native_")
-
-    def _backward_name(self) -> str:
-        node = torch._C._current_autograd_node()
-        assert node is not None
-        name = node.name()
-        if self._formats.emulated() is not None:  # named by what it emulates
-            name = self._ops.get(node._sequence_nr(), name)
-        return _snake(name)
-
-
-def _nearest(numbers: Sequence[int], number: int) -> int:
-    """Return ``number``, or of a node without an operation of its own the next one's, else the last one's."""
-    place = bisect.bisect_left(numbers, number)
-    return numbers[min(place, len(numbers) - 1)] if numbers else -1
-
-
-def _snake(node: str) -> str:
-    name = re.sub(r"Backward\d*$", "", node.split("::")[-1]).strip("_")
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().removeprefix("native_")
-
-
-def _before(func: Any, args: Sequence[Any]) -> list[Any]:
-    """Return what an operation that changes its arguments reads, kept from the change."""
-    overwrites = func.overloadpacket.__name__ in _OVERWRITES
-    kept: list[Any] = []
-    for spec, value in zip(func._schema.arguments, args, strict=False):
-        if spec.alias_info is None or not spec.alias_info.is_write:
-            kept.append(value)
-        elif not overwrites:
-            kept.append(tree_map_only(Tensor, lambda t: t.clone() if t.is_floating_point() else t, value))
-    return kept
-
-
-def _with_storages(read: Any, given: Any) -> list[tuple[Tensor, int]]:
-    """Return the tensors that are read, each with its own storage or that of the tensor it was cloned from."""
-    pairs = zip(reversed(tree_leaves(read)), reversed(tree_leaves(given)), strict=False)
-    return [(a, storage_of(b)) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 SCRIPT = "(script)"
 """In place of a module's name: code outside any module."""
@@ -23,6 +23,8 @@ class Names:
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self._modules: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
+        self._patterns: dict[int, str] = {}
+        self._weights: dict[int, str] = {}
         known = list(dict.fromkeys(roots))
         self.roots = known
         inner = {id(child) for root in known for child in root.modules() if child is not root}
@@ -38,9 +40,17 @@ class Names:
             return SCRIPT
         return self._modules.get(id(module)) or type(module).__name__
 
+    def pattern(self, module: nn.Module | None) -> str:
+        """Return the name by which ``fp32_modules`` keeps ``module``; nothing for a model itself and for code outside any module."""
+        return "" if module is None else self._patterns.get(id(module), "")
+
     def of_parameter(self, identity: int) -> str:
         """Return the path of the module that holds the parameter with this identity."""
         return self._parameters.get(identity, SCRIPT)
+
+    def parameter(self, parameter: Tensor) -> str:
+        """Return a parameter's own path."""
+        return self._weights.get(id(parameter), "a weight outside any module")
 
     def _title(self, root: nn.Module) -> str:
         name, taken = type(root).__name__, set(self._modules.values())
@@ -51,5 +61,7 @@ class Names:
             bare = _WRAPPERS.sub("", f"{path}.").rstrip(".")
             name = f"{prefix}{bare}" if bare else title
             self._modules.setdefault(id(module), name)
-            for parameter in module.parameters(recurse=False):
+            self._patterns.setdefault(id(module), bare)
+            for own, parameter in module.named_parameters(recurse=False):
                 self._parameters.setdefault(id(parameter), name)
+                self._weights.setdefault(id(parameter), f"{name}.{own}" if bare else own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,28 @@ def any_process(flag: bool, device_type: str) -> bool:
     return bool(found)
 
 
-def first_of_all(value: Any) -> tuple[int, Any]:
-    """Return the first value that is not None, with the rank of its process; (-1, None) where all are."""
+def first_of_all(value: Any, *, arrived: bool) -> tuple[int, Any]:
+    """Return where a fault began: the rank of that process and its value; (-1, None) where no process has one.
+
+    Args:
+        value: what this process found; None for nothing.
+        arrived: whether it may have come from another process. Such a value counts only where no process has one of its own:
+            which process sees the gradients of all first depends on how fast they are.
+    """
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return next(((rank, v) for rank, v in enumerate(values) if v is not None), (-1, None))
+    dist.all_gather_object(values, (arrived, value))
+    return where_it_began(values)
+
+
+def where_it_began(values: Sequence[tuple[bool, Any]]) -> tuple[int, Any]:
+    """Return the rank that found what did not arrive, else the first one that found anything; and what it found."""
+    found = [(arrived, rank) for rank, (arrived, value) in enumerate(values) if value is not None]
+    if not found:
+        return -1, None
+    _, rank = min(found)
+    return rank, values[rank][1]
+
+
+def own_rank() -> int:
+    """Return the rank of this process."""
+    return dist.get_rank()

@@ -28,11 +28,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.diagnosis.casts import Counts
+from mezzo.diagnosis.listedformats import ListedFormats
 from mezzo.diagnosis.rangetable import Seen, ranges_record
 from mezzo.diagnosis.settings import RangesSettings
 from mezzo.diagnosis.watching import Diagnosis, Running
 from mezzo.engine.kernels import exponents
 from mezzo.formats import BF16, FP16
+from mezzo.policy import Policy
 from mezzo.records import RangeKind, RangesRecord, RunRecord
 
 Key: TypeAlias = tuple[RangeKind, str]
@@ -78,6 +80,9 @@ class Ranges(Diagnosis):
     def __init__(self, settings: RangesSettings, run: Running) -> None:
         super().__init__(run, steps=settings.steps)
         self._policy = settings.policy
+        self._formats = ListedFormats(Policy.of(settings.policy))
+        self._lowered: set[Key] = set()
+        """What was counted and has 16 bits under the policy; all else stays in FP32 by the op lists."""
         self._tables, self._swallowed = Tally(), Tally()
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -141,6 +146,7 @@ class Ranges(Diagnosis):
         seen = Seen(
             counts={key: Counts(table) for key, table in self._tables.read().items()},
             swallowed=self._swallowed.read(),
+            lowered=self._lowered,
             steps=self.watched,
             forced_eager=self.forced_eager,
             updates_seen=self._updates,
@@ -155,7 +161,10 @@ class Ranges(Diagnosis):
         if not self._on:
             return
         self._name_parameters()
+        self._formats.forget()
         for parameter, name in list(self._parameters.items()):
+            if not self._formats.gradient_is_wide(parameter):
+                self._lowered.add(("weight gradients", name))
             if parameter.requires_grad and parameter not in self._hooked:
                 hook = functools.partial(self._gradient, ("weight gradients", name))
                 self._hooked[parameter] = parameter.register_hook(hook)
@@ -175,15 +184,23 @@ class Ranges(Diagnosis):
             return
         self._name(module)
         if module in self._outermost and torch.is_grad_enabled() and not self._computed_again():
-            self._count("activations", f"{self._names[module]} (input)", args)
+            name = f"{self._names[module]} (input)"
+            self._count("activations", name, args)
+            self._lowered.add(("activations", name))  # what it meets first may be a product
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._computed_again():
             return
         name = self._names.get(module, type(module).__name__)
         for tensor in self._count("activations", name, output):
+            lowered = not self._formats.is_wide(tensor)
+            if lowered:
+                self._lowered.add(("activations", name))
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(functools.partial(self._gradient, ("activation gradients", name)))
+                key: Key = ("activation gradients", name)
+                tensor.register_hook(functools.partial(self._gradient, key))
+                if lowered:
+                    self._lowered.add(key)
 
     def _computed_again(self) -> bool:
         if not self.run.recomputing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -25,6 +25,7 @@ from mezzo.records import (
 CAST_TO = (FP16, BF16, E4M3, E5M2)
 KINDS: tuple[RangeKind, ...] = ("activations", "activation gradients", "weight gradients", "weights", "updates")
 GRADIENTS: tuple[RangeKind, ...] = ("activation gradients", "weight gradients")
+_BY_LISTS: tuple[RangeKind, ...] = ("activations", *GRADIENTS)
 _NAMED = 3  # tensors that a sentence names
 _WORST = 5
 
@@ -34,6 +35,8 @@ class Seen:
     """Hold what a diagnosis counted."""
 
     counts: Mapping[tuple[RangeKind, str], Counts]
+    lowered: Collection[tuple[RangeKind, str]]
+    """Activations and gradients that have 16 bits under the policy; the op lists keep the others in FP32."""
     swallowed: Mapping[str, list[int]]
     """By parameter: updates that are not zero, and how many of them each of FP16 and BF16 swallows."""
     steps: list[int]
@@ -57,7 +60,7 @@ def ranges_record(run: RunRecord, seen: Seen, *, policy: str) -> RangesRecord:
     gradients = {
         (kind, seen.name(name)): counts
         for (kind, name), counts in ordered
-        if kind in GRADIENTS and not _kept(kind, name, judged)
+        if kind in GRADIENTS and not _kept(kind, name, judged, seen)
     }
     windows = [scale_window(gradients, form) for form in CAST_TO]
     updates = update_losses({seen.name(name): row for name, row in seen.swallowed.items()})
@@ -160,15 +163,17 @@ def _tensor(kind: RangeKind, name: str, counts: Counts, policy: Policy, seen: Se
     return TensorRange(
         kind=kind,
         name=seen.name(name),
-        kept_fp32=_kept(kind, name, policy),
+        kept_fp32=_kept(kind, name, policy, seen),
         histogram=counts.histogram(),
         lowest={name: low for name, (low, _) in ends.items() if low is not None},
         highest={name: high for name, (_, high) in ends.items() if high is not None},
     )
 
 
-def _kept(kind: RangeKind, name: str, policy: Policy) -> bool:
-    """Return whether a tensor belongs to a module that ``policy`` keeps in FP32: its names begin with the model's class."""
+def _kept(kind: RangeKind, name: str, policy: Policy, seen: Seen) -> bool:
+    """Return whether ``policy`` keeps a tensor in FP32: by the op lists, or by its module, whose names begin with the model's class."""
+    if kind in _BY_LISTS and (kind, name) not in seen.lowered:
+        return True
     _, _, inner = name.partition(".")
     if kind in ("weight gradients", "weights", "updates"):
         inner = inner.rpartition(".")[0]

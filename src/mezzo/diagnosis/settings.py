@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+
+def step_text(steps: Sequence[int]) -> str:
+    """Return ascending numbers as people write them, and as they fit into a command: ``1-100000``, ``3, 10-12``."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][1] + 1:
+            runs[-1][1] = step
+        else:
+            runs.append([step, step])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _step_numbers(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    ends = [part.partition("-") for part in value.split(", ") if part]
+    return tuple(step for first, _, last in ends for step in range(int(first), int(last or first) + 1))
+
+
+StepNumbers: TypeAlias = Annotated[
+    tuple[int, ...], BeforeValidator(_step_numbers), PlainSerializer(step_text, return_type=str, when_used="json")
+]
+"""Numbers of steps, from 1, in ascending order."""
 
 
 class Settings(BaseModel):
@@ -17,7 +42,7 @@ class AuditSettings(Settings):
     """Ask which operation of chosen steps ran in which format."""
 
     kind: Literal["audit"] = "audit"
-    steps: tuple[int, ...] = (3,)
+    steps: StepNumbers = (3,)
     """Numbers of the steps to watch, from 1, in ascending order."""
 
 
@@ -25,7 +50,7 @@ class RangesSettings(Settings):
     """Ask where the values of chosen steps lie, for one policy's formats."""
 
     kind: Literal["ranges"] = "ranges"
-    steps: tuple[int, ...] = (1,)
+    steps: StepNumbers = (1,)
     """Numbers of the steps to watch, from 1, in ascending order."""
     policy: str = "fp16"
     """The policy that is judged; the script runs in FP32."""
@@ -35,12 +60,14 @@ class DiagnoseSettings(Settings):
     """Ask where the first value that is not finite comes from."""
 
     kind: Literal["diagnose"] = "diagnose"
-    steps: tuple[int, ...] = (1,)
-    """Numbers of the steps whose operations are looked at, in ascending order; the script is ended after the last."""
-    suspects: tuple[int, ...] = ()
-    """Steps that were not finite when the script ran before; where they are finite now, all that follows is looked at."""
-    scale_one: bool = False
-    """Whether the loss scale is 1 from the first step on that is looked at."""
+    steps: StepNumbers = (1,)
+    """Numbers of the steps whose operations are inspected, in ascending order; the script is ended after the last."""
+    suspects: StepNumbers = ()
+    """Steps that were not finite when the script ran before; where they are finite now, all that follows is inspected."""
+    loss_scale: float | None = None
+    """The loss scale from the first step on that is inspected; None leaves it alone."""
+    fp32_modules: tuple[str, ...] = ()
+    """Name patterns of modules to keep in FP32 under the script's own precision."""
 
 
 class FallbackSettings(Settings):
@@ -48,7 +75,7 @@ class FallbackSettings(Settings):
 
     kind: Literal["fallback"] = "fallback"
     role: Literal["reference", "noise", "check"] = "reference"
-    steps: tuple[int, ...] = (1, 2, 3)
+    steps: StepNumbers = (1, 2, 3)
     """Numbers of the steps that are compared, from 1 without a gap."""
     all_steps: bool = True
     """Whether a check goes on after the first step whose gradients are finite."""

@@ -87,14 +87,20 @@ class Tracer(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper would cost more than the mode; watched steps run eagerly anyhow
 
-    def start(self) -> None:
-        """Enter the mode and set the hooks."""
-        hooks = (
+    def start(self, *, told_of_steps: bool = False) -> None:
+        """Enter the mode and set the hooks.
+
+        Args:
+            told_of_steps: whether someone calls ``stepping``. torch bears no new hook of optimizers while it goes through
+                them, and an optimizer's closure runs inside one of the launcher's.
+        """
+        hooks: list[Any] = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
-            register_optimizer_step_pre_hook(lambda *_: self._step(True)),
-            register_optimizer_step_post_hook(lambda *_: self._step(False)),
-        )
+        ]
+        if not told_of_steps:
+            hooks.append(register_optimizer_step_pre_hook(lambda *_: self.stepping(True)))
+            hooks.append(register_optimizer_step_post_hook(lambda *_: self.stepping(False)))
         self._undo = [hook.remove for hook in hooks]
         self.__enter__()
 
@@ -138,7 +144,8 @@ class Tracer(TorchDispatchMode):
             self._local.entry = entry.outer
             self._again -= entry.again
 
-    def _step(self, stepping: bool) -> None:
+    def stepping(self, stepping: bool) -> None:
+        """Take note that an optimizer's update begins or is over."""
         self._stepping = stepping
 
     # --- operations ----------------------------------------------------------------------------------------------------------
@@ -195,6 +202,13 @@ class Tracer(TorchDispatchMode):
 
     def _note(self, noted: tuple[Any, ...]) -> None:
         self.trace.operations.append(noted)
+
+    def is_silent(self, func: Any) -> bool:
+        """Return whether an operation computes nothing: it makes a view, or memory without values."""
+        kind = self._kinds.get(id(func))
+        if kind is None:
+            kind = self._kinds[id(func)] = self._meet(func)
+        return kind == _SILENT
 
     def _meet(self, func: Any) -> int:
         count = COUNTS.get(func.overloadpacket)
@@ -311,7 +325,7 @@ def _flat(values: Iterable[Any]) -> list[Tensor]:
 def _alignment(tensor: Tensor) -> int:
     try:
         # On a CPU the address says nothing of a GPU's: there memory begins at multiples of 512, and views at an offset.
-        address = tensor.data_ptr() if tensor.is_cuda else tensor.storage_offset() * tensor.itemsize
+        address = tensor.data_ptr() if tensor.is_cuda else int(tensor.storage_offset()) * tensor.itemsize
     except RuntimeError:  # a tensor made of others
         return 16
     return min(16, address & -address) if address else 16

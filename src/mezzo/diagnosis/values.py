@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from mezzo.formats import FP32, format_of
+from mezzo.formats import format_of
 from mezzo.records import Operand
 
 
@@ -26,13 +26,14 @@ def operand(tensor: Tensor) -> Operand:
 
 
 def floats(values: Any) -> list[Tensor]:
-    """Return the tensors of numbers in ``values`` that can be looked at."""
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and _readable(t)]
+    """Return the tensors of floating-point numbers in ``values`` that hold any."""
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point() and readable(t)]
 
 
-def _readable(tensor: Tensor) -> bool:
+def readable(tensor: Tensor) -> bool:
+    """Return whether a tensor holds values."""
     fake = isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta
-    return tensor.is_floating_point() and not fake and tensor.numel() > 0
+    return not fake and tensor.numel() > 0
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -58,12 +59,6 @@ def by_design(tensor: Tensor) -> bool:
 def largest(tensor: Tensor) -> float:
     """Return the largest magnitude."""
     return float(_dense(tensor).abs().max())
-
-
-def widened(values: Any) -> Any:
-    """Return ``values`` with FP32 in place of narrower formats: tensors and dtypes."""
-    narrow = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() and t.element_size() < 4 else t, values)
-    return tree_map_only(torch.dtype, lambda d: FP32.dtype if d.is_floating_point and d.itemsize < 4 else d, narrow)
 
 
 def format_name(tensor: Tensor) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.diagnosis.skips import Update
 from mezzo.engine.casting import Casting
 from mezzo.engine.scaling import Scale
 from mezzo.measure.steps import StepRecorder
@@ -44,6 +45,10 @@ class Running(Protocol):
     """The loss scale of the policy."""
     script_scaler: Any
     """The script's own GradScaler, where it is left alone."""
+    skips: bool
+    """Whether the update that an optimizer is making is one to skip: its gradients are set aside."""
+    updates: list[Update]
+    """What the update that just closed is made of."""
     recomputing: bool
     """Whether activation checkpointing computes something again."""
     applied: Policy | None
@@ -62,6 +67,11 @@ class Running(Protocol):
     @property
     def main_casting(self) -> Casting | None:
         """Return the casting on the device that the script trains on; None where nothing is cast."""
+        ...
+
+    @property
+    def emulates(self) -> bool:
+        """Return whether the policy's formats are emulated on that device."""
         ...
 
 
@@ -134,6 +144,12 @@ class Diagnosis(ABC):
     def compiled_ended(self) -> None:
         """Take note that a compiled function returned."""
         self._go_on()
+
+    def scaler_met(self, scaler: Any) -> None:  # noqa: B027 - most diagnoses have nothing to do here
+        """Take note of a GradScaler of the script's own that is about to scale a loss."""
+
+    def stepping(self) -> None:  # noqa: B027 - most diagnoses have nothing to do here
+        """Take note that an optimizer's update begins."""
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take note of an optimizer's update."""

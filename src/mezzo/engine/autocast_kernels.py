@@ -135,12 +135,15 @@ class CastTable:
         return value
 
 
-_ARITHMETIC = frozenset(("add", "sub", "mul", "div"))
+_ATEN: Any = torch.ops.aten
+_ARITHMETIC = frozenset(
+    (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.div.Tensor_mode, _ATEN.rsub.Tensor)
+)
 """Operations that take a number for a tensor: what C++ made of ``x * 2`` comes to a Python kernel as the number again."""
 
 
 def _call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if len(args) > 1 and not isinstance(args[1], Tensor) and op.overloadpacket.__name__ in _ARITHMETIC:
+    if len(args) > 1 and not isinstance(args[1], Tensor) and op in _ARITHMETIC:
         return op.overloadpacket(*args, **kwargs)
     return op(*args, **kwargs)
 
@@ -365,7 +368,7 @@ def _kernel(op: Op, key: str, device_type: str, native: Any) -> Callable[..., An
     autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     exclude = torch._C._ExcludeDispatchKeyGuard
 
-    takes_numbers = op.overloadpacket.__name__ in _ARITHMETIC
+    takes_numbers = op in _ARITHMETIC
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         table = _LOCAL.table or _table_of_state()

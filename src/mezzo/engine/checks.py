@@ -1,8 +1,9 @@
-"""What a session refuses, and what it warns of: each with what was passed, what is allowed and what to do."""
+"""What the calls of a session refuse, and what they warn of: each with what was passed, what is allowed and what to do."""
 
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.gradients import worst
+from mezzo.engine.master import NoMasters
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, SessionError
-from mezzo.formats import FP32, FP64
 from mezzo.policy import Policy
 
 
@@ -20,49 +21,12 @@ class PrecisionWarning(UserWarning):
     """Warn that a chosen format loses what training needs, or is used nowhere."""
 
 
-def check_settings(*, counts: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
-    """Refuse counts that are not whole numbers of 1 or more, and limits that are neither None nor above 0."""
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise SessionError(
-                f"{name}={count!r}; allowed: a whole number of 1 or more",
-                hint=f"leave {name} out for 1",
-            )
-    for name, limit in limits.items():
-        if limit is not None and not limit > 0:
-            raise SessionError(
-                f"{name}={limit!r}; allowed: a number above 0, or None",
-                hint=f"leave {name} out not to clip",
-            )
-
-
-def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], schedulers: Iterable[Any]) -> None:
-    """Refuse closures, a parameter in two optimizers and a scheduler that needs a metric."""
-    seen: dict[nn.Parameter, int] = {}
-    for number, optimizer in enumerate(optimizers):
-        _refuse_closure(optimizer)
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if seen.setdefault(parameter, number) != number:
-                raise SessionError(
-                    f"optimizers {seen[parameter]} and {number} share a parameter of shape {tuple(parameter.shape)}",
-                    hint="give every parameter to one optimizer: it would be updated twice",
-                )
-    for scheduler in schedulers:
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise SessionError(
-                "ReduceLROnPlateau steps on a metric that the session does not know",
-                hint="leave it out of the session and call scheduler.step(metric) yourself",
-            )
-
-
-def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """Return the first parameter's device; refuse a model that has no parameter."""
-    if not parameters:
-        raise SessionError(
-            "the model has no parameters; allowed: a module, or several, with at least one",
-            hint="pass the module whose parameters the optimizer has",
-        )
-    return parameters[0].device
+def warn(text: str) -> None:
+    """Warn once, at the line of the script that called into Mezzo."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mezzo."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, PrecisionWarning, stacklevel=level)
 
 
 def known(chosen: Sequence[torch.optim.Optimizer], own: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -74,24 +38,6 @@ def known(chosen: Sequence[torch.optim.Optimizer], own: Sequence[torch.optim.Opt
                 hint="name optimizers that the session was built with, or none to update all",
             )
     return list(chosen)
-
-
-def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise SessionError(
-            "LBFGS evaluates the loss several times an update through a closure; a session has one backward pass",
-            hint="train with LBFGS in FP32, or run the script under mezzo run, which handles closures",
-        )
-
-
-def refuse_half(model: nn.Module, policy: Policy) -> None:
-    """Refuse 16-bit weights under a policy that keeps weights in FP32."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in (FP32.dtype, FP64.dtype):
-            raise SessionError(
-                f"parameter {name!r} is {parameter.dtype}, and policy {policy!s} keeps weights in FP32",
-                hint="leave the model in FP32; policies ending in -master and -pure cast it themselves",
-            )
 
 
 def _describe(loss: Any) -> str:
@@ -123,6 +69,31 @@ def no_backward() -> SessionError:
     )
 
 
+def taken_over() -> SessionError:
+    """Return the error of a session that goes on with a model that another one has taken."""
+    return SessionError(
+        "backward() of a session whose model was given to another session since; allowed: the newer one",
+        hint="use one session at a time; models that are trained in turns share one: "
+        "Session([first, second], [first_optimizer, second_optimizer]), then update(first_optimizer)",
+    )
+
+
+def no_gradients() -> SessionError:
+    """Return the error of an update after which no parameter of the optimizers has a gradient."""
+    return SessionError(
+        "no parameter of the optimizers has a gradient after the backward pass: the loss does not depend on them",
+        hint="compute the loss from the output of the session's own model, and name the optimizers of what it reaches: update(optimizer)",
+    )
+
+
+def no_copy() -> SessionError:
+    """Return the error of a session that is copied or pickled."""
+    return SessionError(
+        "a session was copied or pickled; allowed: its state",
+        hint="copy the model, build its optimizer and a new session, then new.load_state_dict(session.state_dict())",
+    )
+
+
 def may_lose_updates(policy: Policy, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Return whether updates are rounded to nearest into 16-bit weights."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -141,20 +112,21 @@ def warn_of_lost_updates(before: list[Tensor], parameters: Iterable[nn.Parameter
     total = sum(t.numel() for t in before)
     same = sum(int((a == b).sum()) for a, b in zip(before, after, strict=True))
     if total and same > total / 2:
-        warnings.warn(
+        warn(
             f"{same / total:.0%} of {total} weights did not change in the first update under policy {policy!s}: "
-            f"updates below half a unit in the last place are lost; use {policy.compute}-master",
-            PrecisionWarning,
-            stacklevel=4,
+            f"updates below half a unit in the last place are lost; use {policy.compute}-master"
         )
 
 
 def check_loss(loss: Any, *, first: bool) -> None:
     """Refuse a loss that cannot be differentiated or, before the first update, is not finite (waits for the device then)."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        frozen = isinstance(loss, Tensor) and not loss.requires_grad
         raise SessionError(
             f"backward() got {_describe(loss)}; a loss is one number that depends on the model",
-            hint="pass the mean loss of the micro-batch, computed from the model's output",
+            hint="compute it from the model's output, outside torch.no_grad(), with parameters that require gradients"
+            if frozen
+            else "pass the mean loss of the micro-batch, computed from the model's output",
         )
     if first and not math.isfinite(loss.item()):
         raise NonFiniteLossError(
@@ -202,8 +174,9 @@ def check_shares(shares: Sequence[float]) -> None:
         )
 
 
-def floor_error(policy: Policy, named: Iterable[tuple[str, Tensor | None]]) -> ScaleFloorError:
-    """Return the error of gradients that overflow at the loss scale's floor; names the worst of the ``named`` ones."""
+def floor_error(policy: Policy, models: Iterable[nn.Module], masters: NoMasters) -> ScaleFloorError:
+    """Return the error of gradients that overflow at the loss scale's floor; names the worst."""
+    named = [(name, masters.gradient(p)) for model in models for name, p in model.named_parameters()]
     return ScaleFloorError(
         f"gradients overflow at the loss scale's floor of {policy.min_scale:g}; not finite: {worst(named)}",
         hint="keep the modules of these tensors in FP32 (fp32_modules=...), or use policy bf16, which has FP32's range",
@@ -216,4 +189,13 @@ def refuse_half_gradients(gradients: Sequence[Tensor]) -> None:
         raise SessionError(
             "unscale() with gradients in 16 bits, which one-pass optimizers read as they are",
             hint="use clip_norm, or torch's optimizer, whose masters get FP32 gradients",
+        )
+
+
+def refuse_half_gradients_to_hooks(gradients: Sequence[Tensor]) -> None:
+    """Refuse to show 16-bit gradients to step hooks: they are still multiplied by the loss scale."""
+    if any(g.element_size() == 2 for g in gradients):
+        raise SessionError(
+            "a step hook was registered after the session was built, whose optimizers read 16-bit gradients as they are; allowed: before",
+            hint="register hooks before Session(...): the update then shows them true gradients in FP32",
         )

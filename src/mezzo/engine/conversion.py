@@ -1,12 +1,14 @@
 """Change a model's modules to what a policy keeps: weights in 16 bits, norms and named modules in FP32.
 
-A module's behaviour is changed by giving the instance a ``forward`` of its own, a partial of a function in this file:
-it pickles, deep-copies and compiles, and ``del module.forward`` takes it back.
+A module's behaviour is changed by giving the instance a ``forward`` of its own, a partial of a module-level function. It has the
+signature of the forward that it stands for, which other libraries read to learn a model's inputs. It pickles, deep-copies
+and compiles, and ``del module.forward`` takes it back.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -73,7 +75,7 @@ def no_such_module(pattern: str, names: Iterable[str]) -> PolicyError:
 def keep_fp32(model: nn.Module, policy: Policy, device_type: str) -> None:
     """Make the modules that ``policy`` names compute in FP32: operands cast, autocast off inside."""
     for module in fp32_modules(model, policy):
-        wrap(module, _in_fp32, device_type)
+        wrap(module, in_fp32, device_type)
 
 
 def cast_model(model: nn.Module, policy: Policy, device_type: str) -> None:
@@ -105,14 +107,55 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
+class OwnForward:
+    """Call the forward of a module's class: a copy of it belongs to the copy of the module.
+
+    Not a bound method, which pickles as the attribute ``forward`` of its module: that is the forward that calls this one. Not the
+    function either, which decorators may have left with a name that pickle cannot find.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute as the class says."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        whole = inspect.signature(type(self.module).forward)
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
 def wrap(module: nn.Module, how: Callable[..., Any], *settings: Any) -> None:
     """Let ``how(call, *settings, *args, **kwargs)`` answer calls of ``module``; ``call`` is the module's forward as it was."""
     inner = module.__dict__.get("forward")  # an instance's own forward, where another library gave it one
-    call = functools.partial(type(module).forward, module) if inner is None else inner
-    module.forward = functools.partial(how, call, *settings)
+    call = OwnForward(module) if inner is None else inner
+    forward = functools.partial(how, call, *settings)
+    functools.update_wrapper(forward, type(module).forward, updated=())
+    forward.__wrapped__ = call  # type: ignore[attr-defined]
+    module.forward = forward
 
 
-def _in_fp32(call: Callable[..., Any], device_type: str, *args: Any, **kwargs: Any) -> Any:
+def wrapped_by(module: nn.Module, how: Callable[..., Any]) -> functools.partial[Any] | None:
+    """Return the forward that ``wrap(module, how, ...)`` gave ``module``, None where it has another."""
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, functools.partial) and forward.func is how else None
+
+
+def unwrap(module: nn.Module, how: Callable[..., Any]) -> None:
+    """Take back what ``wrap(module, how, ...)`` did, if that came last."""
+    forward = wrapped_by(module, how)
+    if forward is None:
+        return
+    if isinstance(forward.args[0], OwnForward):
+        del module.forward
+    else:
+        module.forward = forward.args[0]
+
+
+def in_fp32(call: Callable[..., Any], device_type: str, *args: Any, **kwargs: Any) -> Any:
+    """Answer ``call`` with autocast off and every 16-bit argument in FP32."""
     with torch.autocast(device_type, enabled=False):
         return call(*to_format(args, FP32.dtype), **to_format(kwargs, FP32.dtype))
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.engine import checks
-from mezzo.engine.gradients import all_finite
+from mezzo.engine.gradients import all_finite, gradients_of
 from mezzo.engine.replicas import Replica
 from mezzo.engine.shards import is_shared, local, parts
 from mezzo.engine.window import Window
@@ -45,14 +45,15 @@ class OneProcess:
     """Stand for a session that has all of its gradients."""
 
     several = False
+    sharded = False
+    """Whether models' parameters are shards, which ``fully_shard`` exchanges for whole tensors around a forward pass."""
 
     def explain(self) -> list[Choice]:
         """Return the choices made for several processes."""
         return []
 
-    def check_loss(self, loss: Any, *, first: bool) -> None:
-        """Refuse what cannot be a loss, and a ``first`` one that is not finite."""
-        checks.check_loss(loss, first=first)
+    check_loss = staticmethod(checks.check_loss)
+    """Refuses what cannot be a loss, and a ``first`` one that is not finite."""
 
     def unit(self, weight: float | None) -> float:
         """Return the unit in which weights are counted; 0 for the first of each window."""
@@ -67,9 +68,8 @@ class OneProcess:
     def collect(self) -> None:
         """Average the window's gradients over the processes where no backward pass did."""
 
-    def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return the gradients of ``parameters``, of shared ones what this process holds."""
-        return [gradient for p in parameters if (gradient := p.grad) is not None]
+    gradients: Callable[[Iterable[Tensor]], list[Tensor]] = staticmethod(gradients_of)
+    """The gradients of parameters, of shared ones what this process holds."""
 
     def norm(
         self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None
@@ -115,7 +115,7 @@ class Processes(OneProcess):
         """
         self._replicas = [Replica(model) for model in replicas]
         self._roots = roots
-        self._sharded = bool(roots)
+        self.sharded = bool(roots)
         self._replicated_shards = any(parts(p) < p.device_mesh.size() for p in _shared(roots))
         self._group, self._size = group, dist.get_world_size(group)
         self._device, self._accumulate, self._several_scales = device, accumulate, num_losses > 1
@@ -126,7 +126,7 @@ class Processes(OneProcess):
 
     def explain(self) -> list[Choice]:
         """Return how many processes there are, and when they exchange gradients."""
-        if self._sharded:
+        if self.sharded:
             reason = "every backward pass averages the shards' gradients; one all-reduce an update for the norm"
         elif self._several_scales:
             reason = "gradients are averaged at the update: losses have scales of their own"
@@ -185,8 +185,8 @@ class Processes(OneProcess):
 
     def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return what this process holds of the gradients of ``parameters``."""
-        found = [p.grad for p in parameters if p.grad is not None]
-        self._copies = [self._size // parts(g) for g in found] if self._sharded else []
+        found = gradients_of(parameters)
+        self._copies = [self._size // parts(g) for g in found] if self.sharded else []
         return [local(g) for g in found]
 
     def norm(
@@ -194,7 +194,7 @@ class Processes(OneProcess):
     ) -> Tensor:
         """Return the norm over all processes, the same in each; what is held more than once counts once."""
         numbers: list[Tensor] = []
-        if self._sharded:
+        if self.sharded:
             squares, dtype = self._squares_here(gradients, take)
             numbers.append(squares)
         else:
@@ -206,7 +206,7 @@ class Processes(OneProcess):
                 numbers.append(torch.full((), window.sum_of_shares(), dtype=FP64.dtype, device=self._device))
             numbers += [window.found[loss].double() for loss in losses]
         sums = self._sums(numbers)
-        if self._sharded:
+        if self.sharded:
             norm = sums.pop(0).sqrt().to(dtype)
         if window is not None:
             window.mean_total = (sums.pop(0) / self._size).to(dtype) if window.weighted else None
@@ -237,7 +237,7 @@ class Processes(OneProcess):
     def all_finite(self, gradients: list[Tensor]) -> bool:
         """Return whether what ``gradients()`` returned is finite in every process; waits for the device."""
         here = all_finite(gradients)
-        return self._everywhere(here) if self._sharded else here
+        return self._everywhere(here) if self.sharded else here
 
     def _everywhere(self, here: bool) -> bool:
         count = torch.tensor(float(here), device=self._device)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from mezzo.devices import Device, this_device
-from mezzo.engine.checks import device_of
+from mezzo.engine.arguments import device_of
 from mezzo.engine.preparation import set_fp32_products
 from mezzo.explain import Choice
 from mezzo.formats import TF32

@@ -11,6 +11,21 @@ from torch import Tensor, nn
 from mezzo.formats import FP32
 
 
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that ``parameters`` have, in the memory that they have: of a sparse one its values.
+
+    A sparse gradient is coalesced in its place first, so that rows that were used twice count as what they add up to.
+    """
+    given = list(parameters)
+    found = [gradient for p in given if (gradient := p.grad) is not None]
+    if True not in [gradient.is_sparse for gradient in found]:
+        return found
+    for parameter in given:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    return [g._values() if g.is_sparse else g for p in given if (g := p.grad) is not None]
+
+
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """Return the norm of all gradients together: FP32 (FP64 where a gradient is), on the first one's device.
 
@@ -22,6 +37,15 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
         norms = [n.to(norms[0].device) for n in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
+
+
+def clip_factor(norm: Tensor, largest: float, factor: Tensor | None) -> Tensor:
+    """Return ``factor`` (None for 1) times what brings gradients of ``norm`` down to a norm of ``largest``.
+
+    As ``torch.nn.utils.clip_grad_norm_`` has it: ``largest / (norm + 1e-6)``, at most 1.
+    """
+    coefficient = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    return coefficient if factor is None else coefficient * factor
 
 
 def not_finite(norm: Tensor) -> Tensor:
@@ -56,6 +80,7 @@ def put_back(aside: list[tuple[nn.Parameter, Tensor]]) -> None:
 
 def worst(named: Iterable[tuple[str, Tensor | None]]) -> str:
     """Name up to five gradients with the largest share of elements that are not finite; waits for the device."""
-    shares = [(float((~g.isfinite()).float().mean()), name) for name, g in named if g is not None]
+    held = [(name, g.coalesce()._values() if g.is_sparse else g) for name, g in named if g is not None]
+    shares = [(float((~g.isfinite()).float().mean()), name) for name, g in held]
     found = sorted((s for s in shares if s[0] > 0), reverse=True)[:5]
     return ", ".join(f"{name} ({share:.0%})" for share, name in found) or "parameters outside the models"

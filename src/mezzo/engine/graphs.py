@@ -30,8 +30,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from mezzo.engine.firstwindows import NoWatch
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.onepass import OnePass
+from mezzo.engine.stephooks import have_hooks
 from mezzo.errors import SessionError
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class CapturedStep:
         other_shapes: Literal["error", "eager"],
     ) -> None:
         self._session, self._compute_loss, self._other_shapes = session, compute_loss, other_shapes
+        session._watch = NoWatch()  # gradients stay where the graphs know them, also between windows
         self._graphs = graphs_for(session.device)
         leaves, self._structure = pytree.tree_flatten(examples)
         self._inputs = [x.detach().to(session.device, copy=True) if isinstance(x, Tensor) else x for x in leaves]
@@ -109,6 +112,7 @@ class CapturedStep:
         self._held: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._tables: list[Any] = []
         self._kernels = _kernels_of(session)
+        session.masters.follow()  # outside of the graphs
         with _as_before(session):
             try:
                 self._rehearse()
@@ -150,6 +154,7 @@ class CapturedStep:
         if window.calls < session.accumulate:
             return self._replayed(updates=False)
         session._schedules.settle()
+        session.masters.follow()
         for table in self._tables:
             table.refresh()
         result = self._replayed(updates=True)
@@ -311,6 +316,8 @@ def _kernels_of(session: Session) -> ModuleType:
             session._way_of_updating.reason,
             "use mezzo.AdamW or mezzo.SGD and clip_norm: their updates need no host",
         )
+    elif have_hooks(session.optimizers):
+        wrong = "step hooks of an optimizer", "remove them, or train with step(loss): a replay calls nothing in Python"
     elif not hasattr(kernels, "recording"):
         wrong = reason, "install a Triton that works here: its kernels take settings from the device"
     if wrong is not None:

@@ -32,9 +32,16 @@ class NoMasters:
     def push(self) -> None:
         """Bring updated values to where the model reads them."""
 
+    def follow(self) -> None:
+        """Take up weights that were changed since the last ``push``, as ``model.load_state_dict`` does."""
+
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's gradient, wherever it is at the moment."""
         return parameter.grad
+
+    def held(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what an optimizer holds in a parameter's place: itself, or its master."""
+        return parameter
 
     def values(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's FP32 master, or None where it has none."""
@@ -52,6 +59,15 @@ class NoMasters:
                 state[name] = master
         return state
 
+    def take_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let the masters of weights that somebody changed begin anew from these; no master moves whose weight is its rounding."""
+        for parameter in parameters:
+            master = self.values(parameter)
+            if master is not None:
+                weight = parameter.detach()
+                kept = torch.where(weight == master.to(weight.dtype), master, weight.float())
+                self.set_values(parameter, kept)
+
     def load(self, models: Sequence[nn.Module], states: Sequence[dict[str, Tensor]]) -> None:
         """Take master values from FP32 state dicts, one a model."""
         for model, state in zip(models, states, strict=True):
@@ -59,29 +75,78 @@ class NoMasters:
                 self.set_values(parameter, state[name])
 
 
-class MasterWeights(NoMasters):
+class _Followed(NoMasters):
+    """Tell from a weight's version counter whether somebody changed the model: what loads a state writes to all weights.
+
+    Changes through ``.data`` count no version and are lost, as the masters do not know of them.
+    """
+
+    _weight: nn.Parameter | None = None
+    _version = 0
+
+    def _low(self) -> list[nn.Parameter]:
+        """Return the 16-bit parameters that have masters."""
+        raise NotImplementedError
+
+    def _note(self) -> None:
+        if self._weight is None:
+            self._weight = next(iter(self._low()), None)
+        if self._weight is not None:
+            self._version = self._weight._version
+
+    def follow(self) -> None:
+        """Take up weights that were changed since the last ``push``, as ``model.load_state_dict`` does."""
+        if self._weight is not None and self._weight._version != self._version:
+            self.take_up(self._low())
+            self._note()
+
+    def load(self, models: Sequence[nn.Module], states: Sequence[dict[str, Tensor]]) -> None:
+        """Take master values from FP32 state dicts, one a model."""
+        super().load(models, states)
+        self._note()
+
+
+class MasterWeights(_Followed):
     """Hold an FP32 master for every 16-bit parameter and move values between the two: for any torch optimizer."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy the masters from ``parameters``, which are still in FP32; cast the model after this."""
+        """Copy the masters from ``parameters``, as a rule still in FP32; cast the model after this."""
         self._master_of = {
-            p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+            p: nn.Parameter(p.detach().to(FP32.dtype, copy=True), requires_grad=p.requires_grad)
             for p in parameters
-            if p.dtype is FP32.dtype
+            if p.is_floating_point() and p.element_size() <= FP32.bytes
         }
+
+        self._groups: dict[torch.optim.Optimizer, int] = {}
+        """How many groups each optimizer had when its parameters were replaced by masters."""
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Put the masters of what was cast into the optimizers' groups, with any state there is; norms stay their own masters."""
         self._master_of = {p: m for p, m in self._master_of.items() if p.dtype is not FP32.dtype}
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [self._master_of.get(p, p) for p in group["params"]]
-            for parameter, master in self._master_of.items():
-                if parameter in optimizer.state:
-                    optimizer.state[master] = optimizer.state.pop(parameter)
+            self._place(optimizer)
+        self._note()
+
+    def _low(self) -> list[nn.Parameter]:
+        return list(self._master_of)
+
+    def _place(self, optimizer: torch.optim.Optimizer) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        new = [p for p in held if p.element_size() == 2 and p not in self._master_of]  # added since the model was cast
+        self._master_of.update({p: nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for p in new})
+        for group in optimizer.param_groups:
+            group["params"] = [self._master_of.get(p, p) for p in group["params"]]
+        for parameter, master in self._master_of.items():
+            if parameter in optimizer.state:
+                optimizer.state[master] = optimizer.state.pop(parameter)
+        self._groups[optimizer] = len(optimizer.param_groups)
 
     def pull_gradients(self) -> None:
         """Give every master its parameter's gradient in FP32 and free the 16-bit one."""
+        self.follow()
+        for optimizer, count in self._groups.items():
+            if len(optimizer.param_groups) != count:  # add_param_group was called
+                self._place(optimizer)
         for parameter, master in self._master_of.items():
             if parameter.grad is not None:
                 master.grad = parameter.grad.float()
@@ -97,6 +162,11 @@ class MasterWeights(NoMasters):
         if self._master_of:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._master_of), list(self._master_of.values()))
+        self._note()
+
+    def held(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what an optimizer holds in a parameter's place: itself, or its master."""
+        return self._master_of.get(parameter, parameter)
 
     def values(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's FP32 master, or None where it has none."""
@@ -110,11 +180,11 @@ class MasterWeights(NoMasters):
             master.data.copy_(values)
 
 
-class OptimizerMasters(NoMasters):
+class OptimizerMasters(_Followed):
     """Stand for masters that one-pass optimizers keep in their own state: 16-bit gradients are read where they are."""
 
     def __init__(self, optimizers: Sequence[OnePass]) -> None:
-        """Let the optimizers take the FP32 weights down; cast the model after this."""
+        """Let the optimizers copy the FP32 weights; cast the model after this."""
         self._optimizers = optimizers
         for optimizer in optimizers:
             optimizer.keep_masters()
@@ -123,6 +193,18 @@ class OptimizerMasters(NoMasters):
         """Begin the masters of what was cast."""
         for optimizer in self._optimizers:
             optimizer.begin_masters()
+        self._note()
+
+    def pull_gradients(self) -> None:
+        """Leave gradients where they are: the kernels read them there."""
+        self.follow()
+
+    def push(self) -> None:
+        """Note the state that an update left: the kernels have rounded the masters into the weights."""
+        self._note()
+
+    def _low(self) -> list[nn.Parameter]:
+        return [p for o in self._optimizers for p in o.parameters() if o.master(p) is not None]
 
     def values(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's FP32 master, or None where it has none."""

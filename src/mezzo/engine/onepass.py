@@ -19,6 +19,7 @@ from mezzo.engine.kernels.layout import gradient_as, laid_out_as, refuse_gaps
 from mezzo.engine.kernels.moments import KINDS, SIGNED, as_fp32, begun, kept_as
 from mezzo.engine.kernels.split import join, split
 from mezzo.engine.shards import local, shared_as
+from mezzo.engine.stephooks import hooks_after
 from mezzo.errors import SessionError
 from mezzo.formats import BF16, FP16, FP32
 
@@ -72,7 +73,7 @@ class OnePass(torch.optim.Optimizer):
                 )
 
     def keep_masters(self) -> None:
-        """Take the FP32 weights down, before the model is cast to 16 bits.
+        """Copy the weights in FP32, before the model is cast to 16 bits.
 
         Raises:
             SessionError: a group asks for stochastic rounding, which is for weights without masters.
@@ -83,8 +84,7 @@ class OnePass(torch.optim.Optimizer):
                 hint="leave rounding out: masters lose nothing; or choose the policy bf16-pure",
             )
         for parameter in self.parameters():
-            if parameter.dtype is FP32.dtype:
-                self._sources[parameter] = parameter.detach().clone()
+            self._sources[parameter] = parameter.detach().to(FP32.dtype, copy=True)
         self._layouts.clear()
 
     def begin_masters(self) -> None:
@@ -209,13 +209,18 @@ class OnePass(torch.optim.Optimizer):
         return None
 
     def _set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Set a weight and its master, the latter in its place: a captured step knows it by its address."""
+        state, weight = self.state[parameter], local(parameter)
         if parameter.dtype is BF16.dtype:
-            high, low = split(values)
-            local(parameter).data.copy_(high)
-            self.state[parameter]["master"] = low
+            high, kept = split(values)
+            weight.data.copy_(high)
         else:
-            local(parameter).data.copy_(values)
-            self.state[parameter]["master"] = values
+            weight.data.copy_(values)
+            kept = values
+        if "master" in state:
+            state["master"].copy_(kept)
+        else:
+            state["master"] = kept
 
     def master(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's FP32 master, or None where it has none."""
@@ -232,11 +237,15 @@ class OnePass(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict: FP32 moments, and FP32 masters under ``master`` where there are any."""
-        saved: dict[str, Any] = super().state_dict()
+        with hooks_after(self._optimizer_state_dict_post_hooks) as hooks:
+            saved: dict[str, Any] = super().state_dict()
         for number, parameter in enumerate(self.parameters()):
             state = saved["state"].get(number)
             if state is not None:
                 saved["state"][number] = {name: self._saved(parameter, name, value) for name, value in state.items()}
+        for hook in hooks:
+            changed = hook(self, saved)
+            saved = saved if changed is None else changed
         return saved
 
     def _saved(self, parameter: nn.Parameter, name: str, value: Any) -> Any:
@@ -252,7 +261,19 @@ class OnePass(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state that this class or torch's optimizer of the same name saved; moments and masters stay FP32."""
-        super().load_state_dict(state_dict)
+        state_dict = state_dict.copy()
+        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        pre, post = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+        with hooks_after(pre), hooks_after(post) as after:
+            super().load_state_dict(state_dict)
+        self._take_up(state_dict)
+        for done in after:
+            done(self)
+
+    def _take_up(self, state_dict: dict[str, Any]) -> None:
+        """Bring in FP32 what torch's ``load_state_dict`` has cast."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         held = [(p, group) for group in self.param_groups for p in group["params"]]
         for number, (parameter, group) in zip(numbers, held, strict=True):

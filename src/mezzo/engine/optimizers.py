@@ -1,6 +1,6 @@
 """AdamW and SGD that update in one pass, straight from 16-bit gradients.
 
-They take torch's arguments and load torch's state dicts. Beyond torch's they know 16-bit weights: the FP32 master and
+They take torch's arguments, run torch's hooks and load torch's state dicts. Beyond torch's they know 16-bit weights: the FP32 master and
 the moments live in the optimizer's state, gradients are read in the format that they have, and one pass over the
 memory unscales, clips, updates and rounds the new weights. Bytes a parameter, AdamW: 2 weight + 2 gradient + 4 master
 + 8 moments = 16 in FP16; in BF16 the master is the weight and its low bits, 14. ``moments="8bit"`` keeps 2.02 of the 8, and
@@ -37,6 +37,8 @@ class AdamW(OnePass):
         weight_decay: decoupled; a share of the weight times ``lr``.
         amsgrad: use the largest second mean so far.
         maximize: go up the gradient.
+        foreach, capturable, differentiable, fused: torch's ways to compute an update. They have no effect: the device decides, and no
+            gradient flows through an update. Kept in the groups, as torch keeps them.
         moments: what they are kept in: 4, 2 or 1.01 bytes each; stochastically rounded below FP32.
         rounding: how BF16 weights without masters are rounded; ``stochastic`` weights have no masters.
 
@@ -56,6 +58,10 @@ class AdamW(OnePass):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         moments: Literal["fp32", "bf16", "8bit"] = "fp32",
         rounding: Literal["nearest", "stochastic"] = "nearest",
     ) -> None:
@@ -64,7 +70,8 @@ class AdamW(OnePass):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         _check_choices(moments=(moments, tuple(KINDS)), rounding=(rounding, ("nearest", "stochastic")))
         kept = {"moments": moments, "rounding": rounding}
-        super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize, **kept})
+        torchs = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
+        super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize, **torchs, **kept})
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
@@ -87,6 +94,8 @@ class SGD(OnePass):
         weight_decay: a share of the weight that is added to the gradient.
         nesterov: look ahead along the momentum.
         maximize: go up the gradient.
+        foreach, differentiable, fused: torch's ways to compute an update. They have no effect: the device decides, and no
+            gradient flows through an update. Kept in the groups, as torch keeps them.
         moments: what they are kept in: 4, 2 or 1.01 bytes each; stochastically rounded below FP32.
         rounding: how BF16 weights without masters are rounded; ``stochastic`` weights have no masters.
 
@@ -106,6 +115,9 @@ class SGD(OnePass):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         moments: Literal["fp32", "bf16", "8bit"] = "fp32",
         rounding: Literal["nearest", "stochastic"] = "nearest",
     ) -> None:
@@ -118,7 +130,8 @@ class SGD(OnePass):
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         _check_choices(moments=(moments, tuple(KINDS)), rounding=(rounding, ("nearest", "stochastic")))
         kept = {"moments": moments, "rounding": rounding}
-        super().__init__(params, {**defaults, "nesterov": nesterov, "maximize": maximize, **kept})
+        torchs = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
+        super().__init__(params, {**defaults, "nesterov": nesterov, "maximize": maximize, **torchs, **kept})
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -10,11 +9,12 @@ import torch
 from torch import nn
 
 from mezzo.devices import this_device
-from mezzo.engine import checks, conversion, fp8layers, replicas
+from mezzo.engine import arguments, checks, conversion, fp8layers, replicas
 from mezzo.engine.casting import Casting
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.master import NoMasters, masters_for
 from mezzo.engine.onepass import OnePass
+from mezzo.engine.stephooks import have_hooks, step_is_own
 from mezzo.explain import Choice
 from mezzo.policy import Policy
 
@@ -26,15 +26,21 @@ def listed(value: Any) -> list[Any]:
 
 
 def choose_update(
-    optimizers: Sequence[torch.optim.Optimizer], device_type: str, clip_value: float | None
+    optimizers: Sequence[torch.optim.Optimizer], device: torch.device, clip_value: float | None, policy: Policy
 ) -> tuple[bool, Choice]:
     """Return whether gradients are handed to one-pass kernels as they are, and why."""
+    reason = None
     if clip_value is not None:
-        return False, Choice(what="update", value="optimizers' own step", reason="clip_value changes single elements")
-    if not all(isinstance(o, OnePass) for o in optimizers):
+        reason = "clip_value changes single elements"
+    elif not all(isinstance(o, OnePass) for o in optimizers):
         reason = "not all optimizers are mezzo.AdamW or mezzo.SGD"
+    elif not all(step_is_own(o) for o in optimizers):
+        reason = "an optimizer's step was overridden or replaced"
+    elif policy.casting == "model" and have_hooks(optimizers):
+        reason = "an optimizer has step hooks, which are shown true gradients, in FP32"
+    if reason is not None:
         return False, Choice(what="update", value="optimizers' own step", reason=reason)
-    return True, Choice(what="update", value="one pass", reason=choose(device_type)[1])
+    return True, Choice(what="update", value="one pass", reason=choose(device.type)[1])
 
 
 def prepare(
@@ -48,15 +54,15 @@ def prepare(
     """Convert ``models`` and ``optimizers`` in place and return what holds the FP32 masters.
 
     Args:
-        models: in FP32.
+        models: in FP32; or, under a policy that casts weights, in its own 16 bits, which masters then begin from.
         optimizers: those that will update.
         policy: what to bring about.
         device_type: torch's device type of the models.
         one_pass: whether the optimizers read 16-bit gradients themselves.
     """
+    for model in models:
+        (arguments.refuse_other_half if policy.casting == "model" else arguments.refuse_half)(model, policy)
     if policy.casting == "ops":
-        for model in models:
-            checks.refuse_half(model, policy)
         _use_fp8_units(models, policy, device_type)
         for model in models:
             conversion.keep_fp32(model, policy, device_type)
@@ -97,4 +103,4 @@ def _use_fp8_units(models: Sequence[nn.Module], policy: Policy, device_type: str
         left = fp8layers.layer_choices(models, policy, emulated=False)[1:]
         why = "".join(f"; {choice.value}: {choice.reason}" for choice in left)
         message = f"policy {policy!s} computes no linear layer in FP8 here, and all in {policy.storage.name}{why}"
-        warnings.warn(message, checks.PrecisionWarning, stacklevel=4)
+        checks.warn(message)

@@ -131,12 +131,7 @@ class DynamicScale(StaticScale):
         """
         backs_off = found_inf
         if self.hysteresis > 1:
-            found = found_inf > 0
-            self._left.copy_(torch.where(found, self._left - 1, self.hysteresis))
-            borne = found & (self._left > 0)
-            backs_off = found_inf * ~borne
-            # torch's kernel takes an overflow that the hysteresis bears for a good update and counts it: from -1 to 0.
-            self._growth_tracker.masked_fill_(borne, -1)
+            backs_off = found_inf * bear(found_inf, self._left, self._growth_tracker, self.hysteresis)
         torch._amp_update_scale_(
             self._scale,
             self._growth_tracker,
@@ -187,6 +182,22 @@ class DynamicScale(StaticScale):
         self._scale.fill_(state["scale"])
         self._growth_tracker.fill_(state.get("_growth_tracker", 0))
         self._left.fill_(state.get("hysteresis_left", self.hysteresis))
+
+
+def bear(found_inf: Tensor, left: Tensor, growth_tracker: Tensor, hysteresis: int) -> Tensor:
+    """Count overflows in a row, and return 0 for one that the scale bears without backing off, else 1.
+
+    Args:
+        found_inf: FP32, no dimensions: above 0 where a gradient was not finite.
+        left: overflows until the scale backs off; counted down, or set back by a good update.
+        growth_tracker: of the scale; set so that torch's update, which takes a borne overflow for a good update, leaves it at 0.
+        hysteresis: overflows in a row that make the scale back off.
+    """
+    found = found_inf > 0
+    left.copy_(torch.where(found, left - 1, hysteresis))
+    borne = found & (left > 0)
+    growth_tracker.masked_fill_(borne, -1)
+    return (~borne).to(found_inf.dtype)
 
 
 _SETTINGS = (

@@ -28,20 +28,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine import checks
+from mezzo.engine import arguments, checks
 from mezzo.engine.casting import Casting
 from mezzo.engine.distributed import processes_for
+from mezzo.engine.firstwindows import FirstWindows, NoWatch
 from mezzo.engine.floor import FloorWatch
-from mezzo.engine.gradients import any_not_finite, not_finite, put_back, set_aside, total_norm
+from mezzo.engine.gradients import clip_factor, not_finite, put_back, set_aside, total_norm
 from mezzo.engine.graphs import CapturedStep
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.onepass import OnePass
+from mezzo.engine.ownership import Ownership
+from mezzo.engine.parameters import parameters_of, trained_by
 from mezzo.engine.preparation import choose_update, explained, listed, prepare
 from mezzo.engine.scaling import scale_for
 from mezzo.engine.schedules import Schedules
 from mezzo.engine.state import state_of, take_up
+from mezzo.engine.stephooks import have_hooks
 from mezzo.engine.window import Learned, Window
-from mezzo.errors import ScaleFloorError
 from mezzo.explain import Choice
 from mezzo.policy import Policy
 
@@ -78,6 +81,9 @@ class Session:
         SessionError: the model, optimizers or settings cannot be trained together.
     """
 
+    is_whole_loop = True
+    """Whether nobody else calls the optimizers or changes gradients, so that what a loop leaves behind tells whether it is right."""
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -95,30 +101,31 @@ class Session:
         self.optimizers: list[Optimizer] = listed(optimizer)
         self.schedulers: list[Any] = [] if scheduler is None else listed(scheduler)
         self.accumulate, self.clip_norm, self.clip_value = accumulate, clip_norm, clip_value
-        checks.check_settings(
-            counts={"accumulate": accumulate, "num_losses": num_losses},
-            limits={"clip_norm": clip_norm, "clip_value": clip_value},
-        )
-        checks.check_optimizers(self.optimizers, self.schedulers)
-        self.device = checks.device_of(self._parameters())
+        arguments.check_counts(accumulate=accumulate, num_losses=num_losses)
+        arguments.check_limits(clip_norm=clip_norm, clip_value=clip_value)
+        self.device = self._check_parts()
         self.processes = processes_for(
             self.models, self._trained(), self.policy, accumulate=accumulate, num_losses=num_losses
         )
         self.casting = Casting.of(self.policy, self.device.type)
         self.scales = [scale_for(self.policy, self.device) for _ in range(num_losses)]
-        self._separate = num_losses > 1
-        self._one_pass, self._way_of_updating = choose_update(self.optimizers, self.device.type, clip_value)
+        self._watch: NoWatch = FirstWindows(self) if self.is_whole_loop else NoWatch()
+        self._one_pass, self._way_of_updating = choose_update(self.optimizers, self.device, clip_value, self.policy)
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
+        self._ownership = Ownership(self.models)
         self._schedules = Schedules(self.schedulers, self.device)
         self._windows = 0
         self._norm = torch.full((), math.nan, device=self.device)
-        self._found: Tensor | None = None
-        self._overflowed = False
+        self._found: Tensor | None
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         self._skips = torch.zeros((), device=self.device)
         self._floor = FloorWatch(self.device, together=self.processes.several)
         self._open_window()
         self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
+
+    def _check_parts(self) -> torch.device:
+        """Refuse models, optimizers and schedulers that do not go together; return where the models are."""
+        return arguments.check_parts(self.models, self.optimizers, self.schedulers, self.policy)
 
     def explain(self) -> list[Choice]:
         """Return what the policy does here, each choice with its reason."""
@@ -127,9 +134,8 @@ class Session:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass and the loss are computed."""
-        if self.casting.way == "kernels":
-            return self.casting.autocast()  # type: ignore[no-any-return]
-        return self.casting.region()
+        native = self.casting.way == "kernels"
+        return self._watch.region(self.casting.autocast() if native else self.casting.region())
 
     def step(self, loss: Tensor, *, weight: float | None = None, loss_id: int = 0) -> None:
         """Run a micro-batch's backward pass, and the update at the end of the window.
@@ -156,17 +162,21 @@ class Session:
             NonFiniteLossError: the loss is not finite before the first update.
             SessionError: the loss cannot be differentiated, the scale is unknown, or the gradients were unscaled already.
         """
+        if self._ownership.lost:
+            raise checks.taken_over()
         self.processes.check_loss(loss, first=self._windows + self._window.calls == 0)
+        self._watch.before_backward(loss, opens=self._window.calls == 0)
         if weight is not None or loss_id or self._window.unscaled:
             checks.check_backward(weight, loss_id, len(self.scales), unscaled=self._window.unscaled)
         share = self._window.share(weight, loss_id, unit=self.processes.unit(weight))
-        aside = set_aside(self._trained()) if self._separate else None
+        aside = set_aside(self._trained()) if len(self.scales) > 1 else None
         self._differentiate(loss, share, loss_id=loss_id, retain_graph=retain_graph)
         if aside is not None:
-            self._to_first_scale(loss_id)
+            self._window.take_in(loss_id, self.processes.gradients(self._trained()), self.scales)
             put_back(aside)
         self._window.calls += 1
         self.processes.ran(self._window.calls)
+        self._watch.after_backward()
 
     def _differentiate(self, loss: Tensor, share: float, *, loss_id: int = 0, retain_graph: bool = False) -> None:
         scaled = self.scales[loss_id].scale(loss if share == 1.0 else loss * share)
@@ -217,26 +227,32 @@ class Session:
         """
         if self._window.calls == 0:
             raise checks.no_backward()
+        self._ownership.check_formats()
+        self._watch = self._watch.before_update()
         if self.schedulers:
             self._schedules.settle()
-        chosen = checks.known(optimizers, self.optimizers) or self.optimizers
-        before = checks.snapshot(self._parameters()) if self._watch_rounding else None
+        chosen = checks.known(optimizers, self.optimizers) if optimizers else self.optimizers
+        before = checks.snapshot(parameters_of(self.models)) if self._watch_rounding else None
         skipped = self._update_on_device(chosen)
         self._close(chosen, skipped)
         if before is not None and not bool(skipped):
             self._watch_rounding = False
-            checks.warn_of_lost_updates(before, self._parameters(), self.policy)
+            checks.warn_of_lost_updates(before, parameters_of(self.models), self.policy)
 
     def _update_on_device(self, chosen: list[Optimizer], *, rehearsal: bool = False) -> Tensor | bool:
         """Enqueue all of an update; return above 0 where it is skipped, as all is in a rehearsal."""
         gradients = self._gradients(chosen)
+        if not gradients and self.is_whole_loop:
+            raise checks.no_gradients()
         if self._window.unscaled:  # the gradients may have been changed since, or be more than those updated
             self._norm = self.processes.norm(gradients, self._norm_here)
         else:
             self._found = self._reduce(gradients)
-        factor = self._clipped(None if self._window.unscaled else self._factor())
+        factor = None if self._window.unscaled else self._factor()
+        if self.clip_norm is not None:
+            factor = clip_factor(self._norm, self.clip_norm, factor)
         learned = self._window.learned(self.scales, self._found)
-        if self._one_pass:
+        if self._on_device:
             skipped: Tensor | bool = self._at_once(chosen, factor, learned, rehearsal=rehearsal)
         else:
             skipped = self._by_step(chosen, gradients, factor, learned)
@@ -248,8 +264,8 @@ class Session:
         """Do what follows an update on the host."""
         if self.schedulers:
             self._schedules.follow(chosen, skipped)
-        if self._one_pass and self._found is not None and self._floor.reached():
-            raise self._floor_error()
+        if self._on_device and self._found is not None and self._floor.reached():
+            raise checks.floor_error(self.policy, self.models, self.masters)
         if not keep_gradients:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -262,6 +278,7 @@ class Session:
         for optimizer in chosen:
             assert isinstance(optimizer, OnePass)
             optimizer.update(self._one if factor is None else factor.float(), flag)
+        self.masters.push()
         if self._found is not None:
             self._skips += flag
             self._floor.note(to)
@@ -271,8 +288,9 @@ class Session:
         """Change the gradients and let the optimizers step, or skip."""
         if self._overflowed:
             self._skips += 1
+            self._schedules.skipped(chosen, window=self._windows)
             if any(bool(one) and scale.at_floor() for scale, one in to):
-                raise self._floor_error()
+                raise checks.floor_error(self.policy, self.models, self.masters)
             return True
         if gradients and factor is not None:
             torch._foreach_mul_(gradients, factor)
@@ -323,27 +341,34 @@ class Session:
         self._windows = state["updates"] + state["skipped"]
         self._skips.fill_(state["skipped"])
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise checks.no_copy()
+
     def _open_window(self) -> None:
         self._window = Window(self.accumulate, len(self.scales))
         self._found = None
         self._overflowed = False
+        self._on_device = self._one_pass
+        """Whether the device decides whether this update is skipped."""
         self.processes.expect(0)
 
     def _gradients(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
         self.processes.collect()
         self.masters.pull_gradients()
-        groups = [group["params"] for o in optimizers for group in o.param_groups]
-        return self.processes.gradients([p for group in groups for p in group])
+        return self.processes.gradients(trained_by(optimizers))
 
     def _reduce(self, gradients: list[Tensor]) -> Tensor | None:
         """Take the norm of the gradients; return FP32 1 or 0, not finite or finite, where the loss is scaled."""
         self._norm = self.processes.norm(gradients, self._norm_here, self._window)
+        if self._one_pass and have_hooks(self.optimizers):
+            checks.refuse_half_gradients_to_hooks(gradients)
+            self._on_device = False
         if not self.scales[0].checks:
             return None
         found = not_finite(self._norm)
         if self._window.found:
             found = torch.maximum(found, self._window.found_any())
-        if self._one_pass:
+        if self._on_device:
             return found
         self._overflowed = bool(found)  # the one host read of an update, where GradScaler waits as well
         if self._overflowed and self.processes.all_finite(gradients):
@@ -368,31 +393,6 @@ class Session:
             self._norm = self._norm * factor
         return factor
 
-    def _clipped(self, factor: Tensor | None) -> Tensor | None:
-        if self.clip_norm is None:
-            return factor
-        # torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
-        coefficient = torch.clamp(self.clip_norm / (self._norm + 1e-6), max=1.0)
-        return coefficient if factor is None else coefficient * factor
-
-    def _floor_error(self) -> ScaleFloorError:
-        named = [(n, self.masters.gradient(p)) for m in self.models for n, p in m.named_parameters()]
-        return checks.floor_error(self.policy, named)
-
-    def _to_first_scale(self, loss_id: int) -> None:
-        """Note whether one loss's gradients are finite and bring them from its scale to the first loss's."""
-        fresh = self.processes.gradients(self._trained())
-        scale = self.scales[loss_id]
-        if fresh and scale.checks:
-            self._window.note(loss_id, any_not_finite(fresh))
-            inverse = scale.inverse()
-            if loss_id and inverse is not None:
-                torch._foreach_mul_(fresh, self.scales[0].scale(inverse))
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return list(dict.fromkeys(p for model in self.models for p in model.parameters()))
-
     def _trained(self) -> list[nn.Parameter]:
         """Return the models' parameters and those that only an optimizer has."""
-        groups = [group["params"] for o in self.optimizers for group in o.param_groups]
-        return list(dict.fromkeys([*self._parameters(), *(p for group in groups for p in group)]))
+        return list(dict.fromkeys([*parameters_of(self.models), *trained_by(self.optimizers)]))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engine import checks
+from mezzo.engine.gradients import any_not_finite
 from mezzo.engine.scaling import Scale
 
 Learned: TypeAlias = list[tuple[Scale, Tensor]]
@@ -75,6 +76,16 @@ class Window:
         """Note what a backward pass of one of several losses left: 1 where a gradient is not finite, else 0."""
         before = self.found.get(loss_id)
         self.found[loss_id] = found if before is None else torch.maximum(before, found)
+
+    def take_in(self, loss_id: int, fresh: list[Tensor], scales: Sequence[Scale]) -> None:
+        """Note whether one loss's ``fresh`` gradients are finite, and bring them from its scale to the first loss's."""
+        scale = scales[loss_id]
+        if not fresh or not scale.checks:
+            return
+        self.note(loss_id, any_not_finite(fresh))
+        inverse = scale.inverse()
+        if loss_id and inverse is not None:
+            torch._foreach_mul_(fresh, scales[0].scale(inverse))
 
     def found_any(self) -> Tensor:
         """Return 1 where any loss's gradients overflowed, else 0."""

@@ -162,6 +162,8 @@ class BackwardPasses:
         run.close_update()
         for watcher in run.watchers:
             watcher.backward_begins()
+        needs_reach = run.recorder.apart.needs_reach or run.owners.may_need_reach(len(run.recorder))
+        reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
         for loss in (t.detach() for t in outputs if t.numel() == 1):
             first = not len(run.recorder) and not run.recorder.has_loss()
             if first and not run.scaled_by_script and not bool(loss.isfinite()):
@@ -169,7 +171,8 @@ class BackwardPasses:
                     f"the loss is {loss.item()} before the first update",
                     hint="no loss scale can help: look at the data and at the forward pass; compare with --policy fp32",
                 )
-            run.recorder.loss(loss / run.script_scaler.get_scale() if run.scaled_by_script else loss)
+            value = loss / run.script_scaler.get_scale() if run.scaled_by_script else loss
+            run.recorder.loss(value, reached=reached)
 
     def _scaled(self, outputs: Sequence[Tensor], given: Any, scale: Scale) -> Any:
         if not scale.checks:

@@ -1,6 +1,6 @@
 """The child process: run one script under one policy and write one record, whatever the script does.
 
-Called as ``python -m mezzo.launch.child REQUEST`` with the request as JSON. The script sees what it would see under ``python``:
+Called as ``python -m mezzo.launch.child REQUEST``. The script sees what it would see under ``python``:
 ``__main__``, ``sys.argv``, ``sys.path[0]``, its own exit code. Its traceback begins at its own first line.
 """
 
@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import os
 import runpy
-import signal
 import sys
 import threading
 import time
@@ -20,11 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from mezzo.diagnosis.settings import step_text
 from mezzo.errors import MezzoError, ScriptError
+from mezzo.launch.endings import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
+from mezzo.launch.files import files_read
 from mezzo.launch.frameworks import Framework, training_in
 from mezzo.launch.output import MetricReader, Watched
 from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.tracebacks import print_error
+from mezzo.measure.environment import surroundings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Finding, Reason, RunRecord, write_record
 
@@ -35,15 +38,22 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     """Run the script of the request in ``argv`` and return the exit code.
 
     Args:
-        argv: the request, as JSON.
+        argv: the request, as ``Request.packed`` gives it.
         unheeded: tells, at the end, which of the script's settings came too late to be heeded.
     """
-    request = Request.model_validate_json(argv[0])
+    request = Request.unpacked(argv[0])
     process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the folder
+    shell = surroundings()
     policy = None if request.policy == AS_IS else Policy.of(request.policy)
-    train = training_in(request.framework)
-    started = time.perf_counter()
-    with train(policy, seed=request.seed, diagnosis=request.diagnosis) as training:
+    with interrupts_kill():
+        train = training_in(request.framework)
+    started, started_at_s = time.perf_counter(), time.time()
+    watched = files_read(request.compared_since_s)
+    with (
+        ended_by_signals(),
+        train(policy, seed=request.seed, diagnosis=request.diagnosis) as training,
+        watched as files,
+    ):
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         exit_code, error = _run_script(request, reader)
@@ -57,32 +67,35 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         elif exit_code == 0 and diagnosis is not None and not diagnosis.watched:
             error = _too_short(request, num_steps)
             exit_code = error.exit_code
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cost the record
-    record = RunRecord(
-        command=list(request.command),
-        script=request.target,
-        script_sha256=digest,
-        framework=training.framework,
-        policy=str(policy) if policy is not None else AS_IS,
-        explanation=training.explanation(),
-        seed=request.seed,
-        environment=training.environment(),
-        steps=training.steps(),
-        memory=training.memory(),
-        effective=_with(training.effective(), unheeded()),
-        metric=reader.metric() if reader else None,
-        findings=training.findings(),
-        duration_s=time.perf_counter() - started,
-        exit_code=exit_code,
-        error=_sentence(error),
-    )
-    write_record(record if diagnosis is None else diagnosis.record(record), path)
+    with undisturbed():
+        record = RunRecord(
+            command=list(request.command),
+            script=request.target,
+            script_sha256=digest,
+            framework=training.framework,
+            policy=str(policy) if policy is not None else AS_IS,
+            explanation=training.explanation(),
+            seed=request.seed,
+            environment=training.environment().model_copy(update=shell),
+            steps=training.steps(),
+            memory=training.memory(),
+            effective=_with(training.effective(), [*_stands_in(request), *unheeded()]),
+            metric=reader.metric() if reader else None,
+            findings=training.findings(),
+            files_read=files.found,
+            started_at_s=started_at_s,
+            duration_s=time.perf_counter() - started,
+            exit_code=exit_code,
+            error=_sentence(error),
+        )
+        write_record(record if diagnosis is None else diagnosis.record(record), path)
     if isinstance(error, MezzoError):
         print(f"mezzo: {error}", file=sys.stderr)
     if diagnosis is None and record.findings:
         print(f"mezzo: {_in_one_line(record.findings)}", file=sys.stderr)
-    if diagnosis is not None and any(t.daemon for t in threading.enumerate()):
-        _leave_at_once(exit_code)
+    signalled = isinstance(error, EndedBySignal)
+    if signalled or (diagnosis is not None and any(t.daemon for t in threading.enumerate())):
+        _leave_at_once(exit_code, tidily=not signalled)
     return exit_code
 
 
@@ -91,19 +104,28 @@ def _in_one_line(findings: list[Finding]) -> str:
     first = findings[0]
     where = ", ".join([*(Path(line).name for line in first.lines[:1]), f"step {first.step}"])
     others = f"; also {', '.join(f.code for f in findings[1:])}" if len(findings) > 1 else ""
-    return f"{first.code}: {first.title} ({where}){others}; the record says how to mend it"
+    return f"{first.code}: {first.title} ({where}){others}; the record says how to fix it"
 
 
 def _with(effective: Effective, more: list[Reason]) -> Effective:
     return effective.model_copy(update={"left_alone": [*effective.left_alone, *more]})
 
 
-def _leave_at_once(exit_code: int) -> None:
-    """End the process with a script's daemon threads still running: python's own end would abort in native code.
+def _stands_in(request: Request) -> list[Reason]:
+    return [] if request.stand_in is None else [request.stand_in.reason]
 
-    A script that a diagnosis ended early has not ended its threads.
+
+def _leave_at_once(exit_code: int, *, tidily: bool) -> None:
+    """End the process without python's own end, which a signal does not wait for either.
+
+    Nor can a script that a diagnosis ended early have it: with its daemon threads still running, it would abort in native code.
+
+    Args:
+        exit_code: the process's.
+        tidily: whether to call what the script has registered for the end.
     """
-    atexit._run_exitfuncs()
+    if tidily:
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(exit_code)
@@ -119,7 +141,7 @@ def _run_script(request: Request, reader: MetricReader | None) -> Ending:
         sys.stdout, sys.stderr = (cast(Any, Watched(stream, reader.line)) for stream in streams)
     try:
         ending = _guarded(lambda: _execute(request))
-        return _guarded(_wait_for_threads, before=ending)
+        return ending if isinstance(ending[1], EndedBySignal) else _guarded(_wait_for_threads, before=ending)
     finally:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, Watched):
@@ -129,7 +151,11 @@ def _run_script(request: Request, reader: MetricReader | None) -> Ending:
 
 
 def _execute(request: Request) -> None:
-    if request.kind == "module":
+    if request.stand_in is not None:
+        words = [*request.stand_in.options, *(["-m"] if request.kind == "module" else []), *sys.argv]
+        sys.path[0], sys.argv = os.getcwd(), [request.stand_in.module, *words]
+        runpy.run_module(request.stand_in.module, run_name="__main__", alter_sys=True)
+    elif request.kind == "module":
         sys.path[0] = os.getcwd()
         runpy.run_module(request.target, run_name="__main__", alter_sys=True)
     else:
@@ -150,6 +176,8 @@ def _guarded(action: Callable[[], None], *, before: Ending = (0, None)) -> Endin
     ending: Ending = (0, None)
     try:
         action()
+    except EndedBySignal as error:
+        ending = error.exit_code, error
     except SystemExit as leaving:
         ending = _exit_code(leaving), None
     except MezzoError as error:
@@ -175,6 +203,8 @@ def _exit_code(leaving: SystemExit) -> int:
 def _sentence(error: BaseException | None) -> str | None:
     if error is None:
         return None
+    if isinstance(error, EndedBySignal):
+        return error.sentence
     return error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
@@ -197,7 +227,7 @@ _TRAINS_BY: dict[Framework, tuple[str, str]] = {
 def _too_short(request: Request, num_steps: int) -> ScriptError:
     steps = () if request.diagnosis is None else request.diagnosis.steps
     return ScriptError(
-        f"{request.target} ended after {num_steps} training steps; the steps to watch are {', '.join(map(str, steps))}",
+        f"{request.target} ended after {num_steps} training steps; the steps to watch are {step_text(steps)}",
         hint=f"pass numbers from 1 to {num_steps} with --steps, or arguments that make the script train longer",
     )
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mezzo.diagnosis import words
 from mezzo.diagnosis.settings import DiagnoseSettings
 from mezzo.diagnosis.watching import Watched
 from mezzo.errors import ScriptError, SessionError
@@ -75,4 +76,9 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
             hint="pass a function that calls backward() and updates the weights",
         )
     seen = Pass(policy=whole.policy, reason="every step's operations", num_steps=len(run.recorder))
-    return record.model_copy(update={"passes": [seen.model_copy(update={"watched": run.diagnosis.watched})]})
+    skips = words.skipped(whole, record.faulty_steps) if record.verdict == "scale_overflow" else ""
+    update = {
+        "passes": [seen.model_copy(update={"watched": run.diagnosis.watched})],
+        "detail": ". ".join(filter(None, [record.detail, skips])),
+    }
+    return record.model_copy(update=update)

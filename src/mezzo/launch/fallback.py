@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import shlex
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from mezzo.diagnosis.settings import FallbackSettings
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
+from mezzo.launch.stopping import stoppable
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, RunRecord
 
@@ -62,7 +64,12 @@ def fallback(
         )
     with tempfile.TemporaryDirectory(prefix="mezzo-") as folder:
         measure = _Calls(train)
-        return find(measure, Policy.of(policy), folder=folder, tolerance=tolerance, fresh=fresh)
+        name = getattr(train, "__qualname__", type(train).__name__)
+
+        def command(kind: str, under: str) -> str:
+            return f'mezzo.{kind}({name}, policy="{under}")'
+
+        return find(measure, Policy.of(policy), folder=folder, tolerance=tolerance, command=command, fresh=fresh)
 
 
 def fallback_of_script(
@@ -90,7 +97,12 @@ def fallback_of_script(
     try:
         measure = _Children(request, runs)
         policy = Policy.of(request.policy)
-        return find(measure, policy, folder=str(runs), tolerance=tolerance, fresh=fresh, note=note)
+
+        def command(kind: str, under: str) -> str:
+            module = ["-m"] if request.kind == "module" else []
+            return shlex.join(["mezzo", kind, "--policy", under, *module, request.target, *request.arguments])
+
+        return find(measure, policy, folder=str(runs), tolerance=tolerance, command=command, fresh=fresh, note=note)
     finally:
         for gradients in runs.glob("*.pt"):
             gradients.unlink()
@@ -132,7 +144,9 @@ class _Children:
                 "record_path": str(self._folder / f"{settings.name}.record.json"),
             }
         )
-        run = run_child(request, output=output)
+        with stoppable() as stop:
+            run = run_child(request, output=output)
+            stop.check(run)
         where = f"what it printed is in {output}"
         return _checked(_read(settings), run, where=where, role=settings.role), run
 

@@ -12,9 +12,9 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -85,20 +85,55 @@ def training_in(framework: Framework) -> Switch:
 
 def framework_of(target: str, *, kind: Literal["script", "module"]) -> Framework:
     """Return the framework of a script or of a module (by its dotted name), from its own files' imports."""
-    named = set(_names_imported(_source_of(target) if kind == "module" else Path(target)))
+    named = names_imported(target, kind=kind)
     others: tuple[Framework, ...] = ("paddle", "keras")
     return next((framework for framework in others if framework in named), "torch")
 
 
+def names_imported(target: str, *, kind: Literal["script", "module"]) -> set[str]:
+    """Return the packages that a script and its own files import: ``keras`` for TensorFlow's Keras too."""
+    found = set()
+    for _, tree in _own_files(_path_of(target, kind)):
+        for name in _imports_of(tree):
+            parts = name.split(".")
+            found.add("keras" if parts[:2] == ["tensorflow", "keras"] else parts[0])
+    return found
+
+
+def needs(package: str, target: str, *, kind: Literal["script", "module"]) -> Literal["no", "perhaps", "surely"]:
+    """Return whether a script imports a package, whatever else it does, and has no way around an ImportError."""
+    trees = [tree for _, tree in _own_files(_path_of(target, kind))]
+    if any(_imports(tree, package, whenever=False) for tree in trees):
+        return "surely"
+    return "perhaps" if any(_imports(tree, package, whenever=True) for tree in trees) else "no"
+
+
+def own_sources(target: str, *, kind: Literal["script", "module"]) -> Iterator[str]:
+    """Yield the text of a script and of the files beside it that it imports."""
+    for source, _ in _own_files(_path_of(target, kind)):
+        yield source.decode(errors="replace")
+
+
 def spec_of(module: str) -> ModuleSpec | None:
-    """Return where python would find a module from this folder, None for nowhere."""
+    """Return where python would find a module from this folder, None for nowhere; runs no code of its packages."""
+    first, *below = module.split(".")
+    if not first or not all(below):
+        return None
     sys.path.insert(0, "")
     try:
-        return importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(first)  # a name without a dot has no package to run
+        for name in below:
+            places = None if spec is None else spec.submodule_search_locations
+            spec = None if places is None else PathFinder.find_spec(name, list(places))
+        return spec
     except (ImportError, ValueError):
         return None
     finally:
         sys.path.pop(0)
+
+
+def _path_of(target: str, kind: Literal["script", "module"]) -> Path | None:
+    return _source_of(target) if kind == "module" else Path(target)
 
 
 def _source_of(module: str) -> Path | None:
@@ -108,8 +143,8 @@ def _source_of(module: str) -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
-def _names_imported(script: Path | None) -> Iterator[str]:
-    """Yield what the script and the files beside it that it imports import: ``keras`` for TensorFlow's Keras too."""
+def _own_files(script: Path | None) -> Iterator[tuple[bytes, ast.AST]]:
+    """Yield the script, and the files beside it that it imports."""
     waiting, seen = [] if script is None else [script], set[Path]()
     folder = Path() if script is None else script.resolve().parent
     while waiting and len(seen) < _MAX_FILES:
@@ -118,13 +153,32 @@ def _names_imported(script: Path | None) -> Iterator[str]:
             continue
         seen.add(path)
         try:
-            tree = ast.parse(path.read_bytes())
+            source = path.read_bytes()
+            tree = ast.parse(source)
         except (OSError, SyntaxError, ValueError):  # the script's own error, which it meets when it is run
             continue
+        yield source, tree
         for name in _imports_of(tree):
-            parts = name.split(".")
-            yield "keras" if parts[:2] == ["tensorflow", "keras"] else parts[0]
-            waiting += [p for p in _files_of(folder, parts) if p.is_file()]
+            waiting += [p for p in _files_of(folder, name.split(".")) if p.is_file()]
+
+
+def _imports(node: ast.AST, package: str, *, whenever: bool) -> bool:
+    """Return whether code imports a package; ``whenever``: also in a function, or under a condition."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        beside = isinstance(node, ast.ImportFrom) and node.level > 0
+        return not beside and package in (name.partition(".")[0] for name in _imports_of(node))
+    if not whenever and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.If)):
+        return False
+    inner: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    if isinstance(node, ast.Try) and any(_catches_import_errors(handler) for handler in node.handlers):
+        inner = [*node.orelse, *node.finalbody]
+    return any(_imports(part, package, whenever=whenever) for part in inner)
+
+
+def _catches_import_errors(handler: ast.ExceptHandler) -> bool:
+    caught = "Exception" if handler.type is None else ast.unparse(handler.type)
+    ends = any(isinstance(inner, ast.Raise) for inner in ast.walk(handler))
+    return not ends and any(name in caught for name in ("ImportError", "ModuleNotFoundError", "Exception"))
 
 
 def _files_of(folder: Path, parts: list[str]) -> list[Path]:

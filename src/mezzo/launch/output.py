@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 from mezzo.records import Metric
+
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
+"""What colours text or moves the cursor, and other characters that no one sees."""
+_NOT_FINITE = re.compile(r"(?<![\w.])[+-]?(?:nan|inf(?:inity)?)(?![\w.])", re.IGNORECASE)
+_GOES_ON = re.compile(r"[eE][+-]?\d+|(?:,\d+)+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+"""What may follow digits and belong to the same number: an exponent, or groups after commas."""
+_IN_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?(?:[eE][+-]?\d+)?")
+_SHOWN = 40
+
+_TOKEN = re.compile(
+    r"""
+    (?P<silent> \\[bBAZ] | \(\?[aiLmsux-]+\) | \(\?(?:[aiLmsux-]*:|>|<?[=!]) | [*+?]\??\+? | \{\d*,?\d*\}\?? | [)^$] )
+  | (?P<group> \((?:\?P<(?P<name>\w+)>)? )
+  | (?P<wild> \\(?:x[0-9A-Fa-f]{2}|0[0-7]{0,2}|.) | \[\^?\]?(?:\\.|[^\]\\])*\] | [.|] )
+  | (?P<literal> . )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""The parts of a regular expression: those that stand for no character, a capturing group, any of several characters, one character."""
 
 
 class MetricReader:
@@ -17,22 +36,75 @@ class MetricReader:
         self._num_updates = num_updates
         self._steps: list[int] = []
         self._values: list[float] = []
+        self._percent = False
+        self._text: str | None = None
 
     def line(self, text: str) -> None:
         """Look at one line of output."""
-        for match in self._compiled.finditer(text):
+        found = [*self._found(_CONTROLS.sub("", text))] or [
+            *self._found(text)
+        ]  # a pattern may name the codes of a colour
+        for number, rest in found:
             try:
-                value = float(match.group(1))
-            except (TypeError, ValueError):
-                continue  # the group took no part in the match, or took in something that is no number
+                value = _value_of(number)
+            except ValueError:
+                self._text = number.strip()[:_SHOWN] or None
+                continue
+            self._percent |= number.endswith("%") or rest.lstrip().startswith("%")
+            self._text = None
             self._steps.append(self._num_updates())
             self._values.append(value)
 
+    def _found(self, line: str) -> Iterator[tuple[str, str]]:
+        """Yield what the pattern's first group matches, and what follows; a pattern of digits also meets ``nan`` and ``inf``."""
+        words = {found.start(): found for found in _NOT_FINITE.finditer(line)}
+        digits = _NOT_FINITE.sub(lambda found: "0." + "0" * (len(found.group()) - 2), line)
+        for match in self._compiled.finditer(digits):
+            start, end = match.span(1)
+            if start >= 0:
+                number = words[start].group() if start in words else whole_number(line, start, end)
+                yield number, line[start + len(number) :]
+
     def metric(self) -> Metric:
-        """Return what was found; the metric is called by the pattern's first word."""
-        word = re.match(r"\w+", self._pattern)
-        name = word.group() if word else "metric"
-        return Metric(name=name, pattern=self._pattern, steps=self._steps, values=self._values)
+        """Return what was found."""
+        return Metric(
+            name=name_of(self._pattern),
+            pattern=self._pattern,
+            steps=self._steps,
+            values=self._values,
+            percent=self._percent,
+            text=self._text,
+        )
+
+
+def whole_number(line: str, start: int, end: int) -> str:
+    """Return what a group matched in ``line``, with the rest of the number where the pattern cuts it: ``1.2`` of ``1.2e-05``."""
+    found, rest = line[start:end], _GOES_ON.match(line, end)
+    if rest is None or not re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)", found):
+        return found
+    grouped = found + rest.group()
+    in_thousands = _IN_THOUSANDS.fullmatch(grouped) or re.match(r"[+-]?0,", grouped)
+    return grouped if in_thousands or not rest.group().startswith(",") else found
+
+
+def _value_of(number: str) -> float:
+    """Return a number as it was printed; a comma that groups no thousands makes it none."""
+    plain = number.strip().removesuffix("%")
+    return float(plain.replace(",", "") if _IN_THOUSANDS.fullmatch(plain) else plain)
+
+
+def name_of(pattern: str) -> str:
+    """Return the words of a metric's pattern: those before its first group, else the group's name, else those after it."""
+    before: list[str] = []
+    after: list[str] = []
+    group, words = "", before
+    for token in _TOKEN.finditer(pattern):
+        if token["group"] is not None and words is before:
+            group, words = token["name"] or "", after
+        letter = token["literal"] or " "
+        words.append("" if token["silent"] is not None else letter if letter.isalnum() or letter in "_@-" else " ")
+    first, last = (" ".join(word for part in "".join(w).split() if (word := part.strip("-"))) for w in (before, after))
+    return first or group.replace("_", " ") or last or "metric"
 
 
 class Watched:

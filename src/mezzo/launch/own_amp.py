@@ -94,10 +94,9 @@ def _turned_off(original: Callable[..., Any]) -> Callable[..., Any]:
 def _hear_scale(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
-        scaled = original(self, outputs)
         if self.is_enabled():
-            run.script_scaler, run.scaled_by_script = self, True
-        return scaled
+            run.meet_scaler(self)
+        return original(self, outputs)
 
     return scale
 
@@ -108,9 +107,10 @@ def _hear_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, optimizer, *args, **kwargs)
         if self.is_enabled():
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-            if any(bool(f) for f in found):
-                run.script_skipped()
+            skipped = any(bool(f) for f in found)
+            if skipped:
                 run.lint.skipped()
+            run.script_stepped(self, optimizer, skipped=skipped)
         return result
 
     return step

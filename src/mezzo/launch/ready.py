@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from mezzo.launch.frameworks import spec_of, training_in
+from mezzo.launch.guard import PASSED_ON, STOPPING, die_with_parent
+from mezzo.launch.processes import Guarded
 from mezzo.launch.request import Request
 from mezzo.records import Reason
-
-PASSED_ON = (signal.SIGINT, signal.SIGTERM)
-"""The signals that the command passes on to a run."""
 
 _COMPILER = "torch._dynamo"
 """What torch itself imports when a script makes its first optimizer."""
@@ -66,7 +65,7 @@ class Starter:
         self.why_afresh: str | None = None
         """Why runs are started by themselves after all."""
         self._place = os.getcwd(), dict(os.environ)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Guarded | None = None
         self._connection: socket.socket | None = None
 
     def start(self, request: Request, *, sink: IO[bytes]) -> Forked | None:
@@ -82,7 +81,7 @@ class Starter:
         assert self._process is not None
         assert self._connection is not None
         try:
-            socket.send_fds(self._connection, [request.model_dump_json().encode()], [sink.fileno()])
+            socket.send_fds(self._connection, [request.packed().encode()], [sink.fileno()])
         except (BrokenPipeError, ConnectionResetError):
             self.why_afresh = _ENDED
             return None
@@ -94,7 +93,7 @@ class Starter:
         with theirs, tempfile.TemporaryFile(dir=folder) as said:
             number = theirs.fileno()
             command = [sys.executable, "-m", "mezzo.launch.ready", str(number)]
-            self._process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, pass_fds=[number])
+            self._process = Guarded(command, stdout=said, stderr=subprocess.STDOUT, pass_fds=[number])
 
     def close(self) -> None:
         """End the process."""
@@ -104,9 +103,9 @@ class Starter:
 
 
 class Forked:
-    """Be a forked run to the command, as ``subprocess.Popen`` is one that it started itself."""
+    """Stand for a forked run, as ``Guarded`` does for one in a process of its own."""
 
-    def __init__(self, starter: Starter, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    def __init__(self, starter: Starter, process: Guarded, connection: socket.socket) -> None:
         self._starter, self._process, self._connection = starter, process, connection
         self._number: int | None = None
 
@@ -122,7 +121,7 @@ class Forked:
             try:
                 message = self._connection.recv(_LONGEST_BYTES).decode()
             except TimeoutError:
-                raise subprocess.TimeoutExpired(self._process.args, timeout or 0.0) from None
+                raise subprocess.TimeoutExpired("a run", timeout or 0.0) from None
             except ConnectionResetError:  # it ended before it read the request
                 message = ""
             kind, _, value = message.partition(" ")
@@ -131,21 +130,21 @@ class Forked:
             elif kind == "afresh":
                 self._starter.why_afresh = value
             elif kind == "code":
+                self._process.forget()
                 return int(value)
             else:
                 return self._orphaned()
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the run, or, while it does not exist yet, to the process that is to fork it."""
-        if self._number is None:
-            self._process.send_signal(number)
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._number, number)
+    def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
+        """Send a signal to the run; one that stops it ends everything while it does not exist yet."""
+        if self._number is not None:
+            self._process.pass_on(number, kill_after_s=kill_after_s, process=self._number)
+        elif number in STOPPING:
+            self._process.kill()
 
     def kill(self) -> None:
-        """Kill the run."""
-        self.send_signal(signal.SIGKILL)
+        """Kill the run with its descendants."""
+        self._process.kill(self._number or 0)
 
     def _orphaned(self) -> int:
         """Return how the process ended that would have told of the run; the run ends with it."""
@@ -197,12 +196,15 @@ def fork_for_requests(connection: socket.socket) -> Request:
         message, files, _, _ = socket.recv_fds(connection, _LONGEST_BYTES, 1)
         if not message:
             os._exit(0)
-        request = Request.model_validate_json(message)
+        request = Request.unpacked(message.decode())
         unsafe = imported.failed or _several_threads() or _device_opened()
         # The child hears later what comes while it has no handlers yet.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-        child = os.fork()
+        parent, child = os.getpid(), os.fork()
         if child == 0:
+            die_with_parent()
+            if os.getppid() != parent:  # it was killed before that could take effect
+                os._exit(128 + signal.SIGKILL)
             why = unsafe or _why_not_here(request, imported.names)
             if why is not None:
                 connection.send(f"afresh {why}".encode())

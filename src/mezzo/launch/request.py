@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from mezzo.diagnosis.settings import AnySettings
 from mezzo.launch.frameworks import Framework
+from mezzo.records import AS_IS as AS_IS
+from mezzo.records import Reason
 
-AS_IS = "as-is"
-"""In place of a policy: the script's own precision is left alone."""
+_IN = "@"
+_LONGEST = 100_000
+"""Linux allows 131072 bytes a word; a script may be given the names of thousands of files."""
+
+
+class StandIn(BaseModel):
+    """Name a module that runs the script in place of python, with a package put in place that is not installed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    module: str
+    options: tuple[str, ...]
+    """What stands before the script's name."""
+    reason: Reason
+    """For the record."""
 
 
 class Request(BaseModel):
@@ -23,6 +39,7 @@ class Request(BaseModel):
     kind: Literal["script", "module"]
     arguments: tuple[str, ...] = ()
     framework: Framework = "torch"
+    stand_in: StandIn | None = None
     policy: str
     """A policy text, or ``as-is``."""
     seed: int | None = None
@@ -34,5 +51,26 @@ class Request(BaseModel):
     """What the person typed, for the record."""
     diagnosis: AnySettings | None = None
     """What to watch for; the record is then of that kind. None: train and take down the steps."""
+    compared_since_s: float | None = None
+    """Unix time at which the comparison began that the run is part of, to note what it reads of other runs; None: it is part of none."""
     output_to_stderr: bool = False
     """Whether the script's standard output goes to standard error, because ours is JSON."""
+
+    def packed(self) -> str:
+        """Return the request as one command-line word: as JSON, or as the name of a file if it is too long for the system."""
+        text = self.model_dump_json()
+        if len(text) <= _LONGEST:
+            return text
+        self.file.write_text(text, encoding="utf-8")
+        return f"{_IN}{self.file}"
+
+    @classmethod
+    def unpacked(cls, word: str) -> Request:
+        """Return the request of such a word."""
+        text = Path(word.removeprefix(_IN)).read_text(encoding="utf-8") if word.startswith(_IN) else word
+        return cls.model_validate_json(text)
+
+    @property
+    def file(self) -> Path:
+        """Return the file of a request that is too long for a word."""
+        return Path(self.record_path).absolute().with_suffix(".request")

@@ -13,12 +13,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo import oplists
 from mezzo.diagnosis.lint.watch import Lint
+from mezzo.diagnosis.skips import Update
 from mezzo.diagnosis.watching import Diagnosis
 from mezzo.engine import conversion, fp8layers
 from mezzo.engine.casting import Casting
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.scaling import NoScale, Scale, scale_for
-from mezzo.errors import PolicyError, ScaleFloorError
+from mezzo.errors import PolicyError, ScaleFloorError, UnsupportedFormatError
+from mezzo.launch.owners import OptimizerOwners
 from mezzo.measure.steps import StepRecorder
 from mezzo.policy import Policy
 from mezzo.records import Reason
@@ -61,6 +63,7 @@ class Run:
         self.roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         """Modules that were called from outside any module, in order."""
         self.optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
+        self.owners = OptimizerOwners()
         self.local = Local()
         self.lint = Lint(self)
         """What tells misuse of the script's own mixed precision."""
@@ -81,7 +84,11 @@ class Run:
         """Whether an optimizer is calling its closure: the backward passes in it belong to one update."""
         self.skips = False
         """Whether the last update that an optimizer made was one to skip."""
+        self.updates: list[Update] = []
+        """What the open update is made of."""
         self._stepped = False
+        self._made_by: set[int] = set()
+        """The optimizers that made the open update, by number."""
         self._cast_by_us = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
         self._found: Tensor | None = None
@@ -103,6 +110,15 @@ class Run:
     def main_casting(self) -> Casting | None:
         """Return the casting on the device that the script trains on."""
         return None if self.device_type is None else self.casting(self.device_type)
+
+    @property
+    def emulates(self) -> bool:
+        """Return whether the policy's formats are emulated; False where the device cannot do what the policy asks for at all."""
+        try:
+            casting = self.main_casting
+        except UnsupportedFormatError:  # the error that the script's first region has ended with
+            return False
+        return casting is not None and casting.emulates
 
     def meet(self, module: nn.Module, args: Any) -> str:
         """Take note of a module called from outside any module; return the device type it runs on."""
@@ -213,15 +229,33 @@ class Run:
         if norm is not None:
             self.recorder.norm(norm)
 
+    def stepping(self) -> None:
+        """Take note that an optimizer is about to change the weights."""
+        if self.diagnosis is not None:
+            self.diagnosis.stepping()
+
     def update_made(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take the time of an update that is over; None where no optimizer object made it."""
         self.recorder.updated()
+        number = None if optimizer is None else self.owners.number(optimizer)
+        if number is not None:
+            self._made_by.add(number)
         for watcher in self.watchers:
             watcher.updated(optimizer)
 
-    def script_skipped(self) -> None:
-        """Take note that the script's own GradScaler skipped an optimizer's step."""
-        self._stepped = self._script_skipped = True
+    def script_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
+        """Take note that the script's own GradScaler made or skipped an optimizer's step."""
+        self.updates.append(Update(scaler=id(scaler), optimizer=id(optimizer), skipped=skipped))
+        if skipped:
+            self._stepped = self._script_skipped = True
+
+    def meet_scaler(self, scaler: Any) -> None:
+        """Take note that the script's own GradScaler is about to scale a loss."""
+        if self.script_scaler is not scaler:
+            self.script_scaler = scaler
+            if self.diagnosis is not None:
+                self.diagnosis.scaler_met(scaler)
+        self.scaled_by_script = True
 
     def close_update(self) -> None:
         """Close the update that is open, if one is: all optimizer steps between two backward passes are one update."""
@@ -235,10 +269,12 @@ class Run:
             if self._found is not None:
                 self.back_off_or_grow(self._found)
             scale = self.scale.value()
-        self.recorder.close(skipped=skipped, scale=scale)
+        self.recorder.close(skipped=skipped, scale=scale, made_by=frozenset(self._made_by))
         self._stepped, self._found, self._script_skipped = False, None, False
+        self._made_by.clear()
         for watcher in self.watchers:
             watcher.step_closed(len(self.recorder))
+        self.updates = []
         if floor_error is not None:
             raise floor_error
 

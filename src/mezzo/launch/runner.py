@@ -1,7 +1,7 @@
 """Run somebody's script in a child process and bring back its record, its output, its exit code.
 
 The child is the person's own python with the person's own environment. Its output goes where ours goes, byte for
-byte, or to a file. Ctrl-C reaches it, and what it had learned by then is in its record. A child that dies without
+byte, or to a file. Signals reach it, and what it had learned by then is in its record. A child that dies without
 writing one (a crash in native code, a kill) gets a record that says so. Imports no torch.
 """
 
@@ -15,17 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from types import FrameType
-from typing import IO, TypeAlias
+from typing import IO
 
 from mezzo.errors import RecordError, ScriptError
-from mezzo.launch.frameworks import spec_of
-from mezzo.launch.ready import PASSED_ON, Forked, Starter, child_command
+from mezzo.launch.processes import Guarded, Process
+from mezzo.launch.ready import Starter, child_command
 from mezzo.launch.request import Request
+from mezzo.launch.stopping import Stop, stoppable
 from mezzo.measure.environment import environment_without_torch
 from mezzo.records import AnyRecord, RunRecord, read_record, write_record
-
-Process: TypeAlias = "subprocess.Popen[bytes] | Forked"
 
 _STANDARD_ERROR = 2  # the file descriptor: also for what a script's own child processes print
 _STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
@@ -40,32 +38,13 @@ def several_runs() -> Iterator[None]:
     starter = Starter()
     token = _STARTER.set(starter)
     try:
-        yield
+        with stoppable() as stop:
+            yield
     finally:
         _STARTER.reset(token)
         starter.close()
-        if starter.why_afresh is not None:
+        if starter.why_afresh is not None and not stop.heard:
             print(f"mezzo: runs imported PyTorch anew: {starter.why_afresh}", file=sys.stderr)
-
-
-def check_target(target: str, *, module: bool) -> None:
-    """Refuse a script or module that is not there.
-
-    Raises:
-        ScriptError: nothing can be found under that name.
-    """
-    if not module:
-        if not Path(target).is_file():
-            raise ScriptError(
-                f"there is no script {target!r}",
-                hint="pass the path of a Python file, or -m and the name of a module",
-            )
-        return
-    if spec_of(target) is None:
-        raise ScriptError(
-            f"there is no module {target!r}",
-            hint="check that python -m finds it from this folder, or pass the path of a script",
-        )
 
 
 def run_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> RunRecord:
@@ -95,26 +74,36 @@ def diagnose_child(request: Request, *, output: Path | None = None, limit_s: flo
             hint="mezzo run and mezzo compare take such a script",
         )
     path = Path(request.record_path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    if importlib.util.find_spec(request.framework) is None:
-        why = f"the script imports {request.framework}, which is not installed for {sys.executable}"
-        record = _without_record(request, 1, why)
-        write_record(record, path)
-        return record
-    with _sink(output) as sink:
-        process = _started(request, sink)
-        with _passing_signals_to(process):
-            stopped, returned = _wait(process, limit_s)
+    with stoppable() as stop:
+        stop.check()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        if importlib.util.find_spec(request.framework) is None:
+            exit_code, why = 1, f"the script imports {request.framework}, which is not installed for {sys.executable}"
+        else:
+            exit_code, why = _run(request, output, limit_s, stop)
     try:
         return read_record(path)
     except RecordError:
-        how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
-        died = f"the process died with {how} before it could write a record"
-        why = f"it was stopped after its limit of {limit_s:g} s" if stopped else died
-        record = _without_record(request, 128 - returned if returned < 0 else returned or 1, why)
+        record = _without_record(request, exit_code, why)
         write_record(record, path)
         return record
+
+
+def _run(request: Request, output: Path | None, limit_s: float | None, stop: Stop) -> tuple[int, str]:
+    """Run the child to its end; return the exit code, and why there is no record, for a record that says so."""
+    with _sink(output) as sink:
+        process = _started(request, sink)
+        with stop.passing_to(process):
+            stopped, returned = _wait(process, limit_s)
+    request.file.unlink(missing_ok=True)
+    if stop.heard:
+        return stop.exit_code, f"stopped by {stop.name} before it could write a record"
+    if stopped:
+        return 128 - returned, f"it was stopped after its limit of {limit_s:g} s"
+    how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
+    why = f"the process died with {how} before it could write a record"
+    return 128 - returned if returned < 0 else returned or 1, why
 
 
 def _started(request: Request, sink: IO[bytes] | None) -> Process:
@@ -124,8 +113,8 @@ def _started(request: Request, sink: IO[bytes] | None) -> Process:
         if forked is not None:
             return forked
     stdout = _STANDARD_ERROR if request.output_to_stderr else sink
-    command = child_command(request.model_dump_json())
-    return subprocess.Popen(command, stdout=stdout, stderr=None if sink is None else subprocess.STDOUT)
+    command = child_command(request.packed())
+    return Guarded(command, stdout=stdout, stderr=None if sink is None else subprocess.STDOUT)
 
 
 def _wait(process: Process, limit_s: float | None) -> tuple[bool, int]:
@@ -144,22 +133,6 @@ def _sink(output: Path | None) -> Iterator[IO[bytes] | None]:
         return
     with output.open("wb") as file:
         yield file
-
-
-@contextmanager
-def _passing_signals_to(process: Process) -> Iterator[None]:
-    """Pass signals on while the child runs. A terminal sends Ctrl-C to both by itself, so that one is not sent twice."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if not (number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()):
-            process.send_signal(number)
-
-    previous = {number: signal.signal(number, forward) for number in PASSED_ON}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _without_record(request: Request, exit_code: int, why: str) -> RunRecord:

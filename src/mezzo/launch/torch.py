@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 
 from mezzo.diagnosis.settings import AnySettings
 from mezzo.diagnosis.watching import Diagnosis, Watched
+from mezzo.errors import UnsupportedFormatError
 from mezzo.launch.backward import BackwardPasses
 from mezzo.launch.diagnosis import diagnosis_for
 from mezzo.launch.forward import Regions
@@ -20,6 +21,7 @@ from mezzo.launch.own_amp import take_over
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
 from mezzo.launch.seeds import shift_seeds
+from mezzo.launch.sessions import hear_sessions
 from mezzo.launch.updates import Updates
 from mezzo.launch.watch import CloseLook
 from mezzo.measure.environment import environment
@@ -48,6 +50,7 @@ def switched(
             _set_tf32(policy, patches)
         take_over(run, patches)
         listen(run.lint, patches, as_is=policy is None)
+        hear_sessions(run, patches)
         regions.install(patches)
         BackwardPasses(run).install(patches)
         Updates(run).install(patches)
@@ -103,7 +106,7 @@ class TorchTraining:
 
     def steps(self) -> Steps:
         """Return what every step showed."""
-        return self._run.recorder.steps()
+        return self._run.recorder.steps(self._run.owners.names)
 
     def memory(self) -> Memory:
         """Return the bytes of a step."""
@@ -119,7 +122,12 @@ class TorchTraining:
 
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
-        choices = [] if self._run.policy is None else self._run.policy.explain(self._device)
+        if self._run.policy is None:
+            return []
+        try:
+            choices = self._run.policy.explain(self._device)
+        except UnsupportedFormatError as error:  # the run has ended with it, and its record says so
+            return [Reason(what="arithmetic", value="impossible here", reason=error.message)]
         return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
 
     def environment(self) -> Environment:

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mezzo.diagnosis.skips import Update
 from mezzo.engine.gradients import all_finite, set_aside, total_norm
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
@@ -86,6 +87,7 @@ class Updates:
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             self._run.optimizers[optimizer] = None
             original(optimizer, *args, **kwargs)
+            self._run.owners.made(optimizer)
             stepping = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
             if stepping not in self._first and _calls_its_closure_once(optimizer):
                 self._first.add(stepping)
@@ -102,11 +104,13 @@ class Updates:
         if closure is None or isinstance(closure, Evaluated):
             self._run.lint.step_begins(optimizer)
             self._decide(optimizer)
+            self._run.stepping()
             return None
         self._run.close_update()
         self._run.in_closure = True
         again = self._until_finite(optimizer, closure)
         rest = tuple(again if a is closure else a for a in args)
+        self._run.stepping()
         return rest, {k: again if v is closure else v for k, v in kwargs.items()}
 
     def _decide(self, optimizer: Optimizer) -> None:
@@ -114,6 +118,7 @@ class Updates:
         skip = self._run.updated(_norm(optimizer))
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
+        self._run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
         made, skipped = self._made.get(optimizer, (0, 0))
         self._made[optimizer] = (made + 1, skipped + int(skip))
 

@@ -40,7 +40,8 @@ class CloseLook:
         self._num_weighed = 0
         self._by_format: dict[str, int] = {}
         self._outside_region = 0
-        self._bytes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
+        self._bytes: dict[str, int] = {}
+        """By kind; empty until an update was weighed."""
 
     def install(self, patches: Patches) -> None:
         """Watch until ``patches`` are undone."""
@@ -85,9 +86,9 @@ class CloseLook:
         """Return the bytes of the watched step, and the allocator's peaks over the run."""
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return Memory(
-            parameters_bytes=self._bytes["parameters"],
-            gradients_bytes=self._bytes["gradients"],
-            optimizer_bytes=self._bytes["optimizer"],
+            parameters_bytes=self._bytes.get("parameters"),
+            gradients_bytes=self._bytes.get("gradients"),
+            optimizer_bytes=self._bytes.get("optimizer"),
             activations_bytes=self._saved.peak_bytes,
             cuda_allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
             cuda_reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
@@ -100,10 +101,9 @@ class CloseLook:
             share = f"{self._outside_region / sum(self._by_format.values()):.0%} of FLOPs and their backward pass"
             why = "forward code outside any module: only modules, autocast regions and compiled functions are switched"
             self._run.leave("FP32 code", share, why)
-        casting = self._run.main_casting
         return Effective(
             flops_by_format=self._by_format,
-            emulated=casting is not None and casting.emulates and (lowered(self._by_format) or not self._by_format),
+            emulated=self._run.emulates and (lowered(self._by_format) or not self._by_format),
             counted_on_step=self._watched if self._by_format else None,
             left_alone=list(self._run.left_alone.values()),
         )
@@ -128,7 +128,7 @@ class CloseLook:
             "gradients": memory.total_bytes(p.grad for p in parameters if p.grad is not None),
             "optimizer": sum(memory.optimizer_bytes(optimizer) for optimizer in optimizers),
         }
-        self._bytes = {kind: max(found[kind], self._bytes[kind]) for kind in found}
+        self._bytes = {kind: max(found[kind], self._bytes.get(kind, 0)) for kind in found}
 
     def _go_on(self) -> None:
         """Begin or end the look where that is due, and possible at this place."""

@@ -11,8 +11,10 @@ import shutil
 import subprocess
 from datetime import datetime, timezone
 from importlib import metadata
+from typing import Any
 
 from mezzo import devices
+from mezzo.measure.variables import variables_that_matter
 from mezzo.records import Environment
 
 TRITON_PACKAGES = ("triton", "pytorch-triton", "triton-windows")
@@ -43,6 +45,7 @@ def environment(device_kind: str) -> Environment:
         cuda=torch.version.cuda,
         cudnn=cudnn_text(torch.backends.cudnn.version()),
         triton=package_version(*TRITON_PACKAGES),
+        **surroundings(),
     )
 
 
@@ -57,7 +60,17 @@ def environment_without_torch() -> Environment:
         cpu=devices.cpu_name(),
         threads=os.cpu_count() or 1,
         device="unknown",
+        **surroundings(),
     )
+
+
+def surroundings() -> dict[str, Any]:
+    """Return what an environment says of the shell, as fields of it: a script may change both later."""
+    try:
+        folder = os.getcwd()
+    except OSError:  # it has been deleted
+        folder = ""
+    return {"variables": variables_that_matter(os.environ), "folder": folder}
 
 
 def nvidia_driver() -> str | None:

@@ -132,9 +132,9 @@ def _matmul(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
     if a.layout is not torch.strided and b.layout is not torch.strided:
         return _sparse_product(result, a, b)
     if a.layout is not torch.strided:
-        return 2 * a._nnz() * (b.shape[-1] if b.dim() > 1 else 1)
+        return int(2 * a._nnz() * (b.shape[-1] if b.dim() > 1 else 1))
     if b.layout is not torch.strided:
-        return 2 * b._nnz() * a.shape[-2]
+        return int(2 * b._nnz() * a.shape[-2])
     flops: int = 2 * result.numel() * a.shape[-1]
     return flops
 
@@ -175,11 +175,11 @@ def _trilinear(
         return [1 if d in places else next(sizes) for d in range(tensor.dim() + len(places))]
 
     shapes = [expanded(t, places) for t, places in ((a, expand_a), (b, expand_b), (c, expand_c))]
-    return 2 * math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
+    return 2 * int(math.prod(max(sizes) for sizes in zip(*shapes, strict=True)))
 
 
 def _distances(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
-    return 2 * math.prod(a.shape[:-2]) * a.shape[-2] * b.shape[-2] * a.shape[-1]
+    return int(2 * math.prod(a.shape[:-2]) * a.shape[-2] * b.shape[-2] * a.shape[-1])
 
 
 def _distances_backward(result: Tensor, grad: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:

@@ -31,7 +31,8 @@ class SavedTensors:
         self._saved: list[weakref.ref[Tensor]] = []
         self._inputs: list[Tensor] = []
         self._parameters: set[int] = set()
-        self.peak_bytes = 0
+        self.peak_bytes: int | None = None
+        """None until a backward pass has begun while the hooks were on."""
 
     def start(self, parameters: Iterable[Tensor]) -> None:
         """Begin to count; storages of ``parameters`` are not activations."""
@@ -51,7 +52,7 @@ class SavedTensors:
         """Take the count: everything the forward pass kept is alive now."""
         alive = [tensor for tensor in (reference() for reference in self._saved) if tensor is not None]
         activations = (t for t in (*alive, *self._inputs) if _storage(t) not in self._parameters)
-        self.peak_bytes = max(self.peak_bytes, total_bytes(activations))
+        self.peak_bytes = max(self.peak_bytes or 0, total_bytes(activations))
 
     def backward_ended(self) -> None:
         """Forget the inputs of checkpointed functions, which the backward pass has freed."""

@@ -6,11 +6,13 @@ Losses and norms are kept as they come, as numbers or as a framework's scalars o
 from __future__ import annotations
 
 import math
+import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import SupportsFloat
 
-from mezzo.records import Steps
+from mezzo.measure.apart import LossesApart, Owners
+from mezzo.records import Loss, Steps
 
 
 class PlainSteps:
@@ -24,6 +26,7 @@ class PlainSteps:
         self._time_ms: list[float] = []
         self._cpu_ms: list[float] = []
         self._open: list[SupportsFloat] = []
+        self._apart: LossesApart[list[SupportsFloat]] = LossesApart(operator.add)
         self._started = self._now()
 
     def __len__(self) -> int:
@@ -32,14 +35,23 @@ class PlainSteps:
     def loss(self, loss: SupportsFloat) -> None:
         """Add a loss to the open step: micro-batches and several losses add up."""
         self._open.append(loss)
+        self._apart.add([loss])
 
-    def close(self, *, skipped: bool, scale: float | None, norm: SupportsFloat = math.nan) -> None:
+    def close(
+        self,
+        *,
+        skipped: bool,
+        scale: float | None,
+        norm: SupportsFloat = math.nan,
+        made_by: Owners = frozenset(),
+    ) -> None:
         """End the open step now.
 
         Args:
             skipped: whether its update was skipped.
             scale: the loss scale after it, None where none is used.
             norm: the norm of its unscaled gradients, NaN where it is not known.
+            made_by: the optimizers that made its update, by number.
         """
         now = self._now()
         self._loss.append(self._open or [math.nan])
@@ -48,12 +60,19 @@ class PlainSteps:
         self._skipped.append(skipped)
         self._time_ms.append((now[0] - self._started[0]) * 1e3)
         self._cpu_ms.append((now[1] - self._started[1]) * 1e3)
+        self._apart.close(len(self._loss), made_by=made_by)
         self._open, self._started = [], now
 
-    def steps(self) -> Steps:
-        """Return every closed step; reads what is still on a device."""
+    def steps(self, names: Mapping[int, str] | None = None) -> Steps:
+        """Return every closed step; reads what is still on a device.
+
+        Args:
+            names: of what optimizers train, by their numbers, where these are known.
+        """
+        apart = self._apart.columns(names or {})
         return Steps(
-            loss=[sum(map(float, losses)) for losses in self._loss],
+            loss=[_sum(losses) for losses in self._loss],
+            losses=[Loss(name=n, steps=c.steps, values=[_sum(v) for v in c.values]) for n, c in apart.items()],
             loss_scale=known_scales(self._scale),
             skipped=list(self._skipped),
             grad_norm=[float(norm) for norm in self._norm],
@@ -64,6 +83,10 @@ class PlainSteps:
     @staticmethod
     def _now() -> tuple[float, float]:
         return time.perf_counter(), time.process_time()
+
+
+def _sum(losses: Sequence[SupportsFloat]) -> float:
+    return sum(map(float, losses))
 
 
 def known_scales(scales: Sequence[float | None]) -> list[float]:

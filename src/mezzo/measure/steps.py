@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from mezzo.measure.apart import LossesApart, Owners
 from mezzo.measure.plainsteps import known_scales
-from mezzo.records import Steps
+from mezzo.records import Loss, Steps
 
 
 class StepRecorder:
@@ -28,6 +29,8 @@ class StepRecorder:
         self._time_ms: list[float] = []
         self._cpu_ms: list[float] = []
         self._open_loss: Tensor | None = None
+        self.apart: LossesApart[Tensor] = LossesApart(_plus)
+        """The losses one by one, where a script has several."""
         self._open_norms: list[Tensor] = []
         self.measures = True
         """Whether backward passes add to the open step; not while an optimizer evaluates its closure once more."""
@@ -37,13 +40,19 @@ class StepRecorder:
     def __len__(self) -> int:
         return len(self._loss)
 
-    def loss(self, loss: Tensor) -> None:
-        """Add a backward pass's loss to the open step: micro-batches and several losses add up."""
+    def loss(self, loss: Tensor, *, reached: Owners | None = None) -> None:
+        """Add a backward pass's loss to the open step: micro-batches and several losses add up.
+
+        Args:
+            loss: one value, or several that are added.
+            reached: the optimizers whose parameters the pass reaches, where that is known.
+        """
         if not self.measures:
             return
         value = loss.detach()
         value = value.sum() if value.dim() else value.clone()  # the script may change its own in place
         self._open_loss = value if self._open_loss is None else self._open_loss + value.to(self._open_loss.device)
+        self.apart.add(value, reached=reached)
 
     def has_loss(self) -> bool:
         """Return whether the open step has a loss yet."""
@@ -52,6 +61,12 @@ class StepRecorder:
     def forget(self) -> None:
         """Forget the open step's losses: they are evaluated again."""
         self._open_loss = None
+        self.apart.forget()
+
+    def weigh(self, factor: float) -> None:
+        """Multiply the open step's losses, which were divided for more micro-batches than the step turned out to have."""
+        if self._open_loss is not None:
+            self._open_loss = self._open_loss * factor
 
     def norm(self, norm: Tensor) -> None:
         """Add the gradient norm of one optimizer's update to the open step."""
@@ -61,8 +76,14 @@ class StepRecorder:
         """Take the time of an update; the last one before the step closes counts."""
         self._ended = self._now()
 
-    def close(self, *, skipped: bool, scale: float | None) -> None:
-        """Close the open step; ``scale`` is the loss scale after it, None where there is none."""
+    def close(self, *, skipped: bool, scale: float | None, made_by: Owners = frozenset()) -> None:
+        """Close the open step.
+
+        Args:
+            skipped: whether its update was skipped.
+            scale: the loss scale after it, None where there is none.
+            made_by: the optimizers that made its update, by number.
+        """
         ended = self._ended or self._now()
         self._loss.append(math.nan if self._open_loss is None else self._open_loss)
         self._norm.append(_together(self._open_norms))
@@ -70,6 +91,7 @@ class StepRecorder:
         self._scale.append(scale)
         self._time_ms.append((ended[0] - self._started[0]) * 1e3)
         self._cpu_ms.append((ended[1] - self._started[1]) * 1e3)
+        self.apart.close(len(self._loss), made_by=made_by)
         self._started, self._ended = ended, None
         self._open_loss, self._open_norms = None, []
 
@@ -84,10 +106,16 @@ class StepRecorder:
         """Return whether the last closed step's update was skipped."""
         return self._skipped[-1]
 
-    def steps(self) -> Steps:
-        """Return all closed steps; waits for the device once."""
+    def steps(self, names: Mapping[int, str] | None = None) -> Steps:
+        """Return all closed steps; waits for the device once.
+
+        Args:
+            names: of what optimizers train, by their numbers, where these are known.
+        """
+        apart = self.apart.columns(names or {})
         return Steps(
             loss=_read(self._loss),
+            losses=[Loss(name=n, steps=column.steps, values=_read(column.values)) for n, column in apart.items()],
             loss_scale=known_scales(self._scale),
             skipped=self._skipped,
             grad_norm=_read(self._norm),
@@ -98,6 +126,10 @@ class StepRecorder:
     @staticmethod
     def _now() -> tuple[float, float]:
         return time.perf_counter(), time.process_time()
+
+
+def _plus(first: Tensor, second: Tensor) -> Tensor:
+    return first + second.to(first.device)
 
 
 def _together(norms: list[Tensor]) -> Tensor | float:

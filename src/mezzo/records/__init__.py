@@ -21,7 +21,7 @@ from mezzo.records.audit import (
     RoundTrip,
     WideProduct,
 )
-from mezzo.records.compare import CompareRecord, Difference, Row, Verdict
+from mezzo.records.compare import CompareRecord, Difference, Row, ScaleName, SharedFile, Verdict
 from mezzo.records.diagnose import Diagnosed, DiagnoseRecord, Direction, Operand, Pass, TrendStep
 from mezzo.records.doctor import DeviceReport, DoctorRecord, FormatSupport
 from mezzo.records.fallback import FallbackRecord, FallbackVerdict, ModuleError, Verification
@@ -38,10 +38,11 @@ from mezzo.records.ranges import (
     TensorRange,
     UpdateLoss,
 )
-from mezzo.records.run import Effective, Memory, Metric, RunRecord, Steps
+from mezzo.records.run import AS_IS, Effective, FileRead, Loss, Memory, Metric, RunRecord, Steps
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
 
 __all__ = [
+    "AS_IS",
     "SCHEMA_VERSION",
     "AnyRecord",
     "AuditRecord",
@@ -59,12 +60,14 @@ __all__ = [
     "Environment",
     "FallbackRecord",
     "FallbackVerdict",
+    "FileRead",
     "Finding",
     "FormatLimits",
     "FormatSupport",
     "Histogram",
     "Kernel",
     "KindRange",
+    "Loss",
     "Memory",
     "Metric",
     "ModuleError",
@@ -80,8 +83,10 @@ __all__ = [
     "RoundTrip",
     "Row",
     "RunRecord",
+    "ScaleName",
     "ScaleWindow",
     "Severity",
+    "SharedFile",
     "Steps",
     "TensorRange",
     "TrendStep",

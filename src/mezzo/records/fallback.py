@@ -36,9 +36,11 @@ class ModuleError(Value):
 
 
 class Verification(Value):
-    """Hold one training run with a set of modules kept in FP32, compared with FP32."""
+    """Hold one training run with a set of modules, or of operations, kept in FP32, compared with FP32."""
 
     kept: list[str]
+    operations: list[str] = []
+    """Operations, or families of them, in FP32 wherever they run."""
     error: float
     """The largest relative error of a parameter's gradient."""
     tensor: str = ""
@@ -63,8 +65,12 @@ class FallbackRecord(Value):
     reason: str
     kept: list[str] = []
     """The modules to keep in FP32, beyond those that the policy keeps."""
+    operations: list[str] = []
+    """Where no set of modules helps: operations, or families of them, to keep in FP32 wherever they run; empty where that does not help."""
     suggested: str = ""
     """The policy with them."""
+    next_steps: list[Reason] = []
+    """What to do where no set of modules was found: what to type in ``value``."""
     policy_file: str = ""
     fp32_share: float = 0.0
     """Share of the model's product FLOPs that lies in them."""

@@ -75,7 +75,7 @@ class TensorRange(Value):
     kind: RangeKind
     name: str
     kept_fp32: bool = False
-    """Whether the policy keeps its module in FP32, so that it sets no limit."""
+    """Whether the policy keeps it in FP32, by its module or by the op lists, so that it sets no limit."""
     histogram: Histogram
     highest: dict[str, int] = {}
     """By format, the exponent of the largest power-of-two scale at which nothing overflows."""

@@ -8,11 +8,25 @@ from typing import Literal
 from mezzo.records.findings import Finding
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
 
+AS_IS = "as-is"
+"""In place of a policy: the script's own precision is left alone."""
+
+
+class Loss(Value):
+    """Hold one of several losses of a script, with the number of the step of each value; the first step is 1."""
+
+    name: str
+    """Name of the module that its optimizer trains, where the script's variables tell it; else ``loss 1``, ``loss 2``."""
+    steps: list[int] = []
+    values: list[float] = []
+
 
 class Steps(Value):
     """Hold one number a training step, column by column; a step is what happens up to an optimizer's update."""
 
     loss: list[float] = []
+    losses: list[Loss] = []
+    """The losses one by one, where a script has several with an optimizer each, as a GAN has; empty where it has one."""
     loss_scale: list[float] = []
     skipped: list[bool] = []
     grad_norm: list[float] = []
@@ -32,21 +46,22 @@ class Steps(Value):
 
 
 class Memory(Value):
-    """Hold the bytes of one training step by kind; peaks of the allocator where the device has them."""
+    """Hold the bytes of one training step by kind; peaks of the allocator where the device has them. None: not measured."""
 
-    parameters_bytes: int = 0
-    gradients_bytes: int = 0
-    optimizer_bytes: int = 0
-    activations_bytes: int = 0
+    parameters_bytes: int | None = None
+    gradients_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    activations_bytes: int | None = None
     """Bytes that the forward pass keeps for the backward pass (copies of weights in a lower format included)."""
     cuda_allocated_bytes: int | None = None
     cuda_reserved_bytes: int | None = None
 
     @property
-    def total_bytes(self) -> int:
-        """Return the bytes of the four kinds together."""
-        kinds = (self.parameters_bytes, self.gradients_bytes, self.optimizer_bytes)
-        return sum(kinds) + self.activations_bytes
+    def total_bytes(self) -> int | None:
+        """Return the bytes of the four kinds together; None where one of them was not measured."""
+        kinds = (self.parameters_bytes, self.gradients_bytes, self.optimizer_bytes, self.activations_bytes)
+        known = [size for size in kinds if size is not None]
+        return sum(known) if len(known) == len(kinds) else None
 
 
 _WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
@@ -79,9 +94,22 @@ class Metric(Value):
     """Hold the values of one metric that a script printed, with the number of updates before each."""
 
     name: str
+    """The words of its pattern."""
     pattern: str
     steps: list[int] = []
     values: list[float] = []
+    percent: bool = False
+    """Whether a percent sign follows the numbers."""
+    text: str | None = None
+    """What the pattern found last, where that is no number."""
+
+
+class FileRead(Value):
+    """Name a file that a run read and that was written before the run, but after the comparison had begun."""
+
+    path: str
+    written_at_s: float
+    """Unix time."""
 
 
 class RunRecord(Value):
@@ -105,6 +133,10 @@ class RunRecord(Value):
     metric: Metric | None = None
     findings: list[Finding] = []
     """Misuse of the script's own mixed precision (codes A6xx), the gravest first."""
+    files_read: list[FileRead] = []
+    """Files that an earlier run of the same comparison may have written."""
+    started_at_s: float | None = None
+    """Unix time at which the script began."""
     duration_s: float = 0.0
     exit_code: int = 0
     error: str | None = None

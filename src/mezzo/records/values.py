@@ -38,3 +38,7 @@ class Environment(Value):
     cuda: str | None = None
     cudnn: str | None = None
     triton: str | None = None
+    variables: dict[str, str] = {}
+    """The environment variables that change what a training computes or where it runs, as the shell had them; never secrets."""
+    folder: str = ""
+    """The folder that the command was typed in."""

@@ -74,7 +74,7 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
         operations=_operations(record),
         notes=sheets.facts(record.notes),
         environment=sheets.environment_facts(record.run.environment),
-        command=sheets.command_text(record.run.command),
+        command=sheets.command_text(record.run.command, record.run.environment),
     )
 
 

@@ -25,10 +25,11 @@ class Timed:
 
 def memory_figure(memory: Mapping[str, Memory]) -> Figure | None:
     """Return the bytes of each kind as one stacked bar a policy; None where nothing was measured."""
-    shown = {policy: m for policy, m in memory.items() if m.total_bytes or sheets.memory_peaks(m)}
+    sizes = {policy: _known_bytes(m) for policy, m in memory.items()}
+    shown = {policy: m for policy, m in memory.items() if sizes[policy] or sheets.memory_peaks(m)}
     if not shown:
         return None
-    largest = max(max(m.total_bytes, m.cuda_allocated_bytes or 0) for m in shown.values())
+    largest = max(max(sizes[policy], m.cuda_allocated_bytes or 0) for policy, m in shown.items())
     exponent = fmt.byte_scale(largest)[1]
     kinds = [*sheets.memory_kinds(Memory())]
     traces = [
@@ -40,6 +41,10 @@ def memory_figure(memory: Mapping[str, Memory]) -> Figure | None:
     return {"data": traces, "layout": layout | {"barmode": "stack", "bargap": 0.45}}
 
 
+def _known_bytes(memory: Memory) -> int:
+    return sum(size or 0 for size in sheets.memory_kinds(memory).values())
+
+
 def _memory_bar(kind: str, memory: Mapping[str, Memory], *, exponent: int, colour: str) -> Figure:
     sizes = [sheets.memory_kinds(m)[kind] for m in memory.values()]
     return {
@@ -47,7 +52,7 @@ def _memory_bar(kind: str, memory: Mapping[str, Memory], *, exponent: int, colou
         "orientation": "h",
         "name": kind,
         "y": list(range(len(memory))),
-        "x": [json_number(size / 1024**exponent) for size in sizes],
+        "x": [None if size is None else json_number(size / 1024**exponent) for size in sizes],
         "text": [fmt.bytes_text(size) for size in sizes],
         "textposition": "none",
         "marker": {"color": colour},

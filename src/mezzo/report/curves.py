@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from mezzo.records import RunRecord
 from mezzo.report import formatting as fmt
@@ -13,70 +14,96 @@ from mezzo.report.plotting import Figure, base_layout, json_number, label
 _WIDE_RATIO = 50  # highest over lowest loss from which a linear axis hides the end of training
 
 
-def loss_figure(runs: Sequence[RunRecord], *, colours: Mapping[str, str]) -> Figure | None:
-    """Return the loss over steps: a thin line a run, a cross where it stops being finite; None without any step."""
-    drawn = [run for run in runs if run.steps.loss]
+@dataclass(frozen=True, kw_only=True)
+class _Curve:
+    """Hold a loss of one run, and the step of each value."""
+
+    run: RunRecord
+    steps: Sequence[int]
+    losses: Sequence[float]
+
+
+def loss_figure(runs: Sequence[RunRecord], *, colours: Mapping[str, str], name: str | None = None) -> Figure | None:
+    """Return the loss over steps: a thin line a run, a cross where it stops being finite; None without any step.
+
+    Args:
+        runs: the runs to draw.
+        colours: the colour of each policy.
+        name: which of several losses; None for the one that every step has.
+    """
+    drawn = [curve for run in runs for curve in _curves(run, name)]
     if not drawn:
         return None
-    axis, top = _loss_axis([run.steps.loss for run in drawn])
+    axis, top = _loss_axis([curve.losses for curve in drawn])
     limit = sampling.series_limit(len(drawn))
     named: set[str] = set()
     traces = []
-    for run in drawn:
-        first = run.policy not in named
-        named.add(run.policy)
-        traces.append(_loss_line(run, colour=colours[run.policy], limit=limit, first=first))
-        traces += _loss_crosses(run, colour=colours[run.policy], top=top, first=first)
-    axis |= {"title": {"text": "loss"}}
-    return {"data": traces, "layout": _layout(drawn, height=400, yaxis=axis)}
+    for curve in drawn:
+        policy = curve.run.policy
+        first = policy not in named
+        named.add(policy)
+        traces.append(_loss_line(curve, colour=colours[policy], limit=limit, first=first))
+        traces += _loss_crosses(curve, colour=colours[policy], top=top, first=first)
+    axis |= {"title": {"text": "loss" if name is None else label(fmt.loss_title(name))}}
+    return {"data": traces, "layout": _layout([curve.run for curve in drawn], height=400, yaxis=axis)}
 
 
-def _loss_line(run: RunRecord, *, colour: str, limit: int, first: bool) -> Figure:
-    losses = run.steps.loss
-    kept = sampling.kept_indices(losses, limit=limit)
+def _curves(run: RunRecord, name: str | None) -> list[_Curve]:
+    if name is None:
+        whole = run.steps.loss
+        return [_Curve(run=run, steps=range(1, len(whole) + 1), losses=whole)] if whole else []
+    return [_Curve(run=run, steps=loss.steps, losses=loss.values) for loss in run.steps.losses if loss.name == name]
+
+
+def _loss_line(curve: _Curve, *, colour: str, limit: int, first: bool) -> Figure:
+    kept = sampling.kept_indices(curve.losses, limit=limit)
     return {
         "type": "scatter",
         "mode": "lines",
-        **_group(run, first=first),
-        "x": [i + 1 for i in kept],
-        "y": [json_number(losses[i]) for i in kept],
+        **_group(curve.run, first=first),
+        "x": [curve.steps[i] for i in kept],
+        "y": [json_number(curve.losses[i]) for i in kept],
         "connectgaps": False,
         "line": {"width": 1.4, "color": colour},
         "opacity": 0.85,
-        "hovertemplate": f"step %{{x}}<br>loss %{{y}}<extra>{_run_label(run)}</extra>",
+        "hovertemplate": f"step %{{x}}<br>loss %{{y}}<extra>{_run_label(curve.run)}</extra>",
     }
 
 
-def _loss_crosses(run: RunRecord, *, colour: str, top: float, first: bool) -> list[Figure]:
-    losses = run.steps.loss
+def _loss_crosses(curve: _Curve, *, colour: str, top: float, first: bool) -> list[Figure]:
+    losses = curve.losses
     stretches = sampling.broken_stretches(losses)[: sampling.SERIES_LIMIT]
     if not stretches:
         return []
-    words = [_stretch_text(losses, s) for s in stretches]
+    words = [_stretch_text(curve, s) for s in stretches]
     heights = [min(top, top if s.before is None else s.before) for s in stretches]
     labels = [fmt.number_text(losses[stretches[0].start])] if first else []
     return [
         {
             "type": "scatter",
             "mode": "markers+text",
-            **_group(run, first=False),
-            "x": [s.start + 1 for s in stretches],
+            **_group(curve.run, first=False),
+            "x": [curve.steps[s.start] for s in stretches],
             "y": [json_number(height) for height in heights],
             "text": labels + [""] * (len(stretches) - len(labels)),
             "textposition": "top center",
             "marker": {"symbol": "x", "size": 10, "color": colour},
             "cliponaxis": False,
             "hovertext": words,
-            "hovertemplate": f"%{{hovertext}}<extra>{_run_label(run)}</extra>",
+            "hovertemplate": f"%{{hovertext}}<extra>{_run_label(curve.run)}</extra>",
         }
     ]
 
 
-def _stretch_text(losses: Sequence[float], stretch: sampling.Stretch) -> str:
-    value = fmt.number_text(losses[stretch.start])
-    if stretch.stop - stretch.start == 1:
-        return f"loss is {value} at step {stretch.start + 1}"
-    return f"loss is not finite at steps {stretch.start + 1} to {stretch.stop}, first {value}"
+def _stretch_text(curve: _Curve, stretch: sampling.Stretch) -> str:
+    value, first, last = (
+        fmt.number_text(curve.losses[stretch.start]),
+        curve.steps[stretch.start],
+        curve.steps[stretch.stop - 1],
+    )
+    if first == last:
+        return f"loss is {value} at step {first}"
+    return f"loss is not finite at steps {first} to {last}, first {value}"
 
 
 def _loss_axis(series: Sequence[Sequence[float]]) -> tuple[Figure, float]:

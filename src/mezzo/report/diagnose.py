@@ -18,14 +18,14 @@ TITLES = {
     "range_overflow": "range overflow",
     "invalid_operation": "invalid operation",
     "silent_saturation": "silent saturation",
+    "unfinished": "no verdict",
 }
-_MEANINGS = {
-    "scale_overflow": "finite at a lower loss scale",
-    "range_overflow": "a value beyond what the format holds, at any loss scale",
-    "invalid_operation": "not finite in FP32 either",
-    "silent_saturation": "an infinity that never leaves its module: the loss looks right, gradients are wrong",
-}
-_NORMAL = "A few skipped updates at the start are normal: a dynamic loss scale begins too high and halves until gradients fit."
+_TONES = {"healthy": "good", "unfinished": "open"}
+_NORMAL = (
+    "Skipped updates are normal in a row from the first one, until the loss scale is found, and after that once in a "
+    "growth interval, when the scale tries whether gradients still fit."
+)
+_MANY_SKIPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,7 @@ class DiagnoseSheet:
     place: list[Fact]
     fix: str
     fix_line: str
+    fix_note: str
     operands: list[Fact]
     trend: list[StepLine]
     passes: list[Fact]
@@ -70,38 +71,55 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
     """Return what a view says of ``record``."""
     script = fmt.clean(PurePath(record.run.script).name)
     title = TITLES[record.verdict]
-    healthy = record.verdict == "healthy"
     return DiagnoseSheet(
         title=f"{script}: {title}",
         script=fmt.clean(record.run.script),
         headline=_headline(record, script),
         verdict=title,
-        tone="good" if healthy else "bad",
-        meaning=_MEANINGS.get(record.verdict, ""),
-        detail=fmt.clean(record.detail),
-        error=sheets.error_text(record.run) if record.run.error else "",
+        tone=_TONES.get(record.verdict, "bad"),
+        meaning=_meaning(record),
+        detail="" if record.verdict == "unfinished" else fmt.clean(record.detail),
+        error=sheets.error_text(record.run) if record.run.error and record.verdict != "unfinished" else "",
         place=_place(record),
         fix=fmt.clean(record.fix),
         fix_line=fmt.clean(record.fix_line),
+        fix_note=fmt.clean(record.fix_note),
         operands=[_operand(number, operand) for number, operand in enumerate(record.operands, 1)],
         trend=[_step(step, bad=step.step in record.bad_steps) for step in record.trend],
         passes=[_pass(number, seen) for number, seen in enumerate(record.passes, 1)],
         notes=[*_skips(record), *sheets.facts(record.notes)],
-        normal=_NORMAL,
+        normal=_NORMAL if record.num_skipped else "",
         findings=[finding_line(finding) for finding in record.run.findings],
         environment=sheets.environment_facts(record.run.environment),
-        command=sheets.command_text(record.run.command),
+        command=sheets.command_text(record.run.command, record.run.environment),
     )
+
+
+def _meaning(record: DiagnoseRecord) -> str:
+    """Return what the verdict means, in a sentence that fits every fault of its kind."""
+    name = fmt.clean(record.format).upper() or "the format"
+    if record.verdict == "silent_saturation" and record.origin == "vanished":
+        return f"values too small for {name} become 0: loss and gradients are finite, and gradients are wrong"
+    return {
+        "scale_overflow": "gradients overflow because of the loss scale, and are finite at a lower one",
+        "range_overflow": f"a value that {name} does not hold, at any loss scale",
+        "invalid_operation": "not finite in FP32 either",
+        "silent_saturation": f"values too large for {name} turn finite again: nothing shows it, and gradients are wrong",
+        "unfinished": fmt.clean(record.detail),
+        "healthy": "",
+    }[record.verdict]
 
 
 def _headline(record: DiagnoseRecord, script: str) -> str:
     policy = fmt.clean(record.run.policy)
+    count = fmt.plural(len(record.run.steps), "step")
     if record.verdict == "healthy":
-        count = fmt.plural(len(record.run.steps), "step")
         found = fmt.plural(len(record.run.findings), "finding")
         if record.run.findings:
             return f"{script} under {policy}: every value is finite in {count}; {found} on the script's mixed precision"
         return f"{script} under {policy}: nothing wrong in {count}"
+    if record.verdict == "unfinished":
+        return f"{script} under {policy}: no verdict, the run ended after {count} with exit code {record.run.exit_code}"
     where = f"step {record.step}"
     if record.located:
         where += f", {record.phase} pass of {fmt.clean(record.module)}"
@@ -109,7 +127,7 @@ def _headline(record: DiagnoseRecord, script: str) -> str:
 
 
 def _place(record: DiagnoseRecord) -> list[Fact]:
-    if record.verdict == "healthy":
+    if record.verdict in ("healthy", "unfinished"):
         return []
     facts = [Fact(what="step", value=str(record.step)), Fact(what="phase", value=record.phase)]
     if record.located:
@@ -129,12 +147,12 @@ def _place(record: DiagnoseRecord) -> list[Fact]:
 def _skips(record: DiagnoseRecord) -> list[Fact]:
     if not record.num_skipped:
         return []
-    count = f"{record.num_skipped} of {len(record.run.steps)}"
-    return [
-        Fact(
-            what="skipped", value=f"{count} updates", reason="" if record.verdict != "healthy" else "normal: see below"
-        )
-    ]
+    steps = record.run.steps
+    reason = "" if record.faulty_steps else "normal: see below"
+    made = next((n for n, skipped in enumerate(steps.skipped) if not skipped), None)
+    if not record.faulty_steps and made is not None and made >= _MANY_SKIPS and steps.loss_scale:
+        reason += f"; a loss scale of {fmt.scale_text(steps.loss_scale[made])} to begin with saves {made} of them"
+    return [Fact(what="skipped", value=f"{record.num_skipped} of {len(steps)} updates", reason=reason)]
 
 
 def _operand(number: int, operand: Operand) -> Fact:
@@ -157,7 +175,7 @@ def _step(step: TrendStep, *, bad: bool) -> StepLine:
 
 
 def _pass(number: int, seen: Pass) -> Fact:
-    watched = f"operations looked at in {fmt.plural(len(seen.watched), 'step')}"
+    watched = f"operations inspected in {fmt.plural(len(seen.watched), 'step')}"
     value = f"{fmt.clean(seen.policy)}, {fmt.plural(seen.num_steps, 'step')}"
     return Fact(
         what=f"run {number}",

@@ -44,6 +44,7 @@ class FallbackSheet:
     suggested: str
     policy_file: str
     facts: list[Fact]
+    next_steps: list[Fact]
     modules: Grid
     """The most suspect first."""
     verifications: Grid
@@ -65,15 +66,16 @@ def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
         reason=fmt.clean(record.reason),
         error=fmt.clean(record.run.error or "", keep_lines=True),
         kept=[fmt.clean(name) for name in record.kept],
-        suggested=fmt.clean(record.suggested) if record.kept else "",
+        suggested=fmt.clean(record.suggested) if record.kept or record.operations else "",
         policy_file=fmt.clean(record.policy_file),
         facts=_facts(record),
+        next_steps=sheets.facts(record.next_steps),
         modules=_modules(record.modules),
         verifications=_verifications(record.verifications),
         ignored=sheets.facts(record.ignored),
         notes=sheets.facts(record.notes),
         environment=sheets.environment_facts(record.run.environment),
-        command=sheets.command_text(record.run.command),
+        command=sheets.command_text(record.run.command, record.run.environment),
     )
 
 
@@ -157,6 +159,9 @@ def error_text(error: float | None) -> str:
 
 def _headline(record: FallbackRecord, script: str) -> str:
     policy = fmt.clean(record.policy)
+    if record.operations:
+        named = ", ".join(map(fmt.clean, record.operations))
+        return f"FP32 in the modules of {script} does not help under {policy}; FP32 in these operations does: {named}"
     if record.verdict == "found":
         more = fmt.plural(len(record.kept), "module")
         return f"{more} of {script} must stay in FP32 under {policy}, {fmt.share_text(record.fp32_share)} of the FLOPs"
@@ -173,6 +178,7 @@ def _facts(record: FallbackRecord) -> list[Fact]:
     more = f" and {len(record.kept) - _NAMED} more" if len(record.kept) > _NAMED else ""
     found = [
         ("keep in FP32", named + more),
+        ("operations in FP32", ", ".join(map(fmt.clean, record.operations))),
         ("largest error before", error_text(record.error_before) if record.error_before is not None else ""),
         ("and with them", error_text(record.error_after) if record.error_after is not None else ""),
         ("tolerance", error_text(record.tolerance)),
@@ -202,8 +208,9 @@ def _modules(modules: Sequence[ModuleError]) -> Grid:
 def _verifications(trials: Sequence[Verification]) -> Grid:
     rows = []
     for number, trial in enumerate(trials, start=1):
-        names = ", ".join(map(fmt.clean, trial.kept[:_NAMED])) or "nothing"
-        more = f" and {len(trial.kept) - _NAMED} more" if len(trial.kept) > _NAMED else ""
+        kept = [*trial.kept, *trial.operations]
+        names = ", ".join(map(fmt.clean, kept[:_NAMED])) or "nothing"
+        more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
         rows.append(
             (
                 str(number),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mezzo.records import CompareRecord, Memory, RunRecord
+from mezzo.report import formatting as fmt
 from mezzo.report import sampling, sheets
 from mezzo.report.bars import Timed, memory_figure, time_figure
 from mezzo.report.curves import loss_figure, scale_figure
@@ -60,15 +61,32 @@ def _plots(
 ) -> list[Plot]:
     order = list(colours)
     in_order = sorted(runs, key=lambda run: order.index(run.policy))
-    loss = loss_figure(in_order, colours=colours)
     scale = scale_figure(in_order, colours=colours)
     bars = memory_figure(memory)
     times = time_figure(timed, colours=colours)
     return [
-        Plot(name="loss", title="Loss", caption=_loss_caption(runs, loss), figure=loss),
+        *_loss_plots(in_order, colours=colours),
         Plot(name="scale", title="Loss scale and skipped steps", caption=_scale_caption(scale), figure=scale),
         Plot(name="memory", title="Memory of a step, by kind", caption=_memory_caption(bars), figure=bars),
         Plot(name="times", title="Time a step", caption=_time_caption(timed, times), figure=times),
+    ]
+
+
+def _loss_plots(runs: Sequence[RunRecord], *, colours: Mapping[str, str]) -> list[Plot]:
+    """Return a plot of the loss, or of each where a script has several."""
+    names = list(dict.fromkeys(loss.name for run in runs for loss in run.steps.losses))
+    if not names:
+        figure = loss_figure(runs, colours=colours)
+        return [Plot(name="loss", title="Loss", caption=_loss_caption(runs, figure), figure=figure)]
+    drawn = [(name, loss_figure(runs, colours=colours, name=name)) for name in names]
+    return [
+        Plot(
+            name=f"loss{number}",
+            title=f"L{fmt.loss_title(name)[1:]}",
+            caption=_loss_caption(runs, figure),
+            figure=figure,
+        )
+        for number, (name, figure) in enumerate(drawn, start=1)
     ]
 
 
@@ -93,7 +111,7 @@ def _scale_caption(figure: Figure | None) -> str:
 
 def _memory_caption(figure: Figure | None) -> str:
     if figure is None:
-        return "No memory was measured."
+        return "Memory was not measured."
     return "Activations are what the forward pass keeps for the backward pass, cast copies of weights included."
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 MISSING = "-"
+UNKNOWN = "unknown"
+"""In place of a size that was not measured."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LARGEST_PLAIN_EXPONENT = 16  # 65536 is read at a glance, 16777216 is not
 
@@ -46,11 +48,20 @@ def signed_text(value: float) -> str:
     return f"{value:+.2g}" if value else "0"
 
 
-def interval_text(low: float, high: float) -> str:
-    """Return the ends of an interval of differences, or that there is none."""
+def share_change_text(value: float) -> str:
+    """Return a difference that is a share of what it differs from: ``+3.1%``, or ``12x`` where it is many times that."""
+    if not math.isfinite(value):
+        return _not_finite(value)
+    if -0.5 < value < 1.0:
+        return f"{100 * value:+.2g}%" if value else "0%"
+    return f"{three_digits(1.0 + value)}x" if 1.0 + value < 1e4 else f"{1.0 + value:.2g}x"
+
+
+def interval_text(low: float, high: float, *, one: Callable[[float], str] = signed_text) -> str:
+    """Return the ends of an interval of differences, or that there is none; ``one`` makes text of an end."""
     if math.isnan(low) or math.isnan(high):
         return "no interval"
-    return f"{signed_text(low)} to {signed_text(high)}"
+    return f"{one(low)} to {one(high)}"
 
 
 def ratio_text(value: float | None) -> str:
@@ -76,10 +87,15 @@ def three_digits(value: float) -> str:
     return f"{value:.{max(0, decimals)}f}"
 
 
+def loss_title(name: str) -> str:
+    """Return what one of several losses is called: ``loss of netG``, ``loss 2``."""
+    return clean(name) if name.startswith("loss ") else f"loss of {clean(name)}"
+
+
 def bytes_text(num_bytes: int | None) -> str:
     """Return a size in the largest binary unit that keeps it at 1 or above."""
     if num_bytes is None:
-        return MISSING
+        return UNKNOWN
     value, exponent = byte_scale(num_bytes)
     unit = _BYTE_UNITS[exponent]
     return f"{num_bytes} B" if exponent == 0 else f"{three_digits(value)} {unit}"

@@ -108,7 +108,7 @@ def ranges_sheet(record: RangesRecord) -> RangesSheet:
         notes=sheets.facts(record.notes),
         method=_method(record),
         environment=sheets.environment_facts(record.run.environment),
-        command=sheets.command_text(record.run.command),
+        command=sheets.command_text(record.run.command, record.run.environment),
     )
 
 

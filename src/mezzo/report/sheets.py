@@ -144,7 +144,7 @@ def run_sheet(record: RunRecord) -> RunSheet:
         left_alone=facts(record.effective.left_alone),
         findings=[finding_line(finding) for finding in record.findings],
         environment=environment_facts(record.environment, framework=record.framework),
-        command=command_text(record.command),
+        command=command_text(record.command, record.environment),
     )
 
 
@@ -173,8 +173,8 @@ def environment_facts(environment: Environment, *, framework: str = "") -> list[
     return [*facts[:-1], Fact(what="Framework", value=fmt.clean(framework)), facts[-1]] if other else facts
 
 
-def memory_kinds(memory: Memory) -> dict[str, int]:
-    """Return the bytes of the four kinds by their names for people."""
+def memory_kinds(memory: Memory) -> dict[str, int | None]:
+    """Return the bytes of the four kinds by their names for people; None for one that was not measured."""
     return {
         "parameters": memory.parameters_bytes,
         "gradients": memory.gradients_bytes,
@@ -183,7 +183,7 @@ def memory_kinds(memory: Memory) -> dict[str, int]:
     }
 
 
-def memory_peaks(memory: Memory) -> dict[str, int]:
+def memory_peaks(memory: Memory) -> dict[str, int | None]:
     """Return the allocator's peaks where the device has them."""
     peaks = {
         "peak allocated": memory.cuda_allocated_bytes,
@@ -199,9 +199,8 @@ def memory_lines(measured: Sequence[tuple[str, Memory]]) -> list[MemoryLine]:
     return [
         MemoryLine(
             policy=fmt.clean(policy),
-            # A run that failed early leaves zeros, which are not a measurement.
-            kinds=[Fact(what=k, value=fmt.bytes_text(known.get(k) if any(known.values()) else None)) for k in kinds],
-            total=fmt.bytes_text(memory.total_bytes or None),
+            kinds=[Fact(what=k, value=fmt.bytes_text(known.get(k))) for k in kinds],
+            total=fmt.bytes_text(memory.total_bytes),
         )
         for (policy, memory), known in zip(measured, sizes, strict=True)
     ]
@@ -248,13 +247,15 @@ def run_line(record: RunRecord) -> RunLine:
 
 
 def final_loss_text(record: RunRecord) -> str:
-    """Return the loss of the last step."""
-    return fmt.number_text(record.steps.loss[-1] if record.steps.loss else None)
+    """Return the loss of the last step, or the last one of each of several losses."""
+    several = [f"{fmt.clean(loss.name)} {fmt.number_text(loss.values[-1])}" for loss in record.steps.losses]
+    return ", ".join(several) or fmt.number_text(record.steps.loss[-1] if record.steps.loss else None)
 
 
-def command_text(command: Sequence[str]) -> str:
-    """Return a command as a shell takes it."""
-    return shlex.join([fmt.clean(part) for part in command])
+def command_text(command: Sequence[str], environment: Environment) -> str:
+    """Return a command as a shell takes it, the environment variables that matter before it."""
+    variables = [f"{fmt.clean(name)}={shlex.quote(fmt.clean(value))}" for name, value in environment.variables.items()]
+    return " ".join([*variables, shlex.join([fmt.clean(part) for part in command])])
 
 
 def median_ms(times_ms: Sequence[float]) -> float | None:
@@ -288,7 +289,7 @@ _LOWERS_NOTHING = ("fp32", "tf32", "as-is")
 
 def _run_facts(record: RunRecord) -> list[Fact]:
     line, steps = run_line(record), record.steps
-    broken = line.final_loss in ("NaN", "Infinity", "-Infinity")
+    broken = any(word in line.final_loss.split() for word in ("NaN", "Infinity", "-Infinity"))
     emulated = NOT_FOR_GPU if record.effective.emulated else ""
     rows = [
         Fact(what="steps", value=line.steps),
@@ -296,7 +297,7 @@ def _run_facts(record: RunRecord) -> list[Fact]:
         Fact(what="skipped steps", value=line.skipped, tone="warn" if steps.num_skipped else ""),
         Fact(what="final loss scale", value=line.final_scale),
         Fact(what="time a step", value=fmt.ms_text(median_ms(steps.time_ms)), reason=emulated),
-        Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes or None)),
+        Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes)),
         Fact(what="duration", value=line.duration),
     ]
     if record.metric is not None and record.metric.values:

@@ -66,8 +66,13 @@ def _add_run(writer: SummaryWriter, record: RunRecord) -> None:
     if record.metric is not None:
         for number, value in zip(record.metric.steps, record.metric.values, strict=True):
             writer.add_scalar(f"metric/{record.metric.name}", value, number)
+    for loss in record.steps.losses:
+        for number, value in zip(loss.steps, loss.values, strict=True):
+            writer.add_scalar(f"loss/{loss.name}", value, number)
     for kind in ("parameters", "gradients", "optimizer", "activations"):
-        writer.add_scalar(f"memory/{kind}_bytes", getattr(record.memory, f"{kind}_bytes"), 0)
+        size = getattr(record.memory, f"{kind}_bytes")
+        if size is not None:
+            writer.add_scalar(f"memory/{kind}_bytes", size, 0)
     for name, share in record.effective.share_by_format.items():
         writer.add_scalar(f"share_of_flops/{name}", share, 0)
 

@@ -64,7 +64,7 @@ def render_together(records: Sequence[CompareRecord], console: Console) -> None:
                 Text(line.verdict, style=_STYLES[line.tone]),
                 _stack(line.step, line.speedup),
                 _stack(line.memory, line.memory_ratio),
-                _stack(line.loss.value, line.loss.difference),
+                _stack(*(part for loss in line.losses for part in (loss.value, loss.difference))),
                 _stack(line.metric.value, line.metric.difference),
                 Text(line.skipped),
                 Text(row.formats),
@@ -143,7 +143,8 @@ def _diagnose(sheet: diagnose.DiagnoseSheet, console: Console) -> None:
         _line(console, sheet.detail)
     _error(console, sheet.error)
     _section(console, "Where", _fact_table(sheet.place))
-    fix = Fact(what="do", value=sheet.fix), Fact(what="write", value=sheet.fix_line)
+    lines = ("do", sheet.fix), ("write", sheet.fix_line), ("", sheet.fix_note)
+    fix = [Fact(what=what, value=value) for what, value in lines]
     _section(console, "Fix", _fact_table([fact for fact in fix if fact.value]))
     _findings(sheet.findings, console)
     _section(console, "What the operation read", _fact_table(sheet.operands))
@@ -153,13 +154,15 @@ def _diagnose(sheet: diagnose.DiagnoseSheet, console: Console) -> None:
             trend.add_row(line.step, line.loss, line.norm, line.scale, Text(line.note, style=_STYLES[line.tone]))
         _section(console, "The last steps", trend)
     _section(console, "How it was found", _fact_table([*sheet.passes, *sheet.notes]))
-    _note(console, sheet.normal)
+    if sheet.normal:
+        _note(console, sheet.normal)
 
 
 def _fallback(sheet: fallback.FallbackSheet, console: Console) -> None:
     _line(console, f"{sheet.verdict}: {sheet.reason}", style=_STYLES[sheet.tone])
     _error(console, sheet.error)
     _section(console, "Result", _fact_table(sheet.facts))
+    _section(console, "What to do next", _fact_table(sheet.next_steps))
     _section(console, "Modules by themselves, the most suspect first", _grid(sheet.modules, shown=_SHOWN_ROWS))
     _section(console, "Verifications", _grid(sheet.verifications))
     _section(console, "Not judged", _fact_table(sheet.ignored[:_SHOWN_ROWS]))
@@ -214,10 +217,9 @@ def _doctor(sheet: sheets.DoctorSheet, console: Console) -> None:
 
 def _verdict_table(sheet: CompareSheet) -> Table:
     table = _table("policy", "verdict", "step\nspeed-up", "memory\nratio")
-    if sheet.metric_name:
+    heads = [*sheet.loss_heads, *([sheet.metric_name] if sheet.metric_name else [])]
+    if len(heads) > 1:
         table.padding = (0, 0)  # a second interval fits into 100 columns only so
-    table.columns[1].no_wrap = True
-    heads = ["final loss", sheet.metric_name] if sheet.metric_name else ["final loss"]
     for head in heads:
         table.add_column(Text(f"{head}\ndifference\n95% interval"), justify="right", overflow="fold")
     table.add_column("skips", justify="right")
@@ -225,7 +227,7 @@ def _verdict_table(sheet: CompareSheet) -> Table:
     for column in table.columns[2:4]:
         column.justify = "right"
     for line in sheet.lines:
-        compared = [line.loss, line.metric] if sheet.metric_name else [line.loss]
+        compared = [*line.losses, *([line.metric] if sheet.metric_name else [])]
         table.add_row(*_verdict_cells(line, compared))
     return table
 

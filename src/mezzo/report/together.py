@@ -84,7 +84,8 @@ def _group(record: CompareRecord) -> Group:
 
 def _headline(groups: Sequence[Group]) -> str:
     judged = [line.line.verdict for group in groups for line in group.lines if line.line.verdict != "baseline"]
-    counts = [(verdict, judged.count(verdict)) for verdict in verdicts.VERDICT_TONES if verdict in judged]
+    known = [verdicts.verdict_text(verdict) for verdict in verdicts.VERDICT_TONES]
+    counts = [(verdict, judged.count(verdict)) for verdict in known if verdict in judged]
     words = [f"{count} {verdict}" for verdict, count in counts]
     rows = fmt.plural(len(judged), "row")
     return f"{rows} beside {fmt.plural(len(groups), 'baseline')}: {fmt.listed(words or ['nothing to judge'])}."

@@ -18,6 +18,7 @@ VERDICT_TONES = {
     "equivalent": "good",
     "different": "warn",
     "diverged": "bad",
+    "stopped_learning": "bad",
     "undecided": "open",
     "failed": "bad",
 }
@@ -44,7 +45,8 @@ class VerdictLine:
     spread: str
     memory: str
     memory_ratio: str
-    loss: Compared
+    losses: list[Compared]
+    """One for each of the sheet's ``loss_heads``."""
     metric: Compared
     skipped: str
     final_scale: str
@@ -78,6 +80,7 @@ class CompareSheet:
     headline: str
     details: str
     method: str
+    loss_heads: list[str]
     metric_name: str
     lines: list[VerdictLine]
     memory: list[MemoryLine]
@@ -94,21 +97,23 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
     script = record.runs[0].script if record.runs else ""
     policies = fmt.listed([fmt.clean(row.policy) for row in record.rows] or ["no policy"])
     headline, details = _headline(record)
+    names = list(dict.fromkeys(name for row in record.rows for name in row.losses))
     return CompareSheet(
         title=f"{fmt.clean(PurePath(script).name) or 'comparison'}: {policies}",
         script=fmt.clean(script),
         headline=headline,
         details=details,
         method=_method(record),
+        loss_heads=[f"final {fmt.loss_title(name)}" for name in names] or ["final loss"],
         metric_name=_metric_name(record),
-        lines=[_verdict_line(row) for row in record.rows],
+        lines=[_verdict_line(row, names) for row in record.rows],
         memory=sheets.memory_lines([(row.policy, row.memory) for row in record.rows]),
         effective=_effective(record),
         effective_note=_effective_note(record),
         runs=[sheets.run_line(run) for run in record.runs],
         explanations=_explanations(record),
         environment=sheets.environment_facts(record.environment, framework=framework_of(record)),
-        command=sheets.command_text(record.command),
+        command=sheets.command_text(record.command, record.environment),
     )
 
 
@@ -123,17 +128,31 @@ def runs_of(record: CompareRecord, policy: str) -> list[RunRecord]:
     return [run for run in record.runs if run.policy == policy]
 
 
+def verdict_text(verdict: str) -> str:
+    """Return a verdict as people read it."""
+    return verdict.replace("_", " ")
+
+
 def _headline(record: CompareRecord) -> tuple[str, str]:
     others = [row for row in record.rows if row.verdict != "baseline"]
     if not others:
         return "Only the baseline ran, so there is nothing to compare.", ""
+    if record.shared_files:
+        shared = record.shared_files[0]
+        return (
+            "The runs are not independent, so no verdict holds.",
+            f"The run of {fmt.clean(shared.read_by)} read {fmt.clean(shared.path)}, which the run of "
+            f"{fmt.clean(shared.written_by)} had written. Give each run a path of its own: {{run}} in the script's arguments "
+            "becomes the run's name, as in --output_dir out/{run}.",
+        )
     baseline = fmt.clean(record.baseline)
     equal = [row for row in others if row.verdict == "equivalent"]
     lead = _equal_sentence(equal, baseline) if equal else f"No policy is shown to train like {baseline}."
     rest = [
         _named(others, "different", f"to another result than {baseline}", one="trains", many="train"),
         _named(others, "diverged", "", one="diverged", many="diverged"),
-        _named(others, "failed", "", one="failed to run", many="failed to run"),
+        _named(others, "stopped_learning", "", one="stopped learning", many="stopped learning"),
+        *(f"{fmt.clean(row.policy)} failed{_in_how_many(row)}." for row in others if row.verdict == "failed"),
         _named(others, "undecided", "", one="is undecided", many="are undecided"),
     ]
     return lead, " ".join(sentence for sentence in rest if sentence)
@@ -144,6 +163,10 @@ def _named(rows: Sequence[Row], verdict: str, tail: str, *, one: str, many: str)
     if not names:
         return ""
     return f"{fmt.listed(names)} {one if len(names) == 1 else many} {tail}".strip() + "."
+
+
+def _in_how_many(row: Row) -> str:
+    return f" in {row.num_failed} of {fmt.plural(row.num_runs, 'run')}" if row.num_failed < row.num_runs else ""
 
 
 def _equal_sentence(rows: Sequence[Row], baseline: str) -> str:
@@ -157,23 +180,27 @@ def _speed_clause(rows: Sequence[Row]) -> str:
     if not timed:
         return "; emulated, so no speed is claimed" if any(r.emulated for r in rows) else ""
     faster = [row for row in timed if row.speedup_low is not None and row.speedup_low > 1]
-    if not faster:
-        return ", but no faster than the spread of the times"
-    best = max(faster, key=lambda row: row.speedup or 0.0)
-    speed = f"{fmt.ratio_text(best.speedup)} as fast"
-    spread = f"({fmt.spread_text(best.speedup_low, best.speedup_high)})"
-    if len(rows) == 1:
-        return f", {speed} {spread}"
-    return f"; {fmt.clean(best.policy)} is fastest, {speed} {spread}"
+    slower = [row for row in timed if row.speedup_high is not None and row.speedup_high < 1]
+    if faster:
+        best = max(faster, key=lambda row: row.speedup or 0.0)
+        return f", {_speed(best)}" if len(rows) == 1 else f"; {fmt.clean(best.policy)} is fastest, {_speed(best)}"
+    if len(slower) == len(timed):
+        worst = min(slower, key=lambda row: row.speedup or 0.0)
+        return ", but slower, " + ("" if len(rows) == 1 else f"{fmt.clean(worst.policy)} most: ") + _speed(worst)
+    return ", but no faster than the spread of the times"
+
+
+def _speed(row: Row) -> str:
+    return f"{fmt.ratio_text(row.speedup)} as fast ({fmt.spread_text(row.speedup_low, row.speedup_high)})"
 
 
 def _method(record: CompareRecord) -> str:
     num_seeds = max((row.num_runs for row in record.rows), default=0)
-    metric = " and of the baseline's metric" if _metric_name(record) else ""
+    percent = fmt.number_text(100 * record.margin)
     return (
-        f"Equivalent means that the 90% interval of the difference (two one-sided tests at 5%) lies within a margin of "
-        f"{fmt.number_text(100 * record.margin)}% of the loss that training took off{metric}. "
-        f"{fmt.plural(num_seeds, 'seed')} a policy, paired with {fmt.clean(record.baseline)}."
+        "Equivalent means that the difference is shown (two one-sided tests, 5% in all) to lie within a margin: "
+        f"{percent}% of {fmt.clean(record.baseline)}'s final loss, h = {fmt.number_text(record.margin)} for a proportion, or its own "
+        f"seed-to-seed spread where that is wider. {fmt.plural(num_seeds, 'seed')} a policy, paired with {fmt.clean(record.baseline)}."
     )
 
 
@@ -184,22 +211,23 @@ def _metric_name(record: CompareRecord) -> str:
     return fmt.clean(names[0]) if names else "metric"
 
 
-def _verdict_line(row: Row) -> VerdictLine:
+def _verdict_line(row: Row, names: Sequence[str]) -> VerdictLine:
     is_baseline = row.verdict == "baseline"
+    losses = [row.losses.get(name) for name in names] if names else [row.loss]
     return VerdictLine(
         policy=fmt.clean(row.policy),
-        verdict=row.verdict,
+        verdict=verdict_text(row.verdict),
         tone=VERDICT_TONES[row.verdict],
         step=fmt.ms_text(row.step_ms),
         speedup=EMULATED if row.emulated else fmt.ratio_text(row.speedup),
         spread="" if row.emulated or is_baseline else fmt.spread_text(row.speedup_low, row.speedup_high),
-        memory=fmt.bytes_text(row.memory.total_bytes or None),
+        memory=fmt.bytes_text(row.memory.total_bytes),
         memory_ratio=fmt.ratio_text(row.memory_ratio),
-        loss=_compared(row.loss, alone=is_baseline),
+        losses=[_compared(loss, alone=is_baseline) for loss in losses],
         metric=_compared(row.metric, alone=is_baseline),
         skipped=fmt.mean_text(row.num_skipped),
         final_scale=fmt.scale_text(row.final_scale),
-        reason=_reason(row),
+        reason=fmt.clean(row.reason).rstrip("."),
     )
 
 
@@ -209,20 +237,12 @@ def _compared(difference: Difference | None, *, alone: bool) -> Compared:
     value = fmt.number_text(difference.value)
     if alone or not math.isfinite(difference.difference):
         return Compared(value=value)
+    one = fmt.share_change_text if difference.scale == "ratio" else fmt.signed_text
     return Compared(
         value=value,
-        difference=fmt.signed_text(difference.difference),
-        interval=fmt.interval_text(difference.low, difference.high),
+        difference=one(difference.difference),
+        interval=fmt.interval_text(difference.low, difference.high, one=one),
     )
-
-
-def _reason(row: Row) -> str:
-    parts = [fmt.clean(row.reason).rstrip(".")]
-    if row.num_failed:
-        parts.append(f"{row.num_failed} of {fmt.plural(row.num_runs, 'run')} failed")
-    if row.verdict == "undecided" and row.seeds_needed is not None:
-        parts.append(f"{fmt.plural(row.seeds_needed, 'seed')} would decide at the spread seen")
-    return "; ".join(part for part in parts if part)
 
 
 def _effective(record: CompareRecord) -> list[EffectiveLine]:

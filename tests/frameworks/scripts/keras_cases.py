@@ -268,6 +268,38 @@ def two_optimizers():
     return result(model)
 
 
+def gan():
+    """Two models, each with an optimizer and a loss of its own, in turn."""
+    keras.utils.set_random_seed(3)
+    makes = keras.Sequential([keras.Input((D,)), keras.layers.Dense(D)], name="makes")
+    judges = keras.Sequential([keras.Input((D,)), keras.layers.Dense(1)], name="judges")
+    optimizers = {id(makes): keras.optimizers.SGD(0.01), id(judges): keras.optimizers.SGD(0.01)}
+    x, losses = data()[0], []
+
+    def turn(model, batch, sign):
+        if TF:
+            with tf.GradientTape() as tape:
+                loss = sign * keras.ops.mean(judges(makes(batch)))
+            found = tape.gradient(loss, model.trainable_variables)
+        else:
+            model.zero_grad()
+            loss = sign * keras.ops.mean(judges(makes(batch)))
+            loss.backward()
+            found = [v.value.grad for v in model.trainable_variables]
+            torch.set_grad_enabled(False)
+        optimizers[id(model)].apply(found, model.trainable_variables)
+        if not TF:
+            torch.set_grad_enabled(True)
+        return loss
+
+    turns = [tf.function(turn) if TF else turn for _ in range(2)]
+    for k in range(STEPS):
+        batch = keras.ops.convert_to_tensor(x[k * B :][:B])
+        losses.append(float(turns[0](judges, batch, 1.0)))
+        losses.append(float(turns[1](makes, batch, -1.0)))
+    return result(makes, losses=losses)
+
+
 def random_layers():
     keras.utils.set_random_seed(3)
     layers = [keras.Input((D,)), keras.layers.Dense(H), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(C)]

@@ -1,4 +1,7 @@
-"""Run somebody's script with ``apex`` in place: ``python -m mezzo.compat.apex [-m] script [arguments]``."""
+"""Run somebody's script with ``apex`` in place: ``python -m mezzo.compat.apex [--without-amp] [-m] script [arguments]``.
+
+``--without-amp`` leaves ``apex.amp`` in place but without effect, for ``mezzo run`` and the other commands, whose policy takes its place.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from mezzo.errors import MezzoError, ScriptError
-from mezzo.launch.runner import check_target
+from mezzo.errors import MezzoError, UsageError
+from mezzo.launch.targets import Target, check_target
 
 ALIASES = {
     "apex": "mezzo.compat.apex",
@@ -24,6 +27,9 @@ ALIASES = {
 """What a script imports, and what it gets."""
 
 
+_WITHOUT_AMP = "--without-amp"
+
+
 def put_in_place() -> None:
     """Let ``import apex`` find this package, in this process."""
     for name, own in ALIASES.items():
@@ -31,20 +37,26 @@ def put_in_place() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script or module that ``arguments`` begin with; it sees the rest as its own.
+    """Run the script or module that ``arguments`` name after the options; it sees the rest as its own.
 
     Raises:
-        ScriptError: there is none, or it is not there.
+        UsageError: there is none, or it is not there.
     """
-    module = arguments[:1] == ["-m"]
-    rest = arguments[1:] if module else arguments
+    without_amp = arguments[:1] == [_WITHOUT_AMP]
+    rest = arguments[1:] if without_amp else arguments
+    module = rest[:1] == ["-m"]
+    rest = rest[1:] if module else rest
     if not rest:
-        raise ScriptError(
-            f"python -m mezzo.compat.apex got {' '.join(arguments) or 'nothing'}; allowed: [-m] script [arguments]",
+        raise UsageError(
+            f"python -m mezzo.compat.apex got {' '.join(arguments) or 'nothing'}; allowed: [{_WITHOUT_AMP}] [-m] script [arguments]",
             hint="pass the script that imports apex, or -m and the name of a module",
         )
-    check_target(rest[0], module=module)
+    check_target(Target(rest[0], module=module, arguments=rest[1:], typed=("python", "-m", "mezzo.compat.apex")))
     put_in_place()
+    if without_amp:
+        from mezzo.compat.apex.amp.state import _amp_state
+
+        _amp_state.gives_way = True
     sys.argv = rest
     if module:
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch
+from mezzo.engine.onepass import OnePass
 from mezzo.engine.optimizers import SGD, AdamW
 
 _CORRECTED = 2.0**23
@@ -85,7 +86,7 @@ class FusedAdam(AdamW):
             raise RuntimeError(
                 f"FusedAdam.step() got {', '.join(retired)}. It takes a closure or nothing: leave the rest out."
             )
-        return _stepped(super().step, closure)
+        return _stepped(self, closure)
 
     def update(self, factor: Tensor, found_inf: Tensor) -> None:
         """Update from scaled gradients, or leave everything as it is."""
@@ -162,13 +163,13 @@ class FusedSGD(SGD):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; return what ``closure`` did."""
-        return _stepped(super().step, closure)
+        return _stepped(self, closure)
 
 
-def _stepped(step: Callable[[], None], closure: Callable[[], Any] | None) -> Any:
+def _stepped(optimizer: OnePass, closure: Callable[[], Any] | None) -> Any:
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    step()
+    OnePass.step(optimizer)  # not the base's, in which torch may have put its hooks: they would run twice
     return loss

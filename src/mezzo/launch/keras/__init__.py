@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mezzo.diagnosis.settings import AnySettings
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import dtype_policy_name, explain, left_out
+from mezzo.launch.imports import after_import
 from mezzo.launch.keras import seeds
-from mezzo.launch.keras.imports import after_import
 from mezzo.launch.keras.layers import Layers
 from mezzo.launch.keras.run import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
@@ -119,7 +119,7 @@ class KerasTraining:
 
     def steps(self) -> Steps:
         """Return what every step showed."""
-        return self._run.steps.steps()
+        return self._run.steps.steps(self._run.names)
 
     def memory(self) -> Memory:
         """Return the bytes of variables, of gradients and of what the forward pass keeps; a GPU's peaks are not read."""
@@ -127,9 +127,9 @@ class KerasTraining:
         trained = {id(v) for v in run.variables.values()}
         state = {id(v): v for o in run.optimizers.values() for v in o.variables if id(v) not in trained}
         return Memory(
-            parameters_bytes=_num_bytes(run.variables.values()),
+            parameters_bytes=_num_bytes(run.variables.values()) if run.optimizers else None,
             gradients_bytes=run.gradients_bytes,
-            optimizer_bytes=_num_bytes(state.values()),
+            optimizer_bytes=_num_bytes(state.values()) if run.optimizers else None,
             activations_bytes=run.activations_bytes,
         )
 

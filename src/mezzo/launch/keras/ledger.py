@@ -13,7 +13,7 @@ from mezzo.launch.keras.run import KerasRun
 
 _CAPACITY = 65_536
 """Steps that one call of a traced function may make before rows are overwritten."""
-_NUM_COLUMNS = 5  # loss, norm, scale, skipped, batch size
+_NUM_COLUMNS = 6  # loss, norm, scale, skipped, batch size, optimizer
 
 
 class Ledger:
@@ -32,7 +32,9 @@ class Ledger:
         self._loss.assign_add(tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]))
         self._num_losses.assign_add(1)
 
-    def update(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, batch: Any) -> None:
+    def update(
+        self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, batch: Any, owner: int
+    ) -> None:
         """Write a step, unless its gradients are still accumulated or it follows the same backward pass as the last."""
         self._make()
         skipped = tf.equal(before, after)
@@ -40,7 +42,7 @@ class Ledger:
         if self._run.has_backward:
             is_update = is_update & (self._num_losses > 0)
         loss = tf.where(self._num_losses > 0, self._loss / accumulates, math.nan)
-        values = [loss, norm, math.nan if scale is None else scale, skipped, batch]
+        values = [loss, norm, math.nan if scale is None else scale, skipped, batch, owner]
         row = tf.stack([tf.cast(value, tf.float32) for value in values])
         place = tf.cast(self._num_rows % _CAPACITY, tf.int32)
         self._rows.scatter_nd_update([[place]], [row])  # over the row before, until that is one
@@ -57,13 +59,14 @@ class Ledger:
         places = [k % _CAPACITY for k in range(self._collected + lost, self._collected + num)]
         self._collected += num
         rows = [[math.nan] * _NUM_COLUMNS] * lost + tf.gather(self._rows, places).numpy().tolist()
-        losses, norms, scales, skips, batches = zip(*rows, strict=True)
+        losses, norms, scales, skips, batches, owners = zip(*rows, strict=True)
         known = int(batches[-1]) if math.isfinite(batches[-1]) else -1
         self.last_batch = known if known > 0 else None
         if num > 1:
             why = "one call of a traced function makes several steps; each is given an even share of its time"
             self._run.leave("time a step", "not known of each", why)
-        self._run.close(losses=losses, norms=norms, scales=scales, skips=[s == 1.0 for s in skips])
+        known_owners = [int(owner) if math.isfinite(owner) else 0 for owner in owners]
+        self._run.close(losses=losses, norms=norms, scales=scales, skips=[s == 1.0 for s in skips], owners=known_owners)
 
     def _make(self) -> None:
         if self._made:

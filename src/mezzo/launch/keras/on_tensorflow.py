@@ -79,7 +79,7 @@ class TensorFlowBackend:
         """Return a copy of a variable's value at this place of the graph."""
         return tf.identity(tf.convert_to_tensor(variable))
 
-    def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int) -> None:
+    def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
         """Take down an update, in the graph that is being traced or now."""
         replica = tf.distribute.get_replica_context()
         if replica is not None and replica.num_replicas_in_sync > 1:
@@ -89,7 +89,8 @@ class TensorFlowBackend:
             if tf.get_static_value(replica.replica_id_in_sync_group) not in (0, None):
                 return
         batch = self._batch_size()
-        self._ledger.update(norm=norm, scale=scale, before=before, after=after, accumulates=accumulates, batch=batch)
+        counts = {"before": before, "after": after, "accumulates": accumulates}
+        self._ledger.update(norm=norm, scale=scale, batch=batch, owner=owner, **counts)
         if tf.executing_eagerly():
             num = len(self._run.steps)
             self._ledger.collect()
@@ -201,7 +202,7 @@ class TensorFlowBackend:
             self._run.flops = self._labelled(self._counting)
             self._run.counted_on_step = len(self._run.steps) if self._run.flops else None
             why = "what TensorFlow's tape keeps outside traced functions cannot be seen"
-            self._run.leave("activations", "0 bytes", why)
+            self._run.leave("activations", "not known", why)
 
     def _see(self, kind: Any, inputs: Any, attrs: Any, outputs: Any, *_: Any, **__: Any) -> None:
         name = kind.decode() if isinstance(kind, bytes) else str(kind)

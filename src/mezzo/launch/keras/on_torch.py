@@ -65,7 +65,7 @@ class TorchBackend:
         """Return a copy of a variable's value."""
         return variable.value.detach().clone()
 
-    def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int) -> None:
+    def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
         """Close a step, unless its gradients are still accumulated or it follows the same backward pass as the last."""
         skipped = bool(after == before)
         if (int(after) % accumulates and not skipped) or (not self._losses and self._run.has_backward):
@@ -75,7 +75,7 @@ class TorchBackend:
         scales = [math.nan if scale is None else float(scale)]
         if self._look is not None:
             self._end_look()
-        self._run.close(losses=[loss], norms=[float(norm)], scales=scales, skips=[skipped])
+        self._run.close(losses=[loss], norms=[float(norm)], scales=scales, skips=[skipped], owners=[owner])
         if not self._looked:
             self._begin_look()
 

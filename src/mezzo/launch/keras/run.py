@@ -48,10 +48,11 @@ class Backend(Protocol):
     def read(self, variable: Any) -> Any:
         """Return a copy of a variable's value now."""
 
-    def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int) -> None:
+    def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
         """Take down an update.
 
         Args:
+            owner: the optimizer, by number.
             norm: norm of its unscaled gradients.
             scale: the loss scale after it, None where there is none.
             before: the optimizer's count of updates before it.
@@ -95,11 +96,14 @@ class KerasRun:
         """Whether a backward pass was ever seen: without one, updates have no loss."""
         self.flops: dict[str, int] = {}
         self.counted_on_step: int | None = None
-        self.activations_bytes = 0
-        self.gradients_bytes = 0
+        self.activations_bytes: int | None = None
+        self.gradients_bytes: int | None = None
         self.variables: dict[int, Any] = {}
         """The variables that were trained, by identity."""
         self.optimizers: dict[int, Any] = {}
+        self.names: dict[int, str] = {}
+        """What an optimizer trains: the model that its variables' paths begin with, by the optimizer's number."""
+        self._owners: dict[int, int] = {}
         self._scale: Any = None
         self._scaled: list[tuple[Any, Any]] = []
 
@@ -134,16 +138,30 @@ class KerasRun:
         """Return the loss that ``target`` was scaled from, None if it is no scaled loss."""
         return next((loss for result, loss in self._scaled if result is target), None)
 
+    def owner(self, variables: Sequence[Any]) -> int:
+        """Return the number of the optimizer that trains ``variables``: one that is made anew for them has the same."""
+        number = next((self._owners[id(v)] for v in variables if id(v) in self._owners), len(self.names))
+        self._owners |= {id(v): number for v in variables}
+        models = {str(getattr(v, "path", "")).partition("/")[0] for v in variables}
+        self.names.setdefault(number, models.pop() if len(models) == 1 else "")
+        return number
+
     def weigh(self, optimizer: Any, variables: Sequence[Any], gradients_bytes: int) -> None:
         """Take note of what an optimizer updates, and of the bytes of its gradients."""
         new = [v for v in variables if id(v) not in self.variables]
         if new or not self.gradients_bytes:
-            self.gradients_bytes += gradients_bytes
+            self.gradients_bytes = (self.gradients_bytes or 0) + gradients_bytes
         self.variables |= {id(v): v for v in new}
         self.optimizers[id(optimizer)] = optimizer
 
     def close(
-        self, *, losses: Sequence[float], norms: Sequence[float], scales: Sequence[float], skips: Sequence[bool]
+        self,
+        *,
+        losses: Sequence[float],
+        norms: Sequence[float],
+        scales: Sequence[float],
+        skips: Sequence[bool],
+        owners: Sequence[int],
     ) -> None:
         """Close the steps that one call of the backend made, in their order.
 
@@ -152,13 +170,15 @@ class KerasRun:
             norms: of the unscaled gradients.
             scales: the loss scale after each step, NaN where there is none.
             skips: whether the update was skipped.
+            owners: the optimizer, by number.
 
         Raises:
             ScaleFloorError: the policy's scale is below its floor and the gradients still overflow.
         """
-        for loss, norm, scale, skipped in zip(losses, norms, scales, skips, strict=True):
+        for loss, norm, scale, skipped, owner in zip(losses, norms, scales, skips, owners, strict=True):
             self.steps.loss(loss)
-            self.steps.close(skipped=skipped, scale=None if math.isnan(scale) else scale, norm=norm)
+            known = None if math.isnan(scale) else scale
+            self.steps.close(skipped=skipped, scale=known, norm=norm, made_by=frozenset([owner]))
             if (
                 skipped
                 and self.policy is not None

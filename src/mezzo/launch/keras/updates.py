@@ -150,6 +150,7 @@ class Updates:
             before=before,
             after=backend.read(inner._iterations),
             accumulates=getattr(inner, "gradient_accumulation_steps", None) or 1,
+            owner=run.owner(variables or inner._trainable_variables),
         )
         self._weigh(optimizer, variables or inner._trainable_variables, grads)
         return result

@@ -26,7 +26,8 @@ class CloseLook:
         self._run, self._operations, self._passes = run, operations, passes
         self._saved: dict[int, int] = {}
         self._hooks: Any = None
-        self._bytes = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
+        self._bytes: dict[str, int] = {}
+        """By kind, of those that were measured."""
         self._watched: int | None = None
         self._flops: dict[str, int] = {}
         self._outside_region = 0
@@ -84,7 +85,7 @@ class CloseLook:
             return
         parameters = {p.data_ptr() for p in self._run.parameters() if p._is_initialized()}
         held = sum(size for place, size in self._saved.items() if place not in parameters)
-        self._bytes["activations"] = max(self._bytes["activations"], held)
+        self._bytes["activations"] = max(self._bytes.get("activations", 0), held)
         self._saved = {}
 
     def _pack(self, tensor: Any) -> Any:
@@ -100,7 +101,7 @@ class CloseLook:
             "gradients": _total(p.grad for p in parameters if p.grad is not None),
             "optimizer": sum(_optimizer_bytes(optimizer) for optimizer in list(self._run.optimizers)),
         }
-        self._bytes.update({kind: max(count, self._bytes[kind]) for kind, count in found.items()})
+        self._bytes.update({kind: max(count, self._bytes.get(kind, 0)) for kind, count in found.items()})
 
     def _end(self) -> None:
         self._operations.counting = False

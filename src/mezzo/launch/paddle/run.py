@@ -82,6 +82,10 @@ class PaddleRun:
         """Whether an optimizer evaluates the loss itself: the first evaluation is the step's."""
         self._unmatched = set(() if policy is None else policy.fp32_modules)
         self._stepped = self._found = False
+        self._made_by: set[int] = set()
+        self._owners: dict[int, int] = {}
+        self.names: dict[int, str] = {}
+        """What an optimizer trains, by the optimizer's number."""
         self._norms: list[Any] = []
         self.round = rounder(FP32 if policy is None else policy.storage)
 
@@ -212,6 +216,18 @@ class PaddleRun:
         self._found |= skip
         return skip
 
+    def owner(self, optimizer: Any) -> int:
+        """Return the number of an optimizer: one that is made anew for the same parameters has the same."""
+        held = list(map(id, parameters_of(optimizer)))
+        number = next((self._owners[p] for p in held if p in self._owners), len(set(self._owners.values())))
+        self._owners |= dict.fromkeys(held, number)
+        return number
+
+    def update_made(self, optimizer: Any) -> None:
+        """Take note of an optimizer that has stepped."""
+        self._made_by.add(self.owner(optimizer))
+        self.steps.updated()
+
     def script_skipped(self) -> None:
         """Take note that the script's own GradScaler skipped an optimizer's step."""
         self._stepped = self._found = True
@@ -229,8 +245,9 @@ class PaddleRun:
         if self.scale.checks:
             self.scale.update(overflow=skipped)
             scale = self.scale.value
-        self.steps.close(skipped=skipped, scale=scale, norm=_together(self._norms))
+        self.steps.close(skipped=skipped, scale=scale, norm=_together(self._norms), made_by=frozenset(self._made_by))
         self._stepped, self._found, self._norms = False, False, []
+        self._made_by.clear()
         if floor:
             raise ScaleFloorError(
                 f"gradients overflow at the loss scale's floor of {self.scale.value:g}, update {len(self.steps)}",

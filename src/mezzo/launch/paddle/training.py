@@ -76,7 +76,7 @@ class PaddleTraining:
 
     def steps(self) -> Steps:
         """Return what every step showed."""
-        return self._run.steps.steps()
+        return self._run.steps.steps(self._run.names)
 
     def memory(self) -> Memory:
         """Return the bytes of a step."""

@@ -12,10 +12,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import paddle
+from paddle.nn import Layer
 from paddle.optimizer import Optimizer
 from paddle.optimizer.lr import LRScheduler
 
 from mezzo.formats import FP32
+from mezzo.launch.names import name_at_hand
 from mezzo.launch.paddle.run import PaddleRun, parameters_of
 from mezzo.launch.patches import Patches
 from mezzo.launch.schedules import Schedules, classes
@@ -57,6 +59,9 @@ class Updates:
                     self._patch(kind)
             self._run.optimizers.add(optimizer)
             original(optimizer, *args, **kwargs)
+            number, held = self._run.owner(optimizer), set(map(id, parameters_of(optimizer)))
+            if held and number not in self._run.names:
+                self._run.names[number] = name_at_hand(held, Layer, libraries=("paddle", "mezzo")) or ""
 
         return init
 
@@ -102,7 +107,7 @@ class Updates:
         run = self._run
         if made:
             run.round_weights(parameters_of(optimizer))
-        run.steps.updated()
+        run.update_made(optimizer)
         for watcher in run.watchers:
             watcher()
 

@@ -60,7 +60,7 @@ def initialize(
         ValueError: a loss scale is no number.
     """
     _amp_state.verbosity = verbosity
-    if not enabled:
+    if not enabled or _amp_state.gives_way:
         _amp_state.opt_properties = levels.Properties()
         return models if optimizers is None else (models, optimizers)
     if not torch.backends.cudnn.enabled:

@@ -138,7 +138,7 @@ def init(
     previous = getattr(_amp_state, "handle", None)
     if previous is not None:
         previous._deactivate()
-    if not enabled:
+    if not enabled or _amp_state.gives_way:
         _amp_state.handle = NoOpHandle()
         return _amp_state.handle
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.compat.apex.amp.state import warn_or_err
+from mezzo.compat.regions import Region
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import wrap
 from mezzo.formats import BF16, FP16, FP32
@@ -62,20 +63,21 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: b
 
 def cast_ends(model: nn.Module, into: torch.dtype | None, out: torch.dtype, casting: Casting | None) -> None:
     """Cast what a model is given to ``into`` and what it returns to ``out``; run it under ``casting``."""
-    wrap(model, _between, into, out, casting)
+    wrap(model, _between, model, into, out, None if casting is None else Region(casting.policy, casting))
 
 
 def _between(
     call: Callable[..., Any],
+    model: nn.Module,
     into: torch.dtype | None,
     out: torch.dtype,
-    casting: Casting | None,
+    region: Region | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     if into is not None:
         args, kwargs = cast_values(args, into), cast_values(kwargs, into)
-    with nullcontext() if casting is None else casting.region():
+    with nullcontext() if region is None else region(model):
         output = call(*args, **kwargs)
     return cast_values(output, out)
 

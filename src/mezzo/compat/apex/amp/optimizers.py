@@ -29,6 +29,7 @@ class HalfMasters(MasterWeights):
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Copy the masters from those of ``parameters`` that are in 16 bits and are trained."""
+        super().__init__([])
         halves = [p for p in parameters if p.requires_grad and p.dtype in _HALF]
         self._master_of = {p: nn.Parameter(p.detach().float()) for p in halves}
 

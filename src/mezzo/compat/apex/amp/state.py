@@ -22,6 +22,8 @@ class AmpState:
     handle: AmpHandle | NoOpHandle
 
     def __init__(self) -> None:
+        self.gives_way = False
+        """Whether ``initialize`` and ``init`` do nothing, since a precision policy takes amp's place."""
         self.hard_override = False
         """Whether rules of ``initialize`` that are broken print a warning instead of raising."""
         self.allow_incoming_model_not_fp32 = False

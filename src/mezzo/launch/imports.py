@@ -1,7 +1,7 @@
 """Do something as soon as a package has been imported, by whoever imports it.
 
 A script chooses Keras' backend before it imports Keras (``os.environ["KERAS_BACKEND"] = "torch"``) and sets TensorFlow's
-devices before they are used. So neither is imported ahead of the script.
+devices before they are used. So neither is imported ahead of the script; nor is a library that it may never need.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +27,7 @@ def after_import(name: str, action: Callable[[], None], patches: Patches) -> Non
 
 
 class _Finder(MetaPathFinder):
-    """Find one package as Python does, and load it with what is to be done after it."""
+    """Find one package as the finders after this one do, and load it with what is to be done after it."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name, self._action = name, action
@@ -38,7 +38,9 @@ class _Finder(MetaPathFinder):
         """Return the spec of the package, with its loader wrapped."""
         if fullname != self._name:
             return None
-        spec = PathFinder.find_spec(fullname, path, target)
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]  # one of them may wait for the same package
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._action)
         return spec

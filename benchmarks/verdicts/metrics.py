@@ -1,0 +1,108 @@
+"""Rates for a metric that comes as a count over a test set, or with few printed digits, with the true difference at the margin.
+
+A latent accuracy is moved by the margin on the arcsine scale and then rounded to the step, or, as that of a test set drawn anew
+would be, drawn from a binomial. Settings differ in the accuracy and its place within a step, in the seeds' spread that both runs
+of a pair share, and in what each has of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.verdicts.rates import SEEDS, Array, Rate, worst
+from mezzo.measure.compare.kinds import Grid
+from mezzo.measure.compare.margins import Margin, spread_of
+from mezzo.measure.compare.quantities import Quantity
+from mezzo.measure.compare.scales import Proportion
+
+ACCURACIES = (0.5, 0.9, 0.97, 0.99)
+SHARED, OWN = (0.0, 0.02, 0.1), (0.0001, 0.005, 0.02, 0.05)
+"""Standard deviations on the arcsine scale."""
+MARGIN = 0.02
+_SCALE = Proportion(1.0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Hold what a simulation assumes."""
+
+    num_examples: int
+    counted: bool
+    """Whether the values are known to be counts over examples; else the step is that of printed digits."""
+    num_seeds: int
+    accuracy: float
+    shared: float
+    own: float
+    drawn: bool
+    """Whether counts are drawn from a binomial."""
+
+    @property
+    def share(self) -> float:
+        """Return the known part of the margin."""
+        return max(MARGIN, self.num_examples**-0.5) if self.counted else MARGIN
+
+
+def rates(effort: float) -> list[Rate]:
+    """Return the worst rates by the metric's step and the number of seeds."""
+    num, found = max(20, int(120 * effort)), []
+    steps = ((100, False), (1000, False), (10_000, False), (360, True))
+    for (num_examples, counted), num_seeds in itertools.product(steps, SEEDS):
+        form = f"counts of {num_examples} examples" if counted else f"steps of 1/{num_examples}"
+        for verdict in ("equivalent", "different"):
+            share, made = worst(
+                _settings(num_examples, counted, num_seeds),
+                lambda s, n, seed, v=verdict: share_of(s, v, num=n, seed=seed),
+                num=num,
+                times=25,
+            )
+            what = f"{verdict} at the margin, {num_seeds} seeds, accuracy in {form}"
+            found.append(Rate(what=what, share=share, num=made, most=0.05))
+    return found
+
+
+def _settings(num_examples: int, counted: bool, num_seeds: int) -> Iterator[Setting]:
+    for number, (accuracy, shared, own, is_drawn) in enumerate(
+        itertools.product(ACCURACIES, SHARED, OWN, (False, True))
+    ):
+        place = accuracy + (number % 7 - 3) / 7 / num_examples
+        yield Setting(num_examples, counted, num_seeds, place, shared, own, is_drawn)
+
+
+def share_of(setting: Setting, verdict: str, *, num: int, seed: int) -> float:
+    """Return the share of ``num`` comparisons that end in ``verdict``."""
+    rng = np.random.default_rng(seed)
+    shape, ours = (num, setting.num_seeds), float(_SCALE.on([setting.accuracy])[0])
+    sampling = setting.num_examples**-0.5 if setting.drawn else 0.0
+    spread = 0.9539 * math.hypot(setting.shared, setting.own, sampling)  # median distance of two normal values
+    baseline = ours + setting.shared * rng.standard_normal(shape)
+    policy = baseline - max(setting.share, spread) + setting.own * rng.standard_normal(shape)
+    baseline = baseline + setting.own * rng.standard_normal(shape)
+    sides = [_in_steps(side, setting, rng) for side in (policy, baseline)]
+    grid = Grid(step=1 / setting.num_examples, num_examples=setting.num_examples if setting.counted else None)
+    return sum(_is(verdict, *values, setting=setting, grid=grid) for values in zip(*sides, strict=True)) / num
+
+
+def _in_steps(places: Array, setting: Setting, rng: np.random.Generator) -> Array:
+    accuracies = np.sin(np.clip(places, 0.0, math.pi) / 2) ** 2
+    counts = (
+        rng.binomial(setting.num_examples, accuracies) if setting.drawn else np.round(accuracies * setting.num_examples)
+    )
+    found: Array = counts / setting.num_examples
+    return found
+
+
+def _is(verdict: str, ours: Array, theirs: Array, *, setting: Setting, grid: Grid) -> bool:
+    spread, step = spread_of(_SCALE.on(theirs.tolist())), grid.on(_SCALE, theirs.tolist())
+    quantity = Quantity(
+        name="accuracy",
+        pairs=tuple(zip(ours.tolist(), theirs.tolist(), strict=True)),
+        scale=_SCALE,
+        margin=Margin(share=setting.share, why="", spread=spread, step=step),
+        grid=grid,
+    )
+    return quantity.is_inside() if verdict == "equivalent" else quantity.is_beyond(num_quantities=1)

@@ -1,0 +1,54 @@
+"""Whether the number of seeds that an undecided comparison promises decides.
+
+Pairs are drawn until so many are there; a first few are seen and found undecided, and the promise is made from them. Settings
+differ in the true difference and in the spread of the differences, both in margins.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from benchmarks.verdicts.rates import Rate
+from mezzo.measure.compare.margins import Margin
+from mezzo.measure.compare.quantities import Quantity
+from mezzo.measure.compare.scales import Absolute
+from mezzo.measure.compare.seeds import KEPT, seeds_needed
+
+DIFFERENCES = (0.0, 0.3, 0.5, 1.5, 2.0)
+DEVIATIONS = (0.5, 1.0, 2.0, 4.0)
+SEEN = (2, 3, 5)
+
+
+def rates(effort: float) -> list[Rate]:
+    """Return by number of seeds seen how often the promise is kept, of all that were made, and how often none could be made."""
+    num, found = max(5, int(40 * effort)), []
+    for num_seen in SEEN:
+        kept = made = 0
+        for place, (difference, deviation) in enumerate(itertools.product(DIFFERENCES, DEVIATIONS)):
+            rng = np.random.default_rng(1000 * num_seen + place)
+            for _ in range(num):
+                outcome = promise(difference, deviation, num_seen=num_seen, rng=rng)
+                made, kept = made + (outcome is not None), kept + bool(outcome)
+        what = f"as many seeds as promised decide, promised after {num_seen}"
+        found.append(Rate(what=what, share=kept / max(made, 1), num=max(made, 1), least=KEPT))
+    return found
+
+
+def promise(difference: float, deviation: float, *, num_seen: int, rng: np.random.Generator) -> bool | None:
+    """Return whether a promise is kept; None where ``num_seen`` seeds decide, or no number is promised."""
+    drawn = rng.normal(difference, deviation, num_seen)
+    first = _quantity(drawn)
+    if first.is_inside() or first.is_beyond(num_quantities=1):
+        return None
+    needed = seeds_needed([first])
+    if needed is None:
+        return None
+    later = _quantity(np.concatenate([drawn, rng.normal(difference, deviation, needed - num_seen)]))
+    return later.is_inside() or later.is_beyond(num_quantities=1)
+
+
+def _quantity(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Quantity:
+    pairs = tuple((float(d), 0.0) for d in differences)
+    return Quantity(name="loss", pairs=pairs, scale=Absolute(), margin=Margin(share=1.0, why=""))

@@ -1,0 +1,62 @@
+"""A simulated rate, and the search for the worst of many settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Setting = TypeVar("Setting")
+SEEDS = (2, 3, 5, 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Hold how often something was said, of how many simulated comparisons."""
+
+    what: str
+    share: float
+    num: int
+    most: float | None = None
+    """The most that is aimed at."""
+    least: float | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the rate with its standard error."""
+        error = (self.share * (1 - self.share) / self.num) ** 0.5
+        return f"{100 * self.share:.2f}% (standard error {100 * error:.2f})"
+
+    @property
+    def aim(self) -> str:
+        """Return the aim in words."""
+        if self.most is not None:
+            return f"{100 * self.most:g}% or less"
+        return "" if self.least is None else f"{100 * self.least:g}% or more"
+
+
+def worst(
+    settings: Iterable[Setting], share_of: Callable[[Setting, int, int], float], *, num: int, times: int = 10
+) -> tuple[float, int]:
+    """Return the rate of the setting whose rate is largest, simulated again with more comparisons, and their number.
+
+    Args:
+        settings: all of them.
+        share_of: simulates: setting, number of comparisons, seed.
+        num: comparisons a setting in the search.
+        times: how many times as many are made of the worst.
+    """
+    found = [(share_of(setting, num, 1 + place), place, setting) for place, setting in enumerate(settings)]
+    _, place, setting = max(found, key=lambda item: item[:2])
+    return share_of(setting, times * num, 10_000 + place), times * num
+
+
+def drawn(noise: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Return noise of variance 1: ``normal``, ``heavy`` (Student's t with 3 degrees of freedom) or ``skewed`` (exponential)."""
+    if noise == "heavy":
+        return rng.standard_t(3, shape) / np.sqrt(3.0)
+    return rng.exponential(size=shape) - 1.0 if noise == "skewed" else rng.standard_normal(shape)

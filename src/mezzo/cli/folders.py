@@ -1,0 +1,113 @@
+"""Where a command writes its record and report: never over another command's, or over a person's own files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from mezzo.cli.words import typed
+from mezzo.errors import UsageError
+
+_RECORD, _REPORT = "record.json", "report.html"
+
+
+def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Path:
+    """Return a folder for records, made if need be: a new one under runs/ with date and ``name`` in its name, or ``out``.
+
+    Where ``out`` holds what another command has left, or other files that this one would write, it is a folder beside it, and standard
+    error says so. The same command typed in the same folder again replaces what it left.
+
+    Args:
+        out: what was asked for.
+        name: the last part of a new folder's name.
+        leaves: the files that the command writes beside its record and report.
+
+    Raises:
+        UsageError: no folder can be made there, or none can be written to.
+    """
+    if out is None:
+        stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:60]
+        return next(folder for folder in _numbered(Path("runs") / f"{stamp}-{plain}") if _made(folder))
+    folder = _free(out, leaves)
+    _made(folder)
+    (folder / _REPORT).unlink(missing_ok=True)  # it shows the record that is about to be replaced
+    return folder
+
+
+def folder_of_rank(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Path:
+    """Return the folder for the records of this process of a distributed run: rank 0's, or one in it named after another rank."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        return new_folder(out, name, leaves=leaves)
+    inside = None if out is None else _free(out, leaves) / f"rank{rank}"  # all processes find the same one
+    return new_folder(inside, f"{name}-rank{rank}", leaves=leaves)
+
+
+def _free(out: Path, leaves: Sequence[str]) -> Path:
+    folder = next(folder for folder in _numbered(out) if not folder.is_dir() or _is_own(folder, leaves))
+    if folder != out:
+        print(f"mezzo: {out} already holds other results; writing to {folder} instead", file=sys.stderr)
+    return folder
+
+
+def check_folder(folder: Path | None, option: str) -> None:
+    """Refuse a folder that is a file, or that nothing can be written to; make it.
+
+    Raises:
+        UsageError: it cannot be used.
+    """
+    if folder is not None:
+        _made(folder, option)
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    yield folder
+    plain = folder if folder.name else folder.resolve()
+    yield from (plain.with_name(f"{plain.name}-{number}") for number in count(2))
+
+
+def _made(folder: Path, option: str = "--out") -> bool:
+    """Return whether the folder is new; make it where there is none."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+            return True
+        except FileExistsError:
+            if not folder.is_dir():
+                raise
+        with tempfile.TemporaryFile(dir=folder):
+            return False
+    except OSError as error:
+        is_file = isinstance(error, (FileExistsError, NotADirectoryError))
+        why = "it is a file" if is_file else f"it is not writable ({error.strerror})"
+        raise UsageError(
+            f"{option} {str(folder)!r} cannot be used as a folder: {why}",
+            hint=f"name a folder that is new or your own, as {option} ~/mezzo-runs/first",
+        ) from None
+
+
+def _is_own(folder: Path, leaves: Sequence[str]) -> bool:
+    """Return whether what lies in the folder was left by the same command, or is nothing that it would write."""
+    path = folder / _RECORD
+    if not path.exists():
+        return not any((folder / name).exists() for name in (_REPORT, *leaves))
+    try:
+        record: Any = json.loads(path.read_text(encoding="utf-8"))
+        run = record.get("run", record)
+        place = run.get("environment", {}).get("folder", "")
+        words = run.get("command", [])
+        if record.get("kind") == "doctor":
+            return "doctor" in typed()
+        return words == list(typed()) and place in ("", os.getcwd())
+    except (OSError, ValueError, AttributeError):  # it is no record, or none that this Mezzo can read
+        return False

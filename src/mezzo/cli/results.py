@@ -1,0 +1,113 @@
+"""What all commands do with a record: files, results on standard output, notes on standard error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mezzo.cli.standins import note_for
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mezzo.records import AnyRecord, RunRecord
+
+WIDTH_WITHOUT_TERMINAL, _HEIGHT = 110, 25
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console as wide as COLUMNS says, or the terminal; in a pipe or a file wide enough for tables."""
+    from rich.console import Console
+
+    class Patient(Console):
+        def on_broken_pipe(self) -> None:  # rich would end the process with an exit code of its own
+            raise BrokenPipeError(errno.EPIPE, "nobody reads any more")
+
+    stream = sys.stderr if stderr else sys.stdout
+    columns = os.environ.get("COLUMNS", "")
+    width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
+    if columns.isdecimal():
+        width = int(columns) or WIDTH_WITHOUT_TERMINAL
+    # A width without a height is not heeded where TERM is dumb.
+    return Patient(stderr=stderr, width=width, height=width and _HEIGHT, highlight=False)
+
+
+@contextmanager
+def readers_may_go() -> Iterator[None]:
+    """Ignore that nobody reads what is printed inside, as after ``| head`` or in a closed terminal."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python would complain at its end
+
+
+def finish(
+    record: AnyRecord,
+    folder: Path,
+    *,
+    as_json: bool,
+    tensorboard: Path | None,
+    after_script: bool = False,
+) -> None:
+    """Write ``record.json`` and ``report.html``, TensorBoard's files where asked, and print the record as text or as JSON.
+
+    Args:
+        record: what the command has learned.
+        folder: where the files go.
+        as_json: whether to print JSON.
+        tensorboard: TensorBoard's folder.
+        after_script: whether the script has printed to standard output before.
+    """
+    from mezzo.records import write_record
+    from mezzo.report.html import write_html
+
+    write_record(record, folder / "record.json")
+    write_html(record, folder / "report.html")
+    if tensorboard is not None:
+        from mezzo.report.tensorboard import write_events
+
+        write_events(record, tensorboard)
+    _note_stand_in(record)
+    with readers_may_go():
+        _print(record, folder, as_json=as_json, after_script=after_script)
+
+
+def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool) -> None:
+    from mezzo.report.text import render
+
+    files = f"record and report: {folder / 'record.json'}, {folder / 'report.html'}"
+    if as_json:
+        print(record.model_dump_json(indent=1))
+        print(f"mezzo: {files}", file=sys.stderr)
+        return
+    if after_script:
+        print()  # it may have left its last line open
+    screen = console()
+    render(record, screen)
+    screen.print(files, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Say on standard error what is no result."""
+    print(f"mezzo: {text}", file=sys.stderr)
+
+
+def note_metric(record: RunRecord) -> None:
+    """Say that a metric's pattern has matched nothing."""
+    if record.metric is not None and not record.metric.values:
+        note(f"--metric {record.metric.pattern!r} matched nothing in the output of {record.script}")
+
+
+def _note_stand_in(record: AnyRecord) -> None:
+    runs: list[RunRecord] = getattr(record, "runs", None) or [getattr(record, "run", record)]
+    found = next(filter(None, (note_for(getattr(run, "error", None) or "") for run in runs)), None)
+    if found is not None:
+        note(found)

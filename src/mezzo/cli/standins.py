@@ -1,0 +1,57 @@
+"""Stand-ins for packages that scripts import and nobody can install any more: NVIDIA's Apex."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+from mezzo.errors import UsageError
+
+if TYPE_CHECKING:
+    from mezzo.launch.request import StandIn
+    from mezzo.launch.targets import Target
+
+_RUNS = "mezzo.compat.apex"
+_WITHOUT_AMP = "--without-amp"
+
+
+def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
+    """Return what runs a script that may need Apex where Apex is not installed; None for any other script.
+
+    Raises:
+        UsageError: the script's own precision was asked for: Apex's loss scale would be taken for part of the loss.
+    """
+    from mezzo.launch.frameworks import needs
+    from mezzo.launch.request import AS_IS, StandIn
+    from mezzo.records import Reason
+
+    need = needs("apex", target.name, kind="module" if target.module else "script")
+    if need == "no" or importlib.util.find_spec("apex") is not None:
+        return None
+    if policy == AS_IS and need == "perhaps":  # it may do without
+        return None
+    if policy == AS_IS:
+        alone = shlex.join(["python", "-m", _RUNS, *(["-m"] if target.module else []), target.name, *target.arguments])
+        instead = target._replace(typed=_under_fp16(target)).instead(target.name, module=target.module)
+        raise UsageError(
+            f"{target.name} imports apex, which is not installed; Mezzo can run it only under a policy that replaces apex.amp",
+            hint=f"type: {instead}, or, without a record: {alone}",
+        )
+    why = f"apex is not installed: {_RUNS} stands in for it, and the policy replaces apex.amp"
+    return StandIn(module=_RUNS, options=(_WITHOUT_AMP,), reason=Reason(what="apex.amp", value="off", reason=why))
+
+
+def note_for(error: str) -> str | None:
+    """Return what to do about an Apex that is installed without the part that the script imports."""
+    if re.match(r"(?:ModuleNotFoundError|ImportError): .*\bapex\b", error) is None:
+        return None
+    return f"the installed apex lacks what the script imports; to run it with Mezzo's, type: python -m {_RUNS} SCRIPT"
+
+
+def _under_fp16(target: Target) -> list[str]:
+    from mezzo.launch.request import AS_IS
+
+    words = [word.replace(AS_IS, "fp16") for word in target.typed]
+    return words if words != list(target.typed) else [*words, "--policy", "fp16"]

@@ -1,0 +1,72 @@
+"""Errors of the command line in two lines, as all errors of Mezzo: what was typed, and what to type."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from mezzo.cli.words import typed, value_after
+from mezzo.errors import UsageError, nearest
+
+_NEAR = 0.7
+"""How similar an option has to be for the corrected command to be suggested."""
+
+_EXAMPLES = {"report": "runs/demo/record.json"}
+
+
+def usage_error(error: Any) -> UsageError | None:
+    """Return an error of the command-line parser as one of ours; None where the help has been shown instead."""
+    message = str(error.format_message()).strip().rstrip(".")
+    context = getattr(error, "ctx", None)
+    if not message:
+        return None
+    path = " ".join(typed()[:2]) if context is None else context.command_path
+    hint = f"{path} --help lists its options"
+    if context is not None and message.startswith("No such command"):
+        return _unknown_command(context)
+    if context is not None and hasattr(error, "possibilities"):
+        return _unknown_option(error.option_name, context)
+    if message.startswith("Missing argument"):
+        hint = f"type: {path} {_EXAMPLES.get(path.rpartition(' ')[2], 'train.py')}"
+    option = next(iter(getattr(getattr(error, "param", None), "opts", [])), "")
+    if option.startswith("-"):
+        said = re.sub(r"^Invalid value for [^:]+: ", "", message)
+        allowed = re.sub(r"^Input should be ([^,]*).*", r"allowed: \1", said)
+        message = f"{option} {value_after(option)!r}; {allowed[:1].lower()}{allowed[1:]}"
+    return UsageError(message, hint=hint)
+
+
+def _unknown_command(context: Any) -> UsageError:
+    words = list(typed())
+    commands = list(context.command.commands)
+    place = next((n for n, word in enumerate(words) if n and not word.startswith("-")), 0)
+    name = words[place]
+    near = get_close_matches(name, commands, n=1, cutoff=0.5)
+    hint = "mezzo --help describes each of them"
+    if name.endswith((".py", ".ipynb")) or Path(name).is_file():
+        hint = f"type: {shlex.join([*words[:place], 'run', *words[place:]])}"
+    elif near:
+        hint = f"type: {shlex.join([*words[:place], near[0], *words[place + 1 :]])}"
+    return UsageError(f"mezzo has no command {name!r}; {nearest(name, commands)}", hint=hint)
+
+
+def _unknown_option(name: str, context: Any) -> UsageError:
+    words = list(typed())
+    place = next(n for n, word in enumerate(words) if word.partition("=")[0] == name)
+    options = _options(context.command)
+    others = [other for other, command in context.parent.command.commands.items() if name in _options(command)]
+    near = get_close_matches(name.strip("-"), [option.strip("-") for option in options], n=1, cutoff=_NEAR)
+    hint = f"{context.command_path} --help lists its options; the script's own options go after the script"
+    if others:
+        hint = f"type: {shlex.join(['mezzo', others[0], *words[2:]])}"
+    elif near:
+        option = next(option for option in options if option.strip("-") == near[0])
+        hint = f"type: {shlex.join([*words[:place], option + words[place].removeprefix(name), *words[place + 1 :]])}"
+    return UsageError(f"{context.command_path} has no option {name}; allowed: {', '.join(options)}", hint=hint)
+
+
+def _options(command: Any) -> list[str]:
+    return [option for parameter in command.params for option in parameter.opts if option.startswith("-")]

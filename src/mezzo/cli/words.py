@@ -1,0 +1,93 @@
+"""The words that a person typed: for records, and for the command that an error says to type instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from mezzo.launch.targets import Target
+
+WORDS: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
+"""What follows ``mezzo``."""
+
+_PARSERS_OF_LIBRARIES = re.compile(r"\b(?:HfArgumentParser|TrlParser|LightningCLI)\b")
+"""They take options that a script's own files do not name."""
+
+
+def typed() -> tuple[str, ...]:
+    """Return the whole command."""
+    return ("mezzo", *WORDS.get())
+
+
+def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Target:
+    """Return the script or module that was asked for, with the words around it."""
+    from mezzo.launch.targets import Target
+
+    own = tuple(arguments or ())
+    words = typed()
+    before = words[: max(len(words) - len(own) - 1, 1)]
+    return Target(name, module=module, arguments=own, typed=tuple(word for word in before if word != "-m"))
+
+
+def value_after(option: str) -> str:
+    """Return the word after an option, or nothing."""
+    words = WORDS.get()
+    for word, following in zip_longest(words, words[1:]):
+        if word == option:
+            return following or ""
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return ""
+
+
+def check_arguments(context: typer.Context, arguments: list[str] | None) -> list[str] | None:
+    """Point out arguments of the script that look like options of the command, unless the script mentions them."""
+    name, module = context.params.get("target"), bool(context.params.get("as_module"))
+    misplaced = list(_own_options(context, arguments or []))
+    if not misplaced or name is None or context.resilient_parsing:
+        return arguments
+    from mezzo.launch.frameworks import own_sources
+
+    sources = list(own_sources(name, kind="module" if module else "script"))
+    if not sources or any(_PARSERS_OF_LIBRARIES.search(source) for source in sources):
+        return arguments
+    unknown = [words for words in misplaced if not any(_mentions(source, words[0]) for source in sources)]
+    if unknown:
+        moved = [word for words in unknown for word in words]
+        target = target_of(name, arguments, module=module)
+        rest = _without(list(target.arguments), unknown)
+        command = target._replace(typed=[*target.typed, *moved], arguments=rest).instead(name, module=module)
+        typer.echo(
+            f"mezzo: {' '.join(moved)} comes after {name}, so it is passed to the script, which does not mention it; "
+            f"to pass it to Mezzo, type: {command}",
+            err=True,
+        )
+    return arguments
+
+
+def _own_options(context: typer.Context, arguments: Sequence[str]) -> Iterator[list[str]]:
+    """Yield every option of the command that stands among the script's arguments, with its value."""
+    flags = {name: bool(getattr(p, "is_flag", False)) for p in context.command.params for name in p.opts}
+    for word, following in zip_longest(arguments, arguments[1:]):
+        option = word.partition("=")[0]
+        if option.startswith("--") and option in flags:
+            alone = flags[option] or "=" in word or following is None
+            yield [word] if alone else [word, str(following)]
+
+
+def _mentions(source: str, word: str) -> bool:
+    name = word.partition("=")[0].removeprefix("--").replace("-", "[-_]")
+    return re.search(rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])", source) is not None
+
+
+def _without(words: list[str], parts: Sequence[list[str]]) -> list[str]:
+    for part in parts:
+        start = next(n for n in range(len(words)) if words[n : n + len(part)] == part)
+        del words[start : start + len(part)]
+    return words

@@ -1,0 +1,31 @@
+"""The region that a model's calls run in, kept with the model: a copy of the model has one of its own."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from mezzo.engine.casting import Casting
+from mezzo.policy import Policy
+
+
+class Region:
+    """Open the region of whoever trains the model, or, for a copy, one of the policy alone.
+
+    A copy is another model: it does not train with this one, and pickles without its optimizers.
+    """
+
+    def __init__(self, policy: Policy, owner: Any = None) -> None:
+        """Belong to ``owner``, whose ``region()`` is opened; None for a copy."""
+        self.policy, self.owner = policy, owner
+
+    def __call__(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the region for a call of ``model``."""
+        if self.owner is None:
+            self.owner = Casting.of(self.policy, next((p.device.type for p in model.parameters()), "cpu"))
+        return self.owner.region()  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> tuple[type[Region], tuple[Policy]]:
+        return Region, (self.policy,)

@@ -1,0 +1,108 @@
+"""Say where a running operation is: its name, its module, the script's line, in a forward or a backward pass."""
+
+from __future__ import annotations
+
+import bisect
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mezzo.diagnosis.lines import script_line
+from mezzo.diagnosis.noted import LAST_NUMBER, NOWHERE, Entry, Node
+from mezzo.diagnosis.opnames import public_name
+from mezzo.diagnosis.trace import Flags, Tracer
+from mezzo.engine.emulation import running
+from mezzo.measure.flops import OperandFormats
+
+
+class Place(NamedTuple):
+    """Hold where an operation runs."""
+
+    op: str
+    module: nn.Module | None
+    line: str
+    backward: bool
+
+
+class PlacingTracer(Tracer):
+    """Note operations, and where the nodes of the graph were made."""
+
+    def __init__(self, formats: OperandFormats, *, device_type: str, flags: Flags) -> None:
+        super().__init__(formats, device_type=device_type, flags=flags)
+        self._lines: dict[int, str] = {}
+        self._ops: dict[int, str] = {}
+        self._running: tuple[Any, Sequence[Any]] = (None, ())
+        """The operation that runs, and its arguments."""
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Take note of a module that was called before the hooks were set."""
+        self._enter(module, args)
+
+    def _place(self, number: int, entry: Entry) -> None:
+        super()._place(number, entry)
+        self._remember(number - 1)
+
+    def _place_again(self, node: Node, entry: Entry) -> None:
+        super()._place_again(node, entry)
+        self._remember(self._number - 1)
+
+    def _remember(self, number: int) -> None:
+        if number not in self._ops:
+            self._lines[number], callers = script_line(sys._getframe(3))
+            self._ops[number] = self.forward_name(callers)
+
+    def in_backward(self) -> bool:
+        """Return whether the running operation is one of a backward pass, and not a forward pass made again."""
+        if torch._C._current_autograd_node() is None:
+            return False
+        entry = getattr(self._local, "entry", None)
+        return not (self._flags.recomputing or (entry is not None and entry.again))
+
+    def place_of_running(self) -> Place:
+        """Return where the running operation is."""
+        if not self.in_backward():
+            entry = getattr(self._local, "entry", None) or NOWHERE
+            line, callers = script_line(sys._getframe(1))
+            return Place(self.forward_name(callers), entry.module, line, backward=False)
+        op = self._backward_name()
+        number = torch._C._current_autograd_node()._sequence_nr()
+        if number == LAST_NUMBER:
+            return Place(op, None, "", backward=True)
+        place = _nearest(sorted(self._ops), number)
+        line = self._lines.get(place, "")
+        if place in self.trace.forward:
+            return Place(op, self.trace.forward[place].module, line, backward=True)
+        again = self.trace.recomputed.get(place)
+        return Place(op, None if again is None else again[0].module, line, backward=True)
+
+    def forward_name(self, callers: Sequence[str] = ()) -> str:
+        """Return the running operation's name in torch; ``callers`` are torch's functions that it runs in, the innermost first."""
+        emulation = running()
+        if emulation is not None:
+            return emulation.name
+        composed = [name for name in callers if name in torch.functional.__all__]
+        func, args = self._running
+        return composed[-1] if composed else public_name(func.overloadpacket.__name__, args)
+
+    def _backward_name(self) -> str:
+        node = torch._C._current_autograd_node()
+        assert node is not None
+        known = self._ops.get(node._sequence_nr(), "")
+        if known and (self._formats.emulated() is not None or known.startswith("conv")):  # named by what it emulates
+            return known
+        return public_name(_snake(node.name()))
+
+
+def _nearest(numbers: Sequence[int], number: int) -> int:
+    """Return ``number``, or of a node without an operation of its own the next one's, else the last one's."""
+    place = bisect.bisect_left(numbers, number)
+    return numbers[min(place, len(numbers) - 1)] if numbers else -1
+
+
+def _snake(node: str) -> str:
+    name = re.sub(r"Backward\d*$", "", node.split("::")[-1]).strip("_")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -1,0 +1,89 @@
+"""Tell skipped updates that are part of dynamic loss scaling from those that are a fault. Imports no torch.
+
+A dynamic scale begins too high on purpose and halves until the gradients fit; later it grows once in a while, to see whether
+they still do. So two kinds of skips are normal:
+
+- in a row from an optimizer's first update until its first one that is made, however many there are;
+- after that, one in a growth interval (with a hysteresis of ``h``, up to ``h`` in a row count as one).
+
+All others are a fault: gradients that overflow at a scale which fitted before. So is every skip of a static scale, and a
+row of skips that lasts to the end of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Update(NamedTuple):
+    """Hold one optimizer's part in an update."""
+
+    scaler: int
+    """Identity of the GradScaler; 0 for the policy's loss scale."""
+    optimizer: int
+    skipped: bool
+
+
+class Rule(NamedTuple):
+    """Say which skips are normal."""
+
+    dynamic: bool
+    growth_interval: int = 2000
+    hysteresis: int = 1
+
+
+@dataclass
+class _History:
+    settled: bool = False
+    """Whether an update was made."""
+    searching: list[int] = field(default_factory=list)
+    """The steps that were skipped before."""
+    num_updates: int = 0
+    in_row: int = 0
+    skips: list[tuple[int, int]] = field(default_factory=list)
+    """After the scale was found, each row of skips: the number of the optimizer's update, and of the step."""
+
+
+class Skips:
+    """Count the updates of each optimizer with each scaler."""
+
+    def __init__(self) -> None:
+        self._histories: dict[tuple[int, int], _History] = {}
+        self.faulty: dict[int, None] = {}
+        """Steps whose skips are no normal ones, in the order in which that became known."""
+
+    def closed(self, step: int, updates: list[Update], *, skipped: bool, rule: Rule) -> None:
+        """Take note of a step's updates; ``updates`` is empty where it is not known which optimizers made it."""
+        parts = {(u.scaler, u.optimizer): u.skipped for u in updates} or {(0, 0): skipped}
+        if skipped and not any(parts.values()):  # found by the scale of all, not in one optimizer
+            parts = dict.fromkeys(parts, True)
+        for key, part_skipped in parts.items():
+            self._note(step, self._histories.setdefault(key, _History()), rule, skipped=part_skipped)
+
+    def settled(self) -> bool:
+        """Return whether any update was made."""
+        return any(history.settled for history in self._histories.values())
+
+    def steps(self) -> list[int]:
+        """Return the steps whose skips are a fault in a run that ends now: also those of an optimizer that never made an update."""
+        searching = [step for history in self._histories.values() if not history.settled for step in history.searching]
+        return sorted({*self.faulty, *searching})
+
+    def _note(self, step: int, history: _History, rule: Rule, *, skipped: bool) -> None:
+        history.num_updates += 1
+        if not skipped:
+            history.settled, history.in_row = True, 0
+            return
+        history.in_row += 1
+        if not rule.dynamic:
+            self.faulty[step] = None
+            return
+        if not history.settled:
+            history.searching.append(step)
+        if not history.settled or 1 < history.in_row <= rule.hysteresis:
+            return
+        recent = [s for number, s in history.skips if history.num_updates - number < rule.growth_interval]
+        history.skips.append((history.num_updates, step))
+        if recent:  # one alone was normal until now
+            self.faulty.update(dict.fromkeys([*recent, step]))

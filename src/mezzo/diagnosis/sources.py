@@ -1,0 +1,64 @@
+"""Where values left the range of numbers, or of a format: what is remembered of each place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+from mezzo.records import Operand
+
+Kind = Literal["made", "entered", "constant", "refused", "vanished"]
+_MOST = 6
+"""Sources of one kind that a tensor keeps: the first ones."""
+
+
+@dataclass(eq=False)
+class Source:
+    """Hold one place where values stopped being finite, or became zero."""
+
+    index: int
+    """Number of the operation in its step."""
+    kind: Kind
+    """``made`` of finite values; ``entered`` the step from outside; a ``constant`` of the script; ``refused``: a number
+    that the format does not hold, which torch raises an error for; ``vanished``: too small for the format, so 0."""
+    op: str
+    module: nn.Module | None
+    line: str
+    backward: bool
+    format: str
+    operands: list[Operand]
+    wide: float | None
+    """The largest magnitude that the result has in FP32, or that vanished; None where it is not finite there either."""
+    scale: float
+    """The loss scale."""
+    parameter: bool = False
+    """Whether what entered is a weight."""
+    share: float = 0.0
+    """Which part of the result's norm vanished."""
+    because: tuple[Source, ...] = ()
+    """What was lost before, without which the operation would have given a finite result."""
+    swallowed: dict[str, None] = field(default_factory=dict)
+    """Operations that made wrong finite numbers of it."""
+    absorbed: dict[str, None] = field(default_factory=dict)
+    """Operations that give the same for it as for the true value."""
+
+
+@dataclass
+class Spoiled:
+    """Hold one operation whose result was not finite."""
+
+    index: int
+    backward: bool
+    sources: tuple[Source, ...]
+
+
+def together(sources: Iterable[Source]) -> tuple[Source, ...]:
+    """Return ``sources``, each once; of what vanished and of the rest the first few, with all that weighs."""
+    unique = sorted(dict.fromkeys(sources), key=lambda s: s.index)
+    vanished = [s for s in unique if s.kind == "vanished"]
+    if len(vanished) > _MOST:
+        vanished = sorted(sorted(vanished, key=lambda s: -s.share)[:_MOST], key=lambda s: s.index)
+    return (*[s for s in unique if s.kind != "vanished"][: 2 * _MOST], *vanished)

@@ -1,0 +1,195 @@
+"""What a session is built from: models, optimizers, schedulers and numbers that could not be trained together are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzo.engine.checks import warn
+from mezzo.engine.onepass import OnePass
+from mezzo.engine.parameters import parameters_of
+from mezzo.errors import SessionError
+from mezzo.formats import FP16, FP32, FP64
+from mezzo.policy import Policy
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def check_counts(**counts: Any) -> None:
+    """Refuse counts that are not whole numbers of 1 or more."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise SessionError(
+                f"{name}={count!r}; allowed: a whole number of 1 or more",
+                hint=f"leave {name} out for 1",
+            )
+
+
+def check_limits(**limits: Any) -> None:
+    """Refuse limits that are neither None nor numbers above 0."""
+    for name, limit in limits.items():
+        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+            raise SessionError(
+                f"{name}={limit!r}; allowed: a number above 0, or None",
+                hint=f"leave {name} out not to clip",
+            )
+
+
+def check_parts(
+    models: Sequence[nn.Module], optimizers: Optimizers, schedulers: Sequence[Any], policy: Policy
+) -> torch.device:
+    """Refuse models, optimizers and schedulers that cannot be trained together under ``policy``; return where the models are."""
+    check_kinds(models, optimizers, schedulers)
+    check_optimizers(optimizers, schedulers)
+    parameters = parameters_of(models)
+    device = device_of(parameters)
+    check_trained(optimizers, parameters)
+    refuse_lost_eps(optimizers, policy)
+    warn_of_fp64(parameters, policy)
+    return device
+
+
+def check_kinds(models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+    """Refuse what is no module, no optimizer or no scheduler."""
+    for model in models:
+        if not isinstance(model, nn.Module):
+            swapped = isinstance(model, torch.optim.Optimizer)
+            raise SessionError(
+                f"model is {_kind_of(model)}; allowed: a torch.nn.Module, or several",
+                hint="write Session(model, optimizer)"
+                if swapped
+                else "pass the module whose output the loss is made of",
+            )
+    if not optimizers:
+        raise SessionError(
+            "optimizer is an empty list; allowed: a torch optimizer, or several",
+            hint="build one: torch.optim.AdamW(model.parameters(), lr=1e-3)",
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, type) or not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+            given = "the model's parameters" if isinstance(optimizer, torch.Tensor) else _kind_of(optimizer)
+            raise SessionError(
+                f"optimizer is {given}; allowed: a torch optimizer, or several",
+                hint="build one: torch.optim.AdamW(model.parameters(), lr=1e-3)",
+            )
+    for scheduler in schedulers:
+        if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+            raise SessionError(
+                f"scheduler is {_kind_of(scheduler)}; allowed: a learning rate scheduler, or several",
+                hint="build one: torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of_update)",
+            )
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def check_optimizers(optimizers: Optimizers, schedulers: Iterable[Any]) -> None:
+    """Refuse closures, a parameter in two optimizers, and schedulers of other optimizers or that need a metric."""
+    seen: dict[nn.Parameter, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise SessionError(
+                "LBFGS evaluates the loss several times an update through a closure; a session has one backward pass",
+                hint="train with LBFGS in FP32, or run the script under mezzo run, which handles closures",
+            )
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if seen.setdefault(parameter, number) != number:
+                raise SessionError(
+                    f"optimizers {seen[parameter]} and {number} share a parameter of shape {tuple(parameter.shape)}",
+                    hint="give every parameter to one optimizer: it would be updated twice",
+                )
+    for scheduler in schedulers:
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise SessionError(
+                "ReduceLROnPlateau steps on a metric that the session does not know",
+                hint="leave it out of the session and call scheduler.step(metric) yourself",
+            )
+        own = getattr(scheduler, "optimizer", None)
+        if own is not None and not any(own is optimizer for optimizer in optimizers):
+            raise SessionError(
+                f"scheduler {type(scheduler).__name__} belongs to another {type(own).__name__} than the session's",
+                hint="build the scheduler from the optimizer that the session gets; it would never be stepped",
+            )
+
+
+def check_trained(optimizers: Optimizers, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse an optimizer that has no parameter of the models, and warn of one that was built before the model was changed."""
+    trained = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    own = set(parameters)
+    for optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if held and own.isdisjoint(held):
+            raise SessionError(
+                f"{type(optimizer).__name__} has {len(held)} parameters, none of which is the model's",
+                hint="build the optimizer from the parameters of the model that the session gets, after the model was copied or "
+                "sharded; pass several models as a list",
+            )
+    left = [p for p in parameters if p.requires_grad and p not in trained]
+    stale = trained - own
+    if left and stale and {p.shape for p in left} & {p.shape for p in stale}:
+        warn(
+            f"{len(left)} parameters of the model are in no optimizer, and {len(stale)} of the optimizers' are not the model's: "
+            "layers were replaced after the optimizer was built; build it after that",
+        )
+
+
+def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
+    """Return the first parameter's device; refuse a model that has no parameter."""
+    if not parameters:
+        raise SessionError(
+            "the model has no parameters; allowed: a module, or several, with at least one",
+            hint="pass the module whose parameters the optimizer has",
+        )
+    return parameters[0].device
+
+
+def refuse_half(model: nn.Module, policy: Policy) -> None:
+    """Refuse 16-bit weights under a policy that keeps weights in FP32."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in (FP32.dtype, FP64.dtype):
+            raise SessionError(
+                f"parameter {name!r} is {parameter.dtype}, and policy {policy!s} keeps weights in FP32",
+                hint="leave the model in FP32; policies ending in -master and -pure cast it themselves",
+            )
+
+
+def refuse_other_half(model: nn.Module, policy: Policy) -> None:
+    """Refuse 16-bit weights in another format than the one that a policy casts to."""
+    low = policy.storage.dtype
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.element_size() < 4 and parameter.dtype is not low:
+            raise SessionError(
+                f"parameter {name!r} is {parameter.dtype}, and policy {policy!s} casts weights from FP32 to {low}",
+                hint="call model.float() before the optimizer is built, or choose the policy of the model's format",
+            )
+
+
+def refuse_lost_eps(optimizers: Optimizers, policy: Policy) -> None:
+    """Refuse an optimizer whose ``eps`` is 0 in the 16 bits that it keeps its state in: it would divide 0 by 0."""
+    pure = policy.casting == "model" and not policy.master_weights and policy.storage is FP16
+    for optimizer in optimizers if pure else ():
+        if isinstance(optimizer, OnePass):  # computes in FP32, and keeps its state in it
+            continue
+        for eps in (group.get("eps") for group in optimizer.param_groups):
+            if isinstance(eps, float) and torch.tensor(eps, dtype=FP16.dtype) == 0:
+                raise SessionError(
+                    f"{type(optimizer).__name__} keeps its state in {FP16.dtype} under policy {policy!s}, and eps={eps:g} is 0 "
+                    "there: where a squared gradient underflows, 0 is divided by 0 and the weights become NaN",
+                    hint="use mezzo.AdamW, whose moments are FP32, or policy fp16-master; or pass eps=1e-4",
+                )
+
+
+def warn_of_fp64(parameters: Sequence[nn.Parameter], policy: Policy) -> None:
+    """Warn of a model in FP64 under a policy that lowers precision: nothing of it is cast."""
+    floating = [p for p in parameters if p.is_floating_point()]
+    if policy.lowers and floating and all(p.dtype is FP64.dtype for p in floating):
+        warn(
+            f"the model is in {FP64.dtype}, which no policy casts: policy {policy!s} changes nothing; call model.float() before "
+            "the optimizer is built",
+        )

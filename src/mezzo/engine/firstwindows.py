@@ -1,0 +1,259 @@
+"""What a session looks for while its first windows run: loops that would train wrongly without a word.
+
+A loop that is written wrong is wrong from its first step. So three windows are looked at, and then nothing is: identities,
+formats and version counters of tensors, and once the operations that the loss ends with. Nothing is read from the device,
+except, where the very last operation multiplies or divides the loss by one number, that number.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.engine.checks import warn
+from mezzo.engine.parameters import parameters_of, trained_by
+from mezzo.errors import SessionError
+from mezzo.formats import FP32
+
+if TYPE_CHECKING:
+    from mezzo.engine.session import Session
+
+Region: TypeAlias = AbstractContextManager[Any]
+
+WINDOWS = 3
+"""How many are looked at: what one window leaves behind is seen in the next, and the first may be skipped."""
+
+
+class NoWatch:
+    """Look at nothing."""
+
+    def region(self, region: Region) -> Region:
+        """Return the session's region, looked at from its begin to its end."""
+        return region
+
+    def before_backward(self, loss: Tensor, *, opens: bool) -> None:
+        """Look at what a backward pass begins from; ``opens`` says whether it is its window's first."""
+
+    def after_backward(self) -> None:
+        """Note what a backward pass left."""
+
+    def before_update(self) -> NoWatch:
+        """Look at the gradients that an update begins from; return what looks at the next window."""
+        return self
+
+
+class FirstWindows(NoWatch):
+    """Look at the calls of a session's first windows."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._parameters = parameters_of(session.models)
+        self._trained = trained_by(session.optimizers)  # before masters take their places
+        self._backwards = self._closed = 0
+        self._entered = self._told_of_change = False
+        self._other: torch.dtype | None = None
+        """The format of a torch.autocast of the script's around the session's region or in it, where it is another."""
+        self._held: tuple[nn.Parameter, Tensor, int, int] | None = None
+        """Of this window: a parameter, the gradient that its last backward pass left, and the version counters of both."""
+
+    def region(self, region: Region) -> Region:
+        """Return the session's region, looked at from its begin to its end."""
+        self._entered |= torch.is_grad_enabled()  # an evaluation is no training step
+        return region if torch.compiler.is_compiling() else self._looked_at(region)
+
+    @contextmanager
+    def _looked_at(self, region: Region) -> Iterator[None]:
+        self._look_at_autocast()
+        hooked = [model for model in self._session.models if _takes_hooks(model)]
+        handles = [model.register_forward_pre_hook(self._look_at_autocast) for model in hooked]
+        try:
+            with region:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _look_at_autocast(self, *_: Any) -> None:
+        kind, policy = self._session.device.type, self._session.policy
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            if not policy.lowers or dtype is not policy.storage.dtype:
+                self._other = dtype
+
+    def before_backward(self, loss: Tensor, *, opens: bool) -> None:
+        """Look at what a backward pass begins from; ``opens`` says whether it is its window's first.
+
+        Raises:
+            SessionError: the loop is wrong.
+        """
+        session = self._session
+        if torch.is_autocast_enabled(session.device.type):
+            raise SessionError(
+                f"backward() while autocast is on for {session.device.type}; allowed: after the `with session.autocast():` block",
+                hint="end the block before session.step(loss): weights that were cast in it stay as they were until it ends",
+            )
+        session._ownership.check_formats()
+        self._refuse_other_parameters()
+        if self._backwards == 0:
+            self._look_at_loss(loss)
+        if opens:
+            self._refuse_leftovers()
+        else:
+            self._refuse_dropped()
+            self._warn_of_changed_gradients(in_window=True)
+        self._backwards += 1
+
+    def after_backward(self) -> None:
+        """Note what a backward pass left."""
+        self._held = next(
+            ((p, p.grad, p.grad._version, p._version) for p in self._parameters if p.grad is not None), None
+        )
+
+    def before_update(self) -> NoWatch:
+        """Look at the gradients that an update begins from; return what looks at the next window."""
+        self._warn_of_changed_gradients()
+        self._held = None
+        self._closed += 1
+        return self if self._closed < WINDOWS else NoWatch()
+
+    # --- the loss ----------------------------------------------------------------------------------------------------
+
+    def _look_at_loss(self, loss: Tensor) -> None:
+        session, policy = self._session, self._session.policy
+        if policy.casting == "ops" and session.casting.way != "none" and not self._entered:
+            warn(
+                f"the first loss was computed outside session.autocast(): policy {policy!s} cast nothing of it; "
+                "write `with session.autocast():` around the forward pass and the loss",
+            )
+        if self._other is not None:
+            warn(
+                f"session.autocast() and a torch.autocast of {self._other} are nested, and policy {policy!s} asks for another format; "
+                "take torch.autocast out"
+            )
+        for what, number in _last_factors(loss):
+            if what == "MulBackward0" and _is_a_loss_scale(number):
+                raise SessionError(
+                    f"the loss was multiplied by the {float(number):g} of a GradScaler; allowed: the loss itself",
+                    hint="pass loss, not scaler.scale(loss), and take the scaler out of the loop: the session scales by its policy",
+                )
+        if session.accumulate > 1 and _divided_by(loss, session.accumulate):
+            warn(
+                f"the loss was divided by {session.accumulate}, and the session averages the {session.accumulate} micro-batches of a "
+                "window itself: gradients get too small; pass the loss undivided",
+            )
+
+    # --- parameters and gradients --------------------------------------------------------------------------------------
+
+    def _refuse_other_parameters(self) -> None:
+        if self._session.processes.sharded:
+            return
+        now, then = parameters_of(self._session.models), set(self._parameters)
+        new = [p for p in now if p not in then and p.requires_grad]
+        if new or not then.intersection(self._trained) <= set(now):
+            raise SessionError(
+                "the model's parameters are not those that it had when the session was built: they would not be trained",
+                hint="change the model first (layers, adapters, load_state_dict(assign=True), fully_shard), then build optimizer and "
+                "session",
+            )
+
+    def _refuse_leftovers(self) -> None:
+        if not self._session.scales[0].checks:
+            return  # without a loss scale gradients that are there add up, as in torch
+        for parameter in self._trained:
+            if parameter.grad is not None:
+                raise SessionError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient before the first backward pass of a window, one "
+                    "that was not multiplied by this session's loss scale",
+                    hint="do not call loss.backward() yourself; give models whose losses reach each other's parameters to one "
+                    "session: Session([first, second], [first_optimizer, second_optimizer])",
+                )
+
+    def _refuse_dropped(self) -> None:
+        if self._held is None:
+            return
+        parameter, _, _, version = self._held
+        if parameter.grad is None:
+            what = "the gradients of a window's earlier backward passes are gone"
+        elif parameter._version != version:
+            what = "weights were changed between two backward passes of a window"
+        else:
+            return
+        raise SessionError(
+            what,
+            hint="take optimizer.step() and optimizer.zero_grad() out of the loop: session.step() and session.update() do both",
+        )
+
+    def _warn_of_changed_gradients(self, *, in_window: bool = False) -> None:
+        scaled = self._session.scales[0].checks
+        if self._held is None or self._told_of_change or self._session._window.unscaled or not (scaled or in_window):
+            return
+        parameter, gradient, version, _ = self._held
+        if parameter.grad is not gradient or gradient._version == version:
+            return
+        self._told_of_change = True
+        if in_window:
+            warn(
+                "gradients were changed between two backward passes of a window, whose sum they are to become; take "
+                "optimizer.zero_grad() and clipping out of the loop, and pass clip_norm="
+            )
+        else:
+            warn(
+                "gradients were changed between backward() and update(), while they are multiplied by the loss scale; call "
+                "session.unscale() before you clip or change them, or pass clip_norm="
+            )
+
+
+def _takes_hooks(model: nn.Module) -> bool:
+    """Return whether a hook on ``model`` is possible, and does not make torch.compile compile it once more."""
+    compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+    return not compiled and not isinstance(model, torch.jit.ScriptModule)
+
+
+def _last_factors(loss: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the numbers that the loss's last operation multiplied or divided by, with the operation's name."""
+    node = loss.grad_fn
+    if node is None or node.name() not in ("MulBackward0", "DivBackward0"):
+        return
+    for name in ("_saved_self", "_saved_other"):
+        saved = getattr(node, name, None)
+        if isinstance(saved, Tensor) and saved.dim() == 0 and not saved.requires_grad:
+            yield node.name(), saved
+
+
+def _is_a_loss_scale(number: Tensor) -> bool:
+    """Return whether ``number`` is the very tensor that a GradScaler multiplies losses by; walks the heap."""
+    if number.dtype is not FP32.dtype:  # a Python number, as `loss * 0.1` saves
+        return False
+    scalers: list[Any] = [held for held in gc.get_objects() if issubclass(type(held), torch.amp.GradScaler)]
+    scales = [scaler._get_scale_async() for scaler in scalers if scaler.is_enabled()]
+    return any(scale is not None and scale.data_ptr() == number.data_ptr() for scale in scales)
+
+
+def _divided_by(loss: Tensor, count: int) -> bool:
+    node = loss.grad_fn
+    for what, number in _last_factors(loss):
+        if number.device.type != "cpu" or node is None:  # a Python number is on the CPU
+            continue
+        wanted = count if what == "DivBackward0" else 1 / count
+        inner = [following for following, _ in node.next_functions if following is not None]
+        # Half of a square is a loss of its own, and a factor of a half is more often a weight than a division.
+        is_weight = count == 2 and (what == "MulBackward0" or any(map(_is_a_square, inner)))
+        if float(number) == wanted and not is_weight and not any(map(_is_a_sum, inner)):
+            return True
+    return False
+
+
+def _is_a_square(node: Any) -> bool:
+    """Return whether an operation ends a mean or sum of squares."""
+    before = [following.name() for following, _ in node.next_functions if following is not None]
+    return bool(node.name().startswith("MseLoss") or any(name.startswith("Pow") for name in before))
+
+
+def _is_a_sum(node: Any) -> bool:
+    """Return whether an operation adds samples up: divided by their number, that is a mean."""
+    return bool(node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", 1) == 2)

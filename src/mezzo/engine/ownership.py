@@ -1,0 +1,51 @@
+"""One model, one session: a session notices that another one took its model, and that the model was cast or moved since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakSet
+
+from torch import nn
+
+from mezzo.engine.parameters import parameters_of
+from mezzo.errors import SessionError
+
+_LIVE: WeakSet[Ownership] = WeakSet()
+
+
+class Ownership:
+    """Hold what a session was built with: parameters, which are its alone, and the formats and places of their models."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Take the parameters from any session that has them.
+
+        That is an error only once the other goes on: a cell of a notebook that is run again builds its session again.
+        """
+        self.lost = False
+        """Whether another session has the model now."""
+        self._parameters = {p for p in parameters_of(models) if p.requires_grad}  # a frozen part may serve several
+        for other in list(_LIVE):
+            if not self._parameters.isdisjoint(other._parameters):
+                other.lost = True
+        _LIVE.add(self)
+        floating = ([p for p in model.parameters() if p.is_floating_point()] for model in models)
+        self._first = [(held[0], held[0].dtype, held[0].device) for held in floating if held]
+        """One parameter of each model: what casts or moves a model does so to all of them."""
+
+    def check_formats(self) -> None:
+        """Refuse a model that was cast or moved since the session was built.
+
+        Raises:
+            SessionError: it was.
+        """
+        for parameter, dtype, device in self._first:
+            if parameter.dtype is not dtype:
+                raise SessionError(
+                    f"the model's weights are {parameter.dtype}, and were {dtype} when the session was built",
+                    hint="take model.half() and the like out: the policy casts; evaluate a copy (copy.deepcopy(model).half())",
+                )
+            if parameter.device != device:
+                raise SessionError(
+                    f"the model is on {parameter.device}, and was on {device} when the session was built",
+                    hint="move the model first, then build optimizer and session",
+                )

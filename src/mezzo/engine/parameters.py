@@ -1,0 +1,18 @@
+"""The parameters that models have, and those that optimizers update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+def parameters_of(models: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of all models, each once."""
+    return list(dict.fromkeys(p for model in models for p in model.parameters()))
+
+
+def trained_by(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """Return the parameters of all groups of all optimizers."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

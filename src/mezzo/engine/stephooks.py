@@ -1,0 +1,43 @@
+"""Hooks of optimizers: around ``step`` and the state dicts, torch's own and what others put in their place.
+
+A session's one pass reads scaled gradients and lets the device decide whether to skip: there is no call to hook into. Where somebody
+listens, the host asks whether the update is made, makes the gradients true and calls ``step``, as a loop with GradScaler does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torchs
+
+
+def have_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Return whether a step of any of ``optimizers`` runs hooks, of its own or of all optimizers."""
+    own = [o for o in optimizers if o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks]
+    return bool(own or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks)
+
+
+def step_is_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``optimizer.step`` is what its class in torch or mezzo does, with nothing of others in it or around it."""
+    step: Any = optimizer.step
+    while step is not None:
+        function = getattr(step, "__func__", step)
+        home = getattr(function, "__globals__", {}).get("__name__", "")
+        if not home.startswith(("torch.", "mezzo.")):
+            return False
+        step = getattr(function, "__wrapped__", None)  # by torch's hooks, its no_grad, and its learning rate schedulers
+    return True
+
+
+@contextmanager
+def hooks_after(hooks: MutableMapping[int, Callable[..., Any]]) -> Iterator[list[Callable[..., Any]]]:
+    """Keep torch from running ``hooks`` inside; give them, for the caller to run when what they are shown is complete."""
+    held = dict(hooks)
+    hooks.clear()
+    try:
+        yield list(held.values())
+    finally:
+        hooks.update(held)

@@ -1,0 +1,281 @@
+"""Stand between a command and its run, so that nothing the run has started outlives a command that was stopped or killed.
+
+Called as ``python -S guard.py PIPE COMMAND...``. The command runs as this process's child, and this process ends as its child does. On
+Linux every descendant stays below this process, also one whose own parent has ended, so that the whole tree can be found. All processes
+stay in the process group that they were started in: a terminal's Ctrl-C, Ctrl-Z and standard input work as without a guard.
+
+Through the pipe it is told, a line each:
+
+    pass N PID SECONDS   send signal N to PID (0: the child), unless a terminal has sent it to the whole group already;
+                         SECONDS (0: for ever) later the tree is killed if it still runs
+    kill PID             kill PID and what it started (0: everything)
+    ended                the process that a signal was sent to has ended: the tree need not be killed
+
+The end of the pipe is the end of the command: everything is killed. Imports only a little of the standard library, since each run waits for
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""The signals that stop a command and its run."""
+
+PASSED_ON = (*STOPPING, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)))
+"""The signals that a command passes on to its run: those above, and those that only the script knows the meaning of."""
+
+LAST_WORD = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None
+"""What a run is sent before it is killed: no script has a reason to ignore it, so its record can still be written."""
+
+_JOB_CONTROL = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGQUIT)
+"""Signals of a terminal that the run hears by itself. A guard that slept could not act."""
+
+_REST_S = 5.0
+"""How long what a stopped run has started may take to end after SIGTERM."""
+
+_LAST_WORD_S = 3.0
+"""How long a run may take to end after it."""
+
+_MOST_S = 5.0
+"""How long killed processes are waited for: one that hangs in a driver cannot be killed."""
+
+_LONGEST_BYTES = 1 << 12
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
+
+
+def die_with_parent() -> None:
+    """Let this process be killed when the thread that started it ends; elsewhere than on Linux, do nothing."""
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command behind the pipe's number in ``arguments``; end as it does."""
+    pipe, command = int(arguments[0]), arguments[1:]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, *_JOB_CONTROL, signal.SIGCHLD})
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+    own = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.close(pipe)
+        die_with_parent()
+        if os.getppid() != own:  # it was killed before that could take effect
+            os._exit(128 + signal.SIGKILL)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt here would print a traceback of ours
+        for number in (
+            signal.SIGPIPE,
+            signal.SIGXFSZ,
+        ):  # python ignores them, and they would stay ignored in the new program
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.execv(command[0], command)
+    _let_go_of_streams()
+    _end_as(_Guard(child, pipe).watch())
+
+
+def _let_go_of_streams() -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    os.close(nothing)
+
+
+def _end_as(status: int) -> None:
+    """End with the exit code, or by the signal, of a process's wait status."""
+    if os.WIFSIGNALED(status):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = os.WTERMSIG(status)
+        with suppress(OSError):  # SIGKILL has no handler
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+class _Guard:
+    def __init__(self, child: int, pipe: int) -> None:
+        self._child, self._pipe = child, pipe
+        self._status: int | None = None
+        """The child's, once it has ended."""
+        self._heard: set[int] = set()
+        """Signals that came to this process by themselves, and so to the whole group."""
+        self._stopped = self._asked = False
+        """Whether the run is to end, and whether what it left behind was asked to."""
+        self._kill_at: float | None = None
+        self._told: int | None = None
+        """The process that was told to end, until it has been sent ``LAST_WORD``."""
+        self._wakes, wake = os.pipe()
+        for end in (self._wakes, wake):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        for number in _JOB_CONTROL:
+            signal.signal(number, signal.SIG_IGN)
+        for number in (*PASSED_ON, signal.SIGCHLD):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for it
+                signal.signal(number, self._hear)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*PASSED_ON, *_JOB_CONTROL, signal.SIGCHLD})
+
+    def _hear(self, number: int, frame: object) -> None:
+        self._heard.add(number)
+        self._stopped |= number in STOPPING  # the run has heard it, too, and may end before the command says a word
+
+    def watch(self) -> int:
+        """Return the child's wait status when it has ended, and, after a stop, all that it had started."""
+        while True:
+            self._reap()
+            if self._status is not None and not (self._stopped and self._rest_runs()):
+                return self._status
+            due = self._kill_at is not None and time.monotonic() >= self._kill_at
+            if (due and not self._last_word()) or not self._listen():
+                kill_all()
+                self._reap()
+                return signal.SIGKILL if self._status is None else self._status
+
+    def _rest_runs(self) -> bool:
+        """Ask what is left of a stopped run to end; return whether anything is."""
+        left = tree(os.getpid())[1:]
+        if left and not self._asked:
+            self._asked = True
+            self._kill_at = time.monotonic() + _REST_S
+            for number in left:
+                _send(number, signal.SIGTERM)
+        return bool(left)
+
+    def _last_word(self) -> bool:
+        """Send a run that is about to be killed a signal that it does not ignore; return whether there was one to send."""
+        if self._told is None or LAST_WORD is None or self._status is not None:
+            return False
+        _send(self._told, LAST_WORD)
+        self._told, self._kill_at = None, time.monotonic() + _LAST_WORD_S
+        return True
+
+    def _listen(self) -> bool:
+        """Wait for a message, a signal or the time to kill; return whether the command still lives."""
+        wait = None if self._kill_at is None else max(self._kill_at - time.monotonic(), 0.0)
+        ready, _, _ = select.select([self._pipe, self._wakes], [], [], wait)
+        if self._wakes in ready:
+            with suppress(BlockingIOError):
+                os.read(self._wakes, _LONGEST_BYTES)
+        if self._pipe not in ready:
+            return True
+        told = os.read(self._pipe, _LONGEST_BYTES).decode()
+        for line in told.splitlines():
+            verb, *numbers = line.split()
+            if verb == "pass":
+                self._pass(int(numbers[0]), int(numbers[1]) or self._child, float(numbers[2]))
+            elif verb == "kill":
+                self._kill(int(numbers[0]))
+            else:
+                self._told = self._kill_at = None
+        return bool(told)
+
+    def _pass(self, number: int, process: int, seconds: float) -> None:
+        if number in STOPPING:
+            self._stopped = True
+        if number not in self._heard:
+            _send(process, number)
+        self._heard.discard(number)
+        if seconds:
+            self._told = process
+            self._kill_at = time.monotonic() + (0.0 if _ignores(process, number) else seconds)
+
+    def _kill(self, process: int) -> None:
+        if process == 0:
+            self._stopped, self._told, self._kill_at = True, None, time.monotonic()
+            return
+        for number in tree(process):
+            _send(number, signal.SIGKILL)
+        # What these had started has come to this process, in between or before.
+        for orphan in _children().get(os.getpid(), []):
+            for number in tree(orphan) if orphan != self._child else []:
+                _send(number, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while True:
+                process, status = os.waitpid(-1, os.WNOHANG)
+                if process == 0:
+                    return
+                if process == self._child:
+                    self._status = status
+                    self._stopped |= os.WIFSIGNALED(status) and os.WTERMSIG(status) in STOPPING
+
+
+def kill_all() -> None:
+    """Kill every descendant of this process, and wait for their ends."""
+    end = time.monotonic() + _MOST_S
+    while time.monotonic() < end:
+        left = tree(os.getpid())[1:]
+        if not left:
+            return
+        for number in left:
+            _send(number, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def tree(process: int) -> list[int]:
+    """Return the number of a process and of all below it that still run, parents first."""
+    children = _children()
+    found = [process]
+    for number in found:
+        found += children.get(number, [])
+    return found
+
+
+def _children() -> dict[int, list[int]]:
+    """Return the children of each process, without those that have ended."""
+    children: dict[int, list[int]] = {}
+    for process, parent in _linux_parents() if sys.platform == "linux" else _other_parents():
+        children.setdefault(parent, []).append(process)
+    return children
+
+
+def _linux_parents() -> list[tuple[int, int]]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # it may have ended
+                state, parent, *_ = file.read().rpartition(b")")[2].split()
+                if state not in (b"Z", b"X"):
+                    found.append((int(name), int(parent)))
+    return found
+
+
+def _other_parents() -> list[tuple[int, int]]:
+    import subprocess
+
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False).stdout
+    rows = [line.split() for line in listed.splitlines()]
+    return [(int(process), int(parent)) for process, parent, state, *_ in rows if not state.startswith("Z")]
+
+
+def _ignores(process: int, number: int) -> bool:
+    """Return whether a process is known to ignore a signal: there is no use in waiting for it then."""
+    with suppress(OSError, ValueError), open(f"/proc/{process}/status") as file:
+        masks = [line.split()[1] for line in file if line.startswith("SigIgn:")]
+        return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)
+    return False
+
+
+def _send(process: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(process, number)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,84 @@
+"""Start a run's process under its guard, pass signals on to it, and kill it with all that it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+_GUARD = str(Path(__file__).with_name("guard.py"))
+_GUARDS = hasattr(os, "fork")
+
+
+class Process(Protocol):
+    """Describe a run's process as the command sees it."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code, negative for the signal that ended it.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
+        """
+
+    def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
+        """Send it a signal, unless a terminal did so; kill it with its descendants ``kill_after_s`` seconds later (0: never)."""
+
+    def kill(self) -> None:
+        """Kill it with its descendants."""
+
+
+class Guarded:
+    """Run a command in a process that ends, with all that it has started, when this process ends (``guard.py``)."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdout: int | IO[bytes] | None,
+        stderr: int | None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self._told: int | None = None
+        if not _GUARDS:
+            self._process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
+            return
+        listens, self._told = os.pipe()
+        guarded = [sys.executable, "-S", _GUARD, str(listens), *command]
+        try:
+            self._process = subprocess.Popen(guarded, stdout=stdout, stderr=stderr, pass_fds=[listens, *pass_fds])
+        finally:
+            os.close(listens)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code, negative for the signal that ended it."""
+        returned = self._process.wait(timeout)
+        if self._told is not None:
+            os.close(self._told)
+            self._told = None
+        return returned
+
+    def pass_on(self, number: int, *, kill_after_s: float = 0.0, process: int = 0) -> None:
+        """Send a signal to the command, or to a ``process`` below it, unless a terminal did so."""
+        if not self._tell(f"pass {number} {process} {kill_after_s:g}"):
+            self._process.send_signal(number)
+
+    def kill(self, process: int = 0) -> None:
+        """Kill the command, or a ``process`` below it, with its descendants."""
+        if not self._tell(f"kill {process}"):
+            self._process.send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+
+    def forget(self) -> None:
+        """Cancel a kill that is due: the process that was signalled has ended."""
+        self._tell("ended")
+
+    def _tell(self, text: str) -> bool:
+        """Write a line to the guard; return whether there is one."""
+        if self._told is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and the run with it
+                os.write(self._told, f"{text}\n".encode())
+        return _GUARDS

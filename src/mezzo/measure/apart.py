@@ -1,0 +1,107 @@
+"""Tell the losses of one script apart: a GAN's two, an actor's and a critic's.
+
+A loss belongs to the optimizers that step after its backward pass. Where several backward passes come before an update that several
+optimizers make, each pass belongs to those of them whose parameters it reaches. Losses are told apart only where they alternate:
+models that are trained one after the other, or an optimizer that steps less often than another after the same passes, make one loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+Owners = frozenset[int]
+"""Optimizers, by number."""
+V = TypeVar("V")
+"""What a loss is while a script runs: a tensor on its device, a framework's scalars."""
+
+
+class LossesApart(Generic[V]):
+    """Collect losses by the optimizers that they belong to."""
+
+    def __init__(self, plus: Callable[[V, V], V]) -> None:
+        """Begin; ``plus`` adds two losses."""
+        self._plus = plus
+        self._open: dict[Owners | None, V] = {}
+        self._num_open = 0
+        self._columns: dict[Owners, Column[V]] = {}
+        self.needs_reach = False
+        """Whether an update was made by several optimizers after several backward passes."""
+
+    def add(self, value: V, *, reached: Owners | None = None) -> None:
+        """Add the loss of a backward pass to the open step; ``reached``: the optimizers whose parameters it reaches, where known."""
+        self._open[reached] = self._plus(self._open[reached], value) if reached in self._open else value
+        self._num_open += 1
+
+    def forget(self) -> None:
+        """Forget the losses of the open step."""
+        self._open, self._num_open = {}, 0
+
+    def close(self, step: int, *, made_by: Owners) -> None:
+        """Close a step, numbered from 1, whose update these optimizers made."""
+        if len(made_by) < 2 or self._num_open < 2:
+            for value in self._open.values():
+                self._put(made_by, step, value)
+        else:
+            self.needs_reach = True
+            for reached, value in self._open.items():
+                if reached is not None:  # what is not known belongs to nobody
+                    self._put(reached & made_by or made_by, step, value)
+        self.forget()
+
+    def _put(self, owners: Owners, step: int, value: V) -> None:
+        column = self._columns.setdefault(owners, Column())
+        if column.steps[-1:] == [step]:
+            column.values[-1] = self._plus(column.values[-1], value)
+        else:
+            column.steps.append(step)
+            column.values.append(value)
+
+    def columns(self, names: Mapping[int, str]) -> dict[str, Column[V]]:
+        """Return every loss by its name; nothing where there is only one.
+
+        Args:
+            names: of optimizers by number, those that are known.
+        """
+        known = self._merged()
+        if not _alternate([*known.values()]):
+            return {}
+        own = [owners.difference(*(other for other in known if other < owners)) or owners for owners in known]
+        given = [[names.get(number, "") for number in sorted(owners)] for owners in own]
+        titles = [" + ".join(parts) for parts in given]
+        if len(set(titles)) < len(titles) or not all(parts and all(parts) for parts in given):
+            titles = [f"loss {number}" for number in range(1, len(known) + 1)]
+        return dict(zip(titles, known.values(), strict=True))
+
+    def _merged(self) -> dict[Owners, Column[V]]:
+        """Return the columns in the order in which they begin; one whose optimizers now and then step with others is part of theirs."""
+        merged: dict[Owners, Column[V]] = {}
+        for owners, column in sorted(self._columns.items(), key=lambda item: -len(item[0])):
+            whole = next((o for o, c in merged.items() if owners < o and not set(c.steps) & set(column.steps)), None)
+            if whole is None:
+                merged[owners] = column
+            else:
+                merged[whole] = merged[whole].with_steps_of(column)
+        return dict(sorted(merged.items(), key=lambda item: item[1].steps[0]))
+
+
+@dataclass(frozen=True)
+class Column(Generic[V]):
+    """Hold the values of one loss, and the step of each."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[V] = field(default_factory=list)
+
+    def with_steps_of(self, other: Column[V]) -> Column[V]:
+        """Return both, in the order of their steps."""
+        pairs = [*zip(self.steps, self.values, strict=True), *zip(other.steps, other.values, strict=True)]
+        pairs.sort(key=lambda pair: pair[0])
+        return Column([step for step, _ in pairs], [value for _, value in pairs])
+
+
+def _alternate(columns: Sequence[Column[V]]) -> bool:
+    """Return whether the steps of two columns overlap."""
+    ends = sorted((column.steps[0], column.steps[-1]) for column in columns)
+    return any(second[0] <= first[1] for first, second in pairwise(ends))

@@ -1,0 +1,116 @@
+"""Whether two policies train equally well: a verdict from paired runs.
+
+Runs with different seeds end at different losses, so one run under each policy shows nothing. Runs are paired by seed (those that repeat a
+seed, or have none, in their order), and each policy is compared with the baseline over the seeds that trained under both.
+
+``pairing``      which runs belong together
+``series``       a run's losses by name, its final loss, its last metric
+``dependence``   runs that read what an earlier one wrote
+``trends``       runs that diverged or stopped learning
+``scales``       on which scale values are compared; ``kinds``: which one suits a metric, and in which steps its values come
+``margins``      how far apart still counts as equivalent
+``quantities``   what pairs show: intervals, tests for a difference and for equivalence; ``gathering``: quantities from runs
+``seeds``        how many seeds would decide
+``skips``        skipped updates, in words; ``costs``: time and memory
+``baseline``     the runs that all others are compared with
+``verdicts``     the verdict and its reasons; ``words``: numbers in them
+
+A run's final loss is the mean of the finite losses in the last tenth of its steps. Imports no torch and reads no files. What was decided
+between alternatives is told in docs/design/comparing.md.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mezzo.errors import MezzoError, PolicyError, nearest
+from mezzo.measure.compare.baseline import Baseline
+from mezzo.measure.compare.costs import cost_notes, memory_ratio, time_facts
+from mezzo.measure.compare.pairing import Group, grouped
+from mezzo.measure.compare.quantities import Quantity
+from mezzo.measure.compare.series import LOSS, mean
+from mezzo.measure.compare.verdicts import Judged, judge
+from mezzo.records import CompareRecord, Row, RunRecord
+
+
+def compare(runs: list[RunRecord], *, baseline: str, margin: float, command: list[str]) -> CompareRecord:
+    """Return a row and a verdict for each policy among ``runs``, in order of first appearance.
+
+    Args:
+        runs: runs of one script, failed ones included.
+        baseline: policy text of the runs to compare with.
+        margin: difference that counts as equivalent, as a share of the baseline's value (see ``margins``).
+        command: what was typed.
+
+    Raises:
+        PolicyError: no run has the baseline's policy.
+        MezzoError: the margin is not a number above 0.
+    """
+    groups = grouped(runs)
+    if baseline not in groups:
+        ran = nearest(baseline, groups) if groups else "there is no run at all"
+        raise PolicyError(
+            f"baseline {baseline!r} is not a policy that was run; {ran}",
+            hint="add it to --policies, or choose a baseline among them",
+        )
+    if not (math.isfinite(margin) and margin > 0):
+        raise MezzoError(
+            f"margin={margin!r}; allowed: a number above 0",
+            hint="0.02 stands for 2% of the baseline's final loss",
+        )
+    base = Baseline.of(groups[baseline], runs=runs, margin=margin)
+    trained = next((run for group in groups.values() for run in group.trained.values()), runs[0])
+    return CompareRecord(
+        command=command,
+        baseline=baseline,
+        margin=margin,
+        rows=[_row(group, base=base) for group in groups.values()],
+        runs=runs,
+        shared_files=[dependence.record() for dependence in base.dependences],
+        environment=trained.environment,
+    )
+
+
+def _row(group: Group, *, base: Baseline) -> Row:
+    judged = judge(group, base=base)
+    row = Row(
+        policy=group.policy,
+        num_runs=group.num_runs,
+        num_failed=len(group.failed),
+        verdict=judged.verdict,
+        reason="; ".join(judged.reasons),
+        seeds_needed=judged.seeds_needed,
+    )
+    if not group.trained:
+        return row
+    facts = _facts(group, base=base)
+    notes = [] if group is base.group or judged.is_void else cost_notes(facts, baseline=base.group.policy)
+    if facts["emulated"]:
+        notes.append("its formats are emulated here, so its times say nothing of a speed-up")
+    return row.model_copy(update=facts | _compared(judged) | {"reason": "; ".join([*judged.reasons, *notes])})
+
+
+def _facts(group: Group, *, base: Baseline) -> dict[str, Any]:
+    """Return what a row says beside its verdict, over the seeds that trained under the baseline as well."""
+    pairs = group.pairs(base.group.trained)
+    runs = [pair.run for pair in pairs] or list(group.trained.values())
+    facts = {
+        "emulated": any(run.effective.emulated for run in runs),
+        "memory": runs[0].memory,
+        "memory_ratio": memory_ratio(pairs),
+        "share_by_format": runs[0].effective.share_by_format,
+        "num_skipped": mean(run.steps.num_skipped for run in runs),
+        "final_scale": runs[0].final_scale,
+    }
+    return facts | time_facts(runs, pairs)
+
+
+def _compared(judged: Judged) -> dict[str, Any]:
+    losses = {q.name: q.record() for q in judged.quantities if not q.is_metric}
+    metric: Quantity | None = next((q for q in judged.quantities if q.is_metric), None)
+    return {
+        "loss": losses.get(LOSS) if len(losses) < 2 else None,
+        "losses": losses if len(losses) > 1 or LOSS not in losses else {},
+        "metric": None if metric is None else metric.record(),
+    }

@@ -1,0 +1,94 @@
+"""The baseline of a comparison: its runs, which of them trained well, and what they learned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mezzo.measure.compare.dependence import Dependence, dependences
+from mezzo.measure.compare.gathering import MetricKind
+from mezzo.measure.compare.pairing import Group, Key
+from mezzo.measure.compare.series import last_metric, losses_of, names_of, title_of
+from mezzo.measure.compare.skips import skipped_at_the_end
+from mezzo.measure.compare.trends import Course, Learning, Way, not_finite, way_of
+from mezzo.records import RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """Hold what every other policy is compared with."""
+
+    group: Group
+    margin: float
+    """As a share, as it was asked for."""
+    names: list[str]
+    """Of the losses."""
+    metric: MetricKind | None
+    learning: dict[str, Learning]
+    """What the baseline's runs took off each loss."""
+    ways: dict[Key, Way]
+    """How runs of the baseline itself went wrong."""
+    sound: dict[Key, RunRecord]
+    """The runs that did not."""
+    dependences: list[Dependence]
+    """Of any run on another."""
+
+    @classmethod
+    def of(cls, group: Group, *, runs: Sequence[RunRecord], margin: float) -> Baseline:
+        """Return the baseline whose runs are ``group``, in a comparison of ``runs``."""
+        names, trained = names_of(group.trained.values()), group.trained
+        series = {name: [losses_of(run).get(name, []) for run in trained.values()] for name in names}
+        learning = {
+            name: Learning([Course(losses) for losses in known if losses and not_finite(losses, name=name) is None])
+            for name, known in series.items()
+        }
+        ways = {key: way for key, run in trained.items() if (way := _way(run, None, learning, baseline=group.policy))}
+        return cls(
+            group=group,
+            margin=margin,
+            names=names,
+            metric=MetricKind.of(runs),
+            learning=learning,
+            ways=ways,
+            sound={key: run for key, run in trained.items() if key not in ways},
+            dependences=dependences(runs),
+        )
+
+    def ways_of(self, group: Group) -> dict[Key, Way]:
+        """Return how runs of another policy went wrong."""
+        found = {}
+        for key, run in group.trained.items():
+            way = _way(run, self.sound.get(key), self.learning, baseline=self.group.policy)
+            if way is not None:
+                found[key] = way
+        return found
+
+    def explains(self, num_wrong: int, num_runs: int) -> bool:
+        """Return whether so many of a policy's runs may go wrong as of the baseline's own."""
+        return num_wrong < num_runs and num_wrong * len(self.group.trained) <= len(self.ways) * num_runs
+
+
+def _way(run: RunRecord, partner: RunRecord | None, learning: dict[str, Learning], *, baseline: str) -> Way | None:
+    """Return how ``run`` went wrong; ``partner`` is the baseline's run with its seed, None for one that is typical of it."""
+    for name, losses in losses_of(run).items():
+        if (bad := not_finite(losses, name=title_of(name))) is not None:
+            return Way(verdict="diverged", text=bad)
+    if num_skipped := skipped_at_the_end(run):
+        return Way(verdict="stopped_learning", text=f"its last {num_skipped} updates were all skipped")
+    for name, losses in losses_of(run).items():
+        known = learning.get(name)
+        if known is None or not known.courses:
+            continue
+        other = known.typical if partner is None else Course(losses_of(partner).get(name, []))
+        way = way_of(Course(losses), other, known, name=title_of(name), baseline=baseline)
+        if way is not None:
+            return way
+    return None if partner is None else _lost_metric(run, partner)
+
+
+def _lost_metric(run: RunRecord, partner: RunRecord) -> Way | None:
+    ours, theirs = last_metric(run), last_metric(partner)
+    if ours is None or theirs is None or math.isfinite(ours) or not math.isfinite(theirs) or run.metric is None:
+        return None
+    return Way(verdict="diverged", text=f"the last {run.metric.name} is {ours}, where the baseline's is {theirs:.4g}")

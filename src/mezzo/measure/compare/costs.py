@@ -1,0 +1,61 @@
+"""What a policy costs beside the baseline: time a step and bytes, over the seeds that both trained with."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from mezzo.measure.compare.pairing import Pair
+from mezzo.records import RunRecord
+
+_MIN_WARMUP_STEPS = 3
+_SLOWER, _LARGER = 0.95, 1.02
+"""The speed-up below which a policy is called slower, and the ratio of bytes above which it is called larger."""
+
+
+def step_ms(run: RunRecord) -> float:
+    """Return the median time of a step after warm-up; of all steps where no more were made."""
+    times = run.steps.time_ms
+    warm = times[max(_MIN_WARMUP_STEPS, len(times) // 10) :] or times
+    finite = [ms for ms in warm if math.isfinite(ms)]
+    return statistics.median(finite) if finite else math.nan
+
+
+def time_facts(runs: Sequence[RunRecord], pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Return a row's times: the median step, and the speed-up unless formats were emulated on either side."""
+    medians = [ms for run in runs if math.isfinite(ms := step_ms(run))]
+    facts: dict[str, Any] = {"step_ms": statistics.median(medians) if medians else None}
+    if any(run.effective.emulated for pair in pairs for run in (pair.run, pair.baseline)):
+        return facts
+    times = [(step_ms(pair.run), step_ms(pair.baseline)) for pair in pairs]
+    ratios = [theirs / ours for ours, theirs in times if ours > 0 and theirs > 0]
+    if not ratios:
+        return facts
+    return facts | {
+        "speedup": statistics.median(ratios),
+        "speedup_low": min(ratios),
+        "speedup_high": max(ratios),
+    }
+
+
+def memory_ratio(pairs: Sequence[Pair]) -> float | None:
+    """Return a policy's bytes over the baseline's in the first pair: of the allocator, else of the four kinds; None where unknown."""
+    if not pairs:
+        return None
+    ours, theirs = pairs[0].run.memory, pairs[0].baseline.memory
+    sizes = [(ours.cuda_allocated_bytes, theirs.cuda_allocated_bytes), (ours.total_bytes, theirs.total_bytes)]
+    return next((a / b for a, b in sizes if a and b), None)
+
+
+def cost_notes(facts: dict[str, Any], *, baseline: str) -> list[str]:
+    """Return in words where a policy is slower or larger than the baseline."""
+    notes = []
+    speedup, high = facts.get("speedup"), facts.get("speedup_high")
+    if speedup is not None and high is not None and high < 1.0 and speedup < _SLOWER:
+        notes.append(f"slower: a step takes {1.0 / speedup:.3g} times as long as {baseline}'s")
+    ratio = facts.get("memory_ratio")
+    if ratio is not None and ratio > _LARGER:
+        notes.append(f"larger: it takes {ratio:.3g} times {baseline}'s memory")
+    return notes

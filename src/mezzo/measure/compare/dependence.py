@@ -1,0 +1,65 @@
+"""Which runs of a comparison depend on an earlier one: they read what it wrote after its first update.
+
+A script that saves a checkpoint and goes on from it if one is there gives, run after run in one folder, one long training and not several.
+Each run has noted which files it read that had been written after the comparison began and before itself. What was written after
+the first update of an earlier run carries its training; what was written before, such as a prepared data set, does not.
+
+A file system that keeps times in whole seconds, or in two, puts a file that much earlier than it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mezzo.records import FileRead, RunRecord, SharedFile
+
+_COARSEST_S = 2.0
+_CLOCK_TICK_S = 0.02
+"""By how much a file's time may lie before the clock's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dependence:
+    """Hold a file with the run that wrote it and the later run that read it."""
+
+    path: str
+    writer: RunRecord
+    reader: RunRecord
+
+    def record(self) -> SharedFile:
+        """Return the dependence as a record holds it."""
+        return SharedFile(path=self.path, written_by=_named(self.writer), read_by=_named(self.reader))
+
+    def text(self) -> str:
+        """Return what happened and what to do, in words."""
+        return (
+            f"its runs are not independent: the run of {_named(self.reader)} read {self.path}, which the run of "
+            f"{_named(self.writer)} had written; give each run a path of its own with {{run}} in the script's arguments, as in "
+            "--output_dir out/{run}, or let the script remove the file when it begins"
+        )
+
+
+def dependences(runs: Sequence[RunRecord]) -> list[Dependence]:
+    """Return every file that makes one of ``runs`` depend on another, in the order of the runs."""
+    found = []
+    for reader in runs:
+        for file in reader.files_read:
+            writers = [run for run in runs if run is not reader and _wrote(run, file)]
+            if writers:
+                latest = max(writers, key=lambda run: run.started_at_s or 0.0)
+                found.append(Dependence(path=file.path, writer=latest, reader=reader))
+    return found
+
+
+def _wrote(run: RunRecord, file: FileRead) -> bool:
+    """Return whether ``file`` was written while ``run`` trained, after its first update."""
+    if run.started_at_s is None or not run.steps.time_ms:
+        return False
+    first_update, end = run.started_at_s + run.steps.time_ms[0] / 1e3, run.started_at_s + run.duration_s
+    slack = _COARSEST_S if file.written_at_s == int(file.written_at_s) else _CLOCK_TICK_S
+    return first_update - slack <= file.written_at_s <= end + _CLOCK_TICK_S
+
+
+def _named(run: RunRecord) -> str:
+    return run.policy if run.seed is None else f"{run.policy} with seed {run.seed}"

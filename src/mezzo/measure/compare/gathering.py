@@ -1,0 +1,111 @@
+"""Gather from pairs of runs the quantities that are compared: every loss, and the metric with what is missing of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mezzo.measure.compare.kinds import grid_of, scale_of_metric
+from mezzo.measure.compare.margins import Margin, spread_of
+from mezzo.measure.compare.pairing import Pair
+from mezzo.measure.compare.quantities import Quantity
+from mezzo.measure.compare.scales import Absolute, Scale, scale_of_losses
+from mezzo.measure.compare.series import final, last_metric, losses_of
+from mezzo.measure.compare.trends import Learning
+from mezzo.records import Metric, RunRecord
+
+_FP32_RESOLUTION = 2.0**-23
+LARGEST_SHARE_OF_FALL = 5.0
+"""Times the share of the final loss that was asked for: 10% of what training took off beside 2% of the loss."""
+
+
+def loss_quantity(pairs: Sequence[Pair], name: str, *, learning: Learning, margin: float) -> Quantity | None:
+    """Return a final loss in the pairs in which it is finite; None without any."""
+    values = [(losses_of(p.run).get(name, []), losses_of(p.baseline).get(name, [])) for p in pairs]
+    known = _finite([(final(ours), final(theirs)) for ours, theirs in values])
+    if not known:
+        return None
+    scale = scale_of_losses([value for pair in known for value in pair])
+    places = scale.on([theirs for _, theirs in known])
+    share, why = _share_of_loss(scale, float(np.mean(places)), learning=learning, margin=margin)
+    return Quantity(name=name, pairs=known, scale=scale, margin=Margin(share=share, why=why, spread=spread_of(places)))
+
+
+def _share_of_loss(scale: Scale, place: float, *, learning: Learning, margin: float) -> tuple[float, str]:
+    """Return the margin that is a share of the final loss, or of what training took off where that is less, and why."""
+    share, fall, value = scale.nearest(margin, at=place), learning.surely(), abs(scale.back(place))
+    if isinstance(scale, Absolute) and learning.courses:
+        resolved = _FP32_RESOLUTION * abs(learning.typical.start)
+        if share < resolved:
+            return resolved, "what FP32 resolves of the loss at the start"
+    if fall is None:
+        return share, ""
+    most = LARGEST_SHARE_OF_FALL * margin
+    if most * fall >= margin * value:
+        return share, ""
+    why = f"{100 * most:.2g}% of what training took off"
+    return (most * fall if isinstance(scale, Absolute) else math.log1p(most * fall / value)), why
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricKind:
+    """Hold what is known of the metric of a comparison from all that its runs printed."""
+
+    name: str
+    scale: Scale
+    values: list[float]
+
+    @classmethod
+    def of(cls, runs: Sequence[RunRecord]) -> MetricKind | None:
+        """Return the metric of ``runs``; None where none was asked for."""
+        metrics = [run.metric for run in runs if run.metric is not None]
+        if not metrics:
+            return None
+        values = [value for metric in metrics for value in metric.values if math.isfinite(value)]
+        percent = any(metric.percent for metric in metrics)
+        scale = scale_of_metric(metrics[0].model_copy(update={"percent": percent}), values)
+        return cls(name=metrics[0].name, scale=scale, values=values)
+
+    def quantity(self, pairs: Sequence[Pair], *, margin: float) -> Quantity | None:
+        """Return the last metric in the pairs in which it is finite; None without any."""
+        found = [(last_metric(pair.run), last_metric(pair.baseline)) for pair in pairs]
+        known = _finite([(ours, theirs) for ours, theirs in found if ours is not None and theirs is not None])
+        if not known:
+            return None
+        places = self.scale.on([theirs for _, theirs in known])
+        grid = grid_of(self.values, self.scale)
+        share, why = self.scale.nearest(margin, at=float(np.mean(places))), ""
+        if grid.num_examples is not None and grid.num_examples**-0.5 > share:
+            share, why = grid.num_examples**-0.5, f"the sampling error of {grid.num_examples} examples"
+        step = grid.on(self.scale, [theirs for _, theirs in known])
+        return Quantity(
+            name=self.name,
+            pairs=known,
+            scale=self.scale,
+            margin=Margin(share=share, why=why, spread=spread_of(places), step=step),
+            grid=grid,
+            is_metric=True,
+        )
+
+    def gap(self, pairs: Sequence[Pair], *, policy: str, baseline: str) -> str | None:
+        """Return in which run the metric is missing, is text or is not finite, so that not every pair is compared; None where all are."""
+        for pair in pairs:
+            for run, of in ((pair.run, policy), (pair.baseline, baseline)):
+                if (what := _lacks(run.metric)) is not None:
+                    return f"{self.name} {what} under {of} with {pair.key}"
+        return None
+
+
+def _lacks(metric: Metric | None) -> str | None:
+    if metric is not None and metric.text is not None:
+        return f"came out as {metric.text!r}, which is no number,"
+    if metric is None or not metric.values:
+        return "was not printed"
+    return None if math.isfinite(metric.values[-1]) else f"came out as {metric.values[-1]}"
+
+
+def _finite(pairs: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    return tuple(pair for pair in pairs if all(map(math.isfinite, pair)))

@@ -1,0 +1,67 @@
+"""Which runs belong together: those of one policy, and of these the ones that share their seed with a run of the baseline.
+
+Everything that a comparison says of a policy is computed over the same seeds for the policy and for the baseline: a mean
+over three seeds beside one over two says something of the third seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mezzo.records import RunRecord
+
+
+class Key(NamedTuple):
+    """Name a run of a policy: its seed, and how many earlier runs had that seed (or none)."""
+
+    seed: int | None
+    number: int
+
+    def __str__(self) -> str:
+        return f"run {self.number + 1}" if self.seed is None else f"seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Hold a run of a policy and the baseline's run with the same seed."""
+
+    key: Key
+    run: RunRecord
+    baseline: RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Hold the runs of one policy: those that trained to their end, and why the others failed."""
+
+    policy: str
+    trained: dict[Key, RunRecord] = field(default_factory=dict)
+    failed: dict[Key, str] = field(default_factory=dict)
+
+    @property
+    def num_runs(self) -> int:
+        """Return how many runs there were."""
+        return len(self.trained) + len(self.failed)
+
+    def add(self, run: RunRecord) -> None:
+        """Add a run under the next key of its seed."""
+        number = sum(key.seed == run.seed for key in (*self.trained, *self.failed))
+        key = Key(run.seed, number)
+        if run.error is None and len(run.steps) > 0:
+            self.trained[key] = run
+        else:
+            self.failed[key] = run.error or "the run ended without a training step"
+
+    def pairs(self, others: dict[Key, RunRecord]) -> list[Pair]:
+        """Return the runs that trained, each with the one of ``others`` under the same key, where there is one."""
+        return [Pair(key=k, run=run, baseline=others[k]) for k, run in self.trained.items() if k in others]
+
+
+def grouped(runs: Sequence[RunRecord]) -> dict[str, Group]:
+    """Return the runs of each policy, in order of first appearance."""
+    groups: dict[str, Group] = {}
+    for run in runs:
+        groups.setdefault(run.policy, Group(policy=run.policy)).add(run)
+    return groups

@@ -1,0 +1,179 @@
+"""One quantity under a policy and under the baseline, seed by seed, and what the pairs show of their difference.
+
+With the same initial weights and batches most of the spread over seeds cancels in the difference ``d = policy - baseline`` of a pair,
+taken on the quantity's scale. From n differences with mean m and standard deviation s:
+
+* The 95% confidence interval of the mean is ``m -+ t * s / sqrt(n)``, where t is the 97.5% point of Student's t with n - 1 degrees
+  of freedom (Student, Biometrika 6, 1908).
+* That a test finds no difference does not show equality: few or noisy runs find none either. Two one-sided tests show it up to a
+  margin (TOST; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). They are made at 4%, which with the 1% of the margin's own
+  bound leaves 5% for calling a policy equivalent that is at the margin, or beyond.
+* A policy is different where the interval lies wholly beyond the margin on one side. Here 5% are shared by the quantities, and
+  for each by the interval and the margin's bound.
+
+Values that come in steps are known to half a step only. Where a side's seeds all fall into one step, the rounding is the same each time
+and no number of seeds averages it out (``unaveraged``): the interval is that much wider. And differences that are all equal show a
+deviation of half a step at the least: a count that differs by one in half of all seeds has that.
+
+Limits: differences are taken as independent and about normal. Rows are judged one by one: of many policies that are off by the
+margin, one in twenty still passes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from mezzo.measure.compare.kinds import Grid
+from mezzo.measure.compare.margins import Margin
+from mezzo.measure.compare.scales import Array, Scale
+from mezzo.records import Difference
+
+Flags = NDArray[np.bool_]
+
+CONFIDENCE = 0.95
+INSIDE_ERROR = 0.04
+"""Of each of the two one-sided tests for equivalence."""
+BEYOND_ERROR = 0.025
+"""Of the interval, and of the margin's bound, in one test for a difference; divided by the number of quantities."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """Hold one quantity in pairs of policy and baseline, all finite, with its scale and its margin."""
+
+    name: str
+    pairs: tuple[tuple[float, float], ...]
+    scale: Scale
+    margin: Margin
+    grid: Grid | None = None
+    is_metric: bool = False
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @cached_property
+    def places(self) -> tuple[Array, Array]:
+        """Return the policy's and the baseline's values on the scale."""
+        ours, theirs = zip(*self.pairs, strict=True)
+        return self.scale.on(ours), self.scale.on(theirs)
+
+    @cached_property
+    def differences(self) -> Array:
+        """Return policy minus baseline of each pair, on the scale."""
+        ours, theirs = self.places
+        return ours - theirs
+
+    @cached_property
+    def step(self) -> float:
+        """Return the step of the values on the scale."""
+        return 0.0 if self.grid is None else self.grid.on(self.scale, [value for pair in self.pairs for value in pair])
+
+    @cached_property
+    def deviation(self) -> float:
+        """Return the standard deviation of the differences, never below half a step; NaN for a single pair."""
+        return math.nan if len(self) < 2 else max(float(np.std(self.differences, ddof=1)), self.step / 2.0)
+
+    @cached_property
+    def rounding(self) -> float:
+        """Return by how much rounding may shift the mean difference, on the scale."""
+        if self.grid is None or len(self) < 2:
+            return 0.0
+        return self.step * sum(
+            float(unaveraged(np.std(side, ddof=1) / self.grid.step)) for side in np.array(self.pairs).T
+        )
+
+    @cached_property
+    def seen(self) -> Seen:
+        """Return what the tests need to know."""
+        return Seen(
+            mean=np.asarray(np.mean(self.differences)),
+            deviation=np.asarray(self.deviation),
+            spread=np.asarray(self.margin.spread),
+            rounding=np.asarray(self.rounding),
+        )
+
+    def is_inside(self) -> bool:
+        """Return whether two one-sided tests show the difference to lie within the margin."""
+        return bool(self.inside(self.seen, len(self)))
+
+    def is_beyond(self, *, num_quantities: int) -> bool:
+        """Return whether the difference is shown to lie beyond the margin on one side."""
+        return bool(self.beyond(self.seen, len(self), num_quantities=num_quantities))
+
+    def inside(self, seen: Seen, num_pairs: int) -> Flags:
+        """Return ``is_inside`` for other samples of ``num_pairs`` pairs."""
+        margin = self.margin.surely(num_pairs, seen.spread)
+        shown: Flags = np.abs(seen.mean) + self._half(seen, num_pairs, error=INSIDE_ERROR) <= margin
+        return shown
+
+    def beyond(self, seen: Seen, num_pairs: int, *, num_quantities: int) -> Flags:
+        """Return ``is_beyond`` for other samples of ``num_pairs`` pairs."""
+        error = BEYOND_ERROR / num_quantities
+        margin = self.margin.at_most(num_pairs, seen.spread, error=error)
+        shown: Flags = np.abs(seen.mean) - self._half(seen, num_pairs, error=error) > margin
+        return shown
+
+    def _half(self, seen: Seen, num_pairs: int, *, error: float) -> Array:
+        if num_pairs < 2:
+            return np.full_like(seen.mean, math.nan)
+        t = float(stats.t.ppf(1.0 - error, num_pairs - 1))
+        return seen.rounding + t * seen.deviation / math.sqrt(num_pairs)
+
+    def interval(self) -> tuple[float, float]:
+        """Return the 95% confidence interval of the mean difference on the scale; NaN for a single pair."""
+        half = float(self._half(self.seen, len(self), error=(1.0 - CONFIDENCE) / 2.0))
+        mean = float(self.seen.mean)
+        return mean - half, mean + half
+
+    def natural(self, difference: float) -> float:
+        """Return a difference on the scale in a person's terms, from the baseline's mean."""
+        return (
+            difference if math.isnan(difference) else self.scale.change(difference, at=float(np.mean(self.places[1])))
+        )
+
+    def natural_margin(self, margin: float) -> float:
+        """Return a margin in a person's terms: the nearer of its two sides."""
+        sides = [abs(self.natural(side)) for side in (margin, -margin)]
+        return self.natural(margin) if self.scale.name == "ratio" else min(sides)
+
+    def record(self) -> Difference:
+        """Return the quantity as a record holds it."""
+        ours, theirs = self.places
+        low, high = self.interval()
+        return Difference(
+            value=self.scale.back(float(np.mean(ours))),
+            baseline=self.scale.back(float(np.mean(theirs))),
+            scale=self.scale.name,
+            difference=self.natural(float(self.seen.mean)),
+            low=self.natural(low),
+            high=self.natural(high),
+            margin=self.natural_margin(float(self.margin.surely(len(self))) if len(self) > 1 else self.margin.share),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Hold the statistics of samples of pairs: of one sample, or of many at once."""
+
+    mean: Array
+    deviation: Array
+    spread: Array
+    """The median distance between two of the baseline's values."""
+    rounding: Array
+    """By how much rounding may shift the mean."""
+
+
+def unaveraged(deviation: Array) -> Array:
+    """Return the part of a step, at most half of one, by which rounding may shift a mean of values of this standard deviation, in steps.
+
+    Normal noise of standard deviation ``sigma`` averages the rounding error down to ``exp(-2 pi**2 sigma**2)`` of what it was (Widrow and
+    Kollar, Quantization Noise, 2008). Rounding alone shows a deviation of up to half a step, which is taken off.
+    """
+    error: Array = 0.5 * np.exp(-2.0 * math.pi**2 * np.maximum(deviation**2 - 0.25, 0.0))
+    return error

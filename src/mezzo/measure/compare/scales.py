@@ -1,0 +1,120 @@
+"""On which scale two values of a quantity are compared, so that a difference means what a person means by it.
+
+``Ratio``      positive quantities (a loss, a perplexity): the logarithm. 0.02 beside 0.01 is twice as much, as 2 beside 1.
+``Proportion`` shares of a whole (an accuracy, an error rate, F1, IoU, AUC): ``2 arcsin sqrt(p)``, whose differences are
+               Cohen's h (Cohen, Statistical Power Analysis, 1988). One percentage point is little at 50% and much at 99%, and
+               an accuracy and its error rate differ by the same h.
+``Absolute``   everything that may be zero or negative (a reward, a log-likelihood): as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mezzo.records import ScaleName
+
+Array = NDArray[np.float64]
+
+
+class Scale(Protocol):
+    """Compare values by their differences on some scale."""
+
+    @property
+    def name(self) -> ScaleName:
+        """Return the name that records give it."""
+
+    def on(self, values: Sequence[float]) -> Array:
+        """Return ``values`` on the scale."""
+
+    def back(self, place: float) -> float:
+        """Return the value at a place on the scale."""
+
+    def change(self, difference: float, *, at: float) -> float:
+        """Return in a person's terms what a difference on the scale is, from the place ``at``."""
+
+    def nearest(self, share: float, *, at: float) -> float:
+        """Return the margin on the scale that a share stands for, at the place ``at``."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Compare by ratio; a change is a share of the baseline's value."""
+
+    name: ScaleName = "ratio"
+
+    def on(self, values: Sequence[float]) -> Array:
+        """Return logarithms."""
+        return np.log(np.asarray(values, dtype=np.float64))
+
+    def back(self, place: float) -> float:
+        """Return the value at a place on the scale."""
+        return math.exp(place)
+
+    def change(self, difference: float, *, at: float) -> float:
+        """Return the ratio less one."""
+        return math.expm1(difference)
+
+    def nearest(self, share: float, *, at: float) -> float:
+        """Return the logarithm of 1 + ``share``."""
+        return math.log1p(share)
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """Compare shares of a whole; a change is in the unit of the values, as 0.01 or as one percentage point."""
+
+    unit: float
+    """The whole: 1, or 100 for percent."""
+    name: ScaleName = "proportion"
+
+    def on(self, values: Sequence[float]) -> Array:
+        """Return angles from 0 to pi."""
+        shares = np.clip(np.asarray(values, dtype=np.float64) / self.unit, 0.0, 1.0)
+        angles: Array = 2.0 * np.arcsin(np.sqrt(shares))
+        return angles
+
+    def back(self, place: float) -> float:
+        """Return the value at a place on the scale."""
+        return self.unit * math.sin(min(max(place, 0.0), math.pi) / 2.0) ** 2
+
+    def change(self, difference: float, *, at: float) -> float:
+        """Return the change of the value."""
+        return self.back(at + difference) - self.back(at)
+
+    def nearest(self, share: float, *, at: float) -> float:
+        """Return ``share`` as Cohen's h: the geometric mean of that share of the value and that share of what it lacks to the whole."""
+        return share
+
+
+@dataclass(frozen=True)
+class Absolute:
+    """Compare by difference."""
+
+    name: ScaleName = "absolute"
+
+    def on(self, values: Sequence[float]) -> Array:
+        """Return the values."""
+        return np.asarray(values, dtype=np.float64)
+
+    def back(self, place: float) -> float:
+        """Return the value."""
+        return place
+
+    def change(self, difference: float, *, at: float) -> float:
+        """Return the difference."""
+        return difference
+
+    def nearest(self, share: float, *, at: float) -> float:
+        """Return that share of the value's size."""
+        return share * abs(at)
+
+
+def scale_of_losses(finals: Sequence[float]) -> Scale:
+    """Return the scale of final losses: by ratio, unless one is zero or negative."""
+    return Ratio() if all(value > 0 for value in finals) else Absolute()

@@ -1,0 +1,56 @@
+"""Say of a policy that skipped many updates how many, when, and which setting to try."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from mezzo.measure.compare.words import percent
+from mezzo.policy import Policy
+from mezzo.records import AS_IS, RunRecord
+
+WORTH_SAYING = 0.05
+"""The share of skipped updates from which it is said."""
+MIN_AT_END = 3
+"""A dynamic loss scale skips an update now and then: so many in a row at the end are more."""
+
+
+def skipped_at_the_end(run: RunRecord) -> int:
+    """Return how many updates were skipped at the end, where all of its last tenth were, and at least three; else 0."""
+    at_end = sum(1 for _ in takewhile(bool, reversed(run.steps.skipped)))
+    needed = max(MIN_AT_END, len(run.steps) // 10)
+    return at_end if at_end >= min(needed, len(run.steps)) > 0 else 0
+
+
+def skip_note(runs: Sequence[RunRecord], *, policy: str) -> str | None:
+    """Return what is to be said of the skipped updates of a policy's ``runs``; None where they are few."""
+    steps, skipped = sum(len(run.steps) for run in runs), sum(run.steps.num_skipped for run in runs)
+    if not steps or skipped < WORTH_SAYING * steps:
+        return None
+    text = f"skipped {percent(skipped / steps)} of its updates"
+    if policy == AS_IS:
+        return f"{text}{_advice_for_a_scaler(runs, skipped)}"
+    parsed = Policy.parse(policy)
+    if parsed.loss_scale == "static":
+        return f"{text}: try a loss scale that adapts, {parsed.replace(loss_scale='dynamic')}"
+    settled = _settled_scale(runs, skipped)
+    if settled is not None:
+        return f"{text}, most at the start until its loss scale was found: try {parsed.replace(init_scale=settled)}"
+    return (
+        f"{text}: try bf16, which has FP32's range; mezzo diagnose --policy {policy} shows where the gradients overflow"
+    )
+
+
+def _advice_for_a_scaler(runs: Sequence[RunRecord], num_skipped: int) -> str:
+    settled = _settled_scale(runs, num_skipped)
+    if settled is not None:
+        return f", most at the start until its loss scale was found: try GradScaler(init_scale={settled:g})"
+    return ": mezzo diagnose shows where its gradients overflow"
+
+
+def _settled_scale(runs: Sequence[RunRecord], num_skipped: int) -> float | None:
+    """Return the loss scale that runs ended with, where most of their skips were made before a first update; else None."""
+    at_start = sum(sum(1 for _ in takewhile(bool, run.steps.skipped)) for run in runs)
+    if 2 * at_start <= num_skipped or any(map(skipped_at_the_end, runs)):
+        return None
+    return next((run.final_scale for run in runs if run.final_scale is not None), None)

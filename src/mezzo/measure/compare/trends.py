@@ -1,0 +1,202 @@
+"""Whether a run diverged or stopped learning, by its own loss and by what the baseline's losses did.
+
+That a loss ends higher than it began shows little: without learning it does so in half of all runs. So a run is judged by what the
+baseline's training took off, where that is beyond doubt, and in units of that:
+
+``diverged``          the loss ended above where it began by more than a tenth of the baseline's fall, or it fell by half of that and
+                      gave half of that back.
+``stopped learning``  the loss took off less than a fifth of what the baseline's did, over the whole training or over its second
+                      half; or the run ended in skipped updates only.
+
+The baseline's fall is beyond doubt where it is many times the spread of its levels in the second half of training, or where a t-test over
+its seeds shows it at 0.1%: seeds are independent even where successive losses are not. Where the baseline shows no such fall
+(fine-tuning, a GAN, reinforcement learning), only a loss that rises above all that the baseline showed, by ten times its spread and half
+of its size, counts as diverged. ``python -m benchmarks verdicts`` simulates all of it.
+
+A loss that is not finite at the end is divergence whatever the baseline did.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from scipy import stats
+
+from mezzo.measure.compare.series import final, mean, tenth
+from mezzo.measure.compare.words import short
+
+_RISE, _GIVEN_BACK, _LEARNED = 0.1, 0.5, 0.2
+_CHANCE = 0.001
+_TIMES_SPREAD, _TIMES_SPREAD_ABOUT_TREND = 25.0, 60.0
+"""For one run; less for the mean of several. Noise that keeps 99.9% of itself from step to step passes in one case of a thousand."""
+_TIMES_SPREAD_BEYOND = 10.0
+_LEAST_FALL = 1e-4
+"""Of the loss: a smaller one can be rounding."""
+_BLOCKS = 10
+
+Window = Literal["whole", "second half"]
+WayName = Literal["diverged", "stopped_learning"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """Say how a run went wrong."""
+
+    verdict: WayName
+    text: str
+
+
+class Course:
+    """Hold the levels of one run's loss: means over a tenth of its steps."""
+
+    def __init__(self, losses: Sequence[float]) -> None:
+        num, half = tenth(losses), len(losses) // 2
+        at = max(0, half - num // 2)
+        self.losses = losses
+        self.start, self.middle, self.end = mean(losses[:num]), mean(losses[at : at + num]), final(losses)
+        blocks = min(_BLOCKS, len(losses))
+        edges = [round(i * len(losses) / max(blocks, 1)) for i in range(blocks + 1)]
+        self.blocks = [level for a, b in pairwise(edges) if math.isfinite(level := mean(losses[a:b]))]
+        starts = range(half, len(losses) - num + 1, num)
+        self.late = [level for a in starts if math.isfinite(level := mean(losses[a : a + num]))]
+        """The levels of the second half."""
+
+    def fall(self, window: Window = "whole") -> float:
+        """Return by how much the loss fell."""
+        return (self.start if window == "whole" else self.middle) - self.end
+
+    @property
+    def lowest(self) -> float:
+        """Return the lowest level."""
+        return min(self.blocks, default=math.nan)
+
+
+class Learning:
+    """Hold what the runs of the baseline took off their loss."""
+
+    def __init__(self, courses: Sequence[Course]) -> None:
+        self.courses = [course for course in courses if math.isfinite(course.fall())]
+        windows: tuple[Window, ...] = ("whole", "second half")
+        self._falls = {window: self._fall(window) for window in windows}
+
+    @property
+    def typical(self) -> Course:
+        """Return the run whose fall is the median."""
+        return sorted(self.courses, key=Course.fall)[len(self.courses) // 2]
+
+    def fall(self, window: Window = "whole") -> float | None:
+        """Return the mean fall of the loss; None where it is not beyond doubt."""
+        return self._falls[window]
+
+    def surely(self) -> float | None:
+        """Return the lower end of the fall's 90% interval over seeds; None where there was no fall beyond doubt."""
+        fall, falls = self.fall(), [course.fall() for course in self.courses]
+        if fall is None or len(falls) < 2:
+            return fall
+        error = statistics.stdev(falls) / math.sqrt(len(falls))
+        return max(fall - float(stats.t.ppf(0.95, len(falls) - 1)) * error, 0.0)
+
+    def _fall(self, window: Window) -> float | None:
+        falls = [fall for course in self.courses if math.isfinite(fall := course.fall(window))]
+        if not falls:
+            return None
+        fall = statistics.fmean(falls)
+        if not fall > _LEAST_FALL * max(abs(course.start) for course in self.courses):
+            return None
+        shown = self._is_shown_by_seeds(falls) or fall > self._needed_by_spread()
+        return fall if shown else None
+
+    def _is_shown_by_seeds(self, falls: Sequence[float]) -> bool:
+        if len(falls) < 2:
+            return False
+        t = float(stats.t.ppf(1.0 - _CHANCE, len(falls) - 1))
+        return statistics.fmean(falls) > t * statistics.stdev(falls) / math.sqrt(len(falls))
+
+    def _needed_by_spread(self) -> float:
+        """Return the fall that the spread of levels in the second half of each run cannot make, about their mean or their own trend."""
+        spreads = [spreads_of(course.late) for course in self.courses if len(course.late) > 2]
+        if not spreads:
+            return math.inf
+        about_mean, about_trend = (math.sqrt(mean(s**2 for s in column)) for column in zip(*spreads, strict=True))
+        num = len(spreads)
+        needed: float = min(_TIMES_SPREAD / num**0.8 * about_mean, _TIMES_SPREAD_ABOUT_TREND / num * about_trend)
+        return needed
+
+    def is_left_by(self, course: Course) -> bool:
+        """Return whether a loss rose far above all that the baseline showed, by ten times its spread and half of its size."""
+        levels = [level for known in self.courses for level in known.blocks]
+        if len(levels) < 2:
+            return False
+        top = max(levels)
+        far = _TIMES_SPREAD_BEYOND * statistics.stdev(levels) + 0.5 * abs(top)
+        return course.end > top + far and course.end - course.start > far
+
+
+def spreads_of(levels: Sequence[float]) -> tuple[float, float]:
+    """Return the standard deviation of three or more levels about their mean, and about a straight line."""
+    values, places = np.asarray(levels), np.arange(len(levels)) - (len(levels) - 1) / 2.0
+    centred = values - values.mean()
+    rest = centred - places * (places @ centred) / (places @ places)
+    return float(np.std(centred, ddof=1)), float(np.sqrt(rest @ rest / (len(levels) - 2)))
+
+
+def not_finite(losses: Sequence[float], *, name: str) -> str | None:
+    """Return how a loss ends in values that are not finite; None where it does not, or where it recovers from them."""
+    tail = losses[-tenth(losses) :]
+    bad = [loss for loss in tail if not math.isfinite(loss)]
+    if not bad or (math.isfinite(tail[-1]) and len(bad) < len(tail) / 2):
+        return None
+    which = f"{len(bad)} of the last {len(tail)} values" if len(tail) > 1 else "the last value"
+    return f"{which} of the {name} {'are' if len(bad) > 1 else 'is'} {'NaN' if math.isnan(bad[-1]) else 'infinite'}"
+
+
+def way_of(course: Course, partner: Course, learning: Learning, *, name: str, baseline: str) -> Way | None:
+    """Return how a run went wrong beside the baseline's run ``partner``; None where nothing shows it.
+
+    Args:
+        course: the run's loss.
+        partner: that of the baseline's run with the same seed.
+        learning: those of all the baseline's runs.
+        name: what the loss is called.
+        baseline: the baseline's policy.
+    """
+    fall = learning.fall()
+    if not math.isfinite(course.fall()) or not math.isfinite(partner.fall()):
+        return None
+    theirs = f"where {baseline}'s fell from {short(partner.start)} to {short(partner.end)}"
+    if learning.is_left_by(course):
+        text = f"the {name} ended at {short(course.end)}, far above all of {baseline}'s"
+        return Way(verdict="diverged", text=text)
+    if fall is None or partner.fall() < 0.5 * fall:
+        return None
+    rise = course.end - course.start
+    if rise > _RISE * fall:
+        return Way(
+            verdict="diverged", text=f"the {name} rose from {short(course.start)} to {short(course.end)} {theirs}"
+        )
+    given_back = course.end - course.lowest
+    if min(given_back, course.start - course.lowest) > _GIVEN_BACK * fall:
+        fell = f"fell from {short(course.start)} to {short(course.lowest)} and rose again to {short(course.end)}"
+        return Way(verdict="diverged", text=f"the {name} {fell} {theirs}")
+    if -rise < _LEARNED * fall:
+        return Way(
+            verdict="stopped_learning",
+            text=f"the {name} went from {short(course.start)} to {short(course.end)} {theirs}",
+        )
+    return _stop_half_way(course, partner, learning, name=name, baseline=baseline)
+
+
+def _stop_half_way(course: Course, partner: Course, learning: Learning, *, name: str, baseline: str) -> Way | None:
+    fall, late = learning.fall(), learning.fall("second half")
+    if fall is None or late is None or late < _LEARNED * fall or partner.fall("second half") < 0.5 * late:
+        return None
+    if course.fall("second half") > _LEARNED * late or course.end - partner.end < 0.5 * late:
+        return None
+    own = f"the {name} stopped falling half-way, at {short(course.middle)}, and ended at {short(course.end)}"
+    return Way(verdict="stopped_learning", text=f"{own} where {baseline}'s went on to {short(partner.end)}")

@@ -1,0 +1,198 @@
+"""The verdict on one policy, and the reasons for it.
+
+What comes first wins:
+
+1. Runs that depend on each other show nothing: ``undecided``.
+2. ``failed`` where no run succeeded.
+3. ``diverged``, or ``stopped_learning``: one run is enough, unless as large a share of the baseline's runs went wrong.
+4. ``failed`` where a run failed with a seed with which the baseline succeeded.
+5. ``different`` where a quantity is shown to lie beyond its margin.
+6. What bars ``equivalent``: runs that went wrong as some of the baseline's did (``undecided``); another number of steps than the baseline
+   made with that seed (``different`` where all the baseline's seeds make the same number, else ``undecided``); a metric that was asked
+   for and is missing in a run (``undecided``).
+7. ``equivalent`` where every quantity is shown to lie within its margin, or nothing differs in any step; else ``undecided``, with the
+   number of seeds that would decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mezzo.measure.compare.baseline import Baseline
+from mezzo.measure.compare.gathering import loss_quantity
+from mezzo.measure.compare.pairing import Group, Key, Pair
+from mezzo.measure.compare.quantities import Quantity
+from mezzo.measure.compare.seeds import KEPT, MAX_SEEDS, seeds_needed
+from mezzo.measure.compare.series import last_metric, losses_of, title_of
+from mezzo.measure.compare.skips import skip_note
+from mezzo.measure.compare.trends import Way
+from mezzo.measure.compare.words import percent, sentence, short
+from mezzo.records import Verdict
+
+_WENT_WRONG = {"diverged": "diverged", "stopped_learning": "stopped learning"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Hold the verdict on a policy, its reasons with the most important first, and the quantities that it rests on."""
+
+    verdict: Verdict
+    reasons: list[str]
+    seeds_needed: int | None = None
+    quantities: list[Quantity] = field(default_factory=list)
+    is_void: bool = False
+    """Whether runs depend on each other, so that their numbers say nothing."""
+
+
+def judge(group: Group, *, base: Baseline) -> Judged:
+    """Return the verdict on the policy whose runs are ``group``; the baseline's own says how it trained."""
+    if group is not base.group and (void := _void(group, base=base)) is not None:
+        return void
+    if not group.trained:
+        return Judged(verdict="failed", reasons=[next(iter(group.failed.values()))])
+    pairs = group.pairs(base.sound)
+    quantities = _quantities(pairs, base=base)
+    judged = (
+        _judge_baseline(base, quantities) if group is base.group else _judge_other(group, pairs, quantities, base=base)
+    )
+    keys = [pair.key for pair in pairs] or list(group.trained)
+    note = skip_note([group.trained[key] for key in keys], policy=group.policy)
+    first, *others = judged.reasons
+    return replace(judged, reasons=[first, *([note] if note else []), *others], quantities=quantities)
+
+
+def _void(group: Group, *, base: Baseline) -> Judged | None:
+    """Return that nothing can be said of a policy, where one of its runs or of the baseline's depends on another; else None."""
+    policies = {group.policy, base.group.policy}
+    dependent = [d.text() for d in base.dependences if d.reader.policy in policies]
+    if not dependent:
+        return None
+    reasons = [dependent[0], *_told_of_failures(group, list(group.failed))]
+    quantities = _quantities(group.pairs(base.sound), base=base)
+    return Judged(verdict="undecided", reasons=reasons, quantities=quantities, is_void=True)
+
+
+def _quantities(pairs: Sequence[Pair], *, base: Baseline) -> list[Quantity]:
+    losses = [loss_quantity(pairs, name, learning=base.learning[name], margin=base.margin) for name in base.names]
+    metric = base.metric.quantity(pairs, margin=base.margin) if base.metric else None
+    return [quantity for quantity in (*losses, metric) if quantity is not None]
+
+
+def _judge_baseline(base: Baseline, quantities: Sequence[Quantity]) -> Judged:
+    group = base.group
+    reasons = [d.text() for d in base.dependences if d.reader.policy == group.policy][:1]
+    reasons += _told_of_ways(base.ways, group)
+    reasons += _told_of_failures(group, list(group.failed))
+    names = [q.name if q.is_metric else title_of(q.name) for q in quantities]
+    sizes = " and ".join(f"{n} {short(q.record().value)}" for n, q in zip(names, quantities, strict=True))
+    reasons.append(f"the others are compared with its {sizes}" if sizes else "no run of it can be compared with")
+    return Judged(verdict="baseline", reasons=reasons)
+
+
+def _judge_other(group: Group, pairs: Sequence[Pair], quantities: Sequence[Quantity], *, base: Baseline) -> Judged:
+    shown = [sentence(q, num_quantities=len(quantities), baseline=base.group.policy) for q in quantities]
+    failures = _told_of_failures(group, list(group.failed))
+    ways = base.ways_of(group)
+    if ways and not base.explains(len(ways), len(group.trained)):
+        first = next((way for way in ways.values() if way.verdict == "diverged"), next(iter(ways.values())))
+        return Judged(verdict=first.verdict, reasons=[*_told_of_ways(ways, group, base=base), *failures])
+    own = [key for key in group.failed if key not in base.group.failed]
+    if own:
+        rest = _told_of_failures(group, [key for key in group.failed if key in base.group.failed])
+        told = _told_of_failures(group, own, where=f" where {base.group.policy} did not")
+        return Judged(verdict="failed", reasons=[*told, *rest, *shown])
+    if any(q.is_beyond(num_quantities=len(quantities)) for q in quantities):
+        bars = [text for text, _ in _bars(group, pairs, ways, base=base)]
+        return Judged(verdict="different", reasons=[*bars, *shown, *failures])
+    return _equivalent_or_not(group, pairs, quantities, ways, shown=shown, base=base, failures=failures)
+
+
+def _equivalent_or_not(
+    group: Group,
+    pairs: Sequence[Pair],
+    quantities: Sequence[Quantity],
+    ways: Mapping[Key, Way],
+    *,
+    shown: list[str],
+    base: Baseline,
+    failures: list[str],
+) -> Judged:
+    bars = _bars(group, pairs, ways, base=base)
+    if bars:
+        return Judged(verdict=bars[0][1], reasons=[*(text for text, _ in bars), *shown, *failures])
+    if not quantities:
+        why = f"no run shares its seed with a run under {base.group.policy} that trained well"
+        return Judged(verdict="undecided", reasons=[why, *failures])
+    if all(map(_is_identical, pairs)):
+        return Judged(
+            verdict="equivalent", reasons=[f"every step's loss is identical to {base.group.policy}'s", *failures]
+        )
+    if all(quantity.is_inside() for quantity in quantities):
+        return Judged(verdict="equivalent", reasons=[*shown, *failures])
+    if len(pairs) == 1:
+        why = "one seed has no spread to judge a difference by: run it again with --seeds 3"
+        return Judged(verdict="undecided", reasons=[*shown, why, *failures])
+    needed = seeds_needed(quantities)
+    return Judged(
+        verdict="undecided",
+        reasons=[*shown, _told_of_seeds(quantities, len(pairs), needed), *failures],
+        seeds_needed=needed,
+    )
+
+
+def _bars(group: Group, pairs: Sequence[Pair], ways: Mapping[Key, Way], *, base: Baseline) -> list[tuple[str, Verdict]]:
+    """Return what keeps a policy from being called equivalent, with the verdict that is left."""
+    bars: list[tuple[str, Verdict]] = [(text, "undecided") for text in _told_of_ways(ways, group, base=base)]
+    unequal = [pair for pair in pairs if len(pair.run.steps) != len(pair.baseline.steps)]
+    if unequal:
+        first, same = unequal[0], len({len(run.steps) for run in base.sound.values()}) == 1
+        counts = f"{len(first.run.steps)} steps where {base.group.policy} made {len(first.baseline.steps)}"
+        more = f", and {len(unequal) - 1} more like it" if len(unequal) > 1 else ""
+        bars.append((f"made {counts} with {first.key}{more}", "different" if same else "undecided"))
+    if base.metric is not None:
+        gap = base.metric.gap(pairs, policy=group.policy, baseline=base.group.policy)
+        bars += [(gap, "undecided")] if gap else []
+    return bars
+
+
+def _is_identical(pair: Pair) -> bool:
+    same_losses = losses_of(pair.run) == losses_of(pair.baseline)
+    return same_losses and last_metric(pair.run) == last_metric(pair.baseline)
+
+
+def _told_of_ways(ways: Mapping[Key, Way], group: Group, *, base: Baseline | None = None) -> list[str]:
+    told = []
+    for verdict, verb in _WENT_WRONG.items():
+        found = [(key, way) for key, way in ways.items() if way.verdict == verdict]
+        if found:
+            key, way = found[0]
+            told.append(f"{len(found)} of {_runs(group.num_runs)} {verb}: with {key}, {way.text}")
+    if told and base is not None and base.ways:
+        own = f"{len(base.ways)} of {_runs(base.group.num_runs)} under {base.group.policy} went wrong too"
+        told.append(own)
+    return told
+
+
+def _told_of_failures(group: Group, keys: Sequence[Key], *, where: str = "") -> list[str]:
+    if not keys:
+        return []
+    return [f"{len(keys)} of {_runs(group.num_runs)} failed{where}: with {keys[0]}, {group.failed[keys[0]]}"]
+
+
+def _runs(number: int) -> str:
+    return f"{number} run" if number == 1 else f"{number} runs"
+
+
+def _told_of_seeds(quantities: Sequence[Quantity], num_seeds: int, needed: int | None) -> str:
+    coarse = [q for q in quantities if q.rounding >= q.margin.surely(num_seeds)]
+    if coarse:
+        step = coarse[0].grid.step if coarse[0].grid else 0.0
+        return (
+            f"{coarse[0].name} comes in steps of {short(step)}, too coarse for its margin: print more digits, evaluate on more "
+            "examples, or choose a wider --margin"
+        )
+    would = (
+        f"{needed} would, in {percent(KEPT)} of cases or more" if needed else f"more than {MAX_SEEDS} would be needed"
+    )
+    return f"{num_seeds} seeds do not decide; {would}"

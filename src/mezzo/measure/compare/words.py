@@ -1,0 +1,69 @@
+"""What a quantity's numbers say, in words and in a person's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mezzo.measure.compare.quantities import BEYOND_ERROR, Quantity
+from mezzo.measure.compare.scales import Proportion, Ratio
+from mezzo.measure.compare.series import title_of
+
+
+def short(value: float) -> str:
+    """Return a value with four digits."""
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """Return a share as percent, with two digits."""
+    return f"{100.0 * share:.2g}%"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Return words as a sentence lists them."""
+    *head, last = parts
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+def size(quantity: Quantity, change: float, *, signed: bool = False) -> str:
+    """Return a change in a person's terms: ``+3.1%``, ``2.4 times``, ``-0.28 points``, ``+12``."""
+    sign = "+" if signed and change else ""
+    if isinstance(quantity.scale, Ratio):
+        return f"{100.0 * change:{sign}.2g}%" if -0.5 < change < 1.0 else f"{1.0 + change:.3g} times"
+    if isinstance(quantity.scale, Proportion):
+        return f"{100.0 * change / quantity.scale.unit:{sign}.2g} points"
+    return f"{change:{sign}.0f}" if 1e2 <= abs(change) < 1e9 else f"{change:{sign}.2g}"
+
+
+def sentence(quantity: Quantity, *, num_quantities: int, baseline: str) -> str:
+    """Return the means, their difference, its interval, and where that lies beside the margin."""
+    d = quantity.record()
+    name = quantity.name if quantity.is_metric else title_of(quantity.name)
+    text = f"{name} {short(d.value)} against {short(d.baseline)}"
+    margin = f"{size(quantity, d.margin)}{_reason(quantity, baseline=baseline)}"
+    if len(quantity) < 2:
+        return f"{text} ({size(quantity, d.difference, signed=True)}), to be judged by a margin of {margin}"
+    text += f" ({size(quantity, d.difference, signed=True)}, 95% CI {_interval(quantity, d.low, d.high)})"
+    if quantity.is_inside():
+        return f"{text}, inside the margin of {margin}"
+    nearest = max(d.low, -d.high)
+    if quantity.is_beyond(num_quantities=num_quantities):
+        return f"{text}, beyond the margin of {margin}"
+    if nearest > d.margin and quantity.margin.spread:
+        error = BEYOND_ERROR / num_quantities
+        most = quantity.natural_margin(float(quantity.margin.at_most(len(quantity), error=error)))
+        return f"{text}, beyond {margin}, but {baseline}'s own seeds may lie {size(quantity, most)} apart"
+    return f"{text}, partly beyond the margin of {margin}"
+
+
+def _interval(quantity: Quantity, low: float, high: float) -> str:
+    ends = [size(quantity, end, signed=True) for end in (low, high)]
+    units = [end.partition(" ")[2] for end in ends]
+    return f"{ends[0].partition(' ')[0] if units[0] == units[1] else ends[0]} to {ends[1]}"
+
+
+def _reason(quantity: Quantity, *, baseline: str) -> str:
+    margin = quantity.margin
+    if len(quantity) > 1 and margin.surely(len(quantity)) > margin.share:
+        return f" ({baseline}'s own seed-to-seed spread)"
+    return f" ({margin.why})" if margin.why else ""

@@ -1,0 +1,45 @@
+"""The environment variables that change what a training computes or where it runs, for its record; never a secret."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_MATTERS = re.compile(
+    r"""
+    (?:ACCELERATE|ATEN|CUDA|CUDNN|DNNL|FLAGS|GOMP|HF|HIP|KERAS|KMP|MKL|NCCL|NVIDIA|OMP|ONEDNN|OPENBLAS|PADDLE)_\w+
+    | (?:PYTORCH|ROCR|TRANSFORMERS|TRITON|XLA)_\w+
+    | (?:CUBLAS|TORCH)\w+
+    | TF_(?:CPP|CUDNN|DETERMINISTIC|DISABLE|ENABLE|FORCE|GPU|NUM|USE|XLA)\w+  # TF_ alone is Terraform's as well
+    | LD_PRELOAD | PYTHON(?:HASHSEED|OPTIMIZE|PATH) | NUMEXPR_NUM_THREADS | VECLIB_MAXIMUM_THREADS | TOKENIZERS_PARALLELISM
+    | RANK | LOCAL_RANK | WORLD_SIZE | LOCAL_WORLD_SIZE | MASTER_ADDR | MASTER_PORT
+    """,
+    re.VERBOSE,
+)
+_OF_AN_IMAGE = re.compile(
+    r"(?!PYTHON)(?!(?:HF|KERAS|TORCH|TRITON)_HOME)\w+_(?:VERSION|HOME|PATH)|NVIDIA_[A-SU-Z]\w+|TORCH_CUDA_ARCH_LIST"
+)
+"""What a container image sets about itself; the record names the versions that were found."""
+
+_SECRET_NAME = re.compile(
+    r"(?:.*_)?(?:API)?(?:AUTH|COOKIE|CREDENTIAL|KEY|PASS|PASSWD|PASSWORD|PAT|SECRET|TOKEN)S?(?:_.*)?", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(
+    r"://[^/\s@]*@|\b(?:hf|sk|ghp|gho|github_pat|glpat|xox[abp])[-_]\w{12,}|\bBearer ", re.IGNORECASE
+)
+"""An address with a password in it, and how the keys of well-known services begin."""
+
+
+def variables_that_matter(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return those of ``environment`` that belong into a record, by name."""
+    return {
+        name: value for name, value in sorted(environment.items()) if _matters(name) and not _is_secret(name, value)
+    }
+
+
+def _matters(name: str) -> bool:
+    return _MATTERS.fullmatch(name) is not None and _OF_AN_IMAGE.fullmatch(name) is None
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return _SECRET_NAME.fullmatch(name) is not None or _SECRET_VALUE.search(value) is not None

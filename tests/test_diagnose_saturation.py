@@ -1,0 +1,139 @@
+"""Whether an infinity that disappears again matters is decided as FP32 decides it: by the gradients.
+
+The oracle is the same training step in FP32, without any of Mezzo's true values: a step whose gradients are finite in FP16 and
+those of FP32 is healthy, one whose gradients are finite and others is silent saturation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mezzo
+from mezzo.launch.torch import switched
+from mezzo.policy import Policy
+
+POLICY = "fp16:loss_scale=static:init_scale=16"
+HARMLESS, WRONG = 0.02, 0.1
+
+
+class Computes(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def made(function: Callable[[Tensor], Tensor]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), Computes(function), nn.Linear(16, 4))
+
+
+def train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(32, 8, generator=generator), torch.randn(32, 4, generator=generator)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def gradients(function: Callable[[Tensor], Tensor], policy: str) -> list[Tensor]:
+    model = made(function)
+    with switched(Policy.parse(policy)), contextlib.suppress(mezzo.NonFiniteLossError):
+        train(model)
+    return [p.grad.double() for p in model.parameters() if p.grad is not None]
+
+
+def error(function: Callable[[Tensor], Tensor]) -> float:
+    """Return how far the gradient that is furthest off is from FP32's; infinite for one that is not finite."""
+    exact, found = gradients(function, "fp32"), gradients(function, POLICY)
+    if not found:
+        return math.inf
+    pairs = zip(exact, found, strict=True)
+    errors = [float((a - b).norm() / a.norm()) if a.norm() > 0 else float((a - b).norm()) for a, b in pairs]
+    return max(e if math.isfinite(e) else math.inf for e in errors)
+
+
+def sq(h: Tensor) -> Tensor:
+    """Return a square that is beyond FP16 for some of the elements: up to 4e5."""
+    h = h * 400
+    return h * h
+
+
+def masked(scores: Tensor, value: float) -> Tensor:
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores + mask.to(scores.dtype) * value
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    # an infinity that is divided by
+    "1 / (c + inf)": lambda h: 3e4 / (3e4 + sq(h)),
+    "x / inf": lambda h: h * 400 / sq(h).mean(-1, keepdim=True).sqrt(),
+    "x * rsqrt(inf)": lambda h: h * 400 * torch.rsqrt(sq(h).mean(-1, keepdim=True) + 1e-5),
+    "x / std of inf": lambda h: h * 400 / (sq(h).mean(0) + 1).sqrt(),
+    "x / sum of inf": lambda h: sq(h)[:, :1].float().clamp(max=1e4) / sq(h).sum(-1, keepdim=True) + h,
+    "reciprocal of a small part": lambda h: h + 1 / (1 + sq(h)),
+    # bounded functions
+    "exp(-inf)": lambda h: torch.exp(-sq(h)) + h,
+    "exp(-inf / large)": lambda h: torch.exp(-sq(h) / 1e5) + h,
+    "tanh(inf)": lambda h: torch.tanh(sq(h)) + h,
+    "sigmoid(inf)": lambda h: torch.sigmoid(sq(h)) * h,
+    "atan(inf / large)": lambda h: torch.atan(sq(h) / 3e4) + h,
+    "erf(inf / large)": lambda h: torch.erf(sq(h) / 1e5) + h,
+    # clamps and choices
+    "clamp(inf, 1)": lambda h: sq(h).clamp(max=1.0) + h,
+    "relu6(inf)": lambda h: F.relu6(sq(h)) * h,
+    "clamp(inf, 60000)": lambda h: sq(h).clamp(max=6e4) * 1e-4 + h,
+    "clamp in FP32": lambda h: sq(h).float().clamp(max=3e5) * 1e-5 + h,
+    "minimum": lambda h: torch.minimum(sq(h), h + 100) * 0.01,
+    "where larger than 1e4": lambda h: torch.where(sq(h) > 1e4, h, h * 2),
+    "where larger than 3e5": lambda h: torch.where(sq(h) > 3e5, h, h * 5),
+    "where infinite, else as it is": lambda h: torch.where(sq(h).isinf(), h, h * 5),
+    "where infinite, masked": lambda h: h * ~sq(h).isinf(),
+    "nan_to_num": lambda h: sq(h).nan_to_num() * 1e-5 + h,
+    "sign": lambda h: sq(h).sign() * h,
+    "argmax": lambda h: h.gather(-1, sq(h).argmax(-1, keepdim=True)) + h,
+    "topk": lambda h: h.gather(-1, sq(h).topk(3).indices).sum(-1, keepdim=True) + h,
+    # masks
+    "softmax(-1e9)": lambda h: masked(h @ h.mT, -1e9).softmax(-1) @ h,
+    "softmax(-7e4)": lambda h: masked(h @ h.mT, -7e4).softmax(-1) @ h,
+    "logsumexp(-1e9)": lambda h: masked(h @ h.mT, -1e9).logsumexp(-1, keepdim=True) + h,
+    "softmax(-1e5) against 1e5": lambda h: (masked(h @ h.mT, -7e4) / 3e4).softmax(-1) @ h,
+    "exp(log_softmax(-1e9))": lambda h: masked(h @ h.mT, -1e9).log_softmax(-1).exp() @ h,
+    # values that become too small
+    "x * 1e-9 * 1e9": lambda h: h * 1e-9 * 1e9,
+    "squares that vanish": lambda h: h / ((h * 1e-4) * (h * 1e-4)).mean(-1, keepdim=True).add(1e-9).sqrt() * 1e-4,
+    "a small part vanishes": lambda h: h + h * 1e-9,
+    "gelu": F.gelu,
+    "softmax with tiny parts": lambda h: (h * 20).softmax(-1) @ torch.ones(16, 16, dtype=h.dtype) + h,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_infinity_matters_as_it_does_to_fp32(name: str) -> None:
+    function = FUNCTIONS[name]
+    off = error(function)
+    model = made(function)
+    record = mezzo.diagnose(lambda: train(model), policy=POLICY, steps=1)
+    expected = "healthy" if off < HARMLESS else "silent_saturation" if math.isfinite(off) else "range_overflow"
+    assert not HARMLESS <= off <= WRONG, "too close to call: take another function"
+    assert record.verdict == expected, f"gradients are off by {off:.3g}: {record.detail}"
+    if expected == "silent_saturation":
+        assert record.gradient_error is not None
+        assert record.gradient_error == pytest.approx(off, rel=0.25)
+        assert record.line.startswith(str(Path(__file__)))
+
+
+def test_there_are_functions_of_either_kind() -> None:
+    found = [error(function) < HARMLESS for function in FUNCTIONS.values()]
+    assert min(found.count(True), found.count(False)) >= 10

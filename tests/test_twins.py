@@ -1,0 +1,128 @@
+"""True values beside lost ones: kept by storage, seen through views, gone where they no longer differ."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from mezzo.diagnosis.processes import where_it_began
+from mezzo.diagnosis.twins import End, Storages, Twins, differs, rounded
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+INF, NAN = math.inf, math.nan
+
+
+def half(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=HALF)
+
+
+ROUNDED = [
+    # a value in FP32, the format, what it is without an upper end, and without any
+    (1.0, HALF, 1.0, 1.0),
+    (1.0009, HALF, 1.0009765625, 1.0009765625),
+    (65504.0, HALF, 65504.0, 65504.0),
+    (65520.0, HALF, 65520.0, 65520.0),
+    (1e9, HALF, 1e9, 1e9),
+    (-3.4028234663852886e38, HALF, -3.4028234663852886e38, -3.4028234663852886e38),
+    (1e-8, HALF, 0.0, 1e-8),
+    (6e-8, HALF, 2.0**-24, 2.0**-24),
+    (9e-8, HALF, 2.0**-23, 2.0**-23),  # a subnormal number is rounded as it is
+    (0.0, HALF, 0.0, 0.0),
+    (INF, HALF, INF, INF),
+    (3.4e38, BRAIN, 3.4e38, 3.4e38),
+    (1e-8, BRAIN, 1.0011717677116394e-08, 1.0011717677116394e-08),
+]
+
+
+@pytest.mark.parametrize(("value", "dtype", "above", "below"), ROUNDED)
+def test_a_value_without_one_end_of_the_range(value: float, dtype: torch.dtype, above: float, below: float) -> None:
+    wide = torch.tensor([value])
+    assert rounded(wide, dtype, End.ABOVE).item() == torch.tensor(above).item()
+    assert rounded(wide, dtype, End.BELOW).item() == torch.tensor(below).item()
+
+
+def test_what_rounding_may_change_is_no_difference() -> None:
+    actual = half(1.0, 1.0, INF, INF, NAN, NAN, 0.0, 5.0)
+    true = torch.tensor([1.003, 1.005, INF, 1e9, NAN, 1.0, 1e-9, 5.0])
+    assert differs(actual, true).tolist() == [False, True, False, True, False, True, True, False]
+    assert differs(torch.tensor([True, False]), torch.tensor([True, True])).tolist() == [False, True]
+
+
+def test_views_share_what_is_kept() -> None:
+    twins: Twins[str] = Twins(End.ABOVE)
+    whole = half(1, 2, INF, 4, 5, INF).reshape(2, 3)
+    assert twins.write(whole, torch.tensor([[1.0, 2, 7e4], [4, 5, 8e4]]), ("a",))
+    for view, expected in ((whole.T, [[1, 4], [2, 5], [7e4, 8e4]]), (whole[1], [4, 5, 8e4]), (whole[:, 2], [7e4, 8e4])):
+        found = twins.read(view)
+        assert found is not None
+        assert (found[0].tolist(), found[1]) == (expected, ("a",))
+    assert twins.read(whole[:, :2]) is None  # nothing differs there
+    twins.write(whole[0], torch.tensor([1.0, 2, INF]), ("b",))
+    found = twins.read(whole)
+    assert found is not None
+    assert (found[0].flatten().tolist(), found[1]) == ([1, 2, INF, 4, 5, 8e4], ("a", "b"))
+
+
+def test_what_no_longer_differs_is_forgotten() -> None:
+    twins: Twins[str] = Twins(End.ABOVE)
+    value = half(INF)
+    assert twins.write(value, torch.tensor([1e9]), ("a",))
+    assert twins
+    assert not twins.write(value, torch.tensor([INF]), ("a",))
+    assert not twins
+
+
+def test_what_was_written_unseen_is_not_believed() -> None:
+    twins: Twins[str] = Twins(End.ABOVE)
+    value = half(INF, 1)
+    twins.write(value, torch.tensor([1e9, 1.0]), ("a",))
+    value.fill_(3)
+    assert twins.read(value) is None
+    assert not twins
+
+
+def test_another_step_begins_with_what_was_kept_after_the_mark() -> None:
+    twins: Twins[str] = Twins(End.ABOVE)
+    old, new = half(INF), half(INF)
+    twins.write(old, torch.tensor([1e9]), ("old",))
+    twins.mark()
+    twins.write(new, torch.tensor([1e9]), ("new",))
+    twins.turn()
+    assert twins.read(old) is None
+    assert twins.read(new) is not None
+
+
+def test_a_storage_in_the_memory_of_a_dead_one_has_nothing() -> None:
+    kept: Storages[int] = Storages()
+    numbers = set()
+    for number in range(2000):
+        tensor = torch.ones(4)
+        assert kept.get(tensor) is None
+        kept.put(tensor, number)
+        numbers.add(tensor.data_ptr())
+    del tensor
+    gc.collect()
+    assert len(numbers) < 2000  # memory was used again
+    assert len(kept) < 1000  # dead ones do not pile up
+
+
+BEGAN: list[tuple[list[tuple[bool, str | None]], tuple[int, str | None]]] = [
+    # what each process found, and whether it may have arrived with the gradients of all
+    ([(False, None), (False, None)], (-1, None)),
+    ([(False, "mine"), (False, None)], (0, "mine")),
+    ([(True, "arrived"), (False, "mine")], (1, "mine")),  # the other process saw it first
+    ([(True, "arrived"), (True, "arrived"), (False, "mine")], (2, "mine")),
+    ([(True, "arrived"), (False, None)], (0, "arrived")),
+    ([(False, "first"), (False, "second")], (0, "first")),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), BEGAN)
+def test_a_fault_is_that_of_the_process_where_it_began(
+    values: list[tuple[bool, str | None]], expected: tuple[int, str | None]
+) -> None:
+    assert where_it_began(values) == expected
