@@ -85,8 +85,6 @@ EXPECTED = {
     "schedule_at_the_top": Expected(1, 1, 1, NONE),
     "average_mul_add": Expected(1, 7, 7),
     "statistics": Expected(1, 1, 0, ("1",)),
-    "backward_inside": Expected(modules=NONE),
-    "backward_in_decorated": Expected(modules=NONE),
     "cleared_with_scaler": Expected(1, 1, 4),
     "needless": Expected(modules=NONE),
     "half_weights": Expected(1, 1, 4, ("Linear",)),

@@ -447,6 +447,27 @@ def bf16_evaluation():
             model(batch[0])
 
 
+def backward_inside():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            plain_loss(batch).backward()
+        optimizer.step()
+
+
+def backward_in_decorated():
+    @torch.autocast("cpu", dtype=torch.float16)
+    def training_step(batch):
+        loss = F.mse_loss(model(batch[0]).float(), batch[1])
+        scaler.scale(loss).backward()
+
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        training_step(batch)
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def region_off_around_backward():
     with half():
         for batch in batches[:STEPS]:

@@ -470,46 +470,25 @@ def statistics():
     train_plainly(lambda: None, net, dtype=torch.bfloat16)
 
 
-def backward_inside():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            plain_loss(batch).backward()  # A614
-        optimizer.step()
-
-
-def backward_in_decorated():
-    @torch.autocast("cpu", dtype=torch.float16)
-    def training_step(batch):
-        loss = F.mse_loss(model(batch[0]).float(), batch[1])
-        scaler.scale(loss).backward()  # A614
-
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        training_step(batch)
-        scaler.step(optimizer)
-        scaler.update()
-
-
 def cleared():
     for batch in batches[:STEPS]:
         plain_loss(batch).backward()
         optimizer.zero_grad()
-        optimizer.step()  # A615
+        optimizer.step()  # A614
 
 
 def cleared_by_model():
     for batch in batches[:STEPS]:
         plain_loss(batch).backward()
         model.zero_grad(set_to_none=False)
-        optimizer.step()  # A615
+        optimizer.step()  # A614
 
 
 def cleared_with_scaler():
     for batch in batches[:STEPS]:
         scaler.scale(loss_of(batch)).backward()
         optimizer.zero_grad()
-        scaler.step(optimizer)  # A615
+        scaler.step(optimizer)  # A614
         scaler.update()
 
 
@@ -519,7 +498,7 @@ def needless():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = F.mse_loss(model(batch[0]).float(), batch[1])
         scaler.scale(loss).backward()
-        scaler.step(optimizer)  # A616
+        scaler.step(optimizer)  # A615
         scaler.update()
 
 
@@ -529,7 +508,7 @@ def half_weights():
     for batch in batches[:STEPS]:
         opt.zero_grad()
         scaler.scale(F.mse_loss(net(batch[0].half()).float(), batch[1])).backward()
-        scaler.step(opt)  # A617
+        scaler.step(opt)  # A616
         scaler.update()
 
 

@@ -44,7 +44,6 @@ def listen(lint: Lint, patches: Patches, *, as_is: bool) -> None:
         patches.wrap(GradScaler, name, functools.partial(listener, lint))
     patches.wrap(autocast, "__init__", _asking)
     patches.wrap(autocast, "__enter__", functools.partial(_entering, lint, as_is))
-    patches.wrap(autocast, "__exit__", functools.partial(_leaving, lint))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         home = vars(clip_grad).get(name) or getattr(torch.nn.utils, name)
         heard = _clipping(lint, home)
@@ -150,16 +149,6 @@ def _entering(lint: Lint, as_is: bool, original: Listener) -> Listener:
         return result
 
     return enter
-
-
-def _leaving(lint: Lint, original: Listener) -> Listener:
-    @functools.wraps(original)
-    def leave(self: Any, *error: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            lint.region_ends()
-        return original(self, *error)
-
-    return leave
 
 
 # --- gradients and weights ---------------------------------------------------------------------------------------------------

@@ -115,28 +115,20 @@ MISUSES: tuple[Misuse, ...] = (
     ),
     Misuse(
         "A614",
-        "autocast is on around the backward pass",
-        "info",
-        "operations of the backward pass are cast once more, in custom functions and in double backward to another "
-        "format than the forward pass had",
-        "end the autocast region before backward(): only the forward pass and the loss belong inside",
-    ),
-    Misuse(
-        "A615",
         "gradients are cleared between backward() and step()",
         "error",
         "the optimizer steps without gradients: nothing is learned",
         "call zero_grad() after step(), or before backward()",
     ),
     Misuse(
-        "A616",
+        "A615",
         "GradScaler with BF16 autocast",
         "info",
         "BF16 has the range of FP32: the scale has nothing to save, costs a pass over the gradients and a wait for the device",
         "leave the scaler out, or pass enabled=(dtype == torch.float16)",
     ),
     Misuse(
-        "A617",
+        "A616",
         "GradScaler over FP16 weights",
         "error",
         "unscaling FP16 gradients would lose what the scale had saved; torch refuses it",

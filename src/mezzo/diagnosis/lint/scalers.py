@@ -176,7 +176,7 @@ class Scalers:
         narrow = [p for p in parameters_of(optimizer) if p.grad is not None and p.grad.dtype == FP16.dtype]
         ours = self._run.applied is not None and self._run.applied.casting == "model"
         if narrow and not ours:
-            self._noticed.add("A617", f"{len(narrow)} gradients are FP16, as their weights are", parameters=narrow)
+            self._noticed.add("A616", f"{len(narrow)} gradients are FP16, as their weights are", parameters=narrow)
 
     def _check_epoch(self, scaler: Any, optimizer: Optimizer, held: Held, call: str) -> None:
         known = self._known[scaler]

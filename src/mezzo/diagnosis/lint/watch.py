@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -41,13 +40,6 @@ _WALKS = 2
 """How often the whole graph is searched for FP16 gradients."""
 
 
-class _Regions(threading.local):
-    """Hold the script's open autocast regions of each thread: whether each is on."""
-
-    def __init__(self) -> None:
-        self.open: list[bool] = []
-
-
 class Lint:
     """Watch one run. The launcher calls these methods where it stands anyway."""
 
@@ -59,7 +51,6 @@ class Lint:
         self._rates = LearningRates(self._gradients, self._noticed)
         self._accumulation = Accumulation(self._noticed)
         self._hands = HandWork(run, self._gradients, self.scalers, self._noticed)
-        self._regions = _Regions()
         self._formats: Counter[torch.dtype] = Counter()
         """How many autocast regions with gradients were opened in each format."""
         self._pass: Pass | None = None
@@ -100,14 +91,8 @@ class Lint:
 
     def region_begins(self, dtype: torch.dtype | None, *, on: bool) -> None:
         """Hear that the script opens an autocast region; ``dtype`` is None where it leaves that to the device."""
-        self._regions.open.append(on)
         if on and dtype is not None and torch.is_grad_enabled():
             self._formats[dtype] += 1
-
-    def region_ends(self) -> None:
-        """Hear that the script closes the region that it opened last."""
-        if self._regions.open:
-            self._regions.open.pop()
 
     # --- backward ----------------------------------------------------------------------------------------------------------------
 
@@ -121,8 +106,6 @@ class Lint:
             return
         self._num_passes += 1
         line, library = own_line(sys._getframe(1))
-        if self._regions.open and self._regions.open[-1] and not library:
-            self._noticed.add("A614", "backward() is called inside an autocast region", line=line)
         self._gradients.begin(self._optimizers)
         scaled = self.scalers.scaled_by(roots)
         loss = loss_of(roots[0], self.scalers.multiplications) if len(roots) == 1 else UNKNOWN
@@ -269,7 +252,7 @@ class Lint:
             step, line = held.first_empty
             detail = f"{type(optimizer).__name__} steps after zero_grad(), with no backward pass between"
             count = held.num_empty if held.num_empty <= 2 else 1
-            self._noticed.add("A615", detail, parameters=parameters_of(optimizer), step=step, line=line, count=count)
+            self._noticed.add("A614", detail, parameters=parameters_of(optimizer), step=step, line=line, count=count)
 
     def _ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         held = self._gradients.of(optimizer)
@@ -317,7 +300,7 @@ class Lint:
         if self._needless is not None and self._formats[BF16.dtype] and not self._formats[FP16.dtype]:
             (step, line), self._needless = self._needless, None
             detail = "every autocast region with gradients is BF16, and a GradScaler is on"
-            self._noticed.add("A616", detail, step=step, line=line, count=self.scalers.num_steps)
+            self._noticed.add("A615", detail, step=step, line=line, count=self.scalers.num_steps)
         return self._noticed.findings()
 
 
