@@ -87,6 +87,16 @@ def own_line(frame: FrameType | None) -> tuple[str, bool]:
     return through, bool(through)
 
 
+def own_place(frame: FrameType | None) -> int:
+    """Return what stands for the calls of the script's own code that lead to ``frame``: equal where it was reached in the same way."""
+    calls = []
+    while frame is not None:
+        if _owner(frame.f_code.co_filename) == "script":
+            calls.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(calls))
+
+
 def _owner(file: str) -> Owner:
     if file not in _OWNERS:
         ours = file.startswith((_TORCH, _MEZZO, "<frozen"))

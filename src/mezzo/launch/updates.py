@@ -126,6 +126,8 @@ class Updates:
         if self._stepping is not optimizer:
             return
         self._stepping = None
+        if self._run.in_closure:
+            self._run.lint.closure_ended(optimizer)
         self._run.in_closure = False
         self._run.recorder.measures = True
         for parameter, gradient in self._aside:

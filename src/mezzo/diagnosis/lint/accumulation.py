@@ -80,8 +80,8 @@ def _averages(one: Pass, count: int) -> bool:
 def _not_divided(passes: list[Pass]) -> bool:
     """Return whether micro-batches were added up: passes of one line, each of a mean over a batch, to the same weights."""
     first = passes[0]
-    alike = all((p.line, p.touched, p.library) == (first.line, first.touched, False) for p in passes)
-    means = all(p.loss.end == "mean" and not p.loss.factors and p.batch > 1 for p in passes)
+    alike = all((p.place, p.touched, p.library) == (first.place, first.touched, False) for p in passes)
+    means = all(p.loss.is_mean(undivided_by=len(passes)) and p.batch > 1 for p in passes)
     return alike and means and all(p.known and not p.keeps_graph for p in passes)
 
 

@@ -23,6 +23,9 @@ _NORMS = frozenset(
 _LIMITS = frozenset(
     ("clamp_", "clip_", "clamp_min_", "clamp_max_", "hardtanh_", "_foreach_clamp_min_", "_foreach_clamp_max_")
 )
+_LIMITED = frozenset(
+    ("clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "_foreach_clamp_min", "_foreach_clamp_max")
+)
 _SAME_VALUES = frozenset(
     ("cat", "concat", "stack", "abs", "to", "type", "clone", "flatten", "contiguous", "cpu", "cuda")
 )
@@ -80,11 +83,11 @@ class GradientView:
     Args:
         gradients: to see.
         norm_read: called when a norm, or a square, of one is taken before any was changed.
-        limited: called when one is clamped in place before any was changed.
+        limited: called when one is clamped before any was changed, with whether in place.
     """
 
     def __init__(
-        self, gradients: Iterable[Tensor], *, norm_read: Callable[[], None], limited: Callable[[], None]
+        self, gradients: Iterable[Tensor], *, norm_read: Callable[[], None], limited: Callable[[bool], None]
     ) -> None:
         self._gradients = WeakTensorKeyDictionary(dict.fromkeys(gradients))
         self._places = set(map(_place, self._gradients.keys())) - {0}
@@ -96,7 +99,7 @@ class GradientView:
     def see(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Look at one call that was made."""
         same = name in _SAME_VALUES or _casts(args[0], result)
-        if name not in _NORMS and name not in _PRODUCTS and not same and not _changes(name):
+        if not (name in _NORMS or name in _LIMITED or name in _PRODUCTS or same or _changes(name)):
             return
         own = any(t in self._gradients or _place(t) in self._places for t in _tensors(args[0]))
         if not own and not any(t in self._derived for t in _tensors(args[0])):
@@ -108,8 +111,8 @@ class GradientView:
         self.changed = self.changed or (own and _changes(name))
 
     def _see_first(self, name: str, args: Sequence[Any]) -> None:
-        if name in _LIMITS:
-            self._limited()
+        if name in _LIMITS or name in _LIMITED:
+            self._limited(name in _LIMITS)
         elif name in _NORMS or (name in _PRODUCTS and len(args) > 1 and args[0] is args[1]):
             self._norm_read()
 

@@ -37,6 +37,8 @@ class Pass:
     """Whether it is known what scaled it: a script may multiply a loss by hand."""
     loss: Loss
     line: str
+    place: int
+    """Stands for the script's calls that led to it."""
     library: bool
     """Whether a library called it."""
     divides_by: int
@@ -46,7 +48,7 @@ class Pass:
     keeps_graph: bool
     fp16: bool
     """Whether it is known to compute FP16 gradients that nothing multiplied."""
-    touched: int
+    touched: int = 0
     """Stands for the set of parameters that it reached."""
 
 
@@ -65,6 +67,8 @@ class Held:
     """Whether a clipping of these was noticed."""
     norm_read: str = ""
     """The script's line that read the norm of these while they were scaled."""
+    limit_read: str = ""
+    """The script's line that computed clamped copies of these while they were scaled."""
     dropped: int = 0
     """How many backward passes were cleared since the last step."""
     num_steps: int = 0
@@ -96,7 +100,7 @@ class Held:
     def _forget(self) -> None:
         self.passes = []
         self.unscaled = self.late = self.by_hand = self.clipped = False
-        self.norm_read = self.early = ""
+        self.norm_read = self.limit_read = self.early = ""
 
 
 class Gradients:
@@ -144,11 +148,22 @@ class Gradients:
             held.marks = now
         return found
 
+    def scaled_among(
+        self, parameters: Iterable[Tensor], owners: Iterable[Optimizer]
+    ) -> tuple[list[Optimizer], list[Tensor]]:
+        """Return those of ``owners`` whose gradients are scaled, and theirs of ``parameters``; of two owners one may have unscaled."""
+        looked = [(o, self.look(o)) for o in owners]
+        unscaled = {id(p) for o, held in looked if held.unscaled for p in parameters_of(o)}
+        left = {id(p): p for p in parameters if p.grad is not None and id(p) not in unscaled}
+        scaled = [o for o, held in looked if held.scaled and any(id(p) in left for p in parameters_of(o))]
+        own = {id(p) for o in scaled for p in parameters_of(o)}
+        return scaled, [p for key, p in left.items() if key in own]
+
     @staticmethod
     def owners(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-        """Return the optimizers that hold the first of ``parameters`` that has a gradient."""
-        first = next((p for p in parameters if p.grad is not None), None)
-        return [o for o in optimizers if any(p is first for p in parameters_of(o))]
+        """Return the optimizers that hold any of ``parameters`` that has a gradient."""
+        given = {id(p) for p in parameters if p.grad is not None}
+        return [o for o in optimizers if any(id(p) in given for p in parameters_of(o))]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -35,8 +35,7 @@ class HandWork:
 
     @property
     def _looks(self) -> bool:
-        # A mode among the modes that a compiled function was compiled under would have it compiled anew.
-        return len(self._run.recorder) + 1 in _LOOKED_AT and not self._run.compiles
+        return len(self._run.recorder) + 1 in _LOOKED_AT
 
     def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Look at what is done to gradients that are scaled, from now on."""
@@ -79,13 +78,17 @@ class HandWork:
         for optimizer, held in watched:
             self._gradients.look(optimizer)
             held.by_hand = held.by_hand or (changed and bool(held.passes))
-            line, held.norm_read = held.norm_read, ""
-            if not line or held.clipped or self._scalers.may_undo(held):
+            norm_read, limit_read = held.norm_read, held.limit_read
+            held.norm_read = held.limit_read = ""
+            if held.clipped or self._scalers.may_undo(held):
                 continue
-            if held.by_hand:
-                self.clipped([optimizer], "their norm is taken and they are changed by hand before unscale_", line)
-            else:
-                self.read(parameters_of(optimizer), line)
+            if held.by_hand and norm_read:
+                detail = "their norm is taken and they are changed by hand before unscale_"
+                self.clipped([optimizer], detail, norm_read)
+            elif held.by_hand and limit_read:
+                self.clipped([optimizer], "gradients are clamped before unscale_", limit_read)
+            elif norm_read:
+                self.read(parameters_of(optimizer), norm_read)
 
     def clipped(self, optimizers: Sequence[Optimizer], detail: str, line: str, of: Sequence[Tensor] = ()) -> None:
         """Take note that scaled gradients of ``optimizers`` are clipped; ``of`` are the parameters, all where left out."""
@@ -106,7 +109,11 @@ class HandWork:
             if not held.norm_read and not held.by_hand:
                 held.norm_read = here()
 
-    def _limited(self) -> None:
+    def _limited(self, in_place: bool) -> None:
+        if not in_place:
+            for _, held in self._watched:
+                held.limit_read = held.limit_read or here()
+            return
         known = any(held.clipped or held.by_hand or self._scalers.may_undo(held) for _, held in self._watched)
         if not known:
             self.clipped([o for o, _ in self._watched], "gradients are clamped before unscale_", here())

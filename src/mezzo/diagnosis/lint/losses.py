@@ -58,15 +58,22 @@ class Loss(NamedTuple):
     """The GradScaler's is not among them."""
     end: End
     """What the factors apply to: a mean, a sum, a sum of several losses, or what cannot be told."""
-    terms: tuple[tuple[Factor, ...], ...] = ()
-    """The factors of each of several losses."""
+    terms: tuple[Loss, ...] = ()
+    """Each of several losses that were added up."""
     squares: bool = False
     """Whether it is a mean or sum of squares, which many divide by two."""
 
     @property
     def may_be_scaled(self) -> bool:
         """Return whether the script may have multiplied it by a loss scale of its own making."""
-        return any(f.may_scale for f in (*self.factors, *(f for term in self.terms for f in term)))
+        return any(f.may_scale for f in (*self.factors, *(f for term in self.terms for f in term.factors)))
+
+    def is_mean(self, *, undivided_by: int) -> bool:
+        """Return whether it is a mean, or a weighted sum of means, that nothing divided by ``undivided_by``."""
+        if self.end == "terms":
+            means = all(term.end == "mean" and not term.near(undivided_by) for term in self.terms)
+            return means and not self.factors and len(self.terms) != undivided_by
+        return self.end == "mean" and not self.factors
 
     def near(self, count: int) -> list[Factor]:
         """Return the factors that are one over ``count``."""
@@ -87,9 +94,13 @@ def loss_of(root: Tensor, scalings: Collection[int]) -> Loss:
     factors, node = _followed(root.grad_fn, scalings)
     name = _kind(node)
     if name in ("Add", "Sub"):
-        return Loss(factors, "terms", tuple(_followed(term, scalings)[0] for term in _terms(node)))
+        return Loss(factors, "terms", tuple(_term(*_followed(term, scalings)) for term in _terms(node)))
     squares = name == "MseLoss" or any(_kind(n) == "Pow" for n in _inputs(node))
     return Loss(factors, _reduction(node, name), squares=squares)
+
+
+def _term(factors: tuple[Factor, ...], node: Any) -> Loss:
+    return Loss(factors, _reduction(node, _kind(node)))
 
 
 def _followed(node: Any, scalings: Collection[int]) -> tuple[tuple[Factor, ...], Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from mezzo.diagnosis.lines import own_line
+from mezzo.diagnosis.lines import own_line, own_place
 from mezzo.diagnosis.lint.accumulation import Accumulation
 from mezzo.diagnosis.lint.gradients import Gradients, Held, Pass, parameters_of
 from mezzo.diagnosis.lint.handwork import HandWork
@@ -105,7 +105,8 @@ class Lint:
         if not self.awake:
             return
         self._num_passes += 1
-        line, library = own_line(sys._getframe(1))
+        frame = sys._getframe(1)
+        line, library = own_line(frame)
         self._gradients.begin(self._optimizers)
         scaled = self.scalers.scaled_by(roots)
         loss = loss_of(roots[0], self.scalers.multiplications) if len(roots) == 1 else UNKNOWN
@@ -114,7 +115,18 @@ class Lint:
         if scaled is None and known and self._walks and self._may_be_fp16():
             self._walks -= 1
             fp16 = has_fp16_gradients(roots)
-        self._pass = Pass(scaled, known, loss, line, library, _session_divides_by(), self._batch, keeps_graph, fp16, 0)
+        self._pass = Pass(
+            scaled=scaled,
+            known=known,
+            loss=loss,
+            line=line,
+            place=own_place(frame),
+            library=library,
+            divides_by=_session_divides_by(),
+            batch=self._batch,
+            keeps_graph=keeps_graph,
+            fp16=fp16,
+        )
 
     def _may_be_fp16(self) -> bool:
         """Return whether the script's own precision is FP16 somewhere, so that its graph is worth a walk."""
@@ -147,12 +159,12 @@ class Lint:
             return []
         self._hands.judge()
         owners = self._gradients.owners(parameters, self._optimizers)
-        looked = [self._gradients.look(optimizer) for optimizer in owners]
-        if owners and all(held.scaled for held in looked):
-            if math.isinf(limit):
-                self._hands.read(parameters, here())
-            elif not self.scalers.may_undo(looked[0], limit=limit):
-                self._hands.clipped(owners, "torch's clipping is called before unscale_", here(), parameters)
+        scaled, of = self._gradients.scaled_among(parameters, owners)
+        known = any(self.scalers.may_undo(self._gradients.of(o), limit=limit) for o in scaled)
+        if scaled and math.isinf(limit):
+            self._hands.read(of, here())
+        elif scaled and not known:
+            self._hands.clipped(scaled, "torch's clipping is called before unscale_", here(), of)
         return owners
 
     def clipped(self, owners: Iterable[Optimizer]) -> None:
@@ -215,23 +227,31 @@ class Lint:
         if self._in_scaler or self._run.in_backward:
             return
         self._hands.judge()
-        if self.awake:
-            held = self._gradients.look(optimizer)
-            if held.scaled and not self.scalers.may_undo(held):
-                detail = (
-                    f"{type(optimizer).__name__}.step() is called while its gradients are multiplied by the loss scale"
-                )
-                self._noticed.add("A603", detail, parameters=parameters_of(optimizer))
-            bare = next((p for p in held.passes if p.fp16), None)
-            if bare is not None:
-                detail = "the backward pass computes FP16 gradients, and nothing multiplied the loss"
-                self._noticed.add("A609", detail, parameters=parameters_of(optimizer), line=bare.line)
+        self._check_used(optimizer)
         self._begins(optimizer, raises=False)
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """Hear that an optimizer has stepped with gradients that its closure computed."""
+        if not self._in_scaler and not self._run.in_backward:
+            self._check_used(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Hear that an optimizer has stepped."""
         if not self._in_scaler and not self._run.in_backward:
             self._ended(optimizer, skipped=False)
+
+    def _check_used(self, optimizer: Optimizer) -> None:
+        """Look at gradients that an optimizer uses without a GradScaler."""
+        if not self.awake:
+            return
+        held = self._gradients.look(optimizer)
+        if held.scaled and not self.scalers.may_undo(held):
+            detail = f"{type(optimizer).__name__}.step() uses gradients that are multiplied by the loss scale"
+            self._noticed.add("A603", detail, parameters=parameters_of(optimizer))
+        bare = next((p for p in held.passes if p.fp16), None)
+        if bare is not None:
+            detail = "the backward pass computes FP16 gradients, and nothing multiplied the loss"
+            self._noticed.add("A609", detail, parameters=parameters_of(optimizer), line=bare.line)
 
     def _begins(self, optimizer: Optimizer, *, raises: bool) -> None:
         self._hands.stop()
