@@ -85,12 +85,22 @@ EXPECTED = {
     "schedule_at_the_top": Expected(1, 1, 1, NONE),
     "average_mul_add": Expected(1, 7, 7),
     "statistics": Expected(1, 1, 0, ("1",)),
+    "statistics_of_its_own": Expected(2, 1, 1, ("Normalised",)),
+    "clip_micro_batches": Expected(1, 12, 12),
+    "not_divided_weighted_sum": Expected(1, 2, 2),
     "cleared_with_scaler": Expected(1, 1, 4),
     "needless": Expected(modules=NONE),
     "half_weights": Expected(1, 1, 4, ("Linear",)),
     "clip_one_of_two": Expected(modules=("3",)),
 }
-PLANTED = {**functions("lint_planted"), "statistics": " A613"}
+PLANTED_SCRIPT = SCRIPTS / "lint_planted.py"
+CALL = next(
+    f"{PLANTED_SCRIPT}:{number}"
+    for number, line in enumerate(PLANTED_SCRIPT.read_text(encoding="utf-8").splitlines(), 1)
+    if "net(batch[0].to(dtype))" in line
+)
+"""The line that calls the model for those that train plainly."""
+PLANTED = {**functions("lint_planted"), "statistics": f"{CALL} A613", "statistics_of_its_own": f"{CALL} A613"}
 SHARED = ("half", "network")
 
 
@@ -118,8 +128,8 @@ def test_a_healthy_script_is_silent(name: str, policy: str) -> None:
 
 
 def test_there_are_enough_cases() -> None:
-    assert len(PLANTED) >= 12
-    assert len(HEALTHY) >= 12
+    assert len(PLANTED.keys() - SHARED) >= 50
+    assert len(HEALTHY) >= 70
     assert {text.split(" ")[1] for name, text in PLANTED.items() if name not in SHARED} == {m.code for m in MISUSES}
 
 

@@ -675,6 +675,207 @@ def reinforcement():
         opt.zero_grad()
 
 
+def proximal_policy():
+    actor, value = nn.Linear(6, 3), nn.Linear(6, 1)
+    both = [*actor.parameters(), *value.parameters()]
+    opt = torch.optim.Adam(both, lr=1e-3)
+    for states, _ in batches[:2]:
+        with torch.no_grad():
+            odds = torch.distributions.Categorical(logits=actor(states))
+            actions = odds.sample()
+            before, gains = odds.log_prob(actions), torch.randn(len(states))
+        for _ in range(3):
+            for chosen in torch.randperm(len(states)).split(8):
+                with half():
+                    odds = torch.distributions.Categorical(logits=actor(states[chosen]).float())
+                    ratio = (odds.log_prob(actions[chosen]) - before[chosen]).exp()
+                    surrogate = torch.min(ratio * gains[chosen], ratio.clamp(0.8, 1.2) * gains[chosen]).mean()
+                    fit = F.mse_loss(value(states[chosen]).float().squeeze(1), gains[chosen])
+                    loss = -surrogate + 0.5 * fit - 0.01 * odds.entropy().mean()
+                opt.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.unscale_(opt)
+                nn.utils.clip_grad_norm_(both, 0.5)
+                scaler.step(opt)
+                scaler.update()
+
+
+def soft_actor_critic():
+    critic, actor = network(), network()
+    target = copy.deepcopy(critic)
+    first, second = (torch.optim.Adam(net.parameters(), lr=1e-3) for net in (critic, actor))
+    for inputs, targets in batches[:STEPS]:
+        with torch.no_grad(), half():
+            aim = target(inputs).float() + targets
+        first.zero_grad()
+        scaler.scale(loss_of((inputs, aim), critic)).backward()
+        scaler.step(first)
+        for p in critic.parameters():
+            p.requires_grad_(requires_grad=False)
+        second.zero_grad()
+        with half():
+            loss = -critic(torch.cat([actor(inputs), inputs[:, 2:]], 1)).float().mean()
+        scaler.scale(loss).backward()
+        scaler.step(second)
+        scaler.update()
+        for p, slow in zip(critic.parameters(), target.parameters(), strict=True):
+            p.requires_grad_(requires_grad=True)
+            slow.data.mul_(0.995)
+            slow.data.add_(0.005 * p.data)
+
+
+def gan_through_a_helper():
+    critic, maker = nn.Linear(2, 1), network()
+    first, second = torch.optim.Adam(critic.parameters()), torch.optim.Adam(maker.parameters())
+
+    def learn(loss):
+        loss.backward()
+
+    for noise, real in batches[:STEPS]:
+        first.zero_grad()
+        fake = maker(noise)
+        learn(F.softplus(-critic(real)).mean())
+        learn(F.softplus(critic(fake.detach())).mean())
+        first.step()
+        second.zero_grad()
+        learn(F.softplus(-critic(fake)).mean())
+        second.step()
+
+
+def gradient_penalty_of_critic():
+    critic = nn.Sequential(nn.Linear(2, 8), nn.SiLU(), nn.Linear(8, 1))
+    opt = torch.optim.Adam(critic.parameters(), lr=1e-3)
+    for _, real in batches[:STEPS]:
+        inputs = real.clone().requires_grad_()
+        with half():
+            judged = critic(inputs)
+        (slopes,) = torch.autograd.grad(scaler.scale(judged.float().sum()), inputs, create_graph=True)
+        slopes = slopes / scaler.get_scale()
+        loss = F.softplus(-judged.float()).mean() + 10 * (slopes.norm(2, dim=1) - 1).square().mean()
+        opt.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+
+
+def additive_mask():
+    layer, head = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), nn.Linear(8, 2)
+    weights = [*layer.parameters(), *head.parameters()]
+    opt = torch.optim.AdamW(weights, lr=1e-3)
+    rates = schedulers.OneCycleLR(opt, 1e-3, total_steps=10)
+    later = torch.ones(5, 5).triu(1).bool()
+    mask = torch.zeros(5, 5).masked_fill(later, torch.finfo(torch.float16).min)
+    for _ in range(STEPS):
+        opt.zero_grad()
+        with half():
+            loss = head(layer(torch.randn(4, 5, 8), src_mask=mask)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        scaler.step(opt)
+        scaler.update()
+        rates.step()
+
+
+def compiled():
+    net = torch.compile(model, backend="eager")
+    mean = copy.deepcopy(model)
+    for number, batch in enumerate(batches, 1):
+        scaler.scale(loss_of(batch, net) / 3).backward()
+        if number % 3 == 0:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaled_step()
+            with torch.no_grad():
+                for slow, fast in zip(mean.parameters(), model.parameters(), strict=True):
+                    slow.lerp_(fast, 0.01)
+
+
+def compiled_update():
+    opt = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
+    mean = [p.detach().clone() for p in model.parameters()]
+
+    @torch.compile(backend="eager")
+    def follow(slow, fast):
+        torch._foreach_lerp_(slow, fast, 0.01)
+
+    for batch in batches[:STEPS]:
+        opt.zero_grad()
+        plain_loss(batch).backward()
+        opt.step()
+        follow(mean, [p.detach() for p in model.parameters()])
+
+
+def sharpness_aware():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaler.unscale_(optimizer)
+        length = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        before = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad * (0.05 / (length + 1e-12)))
+        optimizer.zero_grad()
+        scaler.update()
+        scaler.scale(loss_of(batch)).backward()
+        for p, old in zip(model.parameters(), before, strict=True):
+            p.data = old
+        scaled_step()
+
+
+def scaler_in_a_class():
+    class Scaler:
+        def __init__(self):
+            self.inner = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+        def __call__(self, loss, opt, net, *, updates):
+            self.inner.scale(loss).backward()
+            if updates:
+                self.inner.unscale_(opt)
+                nn.utils.clip_grad_value_(net.parameters(), 1.0)
+                self.inner.step(opt)
+                self.inner.update()
+                opt.zero_grad()
+
+    own = Scaler()
+    for number, batch in enumerate(batches, 1):
+        own(loss_of(batch) / 2, optimizer, model, updates=number % 2 == 0)
+
+
+def closure_in_bf16():
+    lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
+    for batch in batches[:STEPS]:
+
+        def evaluate(batch=batch):
+            lbfgs.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.mse_loss(model(batch[0]).float(), batch[1])
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            return loss
+
+        lbfgs.step(evaluate)
+
+
+def queue_in_half():
+    net = nn.Linear(6, 2)
+    net.register_buffer("queue", torch.zeros(12, 6, dtype=torch.float16))
+    net.register_buffer("mean", torch.zeros(6, dtype=torch.float16))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number, (inputs, targets) in enumerate(batches):
+        net.queue[number] = inputs[0].half()
+        F.mse_loss(net(inputs - net.mean), targets).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def norm_of_unchanged_clamps():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        print(max(p.grad.clamp(-1, 1).max() for p in model.parameters()))
+        scaled_step()
+
+
 def checkpointed():
     from torch.utils.checkpoint import checkpoint
 

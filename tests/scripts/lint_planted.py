@@ -111,6 +111,61 @@ def clip_data_by_hand():
         optimizer.zero_grad()
 
 
+def clip_two_at_once():
+    other = network()
+    second = torch.optim.SGD(other.parameters(), lr=0.05)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        second.zero_grad()
+        scaler.scale(loss_of(batch) + loss_of(batch, other)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)  # A601
+        scaler.step(optimizer)
+        scaler.step(second)
+        scaler.update()
+
+
+def clip_micro_batches():
+    for number, batch in enumerate(batches, 1):
+        scaler.scale(loss_of(batch) / 3).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # A601
+        if number % 3 == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def clip_before_unscale():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        nn.utils.clip_grad_norm_(filter(lambda p: p.requires_grad, model.parameters()), 1.0)  # A601
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def clip_in_compiled_script():
+    compiled = torch.compile(model, backend="eager")
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch, compiled)).backward()
+        for p in model.parameters():
+            p.grad /= p.grad.norm() + 1e-8  # A601
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def clamped_copy():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        for p in model.parameters():
+            p.grad = p.grad.clamp(-1.0, 1.0)  # A601
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def log_norm():
     for batch in batches[:STEPS]:
         optimizer.zero_grad()
@@ -147,6 +202,19 @@ def second_steps_directly():
         scaler.update()
         optimizer.zero_grad()
         second.zero_grad()
+
+
+def closure_steps_scaled():
+    lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    for batch in batches[:STEPS]:
+
+        def evaluate(batch=batch):
+            lbfgs.zero_grad()
+            loss = loss_of(batch)
+            scaler.scale(loss).backward()
+            return loss
+
+        lbfgs.step(evaluate)  # A603
 
 
 def not_scaled():
@@ -323,6 +391,15 @@ def not_divided_with_scaler():
         scaler.update()
 
 
+def not_divided_weighted_sum():
+    for number, batch in enumerate(batches, 1):
+        predicted = model(batch[0])
+        (F.mse_loss(predicted, batch[1]) + 0.1 * F.l1_loss(predicted, batch[1])).backward()  # A608
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def no_scaler():
     for batch in batches[:STEPS]:
         optimizer.zero_grad()
@@ -459,6 +536,17 @@ def average_difference():
     train_plainly(after, net, dtype=torch.bfloat16)
 
 
+def average_in_compiled_script():
+    compiled = torch.compile(model, backend="eager")
+    mean = copy.deepcopy(model).half()
+
+    def after():
+        for slow, fast in zip(mean.parameters(), model.parameters(), strict=True):
+            slow.data.lerp_(fast.data.half(), 0.01)  # A612
+
+    train_plainly(after, compiled)
+
+
 def average_model():
     net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).bfloat16()
     mean = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
@@ -468,6 +556,22 @@ def average_model():
 def statistics():
     net = network().bfloat16()
     train_plainly(lambda: None, net, dtype=torch.bfloat16)
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.register_buffer("running_mean", torch.zeros(6))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.running_mean.mul_(0.99).add_(x.mean(0), alpha=0.01)
+        return self.linear(x - self.running_mean)
+
+
+def statistics_of_its_own():
+    train_plainly(lambda: None, Normalised().bfloat16(), dtype=torch.bfloat16)
 
 
 def cleared():

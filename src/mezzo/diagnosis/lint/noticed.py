@@ -106,7 +106,7 @@ def _named(roots: Iterable[nn.Module], parameters: Iterable[Tensor], modules: It
     names = Names(known)
     whole = [root for root in known if (own := [id(p) for p in root.parameters()]) and held.issuperset(own)]
     covered = {id(p) for root in whole for p in root.parameters()}
-    found = [type(root).__name__ for root in whole]
+    found = [type(getattr(root, "_orig_mod", root)).__name__ for root in whole]  # of a compiled model, its own class
     found += [names.of_parameter(p) for p in (id(q) for q in _listed(parameters)) if p not in covered]
     found += [names.of(module) for module in modules]
     return list(dict.fromkeys(found))[:_MOST_MODULES]

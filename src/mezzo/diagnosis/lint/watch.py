@@ -27,7 +27,7 @@ from mezzo.diagnosis.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
 from mezzo.diagnosis.lint.noticed import Noticed, here
 from mezzo.diagnosis.lint.scalers import Scalers
 from mezzo.diagnosis.lint.schedules import LearningRates
-from mezzo.diagnosis.lint.weights import check_average, check_running_statistics
+from mezzo.diagnosis.lint.weights import Statistics, check_average
 from mezzo.diagnosis.watching import Running
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
@@ -61,7 +61,9 @@ class Lint:
         self._skipped = False
         self._needless: tuple[int, str] | None = None
         """Step and line of the first step of a scaler that is on."""
-        self._checked_statistics = False
+        self._statistics = Statistics(self._noticed)
+        self._called_at = ""
+        """The script's line that called a model in training."""
 
     @property
     def awake(self) -> bool:
@@ -81,6 +83,8 @@ class Lint:
     def called(self, args: Any, kwargs: Any) -> None:
         """Hear that a module is called from outside any module."""
         self._hands.stop()
+        if not self._statistics.done and torch.is_grad_enabled():
+            self._called_at = here()
         if self.awake:
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self._batch = next((t.shape[0] for t in tensors if t.dim() > 1), 0)
@@ -304,9 +308,7 @@ class Lint:
         return self._run.applied is not None and self._run.applied.casting == "model"
 
     def _watch_averages(self) -> None:
-        if not self._checked_statistics:
-            self._checked_statistics = True
-            check_running_statistics(self._noticed, self._run.roots)
+        self._statistics.look(self._run.roots, line=self._called_at)
         self._hands.watch_averages(self._optimizers)
 
     # --- the end -----------------------------------------------------------------------------------------------------------------
