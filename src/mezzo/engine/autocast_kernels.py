@@ -10,14 +10,10 @@ Being at torch's own place for casts means that everything is seen that CUDA's a
 of composite operations (``square`` calls ``pow``, ``trapezoid`` calls ``sum``), TorchScript, ``torch.func``, what
 ``torch.compile`` traces.
 
-Two things have to travel with the region:
-
-* Other threads of a backward pass, which compute checkpointed forward passes again, and guards of compiled code both
-  go by autocast's state. So an open table writes its number there: autocast is turned on for two device types that no
-  tensor here has, with two dtypes that spell the number. torch carries this state into autograd's threads and compiles
-  anew when it changes.
-* AOTAutograd keeps traced graphs on disk under a key that knows autocast's dtype and not what our kernels do with it,
-  so that cache is turned off with the first table. Inductor's own cache holds graphs with the casts in them and stays on.
+Other threads of a backward pass, which compute checkpointed forward passes again, and guards of compiled code both go
+by autocast's state. So an open table writes its number there: autocast is turned on for two device types that no tensor
+here has, with two dtypes that spell the number. torch carries this state into autograd's threads and compiles anew when
+it changes. ``compiling`` holds what else the compiler has to be told.
 
 Costs: about 5 us for each listed operation, nothing for others. Registered kernels stay for the life of the process.
 """
@@ -33,6 +29,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from mezzo.engine import compiling
 from mezzo.engine.emulation import Emulation
 from mezzo.formats import BF16, FP16, FP32, Format
 from mezzo.oplists import Precision
@@ -81,6 +78,8 @@ class CastTable:
         self.casts_operands, self.keeps_kernels = casts_operands, keeps_kernels
         self.number = _numbered(self)
         _register(device_type, self.rules, all_of_torchs=not keeps_kernels)
+        if any(rule.emulation is not None for rule in self.rules.values()):
+            compiling.keep_roundings()
 
     def run(self, op: Op, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run ``op`` below autocast as ``rule`` says."""
@@ -333,7 +332,7 @@ def _register(device_type: str, rules: Mapping[Op, Rule], *, all_of_torchs: bool
         if not needed:
             return
         if not _LIBRARIES:
-            _compile_as_eager()
+            compiling.trace_as_eager()
         library = torch.library.Library("aten", "IMPL")  # kept below
         _LIBRARIES.append(library)
         with warnings.catch_warnings():
@@ -342,14 +341,6 @@ def _register(device_type: str, rules: Mapping[Op, Rule], *, all_of_torchs: bool
                 native = torch.library.get_kernel(op, key) if op in torchs else None
                 library.impl(op, _kernel(op, key, device_type, native), key, with_keyset=True)
         done |= needed
-
-
-def _compile_as_eager() -> None:
-    """Let torch.compile trace backward passes with autocast off, as they run eagerly, and keep no traces across processes."""
-    import torch._functorch.config as config
-
-    config.backward_pass_autocast = "off"
-    config.enable_autograd_cache = False
 
 
 def _overload(name: str) -> Op:
