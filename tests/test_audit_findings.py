@@ -61,7 +61,7 @@ def test_a_healthy_script_has_no_finding_at_all() -> None:
 def test_every_code_has_a_case_and_a_page() -> None:
     codes = [rule.code for rule in RULES]
     assert codes == sorted({*CASES, *ON_CUDA_ONLY})
-    assert {path.stem for path in PAGES.glob("A*.md")} == set(codes)
+    assert {path.stem for path in PAGES.glob("A[1-5]*.md")} == set(codes)
     for rule in RULES:
         text = (PAGES / f"{rule.code}.md").read_text(encoding="utf-8")
         assert text.startswith(f"# {rule.code}: {rule.title}\n")

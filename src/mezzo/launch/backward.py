@@ -64,9 +64,11 @@ class BackwardPasses:
                 run_engine(tensors, grad_tensors, *args, **kwargs)
                 return
             self._begin(outputs)
+            self._run.lint.backward_begins(outputs, grad_tensors, keeps_graph=_keeps_graph(args, kwargs))
             by_hand = self._leaves_updated_by_hand(outputs)
             with self._scaling(outputs, kwargs.get("inputs")), self._under_policy():
                 run_engine(outputs, self._scaled(outputs, grad_tensors, self._run.scale), *args, **kwargs)
+            self._run.lint.backward_ended()
             if by_hand:
                 self._update_by_hand([p.grad for p in by_hand if p.grad is not None])
 
@@ -262,6 +264,10 @@ def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
         return gradient
     result = gradient * inverse.to(gradient.device)
     return result.add_(gradient, alpha=0) if result.layout is torch.strided else result
+
+
+def _keeps_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return bool(args[0] if args else kwargs.get("retain_graph") or kwargs.get("create_graph"))
 
 
 def _listed(values: Any) -> list[Any]:

@@ -85,6 +85,7 @@ class Regions:
                 args, kwargs = to_format(args, FP32.dtype), to_format(kwargs, FP32.dtype)
             if local.depth:
                 return original(module, *args, **kwargs)
+            run.lint.called(args, kwargs)
             casting = run.casting(run.meet(module, args))
             local.depth, local.outermost = 1, module
             try:
@@ -152,6 +153,7 @@ class Regions:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.depth() > 0 or torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
+            self._run.lint.compiled_called()
             casting = self._casting_of(function, [args, kwargs])
             self._run.in_compiled = True
             try:

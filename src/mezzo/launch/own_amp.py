@@ -107,7 +107,10 @@ def _hear_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, optimizer, *args, **kwargs)
         if self.is_enabled():
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-            run.script_stepped(self, optimizer, skipped=any(bool(f) for f in found))
+            skipped = any(bool(f) for f in found)
+            if skipped:
+                run.lint.skipped()
+            run.script_stepped(self, optimizer, skipped=skipped)
         return result
 
     return step

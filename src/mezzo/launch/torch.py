@@ -16,6 +16,7 @@ from mezzo.errors import UnsupportedFormatError
 from mezzo.launch.backward import BackwardPasses
 from mezzo.launch.diagnosis import diagnosis_for
 from mezzo.launch.forward import Regions
+from mezzo.launch.lint import listen
 from mezzo.launch.own_amp import take_over
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
@@ -25,7 +26,7 @@ from mezzo.launch.updates import Updates
 from mezzo.launch.watch import CloseLook
 from mezzo.measure.environment import environment
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Memory, Reason, Steps
+from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 
 @contextmanager
@@ -48,6 +49,7 @@ def switched(
         if policy is not None and policy.casting == "none":
             _set_tf32(policy, patches)
         take_over(run, patches)
+        listen(run.lint, patches, as_is=policy is None)
         hear_sessions(run, patches)
         regions.install(patches)
         BackwardPasses(run).install(patches)
@@ -113,6 +115,10 @@ class TorchTraining:
     def effective(self) -> Effective:
         """Return what really ran in which format."""
         return self._look.effective()
+
+    def findings(self) -> list[Finding]:
+        """Return misuse of the script's own mixed precision."""
+        return self._run.lint.findings()
 
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
