@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers_audit import audited
+from helpers_engine import casting
 from mezzo.diagnosis.findings import RULES, Watched, findings
 from mezzo.diagnosis.kernels import uses_tensor_cores
 from mezzo.records import Product
@@ -33,6 +34,13 @@ CASES: dict[str, tuple[str, str, list[str], str]] = {
     "A402": ("as-is", "as-is", ["middle"], "_softmax ran on bf16 operands"),
 }
 ON_CUDA_ONLY = ["A204", "A501"]
+
+
+@pytest.fixture(scope="module", params=["torch's kernels", "a policy ran before"], autouse=True)
+def kernels_of_autocast(request: pytest.FixtureRequest) -> None:
+    """In the second round all of Mezzo's kernels stand at autocast's dispatch key, and pass on to torch's."""
+    if request.param != "torch's kernels":
+        casting("fp16:arithmetic=emulated")
 
 
 @pytest.mark.parametrize("code", CASES)

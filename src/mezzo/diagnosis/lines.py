@@ -21,7 +21,10 @@ _INSTALLED = ("site-packages", "dist-packages")
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _OWNERS: dict[str, Owner] = {}
 _CALLERS: dict[str, Caller | None] = {}
-_PASSED_THROUGH = tuple(str(Path(_TORCH, *parts)) for parts in (("_tensor.py",), ("_ops.py",), ("utils", "_pytree.py")))
+_PASSED_THROUGH = (
+    *(str(Path(_TORCH, *parts)) for parts in (("_tensor.py",), ("_ops.py",), ("library.py",), ("utils", "_pytree.py"))),
+    str(Path(_MEZZO, "engine", "registration.py")),
+)
 """Python between who calls an operation and the operation."""
 _POLICY = (
     *("autocast_kernels.py", "conversion.py", "emulation.py", "emulation_nodes.py", "float8.py", "fp8layers.py"),
