@@ -31,7 +31,7 @@ import mezzo
 from helpers_engine import Batch, batches, casting, gradients, parameters, randn, same_bits, saved_bytes, ulps
 from mezzo import Choice, PrecisionWarning, Session, UnsupportedFormatError
 from mezzo.engine import fp8layers
-from mezzo.engine.float8 import float8_linear, quantise
+from mezzo.engine.float8 import LINEAR, float8_linear, quantise
 from mezzo.formats import E4M3, E5M2, Format
 from mezzo.launch.run import Run
 from mezzo.measure.flops import FlopCounter
@@ -624,3 +624,19 @@ def test_a_gpus_units_compute_what_the_emulation_says(recipe: str, rows: int) ->
         found.append([y, *torch.autograd.grad(y, list(model.parameters()), start)])
     for native, emulated in zip(*found, strict=True):
         assert (native - emulated).norm() <= 0.02 * emulated.norm()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_two_linear_layers_compile_with_dynamic_shapes(recipe: str) -> None:
+    """Outside any region, so the emulation itself is traced: a global number in it was a variable that could not be lifted."""
+    first, second = randn(8, 8).requires_grad_(), randn(8, 8).requires_grad_()
+
+    def net(x: Tensor) -> Tensor:
+        return LINEAR[recipe](LINEAR[recipe](x.to(BF16), first), second)
+
+    torch.compiler.reset()
+    compiled = torch.compile(net, backend="aot_eager", dynamic=True, fullgraph=True)
+    for batch in (3, 5):
+        x = randn(batch, 8)
+        expected = torch.autograd.grad(net(x).float().sum(), [first, second])
+        assert same_bits(torch.autograd.grad(compiled(x).float().sum(), [first, second]), expected)

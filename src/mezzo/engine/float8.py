@@ -27,8 +27,6 @@ from torch.autograd.function import once_differentiable
 
 from mezzo.formats import E4M3, E5M2, Format
 
-_LEAST_AMAX = 1e-12  # torchao's: smaller magnitudes get the scale of this one, and zeros a finite scale
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -83,7 +81,9 @@ def quantise(x: Tensor, fmt: Format, *, along: int | None = None) -> tuple[Tenso
         return x.to(fmt.dtype), torch.ones((), device=x.device)
     magnitudes = x.abs()
     amax = magnitudes.amax() if along is None else magnitudes.amax(dim=along, keepdim=True)
-    least = amax.float().clamp(min=_LEAST_AMAX)
+    # torchao's least: smaller magnitudes get the scale of this one, and zeros a finite scale. A literal, because a compiler
+    # with dynamic shapes makes a variable of a global number, and cannot inside an autograd function.
+    least = amax.float().clamp(min=1e-12)
     scale = (
         torch.full_like(least, fmt.max) / least
     )  # a number over a tensor is a product with its reciprocal: rounded twice
