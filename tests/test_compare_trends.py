@@ -159,6 +159,14 @@ def test_each_of_several_losses_is_judged() -> None:
     assert "with seed 1, the loss of netG ended at 50, far above all of fp32's" in rows[1].reason
 
 
+def test_a_run_of_the_baseline_that_begins_low_and_ends_low_has_learned() -> None:
+    """As gradient descent on a line does, where each seed begins elsewhere."""
+    courses = [start * np.exp(-8 * TIME) + end for start, end in ((3.8, 0.17), (0.25, 0.35), (4.5, 0.2))]
+    rows = judge(runs("fp32", courses) + runs("bf16", [1.001 * course for course in courses])).rows
+    assert "stopped learning" not in rows[0].reason
+    assert rows[1].verdict == "equivalent"
+
+
 # --- skipped updates ----------------------------------------------------------------------------------------------
 
 
@@ -195,6 +203,11 @@ def test_a_skipped_update_now_and_then_is_none(skipped: list[bool]) -> None:
             "fp16",
             [True] * 9 + [False] * 21,
             "skipped 30% of its updates, most at the start until its loss scale was found: try fp16:init_scale=64",
+        ),
+        (
+            "fp16",
+            [False, True, True] + [False] * 27,
+            "skipped 6.7% of its updates, most at the start until its loss scale was found: try fp16:init_scale=64",
         ),
         (
             "fp16:growth_interval=5",

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,7 +62,8 @@ def line(script: Script, command: str) -> str:
 
 def outcome(script: Script, command: str, clones: Path, results: Path) -> str:
     """Run one command in a new folder with the repository's files, and return its cell."""
-    results.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(results, ignore_errors=True)  # or Mezzo would write beside the record of another command line
+    results.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as sandbox:
         archive = [
             "git",

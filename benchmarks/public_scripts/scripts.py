@@ -77,7 +77,7 @@ SCRIPTS = [
         EXAMPLES,
         "siamese_network/main.py",
         "--epochs 1 --batch-size 16 --test-batch-size 16",
-        variables={"PUBLIC_SCRIPTS_IMAGES": "240,32"},
+        variables={"PUBLIC_SCRIPTS_IMAGES": "96,40"},
     ),
     Script(EXAMPLES, "mnist_forward_forward/main.py", "--epochs 20 --train_size 200 --test_size 50"),
     Script(
@@ -126,7 +126,7 @@ SCRIPTS = [
     Script(
         "milesial/Pytorch-UNet",
         "train.py",
-        "--epochs 1 --batch-size 4 --scale 0.5",
+        "--epochs 2 --batch-size 4 --scale 0.25",
         data=data.segmentation,
         variables={"WANDB_MODE": "disabled"},
     ),
@@ -141,7 +141,7 @@ SCRIPTS = [
     Script(
         TUTORIAL,
         "tutorials/02-intermediate/bidirectional_recurrent_neural_network/main.py",
-        variables={"PUBLIC_SCRIPTS_IMAGES": "2000,200"},
+        variables={"PUBLIC_SCRIPTS_IMAGES": "1000,100"},
     ),
     Script(TUTORIAL, "tutorials/03-advanced/variational_autoencoder/main.py"),
     Script(LIGHTNING, "examples/fabric/image_classifier/train_torch.py", "--epochs 2 --batch-size 32"),

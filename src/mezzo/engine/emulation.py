@@ -220,7 +220,7 @@ def _recurrent(op: Op) -> Op:
     def layer(*args: Any, **kwargs: Any) -> Any:
         # Arguments end with ..., num_layers, dropout, train, bidirectional[, batch_first]; cells have none of these.
         draws = any(isinstance(a, float) and a > 0.0 for a in args)
-        return general(op, *args, draws=draws, **kwargs)
+        return general(op, *args, draws=draws, keeps=True, **kwargs)  # the gates of every time step
 
     return layer
 
