@@ -279,6 +279,11 @@ def is_traced() -> bool:
     )
 
 
+def is_sparse(*tensors: Tensor) -> bool:
+    """Return whether a tensor is in one of the layouts that keep only what is not zero."""
+    return any(tensor.layout is not torch.strided for tensor in tensors)
+
+
 def general(op: Op, *args: Any, draws: bool = False, keeps: bool = False, **kwargs: Any) -> Any:
     """Emulate ``op`` for its 16-bit tensor arguments wherever they stand, keeping only those for the backward pass.
 
@@ -317,6 +322,8 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     if is_traced():
         result: Tensor = by_casts(torch.matmul, input, other)
         return result
+    if is_sparse(input, other):
+        return general(torch.matmul, input, other)  # type: ignore[no-any-return] # torch has gradients of its own for these
     a = input.unsqueeze(0) if input.dim() == 1 else input
     b = other.unsqueeze(-1) if other.dim() == 1 else other
     y: Tensor = MatMul.apply(a, b)
