@@ -173,16 +173,17 @@ def test_a_run_of_the_baseline_that_begins_low_and_ends_low_has_learned() -> Non
 @pytest.mark.parametrize(
     ("skipped", "words"),
     [
-        ([False] * 17 + [True] * 3, "its last 3 updates were all skipped"),
-        ([False] * 45 + [True] * 5, "its last 5 updates were all skipped"),
-        ([True, True], "its last 2 updates were all skipped"),
+        ([False] * 17 + [True] * 3, "its last 3 updates were all skipped; skipped "),
+        ([False] * 45 + [True] * 5, "its last 5 updates were all skipped; skipped "),
+        ([True, True], "its last 2 updates were all skipped; skipped 100% of its updates"),
+        ([True], "its last update was skipped; skipped 100% of its updates"),
     ],
 )
 def test_a_run_that_ends_in_skipped_updates_stopped_learning(skipped: list[bool], words: str) -> None:
     loss = falling(1.0, num_steps=len(skipped))
     row = row_of([run("fp32", loss), run("bf16", loss, skipped=skipped)])
     assert row.verdict == "stopped_learning"
-    assert row.reason.startswith(f"1 of 1 run stopped learning: with seed 0, {words}; skipped ")
+    assert row.reason.startswith(f"1 of 1 run stopped learning: with seed 0, {words}")
 
 
 @pytest.mark.parametrize("skipped", [[False] * 18 + [True] * 2, [False] * 46 + [True] * 4])
