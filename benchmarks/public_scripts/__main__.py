@@ -14,7 +14,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.public_scripts.outcomes import cell
+from benchmarks.public_scripts.outcomes import cell, table
 from benchmarks.public_scripts.scripts import SCRIPTS, Script
 from mezzo.errors import MezzoError
 from mezzo.records import read_record
@@ -106,7 +106,7 @@ def outcome(script: Script, command: str, clones: Path, results: Path) -> str:
 
 
 def main() -> None:
-    """Run what was asked for, print a table as Markdown, and leave every record and output under ``--results``."""
+    """Run what was asked for, print what came out, and leave every record, output and a table in Markdown under ``--results``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.public_scripts")
     parser.add_argument(
         "clones", type=Path, help="a folder with the repositories, owner+name; missing ones are fetched"
@@ -137,6 +137,7 @@ def main() -> None:
     with ThreadPoolExecutor(asked.jobs) as pool:
         rows = list(pool.map(row, chosen))
     (asked.results / "outcomes.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    (asked.results / "outcomes.md").write_text(table(rows, ("script", *commands)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from mezzo.records.audit import AuditRecord
@@ -37,9 +38,15 @@ def of_run(record: RunRecord) -> str:
 
 
 def of_compare(record: CompareRecord) -> str:
-    """Return the verdict on each policy with its reason."""
+    """Return the verdict on each policy with its reason, intervals and what is the same in all rows left out."""
     rows = [row for row in record.rows if row.verdict != "baseline"]
-    return "; ".join(f"{row.policy} {row.verdict}: {row.reason}" for row in rows)
+    return "; ".join(f"{row.policy} {row.verdict.replace('_', ' ')}: {shortened(row.reason)}" for row in rows)
+
+
+def shortened(reason: str) -> str:
+    """Return a verdict's reason without intervals and without what every emulated row says."""
+    parts = [part for part in reason.split("; ") if not part.startswith("its formats are emulated")]
+    return "; ".join(re.sub(r", 95% CI [^)]*", "", part) for part in parts)
 
 
 def of_audit(record: AuditRecord) -> str:
@@ -63,3 +70,9 @@ def cell(record: Record) -> str:
     if isinstance(record, AuditRecord):
         return of_audit(record)
     return of_diagnose(record) if isinstance(record, DiagnoseRecord) else of_run(record)
+
+
+def table(rows: list[dict[str, str]], heads: tuple[str, ...]) -> str:
+    """Return rows of cells as a Markdown table: the script, then what each command said."""
+    lines = [heads, ("---",) * len(heads), *([row["script"], *list(row.values())[2:]] for row in rows)]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

@@ -94,13 +94,6 @@ SCRIPTS = [
         data=data.corpus,
         leave_out="*/wikitext-2/*",
     ),
-    Script(
-        EXAMPLES,
-        "time_sequence_prediction/train.py",
-        "--steps 1",
-        prepare="generate_sine_wave.py",
-        variables={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
-    ),
     Script(EXAMPLES, "regression/main.py"),
     Script(
         EXAMPLES,
