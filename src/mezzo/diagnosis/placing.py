@@ -72,22 +72,12 @@ class PlacingTracer(Tracer):
         number = torch._C._current_autograd_node()._sequence_nr()
         if number == LAST_NUMBER:
             return Place(op, None, "", backward=True)
-        place = self._computed_for(_nearest(sorted(self._ops), number))
+        place = _nearest(sorted(self._ops), number)
         line = self._lines.get(place, "")
         if place in self.trace.forward:
             return Place(op, self.trace.forward[place].module, line, backward=True)
         again = self.trace.recomputed.get(place)
         return Place(op, None if again is None else again[0].module, line, backward=True)
-
-    def _computed_for(self, place: int) -> int:
-        """Return the place of the node whose backward pass computes again, as an emulated recurrent layer's does; else ``place``."""
-        while place not in self.trace.forward and place in self.trace.recomputed:
-            entry, node = self.trace.recomputed[place]
-            outer = _nearest(sorted(self._ops), node.number)
-            if entry is not NOWHERE or node.number == LAST_NUMBER or outer >= place:
-                break
-            place = outer
-        return place
 
     def forward_name(self, callers: Sequence[str] = ()) -> str:
         """Return the running operation's name in torch; ``callers`` are torch's functions that it runs in, the innermost first."""
@@ -101,9 +91,6 @@ class PlacingTracer(Tracer):
     def _backward_name(self) -> str:
         node = torch._C._current_autograd_node()
         assert node is not None
-        made = _nearest(sorted(self._ops), node._sequence_nr())
-        if (outer := self._computed_for(made)) != made:  # what a node computes again is that node's own work
-            return self._ops[outer]
         known = self._ops.get(node._sequence_nr(), "")
         if known and (self._formats.emulated() is not None or known.startswith("conv")):  # named by what it emulates
             return known
