@@ -25,7 +25,7 @@ def shares(flops: dict[str, int]) -> str:
 def of_run(record: RunRecord) -> str:
     """Return the steps, the first and last loss, what ran in which format, skips, and how the run ended."""
     steps = record.steps
-    said = [f"{len(steps)} steps"]
+    said = ["1 step" if len(steps) == 1 else f"{len(steps)} steps"]
     if steps.loss:
         said.append(f"loss {steps.loss[0]:.3g} to {steps.loss[-1]:.3g}")
     said.append(shares(record.effective.flops_by_format))
