@@ -1,6 +1,6 @@
 """Public training scripts, each at a fixed commit and unedited, under ``mezzo run``, ``compare``, ``audit`` and ``diagnose``.
 
-    python -m benchmarks.public_scripts CLONES                     all of them, some forty minutes on two cores
+    python -m benchmarks.public_scripts CLONES                     all of them: nine trainings or more for each script
     python -m benchmarks.public_scripts CLONES --only 'mnist|gan'  those whose repository, file or arguments match
     python -m benchmarks.public_scripts CLONES --list              the command lines, without running anything
 

@@ -23,7 +23,6 @@ COMMITS = {
     "hunkim/PyTorchZeroToAll": "e5a260fac0b4ff1e2ec434fc6f0d962ac97fc289",
     "vwxyzjn/cleanrl": "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
     "huggingface/pytorch-image-models": "aa4b5850c1543fa488abf260f18390eda46cf85d",
-    "lucidrains/vit-pytorch": "69d24fe9e3024c0d4b02761123b8583a24ebed1e",
 }
 
 
@@ -142,7 +141,6 @@ SCRIPTS = [
     Script(LIGHTNING, "examples/pytorch/bug_report/bug_report_model.py"),
     Script(NLP, "3-2.TextLSTM/TextLSTM.py"),
     Script(NLP, "5-1.Transformer/Transformer.py"),
-    Script(NLP, "4-2.Seq2Seq(Attention)/Seq2Seq(Attention).py"),
     Script(MORVAN, "tutorial-contents/302_classification.py", leave_out="*/mnist/*"),
     Script(MORVAN, "tutorial-contents/306_optimizer.py", leave_out="*/mnist/*"),
     Script(MORVAN, "tutorial-contents/403_RNN_regressor.py", leave_out="*/mnist/*"),
@@ -168,10 +166,5 @@ SCRIPTS = [
         "train.py",
         "images --model resnet18 --img-size 32 --num-classes 2 --epochs 1 -b 8 --workers 1 --device cpu --input-size 3 32 32",
         data=data.image_folders,
-    ),
-    Script(
-        "lucidrains/vit-pytorch",
-        "train_vit_decorr.py",
-        variables={"WANDB_MODE": "disabled", "PUBLIC_SCRIPTS_IMAGES": "64,32"},
     ),
 ]
