@@ -30,7 +30,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mezzo.engine.emulation_nodes import Convolution, FlashAttention, Linear, Op, by_casts, general, is_traced, matmul
+from mezzo.engine.emulation_nodes import (
+    Convolution,
+    FlashAttention,
+    Linear,
+    Op,
+    by_casts,
+    general,
+    is_sparse,
+    is_traced,
+    matmul,
+)
 from mezzo.engine.float8 import LINEAR
 from mezzo.formats import E4M3, FP16
 
@@ -81,7 +91,7 @@ def running() -> Emulation | None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Emulate ``torch.nn.functional.linear`` on 16-bit tensors."""
-    if weight.dim() == 1 or is_traced():  # one output feature, without a dimension of its own
+    if weight.dim() == 1 or is_traced() or is_sparse(x, weight):  # one output feature, without a dimension of its own
         result: Tensor = general(F.linear, x, weight, bias)
         return result
     y: Tensor = Linear.apply(x, weight, bias)
@@ -220,7 +230,7 @@ def _recurrent(op: Op) -> Op:
     def layer(*args: Any, **kwargs: Any) -> Any:
         # Arguments end with ..., num_layers, dropout, train, bidirectional[, batch_first]; cells have none of these.
         draws = any(isinstance(a, float) and a > 0.0 for a in args)
-        return general(op, *args, draws=draws, **kwargs)
+        return general(op, *args, draws=draws, keeps=True, **kwargs)  # the gates of every time step
 
     return layer
 
