@@ -85,7 +85,7 @@ def _set_autocast(stack: ExitStack, kind: str, enabled: bool, dtype: torch.dtype
 
 
 @contextmanager
-def backward_in(way: str, thread: LastingThread | None = None) -> Iterator[None]:
+def backward_in(way: str, thread: LastingThread | DeviceThread | None = None) -> Iterator[None]:
     """Run backward passes in one of ``WAYS``; in ``thread`` where it is given."""
     if way == WAYS[0]:
         yield
@@ -100,5 +100,66 @@ def backward_in(way: str, thread: LastingThread | None = None) -> Iterator[None]
         yield
 
 
+class DeviceThread:
+    """Autograd's own thread of an accelerator that has no operations: it runs backward passes on CPU tensors from inside a node of its own.
+
+    To be made before this process' first backward pass, and for good: for a child process.
+    """
+
+    def __init__(self) -> None:
+        acc = torch._C._acc
+
+        class Hooks(acc.PrivateUse1Hooks):  # type: ignore[name-defined, misc]
+            def is_available(self) -> bool:
+                return True
+
+            def has_primary_context(self, index: int) -> bool:
+                return True
+
+            def is_built(self) -> bool:
+                return True
+
+        class Guard(acc.DeviceGuard):  # type: ignore[name-defined, misc]
+            def type_(self) -> Any:
+                return torch._C._autograd.DeviceType.PrivateUse1
+
+        self._kept = Hooks(), Guard()
+        torch.utils.rename_privateuse1_backend("second")
+        acc.register_python_privateuseone_hook(self._kept[0])
+        acc.register_python_privateuseone_device_guard(self._kept[1])
+        facts: dict[str, Any] = {"is_initialized": True, "is_available": True, "current_device": 0, "device_count": 1}
+        facts |= {"_is_in_bad_fork": False, "get_amp_supported_dtype": [torch.float16, torch.bfloat16]}
+        module = {name: staticmethod(lambda value=value: value) for name, value in facts.items()}
+        torch._register_device_module("second", type("second", (), module))
+        self.ident = self.call(threading.get_ident)
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Return what ``function`` returns; at once where this is the thread."""
+        if threading.get_ident() == getattr(self, "ident", None):
+            return function()
+        results: list[Any] = []
+        there = _There.apply(_empty().requires_grad_(), lambda: results.append(function()))
+        _ENGINE.run_backward((there,), (_empty(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return results[0]
+
+
+class _There(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, job: Callable[[], None]) -> torch.Tensor:
+        ctx.job = job
+        return _empty()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        ctx.job()
+        return None, None
+
+
+def _empty() -> torch.Tensor:
+    made: torch.Tensor = torch._C._acc.create_empty_tensor((1,), torch.float32)
+    return made
+
+
+_ENGINE = torch.autograd.Variable._execution_engine
 THREAD = LastingThread()
 """One for the process: the numbers of its nodes lie anywhere beside those of other threads by the time that a test begins."""

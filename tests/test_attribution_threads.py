@@ -6,16 +6,20 @@ The oracle is the shape: no two layers of a model have the same widths, so that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_backward import WAYS, LastingThread, backward_in
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import mezzo
+from helpers_backward import WAYS, DeviceThread, LastingThread, backward_in
 from mezzo.diagnosis.names import Names
 from mezzo.diagnosis.operations import Seen, understand, weights_of
 from mezzo.diagnosis.trace import Tracer
@@ -123,7 +127,8 @@ CASES: dict[str, tuple[str, Callable[[Net], None]]] = {
 }
 
 
-def traced(step: Callable[[], None], warm: int) -> tuple[list[Seen], Names]:
+def traced(step: Callable[[], None], warm: int) -> list[Seen]:
+    """Return the operations of a step that follows ``warm`` others."""
     for _ in range(warm):
         step()
     tracer = Tracer(OperandFormats(), device_type="cpu")
@@ -133,7 +138,7 @@ def traced(step: Callable[[], None], warm: int) -> tuple[list[Seen], Names]:
     finally:
         tracer.stop()
     names = Names(tracer.trace.roots)
-    return understand(tracer.trace, names, weights_of(names.roots, [])), names
+    return understand(tracer.trace, names, weights_of(names.roots, []))
 
 
 def strangers(net: Net, seen: list[Seen]) -> tuple[int, list[tuple[str, str, str, str]]]:
@@ -149,21 +154,65 @@ def strangers(net: Net, seen: list[Seen]) -> tuple[int, list[tuple[str, str, str
     return len(products), wrong
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
-def test_every_product_belongs_to_the_layer_of_its_shape(case: str, way: str) -> None:
+def check(case: str, way: str, own: DeviceThread | None = None, *, warmups: Sequence[int] = (0, 1, 2, 3, 5)) -> None:
+    """Compare modules at different distances between the numbers of both threads."""
     name, step = CASES[case]
-    for plain, warm in itertools.product((0, 4), (0, 1, 2, 3, 5)):
-        # Threads of their own, so that numbers start at 0 in both and lie over each other.
-        script, own = LastingThread(), LastingThread()
+    for plain, warm in itertools.product((0, 4), warmups):
+        script = LastingThread()  # threads of their own, so that numbers begin at 0 in both and lie over each other
         torch.manual_seed(0)
         net = Net(name, plain=plain)
 
-        def measure(net: Net = net, warm: int = warm) -> tuple[list[Seen], Names]:
+        def measure(net: Net = net, warm: int = warm) -> list[Seen]:
             return traced(lambda: step(net), warm)
 
-        with backward_in(way, own):
-            seen, _ = script.call(measure)
-        count, wrong = strangers(net, seen)
+        with backward_in(way, own or LastingThread()):
+            count, wrong = strangers(net, script.call(measure))
         assert not wrong, f"{plain} plain layers, {warm} steps before: {len(wrong)} of {count}: {wrong[:4]}"
         assert count >= 12
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_product_belongs_to_the_layer_of_its_shape(case: str, way: str) -> None:
+    check(case, way)
+
+
+ALL_CASES = """
+import helpers_backward
+thread = helpers_backward.DeviceThread()
+import test_attribution_threads as tests
+for case in tests.CASES:
+    tests.check(case, helpers_backward.WAYS[1], thread, warmups=(0, 2))
+print(len(tests.CASES), "cases in the device's thread")
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_acc"), reason="this torch makes no accelerator from Python")
+def test_autograds_own_thread_gives_the_same_modules() -> None:
+    """The engine itself, with the thread that it has for an accelerator; what the other tests have is a thread that is made like it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ALL_CASES],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1:] == [f"{len(CASES)} cases in the device's thread"], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", ["no checkpointing", "reentrant", "not reentrant", "reentrant in reentrant"])
+def test_a_compiled_model_has_its_modules(case: str, way: str) -> None:
+    name, _ = CASES[case]
+    torch.manual_seed(0)
+    net = Net(name, plain=2)
+    net.compile(backend="aot_eager")
+    x = torch.randn(ROWS, 5)
+    with backward_in(way):
+        record = mezzo.audit(lambda: net(x).square().mean().backward(), warmup=2)
+    assert record.forced_eager
+    layers = {name for name, m in net.named_modules() if isinstance(m, nn.Linear)}
+    for phase in ("forward", "wgrad"):
+        products = {o.module: o.count for o in record.operations if o.flops and o.phase == phase}
+        assert products == dict.fromkeys(layers, 1), phase

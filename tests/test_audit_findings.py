@@ -11,6 +11,8 @@ from mezzo.diagnosis.findings import RULES, Watched, findings
 from mezzo.diagnosis.kernels import uses_tensor_cores
 from mezzo.records import Product
 
+pytestmark = pytest.mark.usefixtures("backward_way")
+
 PAGES = Path(__file__).parents[1] / "docs" / "findings"
 
 # code: policies of the planted and the healthy run, modules that are blamed, a word of the sentence

@@ -78,9 +78,11 @@ class Made:
         """Remember the results of an operation: one of them gets the node that was last made in this thread."""
         self._threads[id(local.results)] = local.results
         for result in results:
-            written = args and result is args[0] and result._is_view()  # the node becomes that of its base
-            target = result._base if written else result
-            local.results.append((TensorWeakRef(target), local.number - 1, local.made, bool(written)))
+            base = (
+                result._base if args and result is args[0] else None
+            )  # of a view that is written into: the node becomes the base's
+            known = TensorWeakRef(result if base is None else base)
+            local.results.append((known, local.number - 1, local.made, base is not None))
 
     def settle(self, local: Local) -> None:
         """Mark the nodes that results have by now."""
