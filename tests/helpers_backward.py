@@ -1,7 +1,7 @@
-"""Run backward passes in a second, lasting thread, as autograd does with a GPU; the pass that a node makes inside stays in its thread.
+"""Run backward passes in a second, lasting thread, as autograd does with a GPU; a pass that a node makes stays in that thread.
 
-The thread counts the nodes that are made in it for itself, and keeps what is local to threads of Python for itself, too. torch's own state is
-handed over as its engine hands it over: dispatch and function modes, autocast, hooks of saved tensors.
+The thread numbers the nodes that are made in it by itself, and has its own thread-local values. torch's state is passed on as its engine
+does it: dispatch and function modes, autocast, hooks of saved tensors.
 """
 
 from __future__ import annotations

@@ -101,7 +101,10 @@ class Trace:
     """Modules that were called from outside any module, in order."""
 
     def maker(self, node: Node) -> Entry:
-        """Return the call of a module that made a node of the graph; of a node without an operation of its own, the next one's, else the last one's."""
+        """Return the call of a module that made a node of the graph.
+
+        A node without an operation of its own has the next one's, else the last one's.
+        """
         while node.number in self.recomputed:
             entry, node = self.recomputed[node.number]
             if entry is not NOWHERE:  # by a module that ran again, else by the node that ran
