@@ -25,7 +25,9 @@ DTYPES = {
 def test_derived_values_equal_torch_finfo(fmt: Format) -> None:
     info = torch.finfo(DTYPES[fmt.name])
 
-    eps = 0.25 if fmt is E5M2FNUZ else info.eps  # torch 2.13 says 0.125, against its own bit patterns, which the next test reads
+    eps = (
+        0.25 if fmt is E5M2FNUZ else info.eps
+    )  # torch 2.13 says 0.125, against its own bit patterns, which the next test reads
     assert (fmt.max, fmt.min_normal, fmt.eps) == (info.max, info.tiny, eps)
     assert fmt.min_subnormal == info.tiny * eps
     assert fmt.bytes == info.bits // 8
