@@ -3,9 +3,9 @@
 The profiler numbers every operation that the host calls and every kernel that follows from it. The products that the
 trace saw and those that the profiler saw are the same ones in the same order, so the n-th ``mm`` of one is the n-th of the
 other. Whether a kernel uses Tensor Cores is read from its name: NVIDIA's libraries put the instruction's tile into it
-(``s16816``, ``h884``), or the class of kernel (``tensorop``, ``xmma``, ``wgmma``, ``nvjet``, flash attention). CUTLASS 3 names the
-instruction (``Gmma`` on Hopper, ``Umma`` or ``tcgen05`` on Blackwell), AMD's libraries the matrix instruction's tile (``_MI32x32x8``) or its
-class (``mfma``, ``wmma``), and torch.compile calls its own templates of products ``triton_tem_``.
+(``s16816``, ``h884``), or the class of kernel (``tensorop``, ``xmma``, ``wgmma``, ``nvjet``, flash attention). CUTLASS 3 names
+the instruction (``Gmma`` on Hopper, ``Umma`` or ``tcgen05`` on Blackwell), AMD's libraries the matrix instruction's tile
+(``_MI32x32x8``) or its class (``mfma``, ``wmma``), and torch.compile calls its own templates of products ``triton_tem_``.
 
 A kernel whose name has none of these words counts as one without: a library to come may name its kernels otherwise.
 """
