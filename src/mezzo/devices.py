@@ -48,6 +48,8 @@ _ROCM: dict[str, tuple[str, str]] = {
     # architecture: the GPUs, and the formats that its matrix units take
     "gfx908": ("MI100", "fp16 bf16"),
     "gfx90a": ("MI210, MI250, MI250X", "fp16 bf16"),
+    "gfx940": ("the first MI300", "fp16 bf16 e4m3fnuz e5m2fnuz"),
+    "gfx941": ("the first MI300", "fp16 bf16 e4m3fnuz e5m2fnuz"),
     "gfx942": ("MI300A, MI300X, MI325X", "fp16 bf16 e4m3fnuz e5m2fnuz"),
     "gfx950": ("MI350X, MI355X", "fp16 bf16 e4m3 e5m2"),
     "gfx1100": ("RX 7900", "fp16 bf16"),
