@@ -78,15 +78,14 @@ class Made:
         """Remember the results of an operation: one of them gets the node that was last made in this thread."""
         self._threads[id(local.results)] = local.results
         for result in results:
-            base = (
-                result._base if args and result is args[0] else None
-            )  # of a view that is written into: the node becomes the base's
+            # Of a view that is written into, the node becomes its base's.
+            base = result._base if args and result is args[0] else None
             known = TensorWeakRef(result if base is None else base)
             local.results.append((known, local.number - 1, local.made, base is not None))
 
     def settle(self, local: Local) -> None:
         """Mark the nodes that results have by now."""
-        if local.results and local.made in _settle(local.results):
+        if local.made in _settle(local.results):
             local.found = True
 
     def meet(self, local: Local, running: Any, task: int) -> Node:

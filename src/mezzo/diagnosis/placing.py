@@ -80,7 +80,8 @@ class PlacingTracer(Tracer):
         local, running = self._local, torch._C._current_autograd_node()
         if running is local.running:
             return local.node
-        self._made.settle(local)
+        if local.results:
+            self._made.settle(local)
         return self._made.meet(local, running, torch._C._current_graph_task_id())
 
     def forward_name(self, callers: Sequence[str] = ()) -> str:

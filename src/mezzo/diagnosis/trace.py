@@ -1,16 +1,17 @@
-"""Take down every operation of a training step, with the module it belongs to, at little cost.
+"""Note every operation of a training step, with the module it belongs to, at little cost.
 
 A dispatch mode sees every operation below autograd and autocast. Hooks on every module keep a stack of the modules that are running. The
 forward operation of a node of the graph has the node's sequence number, so an operation of a backward pass finds the module of
-its node's forward operation: no hook on a tensor, no change of the graph. A node that has no forward operation of its own takes
-that of the next one; the nodes that add to ``.grad`` have a parameter instead.
+its node's forward operation: no hook on a tensor, no change of the graph. A node that was made inside a backward pass has an identity
+instead of a number (``mezzo.diagnosis.made``). A node that has no forward operation of its own takes that of the next one; the
+nodes that add to ``.grad`` have a parameter instead.
 
 What is noted while the step runs is a tuple an operation, without tensors, which would keep memory alive; its meaning is
 worked out afterwards (``mezzo.diagnosis.operations``). Views and allocations compute nothing and are left out. The mode
 tells dynamo to leave it alone, since a wrapped mode costs more than what it does here.
 
 Private names of torch that this rests on, none with a public equal: ``torch._C._current_autograd_node``,
-``Node._sequence_nr``, ``torch.autograd._get_sequence_nr``.
+``Node._sequence_nr``, ``torch.autograd._get_sequence_nr``, ``torch._C._current_graph_task_id``.
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ class Tracer(TorchDispatchMode):
             if number != local.number:
                 self._place(number, entry)
         else:
-            self._made.settle(local)
+            if local.results:
+                self._made.settle(local)
             node = local.node if running is local.running else self._made.meet(local, running, _task_running())
             again = local.again > 0 or self._flags.recomputing
             entry = (local.entry if again else None) or NOWHERE
