@@ -42,7 +42,7 @@ from mezzo.engine.emulation_nodes import (
     matmul,
 )
 from mezzo.engine.float8 import LINEAR
-from mezzo.formats import E4M3, FP16
+from mezzo.formats import FP8_PAIRS, FP16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +273,7 @@ SPECIAL: dict[str, Op] = {
 }
 
 
-def emulation(op: Op, name: str, *, low: str, family: str, float8: str | None) -> Emulation:
+def emulation(op: Op, name: str, *, low: str, family: str, float8: tuple[str, str] | None) -> Emulation:
     """Return the emulation of torch's ``op``.
 
     Args:
@@ -281,9 +281,9 @@ def emulation(op: Op, name: str, *, low: str, family: str, float8: str | None) -
         name: its name without overload (``linear``).
         low: name of the 16-bit format.
         family: the family that the op lists give it.
-        float8: by which recipe linear layers are computed in 8-bit formats, if they are.
+        float8: the recipe and the pair of formats in which linear layers are computed in 8 bits, if they are.
     """
     if float8 is not None and name == "linear":
-        return Emulation(name=name, format=E4M3.name, recipe=float8, run=LINEAR[float8])
+        return Emulation(name=name, format=FP8_PAIRS[float8[1]][0].name, recipe=float8[0], run=LINEAR[float8])
     run = _recurrent(op) if family == "rnn" else SPECIAL.get(name) or _through(op)
     return Emulation(name=name.strip("_"), format=low, run=run)
