@@ -247,7 +247,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_the_tape_refuses_what_a_capture_refuses(what: str) -> None:
     x = torch.tensor([1.0, -1.0])
-    with pytest.raises(RuntimeError, match="capturing|graph capture"):
+    with pytest.raises(RuntimeError, match=r"capturing|graph capture"):
         TapeGraphs(list).capture(lambda: REFUSED[what](x))
     REFUSED[what](x)
 

@@ -12,8 +12,8 @@ Two graphs share a pool of memory: one adds a micro-batch's gradients up, one do
 second is all there is, and its gradients are written rather than added. Graphs that share a pool may overwrite what another
 left behind: so what outlives a replay (gradients of a window, tables, norm and flag) is allocated outside.
 
-Before the capture the step is rehearsed (``cudagraphs`` says where): kernels compile, the optimizer's state is allocated, the update is told to skip. Buffers,
-scales and generators are then put back, so that the first replay is the first step.
+Before the capture the step is rehearsed (``cudagraphs`` says where): kernels compile, the optimizer's state is allocated, the
+update is told to skip. Buffers, scales and generators are then put back, so that the first replay is the first step.
 
 Limits: one process, one loss scale, mezzo's optimizers; random numbers from torch's default generator; no host reads in the
 forward pass or the loss; module hooks and Python side effects run at the capture and not again.

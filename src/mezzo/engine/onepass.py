@@ -41,6 +41,8 @@ class OnePass(torch.optim.Optimizer):
         self._layouts: dict[int, tuple[Any, ...]] = {}
         """By a parameter's id: format, strides, and names and kind of the moments that its state was made for."""
         self._numbers: dict[nn.Parameter, int] = {}
+        self._remembered: dict[tuple[int, torch.device], dict[Any, Any]] = {}
+        """By a group's id and a device: what kernels keep from one update to the next."""
         self.replaced = 0
         """How often tensors of the state were made or replaced: a captured step knows them by their addresses."""
         super().__init__(params, defaults)
@@ -50,7 +52,7 @@ class OnePass(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # from a pickle, a deep copy or load_state_dict
-        self._sources, self._layouts, self._numbers = {}, {}, {}
+        self._sources, self._layouts, self._numbers, self._remembered = {}, {}, {}, {}
         self.replaced = getattr(self, "replaced", 0) + 1
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -150,6 +152,7 @@ class OnePass(torch.optim.Optimizer):
             moments={name: [s[name] for s in states] for name in kind[0]},
             numbers=self._numbers_of(parameters) if stochastic or group["moments"] != "fp32" else [],
             stochastic=stochastic,
+            remembered=self._remembered.setdefault((id(group), device), {}),
         )
 
     def _numbers_of(self, parameters: list[nn.Parameter]) -> list[int]:
