@@ -41,6 +41,10 @@ SUMMING = {"TILE": 2048, "FEW": 8, "num_warps": 4, "enable_fp_fusion": True}
 roundings, 6e-7 of the sum."""
 UPDATING = {"TILE": 256, "num_warps": 2, "enable_fp_fusion": False}
 """A tile is 4 elements a thread: up to 56 bytes under way, in 32 to 64 registers, so a thousand threads share a processor."""
+_JOINING = {"maxnreg": 80} if torch.version.hip is None else {}
+"""Split masters: compilers for older and newer GPUs than Hopper would take 96 registers, without need."""
+_UNPACKING = {"num_warps": 4}
+"""8-bit moments take more registers a number: two elements a thread."""
 _BEGINNING = {"TILE": 128, "num_warps": 4, "enable_fp_fusion": False}
 _TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, KINDS["8bit"]: tl.uint8}
 _ALONE, _MASTER, _SPLIT, _STOCHASTIC = 0, 1, 2, 3
@@ -260,7 +264,12 @@ def _launch(
         arguments = (table.memory, table.chunks, factor, found_inf, table.count)
         with on(table.memory.device):
             begin_kernel[(-(-table.count // begun["TILE"]),)](table.memory, found_inf, table.count, **begun)
-            kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=CHUNK, **UPDATING)
+            kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=CHUNK, **_updating(kind))
+
+
+def _updating(kind: dict[str, Any]) -> dict[str, Any]:
+    packed, joined = kind["MOMENT"] is tl.uint8, kind["KIND"] == _SPLIT
+    return {**UPDATING, **(_UNPACKING if packed else {}), **(_JOINING if joined else {})}
 
 
 def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
