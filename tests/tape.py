@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -35,6 +36,18 @@ def refuse_in_a_capture(function: Callable[..., Any], message: str) -> Callable[
         return function(*args, **kwargs)
 
     return guarded
+
+
+def refuse_an_old_interpreter() -> None:
+    """Skip a test under an interpreter that cannot run loops: Triton's before 3.7 makes numbers of arrays, which NumPy 2.5 refuses."""
+    import numpy
+    import triton
+
+    def version(module: Any) -> tuple[int, ...]:
+        return tuple(map(int, module.__version__.split(".")[:2]))
+
+    if version(triton) < (3, 7) and version(numpy) >= (2, 5):
+        pytest.skip(f"Triton {triton.__version__}'s interpreter does not run with NumPy {numpy.__version__}")
 
 
 class Tape(TorchDispatchMode):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.engine import graphs, onepass, preparation, session
 from mezzo.engine.schedules import Schedules
-from tape import Kernel, TapeGraphs, refuse_in_a_capture
+from tape import Kernel, TapeGraphs, refuse_an_old_interpreter, refuse_in_a_capture
 
 INF = float("inf")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")  # the hash is to wrap
@@ -24,6 +24,7 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the tape's kernels run under Triton's interpreter, which is off where there is a GPU")
+    refuse_an_old_interpreter()
     gpu = importlib.import_module("mezzo.engine.kernels.gpu")
     for kernel in ("square_kernel", "begin_kernel", "adamw_kernel", "sgd_kernel"):
         monkeypatch.setattr(gpu, kernel, Kernel(getattr(gpu, kernel)))
@@ -358,6 +359,23 @@ def test_schedulers_step_when_the_flag_has_arrived(monkeypatch: pytest.MonkeyPat
 
 
 needs_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_schedulers_read_a_flag_that_has_arrived_where_there_are_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    copy = Tensor.copy_
+
+    def noted(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        waits.append(not non_blocking)
+        return copy(to, source)
+
+    monkeypatch.setattr(Tensor, "copy_", noted)
+    for sent in (None, Arrived()):
+        schedules = Schedules([], torch.device("cpu"))
+        schedules._device, schedules._sent = torch.device("mps"), sent  # type: ignore[assignment]
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+        schedules.follow([], torch.tensor(1.0))
+    assert waits == [True, False]
 
 
 @pytest.mark.parametrize(

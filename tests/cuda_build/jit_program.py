@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 warnings.simplefilter("error")
 
 import torch  # noqa: E402
+from benchmarks.machine_code import _ADAMW, _KINDS, _SGD, BF16, FP16, FP32, read  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from benchmarks.machine_code import _ADAMW, _KINDS, _SGD, BF16, FP16, FP32, read  # noqa: E402
 from mezzo.engine.kernels import exponents, gpu, gpu_exponents  # noqa: E402
 from mezzo.engine.kernels.batch import Batch  # noqa: E402
 
