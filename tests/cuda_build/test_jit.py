@@ -29,4 +29,7 @@ def test_kernels_fit_and_are_compiled_once(gpu: str, tmp_path: Path) -> None:
     assert [k for k in made["kernels"] if k[1] > 80 or k[2] > 0] == []
     assert made["compiled_later"] == []  # it could happen inside a capture
     assert made["empty_launches"] == 0
-    assert [path.name for path in tmp_path.rglob("*.ptx") if ".ftz" in path.read_text()] == []
+    flushed = {
+        line.split()[0] for path in tmp_path.rglob("*.ptx") for line in path.read_text().splitlines() if ".ftz" in line
+    }
+    assert flushed <= {"abs.ftz.f32"}  # in FP64's exp, of an upper half that is compared with a bound
