@@ -5,11 +5,14 @@ READY := $(VENV)/.ready
 
 DIGITS := --policies fp32,bf16,fp16 --seeds 2 --metric 'acc +([0-9.]+)'
 FRAMEWORKS := keras paddle
+# torch's CUDA build is some GB with its libraries: tests of it are not part of CI. They need no GPU.
+CUDA_PYTHON ?= $(shell command -v python3.12 || echo $(PYTHON))
+CUDA_BUILD := .venv-cuda
 
 # Byte code is kept where it can be: a framework that is compiled anew at every start takes longer to start than to train.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-frameworks demo-frameworks check bench clean
+.PHONY: demo test test-slow test-cuda-build test-frameworks demo-frameworks check bench clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 $(READY): pyproject.toml constraints.txt
@@ -36,6 +39,16 @@ test-slow: $(READY)
 
 test-frameworks: $(FRAMEWORKS:%=test-%)
 
+test-cuda-build: $(CUDA_BUILD)/.installed
+	env -u TRITON_INTERPRET $(CUDA_BUILD)/bin/python -m pytest -q tests/cuda_build tests/test_gpu_benchmark.py tests/test_step_budget.py tests/test_state_bytes.py
+
+$(CUDA_BUILD)/.installed: pyproject.toml
+	$(CUDA_PYTHON) -m venv $(CUDA_BUILD)
+	$(CUDA_BUILD)/bin/python -m pip install --quiet 'torch>=2.11' --index-url https://download.pytorch.org/whl/cu130 || $(CUDA_BUILD)/bin/python -m pip install --quiet 'torch>=2.11'
+	$(CUDA_BUILD)/bin/python -c 'import torch, triton; assert torch.version.cuda, "this torch is no CUDA build"'
+	$(CUDA_BUILD)/bin/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
 test-%: .venv-%/.ready
 	.venv-$*/bin/python -m pytest -q tests/frameworks/test_$**.py
 
@@ -57,4 +70,4 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS:%=.venv-%) build dist runs
+	rm -rf $(VENV) $(CUDA_BUILD) $(FRAMEWORKS:%=.venv-%) build dist runs

@@ -40,7 +40,7 @@ _KINDS = {
 _TYPES = {torch.int64: "i64", torch.int32: "i32", torch.float64: "fp64", FP32: "fp32"}
 _ADAMW = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, amsgrad=False, maximize=False)
 _SGD = SGDSettings(lr=1e-3, momentum=0.9, dampening=0.0, weight_decay=0.01, nesterov=True, maximize=False)
-_OPTIONS = ("num_warps", "enable_fp_fusion")
+_OPTIONS = ("num_warps", "enable_fp_fusion", "maxnreg")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +142,18 @@ def compiled(launch: Launch, capability: int) -> Code:
     signature = {n: "constexpr" if n in constants else _type(next(passed)) for n in launch.kernel.arg_names}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _read(made.asm["cubin"], Path(triton.__file__).parent / "backends" / "nvidia" / "bin")
+    return read(made.asm["cubin"])
 
 
 def _type(argument: Any) -> str:
     return f"*{_TYPES[argument.dtype]}" if isinstance(argument, torch.Tensor) else "i32"
 
 
-def _read(binary: bytes, tools: Path) -> Code:
+def read(binary: bytes, *, widths: bool = True) -> Code:
+    """Return what a compiled kernel needs; ``widths`` of memory are read in the assembly, which CUDA 13 no longer has for sm_70."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary)
@@ -159,7 +163,7 @@ def _read(binary: bytes, tools: Path) -> Code:
             return done.stdout
 
         resources = told(str(tools / "cuobjdump"), "--dump-resource-usage")
-        assembly = told(str(tools / "nvdisasm"))
+        assembly = told(str(tools / "nvdisasm")) if widths else ""
     registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", resources).groups()  # type: ignore[union-attr]
     return Code(
         registers=int(registers),

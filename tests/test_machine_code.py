@@ -20,7 +20,7 @@ H100 = 90
 WIDE = {
     "reduce, FP16": (2, 0),
     "reduce, BF16": (2, 0),
-    "reduce, FP32": (4, 0),
+    "reduce, FP32": (6, 0),  # in FP32 and, of a chunk that needs it, twice more
     "AdamW, FP16 with masters": (3, 3),  # master and two moments
     "AdamW, BF16 with low bits": (2, 2),
     "AdamW, FP32": (4, 3),
@@ -60,7 +60,7 @@ def test_kernels_spill_nothing_move_16_bytes_at_a_time_and_are_compiled_once() -
     codes = made["H100"]
     assert {name: (c["loads"].get("16", 0), c["stores"].get("16", 0)) for name, c in codes.items()} == WIDE
     assert {name: c["spilled_bytes"] for name, c in codes.items()} == dict.fromkeys(WIDE, 0)
-    # 64 registers leave room for a thousand threads on a processor of the GPU.
+    # 64 registers leave room for a thousand threads on a processor of the GPU; tests/cuda_build compiles for the others.
     assert {name: c["registers"] for name, c in codes.items() if c["registers"] > 64} == {}
     for older_or_newer in made["others"]:
         spilled, loads, stores = (older_or_newer[name] for name in ("spilled_bytes", "loads", "stores"))

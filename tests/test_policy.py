@@ -822,6 +822,11 @@ EXPLAINED = [
                 "tensorwise: operands e4m3, gradients e5m2",
                 "one scale a tensor, from its largest magnitude at each use",
             ),
+            (
+                "speed",
+                "compile the model: torch.compile(model)",
+                "until torch.compile fuses them, scaling and casts are passes of their own over every operand",
+            ),
             LISTS,
         ],
     ),
@@ -836,6 +841,11 @@ EXPLAINED = [
                 "fp8 recipe",
                 "rowwise: operands e4m3, gradients e4m3",
                 "one scale a row, so that E4M3's range is enough for gradients and a large value costs its own row only",
+            ),
+            (
+                "speed",
+                "slower than bf16",
+                "every operation is emulated, also those in BF16: this shows what FP8 does to training, not how fast it is",
             ),
             LISTS,
         ],

@@ -45,7 +45,11 @@ def train(session: mezzo.Session, steps: range, *, poison: dict[int, float] | No
 
 
 def values(session: mezzo.Session) -> list[Tensor]:
-    return [t.detach().float().clone() for t in session.masters.fp32_state(session.models[0]).values()]
+    """Return the weights, in FP32 where they have masters, and the buffers."""
+    model = session.models[0]
+    masters = [(session.masters.values(p), p) for p in model.parameters()]
+    held = [parameter if master is None else master for master, parameter in masters]
+    return [t.detach().float().clone() for t in (*held, *model.buffers())]
 
 
 @both

@@ -31,7 +31,7 @@ def explain(policy: Policy, device: Device | str) -> list[Choice]:
     arithmetic, why = policy.arithmetic_on(where)
     choices = [_compute(policy, where, arithmetic, why), _weights(policy), _scale(policy)]
     if policy.compute == "fp8":
-        choices.append(_recipe(policy))
+        choices += [_recipe(policy), _fp8_speed(arithmetic)]
     if policy.casting == "ops":
         choices.append(_lists(policy))
         choices += _user_lists(policy)
@@ -66,6 +66,14 @@ def _recipe(policy: Policy) -> Choice:
         return _choice("fp8 recipe", value, "one scale a tensor, from its largest magnitude at each use")
     reason = "one scale a row, so that E4M3's range is enough for gradients and a large value costs its own row only"
     return _choice("fp8 recipe", value, reason)
+
+
+def _fp8_speed(arithmetic: str) -> Choice:
+    if arithmetic == "native":
+        reason = "until torch.compile fuses them, scaling and casts are passes of their own over every operand"
+        return _choice("speed", "compile the model: torch.compile(model)", reason)
+    reason = "every operation is emulated, also those in BF16: this shows what FP8 does to training, not how fast it is"
+    return _choice("speed", "slower than bf16", reason)
 
 
 def _weights(policy: Policy) -> Choice:

@@ -12,8 +12,8 @@ Two graphs share a pool of memory: one adds a micro-batch's gradients up, one do
 second is all there is, and its gradients are written rather than added. Graphs that share a pool may overwrite what another
 left behind: so what outlives a replay (gradients of a window, tables, norm and flag) is allocated outside.
 
-Before the capture the step is rehearsed: kernels compile, the optimizer's state is allocated, the update is told to skip. Buffers,
-scales and generators are then put back, so that the first replay is the first step.
+Before the capture the step is rehearsed (``cudagraphs`` says where): kernels compile, the optimizer's state is allocated, the
+update is told to skip. Buffers, scales and generators are then put back, so that the first replay is the first step.
 
 Limits: one process, one loss scale, mezzo's optimizers; random numbers from torch's default generator; no host reads in the
 forward pass or the loss; module hooks and Python side effects run at the capture and not again.
@@ -30,60 +30,18 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from mezzo.engine.cudagraphs import graphs_for, refusal
 from mezzo.engine.firstwindows import NoWatch
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.onepass import OnePass
 from mezzo.engine.stephooks import have_hooks
-from mezzo.errors import SessionError
+from mezzo.errors import MezzoError, SessionError
 
 if TYPE_CHECKING:
     from mezzo.engine.session import Session
 
 REHEARSALS = 3
 """Steps before a capture: cuDNN and cuBLAS choose kernels in the first, workspaces settle by the third."""
-
-
-class CudaGraphs:
-    """Rehearse on a stream of its own, as capturing needs, and capture into one pool."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Run what is inside on a side stream and put the generator back."""
-        state = torch.cuda.get_rng_state(self._device)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):  # makes its device the current one
-            yield
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        torch.cuda.set_rng_state(state, self._device)
-
-    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Return a replay of what ``run`` enqueues, and what it returned."""
-        # The device by name: a capture is of the current one. thread_local: a data loader's pinning thread may allocate meanwhile.
-        with torch.cuda.device(self._device):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = run()
-        self._pool = graph.pool()
-        return graph.replay, outputs
-
-
-def graphs_for(device: torch.device) -> CudaGraphs:
-    """Return what captures on ``device``.
-
-    Raises:
-        SessionError: the device has no graphs.
-    """
-    if device.type != "cuda":
-        raise SessionError(
-            f"capture() for a model on {device.type}; allowed: cuda, which has graphs",
-            hint="train with step(loss): it runs the same kernels, launched one by one",
-        )
-    return CudaGraphs(device)
 
 
 class CapturedStep:
@@ -114,15 +72,13 @@ class CapturedStep:
         self._kernels = _kernels_of(session)
         session.masters.follow()  # outside of the graphs
         with _as_before(session):
+            self._rehearse()
             try:
-                self._rehearse()
                 self._capture()
+            except (torch.OutOfMemoryError, MezzoError):
+                raise  # they say themselves what is wrong
             except RuntimeError as error:
-                raise SessionError(
-                    f"the step could not be captured: {str(error).splitlines()[0]}",
-                    hint="the forward pass or the loss waits for the host (.item(), .cpu(), print, a boolean index) or allocates by "
-                    "what it reads; take that out, or train with step(loss)",
-                ) from error
+                raise refusal(error) from error
 
     def __call__(self, *inputs: Any) -> Any:
         """Train on one micro-batch, and update at the end of the window.

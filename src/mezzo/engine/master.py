@@ -12,6 +12,7 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +51,9 @@ class NoMasters:
     def set_values(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Set a parameter's master, if it has one."""
 
-    def fp32_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the model's state dict with FP32 masters where there are any: it loads into a model of any format."""
-        state = dict(model.state_dict())
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            master = self.values(parameter)
-            if master is not None:
-                state[name] = master
-        return state
+    def saved(self, optimizers: Sequence[dict[str, Any]]) -> dict[nn.Parameter, Tensor]:
+        """Return the FP32 masters to save; ``optimizers`` are the state dicts of the session's, which may hold them."""
+        return {}
 
     def take_up(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let the masters of weights that somebody changed begin anew from these; no master moves whose weight is its rounding."""
@@ -72,7 +68,7 @@ class NoMasters:
         """Take master values from FP32 state dicts, one a model."""
         for model, state in zip(models, states, strict=True):
             for name, parameter in model.named_parameters(remove_duplicate=False):
-                self.set_values(parameter, state[name])
+                self.set_values(parameter, state[name].cpu())  # split on the host, so that the device allocates nothing
 
 
 class _Followed(NoMasters):
@@ -168,6 +164,10 @@ class MasterWeights(_Followed):
         """Return what an optimizer holds in a parameter's place: itself, or its master."""
         return self._master_of.get(parameter, parameter)
 
+    def saved(self, optimizers: Sequence[dict[str, Any]]) -> dict[nn.Parameter, Tensor]:
+        """Return the FP32 masters to save."""
+        return {parameter: master.detach() for parameter, master in self._master_of.items()}
+
     def values(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's FP32 master, or None where it has none."""
         master = self._master_of.get(parameter)
@@ -204,7 +204,16 @@ class OptimizerMasters(_Followed):
         self._note()
 
     def _low(self) -> list[nn.Parameter]:
-        return [p for o in self._optimizers for p in o.parameters() if o.master(p) is not None]
+        return [p for o in self._optimizers for p in o.parameters() if o.has_master(p)]
+
+    def saved(self, optimizers: Sequence[dict[str, Any]]) -> dict[nn.Parameter, Tensor]:
+        """Return the FP32 masters to save: those in the optimizers' state dicts, so that each is expanded and written once."""
+        return {
+            parameter: state["state"][number]["master"]
+            for optimizer, state in zip(self._optimizers, optimizers, strict=True)
+            for number, parameter in enumerate(optimizer.parameters())
+            if "master" in state.get("state", {}).get(number, {})
+        }
 
     def values(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's FP32 master, or None where it has none."""

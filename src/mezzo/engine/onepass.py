@@ -41,6 +41,8 @@ class OnePass(torch.optim.Optimizer):
         self._layouts: dict[int, tuple[Any, ...]] = {}
         """By a parameter's id: format, strides, and names and kind of the moments that its state was made for."""
         self._numbers: dict[nn.Parameter, int] = {}
+        self._remembered: dict[tuple[int, torch.device], dict[Any, Any]] = {}
+        """By a group's id and a device: what kernels keep from one update to the next."""
         self.replaced = 0
         """How often tensors of the state were made or replaced: a captured step knows them by their addresses."""
         super().__init__(params, defaults)
@@ -50,7 +52,7 @@ class OnePass(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # from a pickle, a deep copy or load_state_dict
-        self._sources, self._layouts, self._numbers = {}, {}, {}
+        self._sources, self._layouts, self._numbers, self._remembered = {}, {}, {}, {}
         self.replaced = getattr(self, "replaced", 0) + 1
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -85,7 +87,8 @@ class OnePass(torch.optim.Optimizer):
             )
         for parameter in self.parameters():
             self._sources[parameter] = parameter.detach().to(FP32.dtype, copy=True)
-        self._layouts.clear()
+        # Every state is fitted anew; the strides say how packed moments are laid out until then.
+        self._layouts = {known: (None, layout[1], None) for known, layout in self._layouts.items()}
 
     def begin_masters(self) -> None:
         """Begin the masters of weights that were cast since ``keep_masters``."""
@@ -149,6 +152,7 @@ class OnePass(torch.optim.Optimizer):
             moments={name: [s[name] for s in states] for name in kind[0]},
             numbers=self._numbers_of(parameters) if stochastic or group["moments"] != "fp32" else [],
             stochastic=stochastic,
+            remembered=self._remembered.setdefault((id(group), device), {}),
         )
 
     def _numbers_of(self, parameters: list[nn.Parameter]) -> list[int]:
@@ -209,18 +213,17 @@ class OnePass(torch.optim.Optimizer):
         return None
 
     def _set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Set a weight and its master, the latter in its place: a captured step knows it by its address."""
+        """Set a weight and its master, the latter in its place: a captured step knows it by its address.
+
+        ``values`` are FP32 and on any device; they become the master where there is none and they are on the weight's device.
+        """
         state, weight = self.state[parameter], local(parameter)
-        if parameter.dtype is BF16.dtype:
-            high, kept = split(values)
-            weight.data.copy_(high)
-        else:
-            weight.data.copy_(values)
-            kept = values
+        high, kept = split(values) if parameter.dtype is BF16.dtype else (values, values)
+        weight.data.copy_(high)
         if "master" in state:
             state["master"].copy_(kept)
         else:
-            state["master"] = kept
+            state["master"] = kept.to(weight.device)
 
     def master(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's FP32 master, or None where it has none."""
@@ -230,13 +233,21 @@ class OnePass(torch.optim.Optimizer):
         held = join(local(parameter).detach(), kept) if kept.dtype is torch.int16 else kept.detach()
         return shared_as(parameter, held)
 
+    def has_master(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter has an FP32 master."""
+        return "master" in self.state.get(parameter, {})
+
     def set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Set a parameter and its master to FP32 ``values``, if it has one."""
-        if "master" in self.state.get(parameter, {}):
-            self._set_master(parameter, local(values.to(parameter.device, FP32.dtype, copy=True)))
+        """Set a parameter and its master to ``values``, if it has one."""
+        if self.has_master(parameter):
+            self._set_master(parameter, local(values).to(FP32.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict: FP32 moments, and FP32 masters under ``master`` where there are any."""
+        """Return torch's state dict: FP32 moments, and FP32 masters under ``master`` where there are any.
+
+        What is kept in fewer bits is expanded on the host, tensor by tensor: the device allocates nothing. FP32 tensors are the
+        optimizer's own, as torch's are.
+        """
         with hooks_after(self._optimizer_state_dict_post_hooks) as hooks:
             saved: dict[str, Any] = super().state_dict()
         for number, parameter in enumerate(self.parameters()):
@@ -249,52 +260,72 @@ class OnePass(torch.optim.Optimizer):
         return saved
 
     def _saved(self, parameter: nn.Parameter, name: str, value: Any) -> Any:
-        if name == "master":
-            return self.master(parameter)
+        weight = local(parameter)
         if not isinstance(value, Tensor) or name == "step":
             return value
-        weight = local(parameter)
-        if value.dtype is not FP32.dtype:
+        if name == "master" and value.dtype is torch.int16:
+            value = join(weight.detach().cpu(), value.cpu())
+        elif value.dtype is not FP32.dtype:
             strides = self._layouts.get(id(parameter), (None, weight.stride()))[1]
-            value = as_fp32(value, weight.shape, strides, signed=name in SIGNED)
-        return shared_as(parameter, value)
+            value = as_fp32(value.cpu(), weight.shape, strides, signed=name in SIGNED)
+        return shared_as(parameter, value.detach())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state that this class or torch's optimizer of the same name saved; moments and masters stay FP32."""
+        """Take a state that this class or torch's optimizer of the same name saved.
+
+        Each tensor is brought to the format that it is kept in on the host, and only then sent to the device.
+        """
         state_dict = state_dict.copy()
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
+        # torch would cast every state to its parameter's format: in 16 bits moments lose what they are kept for.
+        others = {key: value for key, value in state_dict["state"].items() if key not in numbers}
         pre, post = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
         with hooks_after(pre), hooks_after(post) as after:
-            super().load_state_dict(state_dict)
+            super().load_state_dict({**state_dict, "state": others})
         self._take_up(state_dict)
         for done in after:
             done(self)
 
+    @torch.no_grad()
     def _take_up(self, state_dict: dict[str, Any]) -> None:
-        """Bring in FP32 what torch's ``load_state_dict`` has cast."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         held = [(p, group) for group in self.param_groups for p in group["params"]]
-        for number, (parameter, group) in zip(numbers, held, strict=True):
-            given = state_dict["state"].get(number)
-            if given is None:
+        by_number = dict(zip(numbers, held, strict=True))
+        for number, given in state_dict["state"].items():
+            if number not in by_number:
                 continue
-            state = self.state[parameter]
-            state.pop("master", None)
-            for name in [n for n, v in given.items() if isinstance(v, Tensor) and n not in ("step", "master")]:
-                # torch casts state to the parameter's format: in 16 bits the moments would lose what they are kept for.
-                state[name] = local(given[name].to(parameter.device, FP32.dtype, copy=True))
+            parameter, group = by_number[number]
+            weight, state = local(parameter), self.state[parameter]
+            refuse_gaps(weight)
             # torch's SGD counts no steps: with a buffer, the first is over.
-            step = torch.as_tensor(given.get("step", float("momentum_buffer" in state)), dtype=FP32.dtype)
+            begun_before = float(given.get("momentum_buffer") is not None)
+            step = torch.as_tensor(given.get("step", begun_before), dtype=FP32.dtype)
             state["step"] = step.to(parameter.device, copy=True)
+            for name in [n for n, value in given.items() if n not in ("step", "master") and value is not None]:
+                kind = group["moments"] if name in self._moments(group) and weight.numel() else "fp32"
+                state[name] = _taken_up(given[name], weight, kind, signed=name in SIGNED)
             if self._master_format(parameter, group) is not None:
-                master = given.get("master")
-                values = parameter.detach().float() if master is None else master
-                self._set_master(parameter, local(values.to(parameter.device, FP32.dtype, copy=True)))
+                master = parameter.detach() if given.get("master") is None else given["master"]
+                where = "cpu" if parameter.dtype is BF16.dtype else parameter.device  # BF16's are split on the host
+                self._set_master(parameter, local(master).to(where, FP32.dtype, copy=True))
+            if weight.numel():
+                self._state_of(parameter, weight, (self._moments(group), group["moments"], group["rounding"]), group)
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         raise NotImplementedError
 
     def _settings(self, group: dict[str, Any]) -> AdamWSettings | SGDSettings:
         raise NotImplementedError
+
+
+def _taken_up(value: Any, weight: Tensor, kind: str, *, signed: bool) -> Any:
+    """Return an FP32 moment as ``kind``, on the device and with the strides of ``weight``; what is no tensor as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    if kind == "fp32":
+        return local(value).to(weight.device, FP32.dtype, copy=True)
+    arranged = torch.empty_strided(weight.shape, weight.stride(), dtype=FP32.dtype).copy_(local(value))
+    return kept_as(kind, arranged, signed=signed).to(weight.device)

@@ -29,9 +29,16 @@ def local(tensor: Any) -> Tensor:
 
 
 def shared_as(parameter: Any, held: Tensor) -> Tensor:
-    """Return ``held``, this process's part of something of the parameter's shape, as a tensor shared as ``parameter`` is."""
+    """Return ``held``, this process's part of something of the parameter's shape, as a tensor shared as ``parameter`` is.
+
+    It stays on its device, which may be the host.
+    """
     if not is_shared(parameter):
         return held
+    if held.device.type != parameter.device.type:  # from_local would bring it to the device of the parameter's mesh
+        whole = torch.empty_like(parameter.detach(), dtype=held.dtype, device=held.device)
+        local(whole).copy_(held)
+        return whole
     return type(parameter).from_local(  # type: ignore[no-any-return]
         held, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+
 from mezzo.engine import checks
 from mezzo.engine.replicas import bare
 from mezzo.errors import SessionError
@@ -26,15 +28,13 @@ def state_of(session: Session, *, window_calls: int) -> dict[str, Any]:
     Raises:
         SessionError: there were any; their gradients are not part of the state.
     """
-    if window_calls:
-        raise SessionError(
-            f"state_dict() after {window_calls} backward passes of an open window",
-            hint="call update() first: gradients of an open window are not saved",
-        )
+    _refuse_open_window("state_dict()", window_calls)
+    optimizers = [o.state_dict() for o in session.optimizers]
+    masters = session.masters.saved(optimizers)
     return {
         "policy": str(session.policy),
-        "models": [session.masters.fp32_state(bare(model)) for model in session.models],
-        "optimizers": [o.state_dict() for o in session.optimizers],
+        "models": [_fp32_state(bare(model), masters) for model in session.models],
+        "optimizers": optimizers,
         "schedulers": [s.state_dict() for s in session.schedulers],
         "scales": [s.state_dict() for s in session.scales],
         "updates": session.updates,
@@ -53,11 +53,28 @@ def take_up(session: Session, state: dict[str, Any], *, window_calls: int) -> No
     Raises:
         SessionError: the state has other numbers of models, optimizers, schedulers or losses, or a window is open.
     """
-    checks.check_state(state, state_of(session, window_calls=window_calls))
+    _refuse_open_window("load_state_dict()", window_calls)
     models = [bare(model) for model in session.models]
+    own = {part: getattr(session, part) for part in ("models", "optimizers", "schedulers", "scales")}
+    checks.check_state(state, own)
     for model, saved in zip(models, state["models"], strict=True):
         model.load_state_dict(saved)
     for part in ("optimizers", "schedulers", "scales"):
         for item, saved in zip(getattr(session, part), state[part], strict=True):
             item.load_state_dict(saved)
     session.masters.load(models, state["models"])
+
+
+def _fp32_state(model: nn.Module, masters: dict[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+    """Return the model's state dict with FP32 masters where there are any: it loads into a model of any format."""
+    state = dict(model.state_dict())
+    named = model.named_parameters(remove_duplicate=False)
+    return {**state, **{name: masters[parameter] for name, parameter in named if parameter in masters}}
+
+
+def _refuse_open_window(call: str, window_calls: int) -> None:
+    if window_calls:
+        raise SessionError(
+            f"{call} after {window_calls} backward passes of an open window",
+            hint="call update() first: gradients of an open window are not saved",
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +30,8 @@ class Batch:
     """Each parameter's number in its optimizer: where its random bits begin (``noise``)."""
     stochastic: bool = False
     """Whether BF16 weights without a master are rounded stochastically."""
+    remembered: dict[Any, Any] = field(default_factory=dict)
+    """What a device's kernels keep from one update of the group to the next."""
 
     @property
     def random(self) -> bool:

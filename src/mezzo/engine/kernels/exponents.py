@@ -99,6 +99,8 @@ def counter(device_type: str) -> tuple[Count, str]:
         lib, reason = cpu.library()
         return (_compiled, reason) if lib is not None else (reference, f"plain torch operations: {reason}")
     if device_type == "cuda":
+        if torch.cuda.get_device_capability() < (7, 0) and torch.version.hip is None:
+            return reference, "plain torch operations: the Triton kernel needs compute capability 7.0"
         try:
             kernels = importlib.import_module("mezzo.engine.kernels.gpu_exponents")
             kernels.count(

@@ -32,14 +32,19 @@ from mezzo.engine.kernels.gpu_kernels import adamw_kernel, begin_kernel, sgd_ker
 from mezzo.engine.kernels.layout import dense
 from mezzo.engine.kernels.moments import KINDS
 from mezzo.errors import SessionError
-from mezzo.formats import BF16, FP16, FP32
+from mezzo.formats import BF16, FP16, FP32, FP64
 
 CHUNK = 4096
 """Elements a program works on: 64 to 120 KB of memory traffic, enough to hide the table look-ups."""
-SUMMING = {"TILE": 2048, "num_warps": 4, "enable_fp_fusion": True}
-"""A tile is 16 elements a thread, which adds them up in registers: 32 to 64 bytes under way."""
+SUMMING = {"TILE": 2048, "FEW": 8, "num_warps": 4, "enable_fp_fusion": True}
+"""A tile is 16 elements a thread: 32 to 64 bytes under way. FP32 adds up 16 squares (two tiles of 8) before FP64 does: at most 9
+roundings, 6e-7 of the sum."""
 UPDATING = {"TILE": 256, "num_warps": 2, "enable_fp_fusion": False}
 """A tile is 4 elements a thread: up to 56 bytes under way, in 32 to 64 registers, so a thousand threads share a processor."""
+_JOINING = {"maxnreg": 80} if torch.version.hip is None else {}
+"""Split masters: compilers for older and newer GPUs than Hopper would take 96 registers, without need."""
+_UNPACKING = {"num_warps": 4}
+"""8-bit moments take more registers a number: two elements a thread."""
 _BEGINNING = {"TILE": 128, "num_warps": 4, "enable_fp_fusion": False}
 _TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, KINDS["8bit"]: tl.uint8}
 _ALONE, _MASTER, _SPLIT, _STOCHASTIC = 0, 1, 2, 3
@@ -136,15 +141,34 @@ def recording(rehearsed: Sequence[Table] = ()) -> Iterator[list[Table]]:
         _recorded = _memories = None
 
 
+class Tables:
+    """Hold the last tables of a launch by their contents: allocators give a step's gradients the places of a step before."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tables: dict[tuple[int, ...], Table] = {}
+
+    def sent(self, rows: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Table:
+        """Return a table of these rows that is on its way to the device, or there already."""
+        table = self._tables.pop(rows, None)
+        if table is None:
+            table = Table(rows, sizes, device)
+            table.send()
+            while len(self._tables) >= self._most:
+                del self._tables[next(iter(self._tables))]
+        self._tables[rows] = table  # the last one used is the last to go
+        return table
+
+
 def table_of(
-    lists: Sequence[Sequence[Tensor]], *, numbers: Sequence[int] = (), settings: Settings | None = None
+    lists: Sequence[Sequence[Tensor]], *, kept: Tables, numbers: Sequence[int] = (), settings: Settings | None = None
 ) -> Table:
-    """Return a table that is on its way to the device: one that is there already where addresses are those of a step before."""
+    """Return a table that is on its way to the device; one of ``kept`` where the addresses are those of a step before."""
     device, sizes = lists[0][0].device, tuple([t.numel() for t in lists[0]])
     zeros = (0,) * len(sizes)
     rows = (*sizes, *(numbers or zeros), *zeros, *[t.data_ptr() for tensors in lists for t in tensors])
     if _recorded is None:
-        table = _sent(rows, sizes, device)
+        table = kept.sent(rows, sizes, device)
         table.set(settings)
         return table
     # A captured step's tables are its own: an eager step in between would leave other gradients' addresses there.
@@ -156,18 +180,16 @@ def table_of(
     return table
 
 
-@functools.lru_cache(maxsize=32)
-def _sent(rows: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Table:
-    """Return a table of these rows, sent: allocators give a step's gradients the places of those before."""
-    table = Table(rows, sizes, device)
-    table.send()
-    return table
-
-
 def _send(numbers: Sequence[int], to: Tensor) -> None:
     packed = torch.frombuffer(array("q", numbers), dtype=torch.int64)
     # Through pinned memory: a pageable copy would make the host wait.
     to.copy_(packed.pin_memory() if to.is_cuda else packed, non_blocking=True)
+
+
+_KEPT = 4
+"""Tables of a launch: one for each arrangement that a step's gradients take turns in."""
+_NORMS = Tables(32)
+"""The tables of norms: a launch for each format of gradients and set of optimizers."""
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -176,18 +198,34 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
-    parts, gradients = [], [dense(g) for g in gradients]
-    for dtype in dict.fromkeys(g.dtype for g in gradients):
-        table = table_of([[g for g in gradients if g.dtype is dtype]])
-        partials = torch.empty(table.programs, dtype=torch.double, device=table.memory.device)
-        # Squares of FP16 are exact in FP32 and a handful of them stays far below its end. FP64 is slow on many GPUs.
-        few = tl.float32 if dtype is FP16.dtype else tl.float64
-        kind = {"TYPE": _TYPES[dtype], "SUM": few, "BLOCK": CHUNK}
-        with on(table.memory.device):
-            square_kernel[(table.programs,)](table.memory, table.chunks, partials, table.count, **kind, **SUMMING)
-        parts.append(partials.sum())
-    return torch.stack(parts).sum()
+    """Return the sum of all squares in FP64, to 1e-6 of it: not finite exactly when a gradient is not."""
+    kept = [g for g in map(dense, gradients) if g.numel()]  # a table of nothing cannot be sent
+    if not kept:
+        return torch.zeros((), dtype=FP64.dtype, device=gradients[0].device)
+    kinds = dict.fromkeys(g.dtype for g in kept)
+    return torch.stack([_squares([g for g in kept if g.dtype is dtype]) for dtype in kinds]).sum()
+
+
+def _squares(gradients: list[Tensor]) -> Tensor:
+    """Return the sum of the squares of gradients of one format on one device."""
+    table = table_of([gradients], kept=_NORMS)
+    device = table.memory.device
+    partials = torch.empty(table.programs, dtype=FP64.dtype, device=device)
+    kind = {"TYPE": _TYPES[gradients[0].dtype], "BLOCK": CHUNK}
+    with on(device):
+        square_kernel[(table.programs,)](table.memory, table.chunks, partials, table.count, **kind, **SUMMING)
+    return partials.sum()
+
+
+def try_out(device: torch.device) -> None:
+    """Reduce and update one number: a Triton that cannot compile raises its compiler's error."""
+    one = torch.ones((), device=device)
+    weight, mean, square = torch.ones(3, 1, device=device).unbind()
+    sum_of_squares([weight])
+    moments = {"exp_avg": [mean], "exp_avg_sq": [square]}
+    batch = Batch(weights=[weight], gradients=[square.clone()], masters=[weight], steps=[one.clone()], moments=moments)
+    settings = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, amsgrad=False, maximize=False)
+    adamw(batch, settings, one, torch.zeros_like(one))
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
@@ -219,12 +257,19 @@ def _launch(
             batch.moments.get(name, batch.masters) for name in moments
         ]  # masters stand in for what is not touched
         numbers = [batch.numbers[i] for i in which] if batch.numbers else ()
-        table = table_of([[tensors[i] for i in which] for tensors in lists], numbers=numbers, settings=settings)
+        kept = batch.remembered.setdefault(tuple(kind.values()), Tables(_KEPT))
+        chosen = [[tensors[i] for i in which] for tensors in lists]
+        table = table_of(chosen, kept=kept, numbers=numbers, settings=settings)
         begun = {"ADAMW": kernel is adamw_kernel, **_BEGINNING}
         arguments = (table.memory, table.chunks, factor, found_inf, table.count)
         with on(table.memory.device):
             begin_kernel[(-(-table.count // begun["TILE"]),)](table.memory, found_inf, table.count, **begun)
-            kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=CHUNK, **UPDATING)
+            kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=CHUNK, **_updating(kind))
+
+
+def _updating(kind: dict[str, Any]) -> dict[str, Any]:
+    packed, joined = kind["MOMENT"] is tl.uint8, kind["KIND"] == _SPLIT
+    return {**UPDATING, **(_UNPACKING if packed else {}), **(_JOINING if joined else {})}
 
 
 def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:

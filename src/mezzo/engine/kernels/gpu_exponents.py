@@ -15,10 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.engine.kernels import exponents
-from mezzo.engine.kernels.gpu import _TYPES, CHUNK, on, table_of
+from mezzo.engine.kernels.gpu import _TYPES, CHUNK, Tables, on, table_of
 from mezzo.engine.kernels.gpu_formats import FIRST, extent, offsets, place, read_tile, unspecialized
 
-_LOCAL_BINS = 4096  # a power of two with room for the table; what lies beyond it are places outside the tensor
+# Triton before 3.8 counts in registers, a warp's bins in its 32 threads: 512 bins fit, so the chunk is read five times, from the cache.
+# Later ones count in shared memory, all bins at once. A part is a power of two.
+_PARTS, _PART_BINS = (1, 4096) if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else (5, 512)
+assert _PARTS * _PART_BINS >= exponents.BINS
 _TILE = 1024
 _WARPS = 8
 
@@ -32,21 +35,24 @@ def exponent_kernel(
     TYPE: tl.constexpr,
     CUTS: tl.constexpr,
     BINS: tl.constexpr,
-    LOCAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add the counts of a chunk to its tensor's table."""
+    """Add the counts of a chunk to its tensor's table, ``PART`` bins at a time."""
     column, first, size = place(table, chunks, count)
     values = tl.load(column + FIRST * count)
-    counts = tl.zeros([LOCAL], dtype=tl.int32)
-    for offset in range(0, extent(first, size, BLOCK), TILE):
-        value = read_tile(values, first + offset, size, TYPE, TILE).to(tl.float32)
-        inside = offsets(first + offset, TILE) < size
-        counts += tl.histogram(tl.where(inside, _bins(value, cuts, CUTS, TILE), LOCAL - 1), LOCAL)
-    bins = tl.arange(0, LOCAL)
     counted = tl.load(column + (FIRST + 1) * count).to(tl.pointer_type(tl.int64))
-    tl.atomic_add(counted + bins, counts.to(tl.int64), mask=(bins < BINS) & (counts > 0), sem="relaxed")
+    for part in range(PARTS):
+        counts = tl.zeros([PART], dtype=tl.int32)
+        for offset in range(0, extent(first, size, BLOCK), TILE):
+            value = read_tile(values, first + offset, size, TYPE, TILE).to(tl.float32)
+            bins = _bins(value, cuts, CUTS, TILE) - part * PART
+            here = (offsets(first + offset, TILE) < size) & (bins >= 0) & (bins < PART)
+            counts += tl.histogram(bins, PART, mask=here)
+        number = part * PART + tl.arange(0, PART)
+        tl.atomic_add(counted + number, counts.to(tl.int64), mask=(number < BINS) & (counts > 0), sem="relaxed")
 
 
 @triton.jit
@@ -74,7 +80,7 @@ def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         own = [
             (t, r) for t, r in zip(tensors, rows, strict=True) if t.numel() and (t.dtype, t.device) == (dtype, device)
         ]
-        table = table_of([[t for t, _ in own], [r for _, r in own]])
+        table = table_of([[t for t, _ in own], [r for _, r in own]], kept=Tables(1))  # other tensors each time
         compiled_in = {"TYPE": _TYPES[dtype], "CUTS": len(exponents.CUTS), "BINS": exponents.BINS, "BLOCK": CHUNK}
         with on(device):
             exponent_kernel[(table.programs,)](
@@ -83,7 +89,8 @@ def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
                 _cuts(device),
                 table.count,
                 **compiled_in,
-                LOCAL=_LOCAL_BINS,
+                PARTS=_PARTS,
+                PART=_PART_BINS,
                 TILE=_TILE,
                 num_warps=_WARPS,
                 enable_fp_fusion=True,

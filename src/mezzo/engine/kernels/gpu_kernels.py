@@ -32,22 +32,55 @@ from mezzo.engine.kernels.gpu_formats import (
 )
 
 WEIGHTS, GRADIENTS, MASTERS, STEPS = FIRST, tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+TRUSTED = tl.constexpr(2.0**-100)
+"""The smallest sum of FP32 squares that is as exact as its additions."""
 MOMENTS = tl.constexpr(7)
 """The first of the rows of moments; as ``gpu`` lists them."""
 
 
 @unspecialized
 def square_kernel(
-    table, chunks, partials, count, TYPE: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+    table, chunks, partials, count, TYPE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr
 ):
-    """Write a chunk's sum of squares, in FP64; ``SUM`` is the format in which a few squares are added first."""
+    """Write a chunk's sum of squares in FP64, of FP32 sums of ``FEW * BLOCK / TILE`` squares each.
+
+    FP64 for every square would take longer than memory on GPUs with few units for it (T4, L4, GeForce). It is for chunks whose FP32
+    sums overflowed or may have lost squares that are too small; these are read again, from the cache. FP16's squares are
+    exact in FP32.
+    """
     column, first, size = place(table, chunks, count)
     gradient = tl.load(column + FIRST * count)
-    total = tl.zeros([TILE], SUM)
-    for offset in range(0, extent(first, size, BLOCK), TILE):
-        g = read_tile(gradient, first + offset, size, TYPE, TILE).to(SUM)
+    there = extent(first, size, BLOCK)
+    total = tl.zeros([TILE], tl.float32)
+    for offset in range(0, there, TILE):
+        g = read_tile(gradient, first + offset, size, TYPE, TILE).to(tl.float32)
         total += g * g
-    tl.store(partials + tl.program_id(0), tl.sum(total.to(tl.float64)))
+    partial = tl.sum(tl.sum(tl.reshape(total, (TILE // FEW, FEW)), axis=1).to(tl.float64))
+    if TYPE != tl.float16:
+        # Squares below 2**-149 are lost, at most a BLOCK of them: 2**-37 of such a sum. Neither holds for NaN.
+        if (partial >= TRUSTED) & (partial < float("inf")):
+            tl.store(partials + tl.program_id(0), partial)
+        else:
+            tl.store(partials + tl.program_id(0), _squares_in_fp64(gradient, first, size, there, TYPE, TILE // 4))
+    else:
+        tl.store(partials + tl.program_id(0), partial)
+
+
+@triton.jit
+def _squares_in_fp64(gradient, first, size, there, TYPE: tl.constexpr, TILE: tl.constexpr):
+    # A chunk of zeros, as of rows of an embedding that no token of a batch named, needs no FP64.
+    some = tl.zeros([TILE], tl.int32)
+    for offset in range(0, there, TILE):
+        g = read_tile(gradient, first + offset, size, TYPE, TILE).to(tl.float32)
+        some = tl.where(g == 0, some, 1)
+    partial = tl.zeros([], tl.float64)
+    if tl.max(some) > 0:
+        total = tl.zeros([TILE], tl.float64)
+        for offset in range(0, there, TILE):
+            g = read_tile(gradient, first + offset, size, TYPE, TILE).to(tl.float64)
+            total += g * g
+        partial = tl.sum(total)
+    return partial
 
 
 @unspecialized

@@ -1,0 +1,130 @@
+"""CUDA's graphs: rehearse and capture on one stream, report the error that broke a capture, and say what to do about it.
+
+A session has one stream for its rehearsals and captures, on its own device. Rehearsing where the capture will run leaves autograd's nodes
+on that stream and needs one cuBLAS workspace. torch's default capture stream is made once a process, on the device of the
+first capture: a second session on another GPU would capture nothing.
+
+A capture that fails raises twice: what broke it, then that the capture could not be ended, and the second hides the first and leaves
+the capture's stream current (``torch.cuda.graph``). Here the stream is restored and the first is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mezzo.errors import SessionError
+
+_READS = (
+    "the forward pass or the loss waits for the host (.item(), .cpu(), print, a boolean index), makes a tensor of Python numbers, or "
+    "allocates by what it reads; take that out, or train with step(loss)"
+)
+_HINTS = {
+    "CUDAGeneratorImpl": "activation checkpointing reads the generator's state, which a capture refuses: "
+    "checkpoint(..., preserve_rng_state=False); dropout inside then draws new numbers when it is computed again",
+    "stale reference": "a loss or output of an earlier step is alive and keeps autograd's nodes on another stream: del loss, then capture",
+    "legacy stream": "a loss or output of an earlier step is alive and keeps autograd's nodes on the default stream: "
+    "del loss, then capture; or take work on other streams out of the step",
+    "Only one capture": "a model compiled with mode='reduce-overhead' captures graphs of its own: compile it without a mode",
+    "uncaptured work": "the step waits for work on another stream: wait for that stream before the capture, or keep to one stream",
+}
+"""By a part of CUDA's or torch's message: what to do."""
+_NEW_PROCESS = "; start a new process for it, since a failed capture leaves memory reserved"
+
+
+def refusal(error: BaseException) -> SessionError:
+    """Return the error of a step that could not be captured, with what to do about its cause."""
+    message = str(error)
+    hint = next((what for part, what in _HINTS.items() if part in message), _READS)
+    first = (message.splitlines() or [""])[0] or type(error).__name__
+    return SessionError(f"the step could not be captured: {first}", hint=f"{hint}{_NEW_PROCESS}")
+
+
+class CudaGraphs:
+    """Rehearse on a stream of its own, as capturing needs, and capture there into one pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Run what is inside on the capture's stream and put the generator back."""
+        state = torch.cuda.get_rng_state(self._device)
+        try:
+            with self._aside():
+                yield
+        finally:
+            self._outside().wait_stream(self._stream)
+            torch.cuda.set_rng_state(state, self._device)
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Return a replay of what ``run`` enqueues, and what it returned; raise what ``run`` raises."""
+        raised: list[BaseException] = []
+
+        def noted() -> Any:
+            try:
+                return run()
+            except BaseException as error:
+                raised.append(error)
+                raise
+
+        with self._aside(), _later_streams():
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # thread_local: a data loader's pinning thread may allocate meanwhile.
+                how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+                with torch.cuda.graph(graph, **how):
+                    outputs = noted()
+            except BaseException as error:
+                if (
+                    raised and raised[0] is not error
+                ):  # what came after it says only that the capture could not be ended
+                    raise raised[0] from None
+                raise
+        self._outside().wait_stream(self._stream)
+        self._pool = graph.pool()
+        return graph.replay, outputs
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Make the capture's stream the current one, and its device, once it has waited for the stream before it."""
+        self._stream.wait_stream(self._outside())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _outside(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+
+@contextmanager
+def _later_streams() -> Iterator[None]:
+    """Let autograd's nodes that an earlier step left alive go to the capture's stream, where torch can (2.13)."""
+    choose = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    if choose is None:
+        yield
+        return
+    before = torch._C._override_stale_capture_stream()
+    choose(True)
+    try:
+        yield
+    finally:
+        choose(before)
+
+
+def graphs_for(device: torch.device) -> CudaGraphs:
+    """Return what captures on ``device``.
+
+    Raises:
+        SessionError: the device has no graphs.
+    """
+    if device.type != "cuda":
+        raise SessionError(
+            f"capture() for a model on {device.type}; allowed: cuda, which has graphs",
+            hint="train with step(loss): it runs the same kernels, launched one by one",
+        )
+    return CudaGraphs(device)
