@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from mezzo.devices import this_device
 from mezzo.engine import arguments, checks, conversion, fp8layers, replicas
 from mezzo.engine.casting import Casting
+from mezzo.engine.fp32products import set_fp32_products
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.master import NoMasters, masters_for
 from mezzo.engine.onepass import OnePass
@@ -77,18 +78,9 @@ def prepare(
         return masters
     elif policy.compute == "tf32":
         set_fp32_products("tf32")
-    elif device_type == "cuda":  # fp32: torch computes convolutions in TF32 unless told otherwise
+    elif device_type == "cuda":  # fp32: torch computes convolutions and recurrent layers in TF32 unless told otherwise
         set_fp32_products("ieee")
     return NoMasters()
-
-
-def set_fp32_products(precision: Literal["tf32", "ieee"]) -> None:
-    """Compute FP32 matrix products and convolutions on CUDA in TF32, or in FP32; holds for the whole process.
-
-    By torch's current switches: mixed with ``allow_tf32``, the older ones, torch raises an error where either is read.
-    """
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
 
 
 def explained(models: Sequence[nn.Module], casting: Casting) -> list[Choice]:

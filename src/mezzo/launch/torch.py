@@ -16,6 +16,7 @@ from mezzo.errors import UnsupportedFormatError
 from mezzo.launch.backward import BackwardPasses
 from mezzo.launch.diagnosis import diagnosis_for
 from mezzo.launch.forward import Regions
+from mezzo.launch.fp32 import keep_fp32_products
 from mezzo.launch.own_amp import take_over
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
@@ -46,7 +47,7 @@ def switched(
         if seed is not None:
             shift_seeds(seed, patches)
         if policy is not None and policy.casting == "none":
-            _set_tf32(policy, patches)
+            keep_fp32_products(policy, patches, run.leave)
         take_over(run, patches)
         hear_sessions(run, patches)
         regions.install(patches)
@@ -135,11 +136,3 @@ def _keep_autocast(patches: Patches) -> None:
         patches.on_undo(
             functools.partial(torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type))
         )
-
-
-def _set_tf32(policy: Policy, patches: Patches) -> None:
-    # Convolutions compute in TF32 by default where the GPU has it: FP32 has to be asked for.
-    precision = "tf32" if policy.compute == "tf32" else "ieee"
-    if torch.cuda.is_available():
-        patches.replace(torch.backends.cuda.matmul, "fp32_precision", precision)
-        patches.replace(torch.backends.cudnn.conv, "fp32_precision", precision)  # type: ignore[attr-defined]
