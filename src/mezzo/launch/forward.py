@@ -40,6 +40,9 @@ class Regions:
 
     def __init__(self, run: Run, *, watched: bool) -> None:
         self._run, self._watched = run, watched
+        self._calls: Any = None
+        """What calls modules without regions."""
+        self._installed: Any = None
 
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
@@ -50,6 +53,11 @@ class Regions:
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         if self._run.applied is not None and self._run.applied.lowers:
             patches.wrap(F, "binary_cross_entropy", _in_fp32)
+
+    def remove(self) -> None:
+        """Let calls of modules go straight to torch again, where nothing is cast and nothing is counted any more."""
+        if nn.Module.__call__ is self._installed:  # nobody has replaced it since
+            nn.Module.__call__ = self._calls  # type: ignore[method-assign]
 
     def _end_inside(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Convert what the outermost module returns while watchers still count it as the module's own work."""
@@ -97,6 +105,7 @@ class Regions:
             return _half_to_fp32(output)
 
         self._run.before_compiling.append(functools.partial(_never_compile_alone, call))
+        self._calls, self._installed = original, call
         return call
 
     @contextmanager

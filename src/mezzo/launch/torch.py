@@ -55,6 +55,8 @@ def switched(
         Updates(run).install(patches)
         if diagnosis is None:
             look.install(patches)
+            if policy is None:
+                look.when_over(regions.remove)
         else:  # one observer at a time: two would have to leave the stack of dispatch modes in the reverse order
             run.diagnosis = diagnosis_for(diagnosis, run)
             run.watchers.append(run.diagnosis)

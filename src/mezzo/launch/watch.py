@@ -38,6 +38,7 @@ class CloseLook:
         self._watched: int | None = None
         """Number of the step that is looked at."""
         self._num_weighed = 0
+        self._when_over: list[Callable[[], Any]] = []
         self._by_format: dict[str, int] = {}
         self._outside_region = 0
         self._bytes: dict[str, int] = {}
@@ -48,6 +49,10 @@ class CloseLook:
         self._run.watchers.append(self)
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         patches.on_undo(self._end)
+
+    def when_over(self, action: Callable[[], Any]) -> None:
+        """Call ``action`` when nothing more is to be counted in this run."""
+        self._when_over.append(action)
 
     def step_closed(self, num_steps: int) -> None:
         """End the look after the watched step."""
@@ -119,6 +124,7 @@ class CloseLook:
         """Take the bytes of parameters, gradients and optimizer state at the first updates that are made."""
         looked = self._flops is not None and self._stack is None
         if looked and self._num_weighed >= _UPDATES_WEIGHED:
+            self._leave()
             return
         self._num_weighed += not self._run.skips
         parameters = list(self._parameters())
@@ -129,6 +135,12 @@ class CloseLook:
             "optimizer": sum(memory.optimizer_bytes(optimizer) for optimizer in optimizers),
         }
         self._bytes = {kind: max(found[kind], self._bytes.get(kind, 0)) for kind in found}
+
+    def _leave(self) -> None:
+        """Watch no longer: from now on steps cost what they cost without a look."""
+        self._run.watchers.remove(self)
+        while self._when_over:
+            self._when_over.pop()()
 
     def _go_on(self) -> None:
         """Begin or end the look where that is due, and possible at this place."""
