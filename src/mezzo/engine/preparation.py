@@ -85,7 +85,12 @@ def prepare(
 
 def explained(models: Sequence[nn.Module], casting: Casting) -> list[Choice]:
     """Return how ``casting`` is applied to ``models``, each choice with its reason."""
-    return [*fp8layers.layer_choices(models, casting.policy, emulated=casting.emulates), casting.choice]
+    spread = dict.fromkeys(str(p.device) for model in models for p in model.parameters())
+    where = []
+    if len(spread) > 1:
+        why = f"the model's parameters are spread over them; casts are {casting.device_type}'s, and what runs elsewhere is not cast"
+        where = [Choice(what="devices", value=", ".join(spread), reason=why)]
+    return [*where, *fp8layers.layer_choices(models, casting.policy, emulated=casting.emulates), casting.choice]
 
 
 def _use_fp8_units(models: Sequence[nn.Module], policy: Policy, device_type: str) -> None:

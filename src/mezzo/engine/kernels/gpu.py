@@ -178,8 +178,9 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
     parts, gradients = [], [dense(g) for g in gradients]
-    for dtype in dict.fromkeys(g.dtype for g in gradients):
-        table = table_of([[g for g in gradients if g.dtype is dtype]])
+    kinds = dict.fromkeys((g.device, g.dtype) for g in gradients)  # a launch reads the memory of one device
+    for device, dtype in kinds:
+        table = table_of([[g for g in gradients if g.dtype is dtype and g.device == device]])
         partials = torch.empty(table.programs, dtype=torch.double, device=table.memory.device)
         # Squares of FP16 are exact in FP32 and a handful of them stays far below its end. FP64 is slow on many GPUs.
         few = tl.float32 if dtype is FP16.dtype else tl.float64
@@ -187,7 +188,7 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
         with on(table.memory.device):
             square_kernel[(table.programs,)](table.memory, table.chunks, partials, table.count, **kind, **SUMMING)
         parts.append(partials.sum())
-    return torch.stack(parts).sum()
+    return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
