@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ CASES = (
 def script(format: torch.dtype | None, *, scales: bool) -> Step:
     """Return a training step of a script: with autocast and a GradScaler of its own if asked."""
     torch.manual_seed(0)
-    layers = [m for a, b in zip(SIZES, SIZES[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
+    layers = [m for a, b in pairwise(SIZES) for m in (nn.Linear(a, b), nn.ReLU())]
     model = nn.Sequential(*layers[:-1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu") if scales else None

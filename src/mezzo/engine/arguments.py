@@ -156,8 +156,9 @@ def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None and mesh.device_type != parameter.device.type:
             raise SessionError(
-                f"a parameter of shape {tuple(parameter.shape)} is kept on {parameter.device.type} and computed with on {mesh.device_type}: "
-                "norms, overflow flags and casts would be the wrong device's; allowed: sharded parameters on the device of their mesh",
+                f"a parameter of shape {tuple(parameter.shape)} is kept on {parameter.device.type} and computed with on "
+                f"{mesh.device_type}: norms, flags and casts would be the wrong device's; "
+                "allowed: sharded parameters on the device of their mesh",
                 hint="leave offload_policy out of fully_shard, or lower the optimizer's memory: mezzo.AdamW(..., moments='8bit')",
             )
     devices = dict.fromkeys(p.device for p in parameters)

@@ -1,7 +1,8 @@
 """Torch's switches for FP32 matrix products, convolutions and recurrent layers: FP32 itself, or TF32.
 
-torch has older switches (``set_float32_matmul_precision``, ``allow_tf32``) and newer ones (``fp32_precision``). Setting a newer one alone makes
-torch raise wherever an older one is read, as Lightning and torch's own compiler do. Setting the older ones keeps both readable.
+torch has older switches (``set_float32_matmul_precision``, ``allow_tf32``) and newer ones (``fp32_precision``). Setting a newer one
+alone makes torch raise wherever an older one is read, as Lightning and torch's own compiler do. Setting the older ones keeps both
+readable.
 No switch asks the CUDA driver anything.
 """
 

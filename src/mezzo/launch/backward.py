@@ -60,19 +60,26 @@ class BackwardPasses:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            outputs = _listed(tensors)
-            if self._run.in_backward or not all(isinstance(t, Tensor) for t in outputs):
+            run, outputs = self._run, _listed(tensors)
+            if run.in_backward or False in [isinstance(t, Tensor) for t in outputs]:
                 self._hook_recomputed(outputs)
                 run_engine(tensors, grad_tensors, *args, **kwargs)
                 return
             self._begin(outputs)
-            by_hand = self._leaves_updated_by_hand(outputs) if not self._run.optimizers else ()
-            if self._run.scale.checks:
+            by_hand = () if run.optimizers else self._leaves_updated_by_hand(outputs)
+            casting = run.main_casting
+            if run.scale.checks:
                 with self._scaling(outputs, kwargs.get("inputs")), self._under_policy():
-                    run_engine(outputs, self._scaled(outputs, grad_tensors, self._run.scale), *args, **kwargs)
-            else:
+                    run_engine(outputs, self._scaled(outputs, grad_tensors, run.scale), *args, **kwargs)
+            elif casting is not None and casting.table is not None:
                 with self._under_policy():
                     run_engine(outputs, grad_tensors, *args, **kwargs)
+            else:  # nothing to set: three contexts less to enter
+                run.in_backward = True
+                try:
+                    run_engine(outputs, grad_tensors, *args, **kwargs)
+                finally:
+                    self._end()
             if by_hand:
                 self._update_by_hand([p.grad for p in by_hand if p.grad is not None])
 
@@ -143,9 +150,12 @@ class BackwardPasses:
                 with casting.backward():
                     yield
         finally:
-            self._run.in_backward = False
-            for watcher in self._run.watchers:
-                watcher.backward_ended()
+            self._end()
+
+    def _end(self) -> None:
+        self._run.in_backward = False
+        for watcher in self._run.watchers:
+            watcher.backward_ended()
 
     @contextmanager
     def _inside_node(self) -> Iterator[None]:
@@ -163,21 +173,19 @@ class BackwardPasses:
         run.close_update()
         for watcher in run.watchers:
             watcher.backward_begins()
-        needs_reach = run.recorder.apart.needs_reach or run.owners.may_need_reach(len(run.recorder))
+        recorder = run.recorder
+        needs_reach = recorder.apart.needs_reach or run.owners.may_need_reach(len(recorder))
         reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
-        for loss in (t.detach() for t in outputs if t.numel() == 1):
-            first = not len(run.recorder) and not run.recorder.has_loss()
-            if first and not run.scaled_by_script and not bool(loss.isfinite()):
-                raise NonFiniteLossError(
-                    f"the loss is {loss.item()} before the first update",
-                    hint="no loss scale can help: look at the data and at the forward pass; compare with --policy fp32",
-                )
-            run.recorder.loss(self._true_loss(loss) if run.scaled_by_script else loss, reached=reached)
+        for loss in outputs:
+            if loss.numel() == 1:
+                if not recorder.has_any_loss and not run.scaled_by_script:
+                    _refuse_infinite(loss)
+                recorder.loss(self._true_loss(loss) if run.scaled_by_script else loss, reached=reached)
 
     def _true_loss(self, loss: Tensor) -> Tensor:
         """Return a loss that the script's scaler has scaled as it was before."""
         scale = scale_on_device(self._run.script_scaler)
-        return loss / (scale.to(loss.device) if isinstance(scale, Tensor) else scale)
+        return loss.detach() / (scale.to(loss.device) if isinstance(scale, Tensor) else scale)
 
     def _scaled(self, outputs: Sequence[Tensor], given: Any, scale: Scale) -> Any:
         if not scale.checks:
@@ -243,6 +251,14 @@ class BackwardPasses:
         if gradients and self._run.updated(total_norm(gradients)):
             torch._foreach_zero_(gradients)  # the script's own update then changes nothing
         self._run.update_made(None)
+
+
+def _refuse_infinite(loss: Tensor) -> None:
+    if not bool(loss.detach().isfinite()):
+        raise NonFiniteLossError(
+            f"the loss is {loss.item()} before the first update",
+            hint="no loss scale can help: look at the data and at the forward pass; compare with --policy fp32",
+        )
 
 
 def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
@@ -87,7 +88,7 @@ class Regions:
 
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 return original(module, *args, **kwargs)
             if local.autocasts_off:
                 args, kwargs = to_format(args, FP32.dtype), to_format(kwargs, FP32.dtype)

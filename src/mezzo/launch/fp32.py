@@ -1,4 +1,4 @@
-"""Keep FP32 products in the policy's precision: a script's own TF32 switches do nothing under ``fp32`` and ``tf32``, and the record says so.
+"""Keep FP32 products in the policy's precision: under ``fp32`` and ``tf32`` a script's own TF32 switches do nothing, and are recorded.
 
 Most GPU scripts turn TF32 on at their top. Under ``fp32`` that would make the baseline of a comparison TF32. All of torch's
 switches end in a few functions of ``torch._C``; these are replaced. Reading a switch tells the truth: the policy's precision.

@@ -166,10 +166,12 @@ class Updates:
 
     def _updates_of(self, scheduler: Any) -> tuple[int, int]:
         """Return how many updates a scheduler's optimizer made and skipped, also where another library wrapped the optimizer."""
-        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer: Any = getattr(scheduler, "optimizer", None)
         while optimizer not in self._made and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = optimizer.optimizer  # type: ignore[union-attr] # what Fabric's and Accelerate's wrappers call it
-        made, skipped = self._made[optimizer] if optimizer in self._made else (0, 0)
+            optimizer = optimizer.optimizer  # what Fabric's and Accelerate's wrappers call it
+        if optimizer not in self._made:
+            return 0, 0
+        made, skipped = self._made[optimizer]
         return made, skipped
 
 

@@ -1,7 +1,7 @@
 """Peaks of the CUDA allocator, of all devices that the process uses, without the step that was inspected.
 
-A compiled step is inspected eagerly, which takes more memory than the compiled one. So the counters are set back when that step ends. What the
-peaks were until then counts only where no further step follows.
+A compiled step is inspected eagerly, which takes more memory than the compiled one. So the counters are set back when that step
+ends. What the peaks were until then counts only where no further step follows.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ class Numbers:
         """Return all numbers; waits for the device. NaN for all where the device has failed, as after an assertion in a kernel."""
         try:
             if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # they may have been computed on other streams than the current one
+                torch.cuda.synchronize(
+                    self._device
+                )  # they may have been computed on other streams than the current one
             found: list[float] = torch.cat(self._chunks).tolist() if self._chunks else []
         except RuntimeError:
             return [math.nan] * self._num

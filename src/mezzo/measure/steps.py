@@ -60,9 +60,10 @@ class StepRecorder:
         self._open_loss += kept
         self.apart.add(kept, reached=reached)
 
-    def has_loss(self) -> bool:
-        """Return whether the open step has a loss yet."""
-        return bool(self._open_loss)
+    @property
+    def has_any_loss(self) -> bool:
+        """Return whether any step, the open one included, has a loss yet."""
+        return bool(self._loss or self._open_loss)
 
     def forget(self) -> None:
         """Forget the open step's losses: they are evaluated again."""
@@ -75,15 +76,13 @@ class StepRecorder:
 
     def norm(self, norm: Tensor) -> None:
         """Add the gradient norm of one optimizer's update to the open step."""
-        self._open_norms += (self._keep(norm.detach()),)  # a backward pass with create_graph gives it a graph to hold
+        self._open_norms += (self._keep(norm.detach() if norm.requires_grad else norm),)  # as after create_graph
 
     def updated(self) -> None:
         """Take the time of an update; the last one before the step closes counts."""
         self.clock.mark()
 
-    def close(
-        self, *, skipped: bool | Tensor, scale: float | Tensor | None, made_by: Owners = frozenset()
-    ) -> None:
+    def close(self, *, skipped: bool | Tensor, scale: float | Tensor | None, made_by: Owners = frozenset()) -> None:
         """Close the open step.
 
         Args:
