@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import SessionError
-from mezzo.engine import gradients as taken
+from mezzo.engine import session
 from mezzo.engine.arguments import device_of
-from mezzo.engine.gradients import multiply, norm_by_kernels, total_norm
+from mezzo.engine.gradients import multiply, total_norm
 from mezzo.engine.kernels import fused, gpu
 from mezzo.engine.scaling import DynamicScale, StaticScale
+from mezzo.engine.session import Session
 
 DEVICES = ("cuda:0", "cuda:1", "cpu")
 
@@ -89,7 +91,7 @@ def test_one_launch_squares_the_gradients_of_one_device_and_format(monkeypatch: 
 
     monkeypatch.setattr(gpu, "table_of", Table)
     monkeypatch.setattr(gpu, "square_kernel", Kernel())
-    monkeypatch.setattr(gpu, "on", lambda device: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(gpu, "on", lambda device: nullcontext())
     first, second = on("cuda:0", "cuda:1")
     found = gpu.sum_of_squares([first, second, first.half(), second, first])
     assert launched == [
@@ -108,10 +110,11 @@ def test_each_devices_own_kernels_take_its_norm(monkeypatch: pytest.MonkeyPatch)
         asked.append(device_type)
         return fused, "chosen by the test"
 
-    monkeypatch.setattr(taken, "choose", choose)
-    norm = norm_by_kernels(on("cuda:1", "cpu", "cuda:0", "cuda:1"))
+    monkeypatch.setattr(session, "choose", choose)
+    spread: Any = SimpleNamespace(_one_pass=True, device=torch.device("cuda:0"))
+    norm = Session._norm_here(spread, on("cuda:1", "cpu", "cuda:0", "cuda:1"))
     assert asked == ["cuda", "cpu", "cuda"]
-    assert norm.device == torch.device("cuda:1")
+    assert norm.device == torch.device("cuda:0")
 
 
 @pytest.mark.usefixtures("_fake")

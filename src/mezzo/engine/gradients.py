@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.kernels.choice import choose
 from mezzo.formats import FP32
 
 
@@ -38,13 +37,6 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
         norms = [n.to(norms[0].device) for n in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
-
-
-def norm_by_kernels(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients together in FP64, on the first one's device, by the kernels of each device."""
-    squares = [choose(here[0].device.type)[0].sum_of_squares(here) for here in by_device(gradients)]
-    total: Tensor = squares[0] if len(squares) == 1 else torch.stack([s.to(squares[0].device) for s in squares]).sum()
-    return total.sqrt()
 
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -33,8 +33,9 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
 from mezzo.engine.floor import FloorWatch
-from mezzo.engine.gradients import clip_factor, multiply, norm_by_kernels, not_finite, put_back, set_aside, total_norm
+from mezzo.engine.gradients import by_device, clip_factor, multiply, not_finite, put_back, set_aside, total_norm
 from mezzo.engine.graphs import CapturedStep
+from mezzo.engine.kernels.choice import choose
 from mezzo.engine.onepass import OnePass
 from mezzo.engine.ownership import Ownership
 from mezzo.engine.parameters import parameters_of, trained_by
@@ -380,7 +381,9 @@ class Session:
             return self._zero
         if not self._one_pass:
             return total_norm(gradients).to(self.device)
-        return norm_by_kernels(gradients).to(self.device)
+        squares = [choose(here[0].device.type)[0].sum_of_squares(here) for here in by_device(gradients)]
+        total: Tensor = squares[0] if len(squares) == 1 else torch.stack([s.to(self.device) for s in squares]).sum()
+        return total.to(self.device).sqrt()
 
     def _factor(self) -> Tensor | None:
         """Return the number that takes scale and shares out of the gradients, and take it out of the norm; None where it is 1."""
