@@ -9,7 +9,7 @@ FRAMEWORKS := keras paddle
 # Byte code is kept where it can be: a framework that is compiled anew at every start takes longer to start than to train.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-frameworks demo-frameworks check bench clean
+.PHONY: demo test test-slow test-frameworks demo-frameworks check bench clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 $(READY): pyproject.toml constraints.txt
@@ -28,7 +28,11 @@ demo: $(READY)
 	$(BIN)/mezzo compare --policies fp32,bf16,fp16,fp16-master --seeds 3 --metric 'acc +([0-9.]+)' --out runs/demo examples/digits.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow'
+
+# What takes minutes: whole model families through every backend of torch.compile.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 test-frameworks: $(FRAMEWORKS:%=test-%)
 

@@ -83,6 +83,7 @@ def report(name: str, rows: list[tuple[str, str, str]], data: dict[str, Any]) ->
 def chosen(argv: list[str]) -> list[str]:
     """Return the names of the benchmarks to run: those in ``argv``, or all that need no GPU."""
     return argv or [
+        "agreement",
         "emulation",
         "session_overhead",
         "startup",

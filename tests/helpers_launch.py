@@ -18,7 +18,7 @@ from unittest import mock
 from mezzo.launch import child, runner
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
-from mezzo.records import Effective, Memory, Steps
+from mezzo.records import Effective, Finding, Memory, Steps
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLAIN = "plain python"
@@ -35,6 +35,8 @@ class Ran:
     steps: Steps
     effective: Effective
     memory: Memory
+    findings: list[Finding]
+    """Misuse of the script's own mixed precision."""
 
     @property
     def losses(self) -> list[float]:
@@ -51,7 +53,7 @@ def ran(name: str, policy: str, *arguments: str, seed: int | None = None) -> Ran
     """Run ``tests/scripts/<name>.py`` under ``policy`` (or ``PLAIN``, or ``AS_IS``) with its arguments."""
     path = str(SCRIPTS / f"{name}.py")
     output = io.StringIO()
-    steps, effective, memory = Steps(), Effective(), Memory()
+    steps, effective, memory, findings = Steps(), Effective(), Memory(), list[Finding]()
     with as_script(path, arguments), contextlib.redirect_stdout(output):
         if policy == PLAIN:
             runpy.run_path(path, run_name="__main__")
@@ -60,7 +62,8 @@ def ran(name: str, policy: str, *arguments: str, seed: int | None = None) -> Ran
             with switched(chosen, seed=seed) as (run, look):
                 runpy.run_path(path, run_name="__main__")
             steps, effective, memory = run.recorder.steps(), look.effective(), look.memory()
-    return Ran(read_values(output.getvalue()), output.getvalue(), steps, effective, memory)
+            findings = run.lint.findings()
+    return Ran(read_values(output.getvalue()), output.getvalue(), steps, effective, memory, findings)
 
 
 def read_values(printed: str) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers_engine import CountCasts, casting, gradients, mlp, randn, same_bits, tensors, to, ulps
 from mezzo import oplists
-from mezzo.engine.autocast_kernels import _LOCAL, find_op, open_table
+from mezzo.engine.autocast_kernels import _LOCAL, open_table
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import keep_fp32
+from mezzo.engine.registration import find_op
 from mezzo.policy import Policy
 
 # torch's own test helpers, imported above, forbid this process to set torch.backends' flags; other tests here do.

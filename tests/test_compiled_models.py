@@ -1,4 +1,4 @@
-"""Whole public model families under torch.compile and a policy: the same losses and gradients as without torch.compile."""
+"""Whole public model families under torch.compile and a policy: the same error against FP32 as without torch.compile."""
 
 from __future__ import annotations
 
@@ -99,35 +99,49 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def trained(model: nn.Module, call: Callable[..., Any], batch: Batch, policy: str) -> list[Tensor]:
-    """Return the loss of one step and every gradient."""
+def trained(call: Callable[..., Any], batch: Batch, model: nn.Module, policy: str | None) -> list[Tensor]:
+    """Return the loss of one step and every gradient, in FP64; without a policy, what plain PyTorch computes."""
     model.zero_grad()
-    used = casting(policy)
-    with used.region():
+    if policy is None:
         loss = call(**batch).loss
-    with used.backward():
         loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    else:
+        used = casting(policy)
+        with used.region():
+            loss = call(**batch).loss
+        with used.backward():
+            loss.backward()
+    return [loss.detach().double(), *(p.grad.double() for p in model.parameters() if p.grad is not None)]
 
 
-def check(family: str, policy: str, backend: str, *, dynamic: bool, rtol: float) -> None:
+def distance(found: list[Tensor], exact: list[Tensor]) -> float:
+    """Return the length of the difference between two gradients of a whole model over the length of the second."""
+    difference = sum((a - b).square().sum() for a, b in zip(found[1:], exact[1:], strict=True))
+    return float((difference / sum(b.square().sum() for b in exact[1:])) ** 0.5)  # type: ignore[arg-type]
+
+
+def check(family: str, policy: str, backend: str, *, dynamic: bool) -> None:
+    """Compare with FP32 instead of with each other: a compiler fuses and reorders, and one flipped rounding of FP8 is 6% of an element.
+
+    What must be equal is the error that the format causes: larger, and a format is applied twice; smaller, and it is not applied.
+    """
     build, batch_of = FAMILIES[family]
     torch.manual_seed(0)
     model = build()
     compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
     for batch in (batch_of(2), batch_of(3) if dynamic else batch_of(2)):
-        plain = trained(model, model, batch, policy)
-        found = trained(model, compiled, batch, policy)
-        assert plain[0].isfinite()
-        largest = max(g.abs().max().item() for g in plain[1:])
-        for ours, theirs in zip(found, plain, strict=True):  # a key's bias has no gradient but rounding
-            atol = rtol * max(theirs.abs().max().item(), 1e-4 * largest)
-            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+        exact = trained(model, batch, model, None)
+        plain = trained(model, batch, model, policy)
+        found = trained(compiled, batch, model, policy)
+        expected = distance(plain, exact)
+        assert 0 < expected < 1
+        assert 0.5 * expected <= distance(found, exact) <= 2 * expected
+        torch.testing.assert_close(found[0], plain[0], rtol=0.02, atol=0.0)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "resnet"])
 def test_traced_models_train_as_eager_ones(family: str) -> None:
-    check(family, "fp16:arithmetic=emulated", "aot_eager", dynamic=True, rtol=2e-2)
+    check(family, "fp16:arithmetic=emulated", "aot_eager", dynamic=True)
 
 
 @pytest.mark.slow
@@ -136,4 +150,4 @@ def test_traced_models_train_as_eager_ones(family: str) -> None:
 @pytest.mark.parametrize("policy", ["fp16:arithmetic=emulated", "bf16:arithmetic=native", "fp8:arithmetic=emulated"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_backend(family: str, policy: str, backend: str, dynamic: bool) -> None:
-    check(family, policy, backend, dynamic=dynamic, rtol=3e-2 if backend != "inductor" else 0.1)
+    check(family, policy, backend, dynamic=dynamic)

@@ -83,6 +83,7 @@ def test_watching_alone_changes_nothing(name: str, policy: str) -> None:
     assert len(found.steps) == updates
     assert found.steps.num_skipped == 0
     assert found.steps.loss_scale == []
+    assert found.findings == []
     assert set(found.effective.flops_by_format) == {"fp32"}
     if "one" in traits:
         assert_close(found.steps.loss, expected.losses, 1e-6)
@@ -102,6 +103,7 @@ def test_losses_follow_the_script_alone(name: str, policy: str) -> None:
     assert len(found.steps) == updates
     assert found.steps.num_skipped == 0
     assert found.steps.loss_scale == ([scale] * updates if scaled else [])
+    assert found.findings == []
     if "one" in traits:
         assert_close(found.steps.loss, found.losses, 1e-6)
 
@@ -119,6 +121,7 @@ def test_a_skipped_update_is_as_if_it_had_not_happened(name: str) -> None:
     assert_close(found.losses[skipped:], expected.losses[: updates - skipped], 4 * UNIT["fp16"])
     assert all(map(math.isnan, found.steps.grad_norm[:skipped]))
     assert all(map(math.isfinite, found.steps.grad_norm[skipped:]))
+    assert found.findings == []
 
 
 @pytest.mark.parametrize("key", ["norms", "before", "every", "inner", "seen", "penalties", "evaluated"])

@@ -188,7 +188,7 @@ def test_a_policy_takes_over_and_scales_once(names: str) -> None:
     assert found.steps.loss_scale == [65536.0] * 12
     assert found.steps.num_skipped == 0
     assert set(found.effective.flops_by_format) == {"fp16"}
-    assert found.reasons == []
+    assert found.reasons == found.findings == []
     assert max(abs(a - b) for a, b in zip(found.losses, fp32.losses, strict=True)) < FP16 * max(fp32.losses)
     norms = zip(found.values["norms"], fp32.values["norms"], strict=True)
     assert all(math.isclose(a, b, rel_tol=4 * FP16) for a, b in norms)
@@ -210,11 +210,13 @@ def test_as_is_records_the_true_losses_scales_and_skips(init_scale: str) -> None
     assert found.steps.num_skipped == (0 if init_scale == "65536" else 8)
     assert all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(found.steps.loss, alone.losses, strict=True))
     assert found.effective.flops_by_format == {"fp16": 4864}
+    assert found.findings == []
 
 
 def test_as_is_records_unscaled_norms_of_an_optimizer_that_unscales_itself() -> None:
     scaled, separate = ran("own_amp", AS_IS, "fused", "65536"), ran("own_amp", AS_IS, "new", "65536")
     assert math.isclose(scaled.steps.grad_norm[0], separate.values["norms"][0], rel_tol=1e-6)
+    assert scaled.findings == separate.findings == []
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
@@ -222,6 +224,7 @@ def test_as_is_records_unscaled_norms_of_an_optimizer_that_unscales_itself() -> 
 def test_the_old_names_of_mixed_precision_work() -> None:
     found = ran("own_amp", "fp16", "old", "65536")
     assert (len(found.steps), found.steps.loss_scale[-1]) == (12, 65536.0)
+    assert found.findings == []
     assert found.values["scales"] == [1.0] * 12
 
 
@@ -264,7 +267,7 @@ def trained(policy: str, pattern: list[bool]) -> Ran:
             sgd.zero_grad()
             model(torch.randn(4, 2)).mean().backward()
             sgd.step()
-    return Ran({}, "", run.recorder.steps(), look.effective(), look.memory())
+    return Ran({}, "", run.recorder.steps(), look.effective(), look.memory(), run.lint.findings())
 
 
 def test_the_scale_goes_the_way_of_gradscaler() -> None:
@@ -422,8 +425,15 @@ def patched() -> list[Any]:
         (torch.autocast, "__init__"),
         (torch.autocast, "__enter__"),
         (torch.autocast, "__exit__"),
-        *[(torch.amp.GradScaler, name) for name in ("__init__", "scale", "step", "update", "unscale_")],
-        *[(torch.optim.Optimizer, name) for name in ("__init__", "step")],
+        *[(torch.amp.GradScaler, name) for name in ("__init__", "scale", "step", "update", "unscale_", "get_scale")],
+        *[(torch.optim.Optimizer, name) for name in ("__init__", "step", "zero_grad")],
+        *[
+            (owner, f"clip_grad{name}_")
+            for owner in (clip_grad, nn.utils)
+            for name in ("_norm", "_value", "s_with_norm")
+        ],
+        (nn.Module, "zero_grad"),
+        (torch.optim.swa_utils.AveragedModel, "update_parameters"),
         *[(Tensor, name) for name in ("register_hook", "retain_grad", "backward")],
         *[(nn.Module, name) for name in ("__call__", "register_full_backward_hook", "register_full_backward_pre_hook")],
         *[(c, name) for c in schedulers for name in ("__init__", "step")],

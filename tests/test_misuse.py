@@ -667,6 +667,16 @@ def mean_by_hand() -> None:
     session.step(loss / 4)
 
 
+def half_a_square() -> None:
+    """Half of a mean of squares is a loss of its own, also in windows of two."""
+    for how in (lambda e: 0.5 * e.square().mean(), lambda e: e.square().mean() / 2):
+        session, model = built(accumulate=2)
+        for _ in range(4):
+            with session.autocast():
+                error = model(X).float()
+            session.step(how(error))
+
+
 def scaled_on_purpose() -> None:
     session, model = built()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -801,6 +811,7 @@ RIGHT = [
     two_models_two_sessions,
     a_frozen_table_made_on_the_way,
     mean_by_hand,
+    half_a_square,
     scaled_on_purpose,
     notebook_cell_run_again,
     evaluation_between,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mezzo import oplists
-from mezzo.engine.autocast_kernels import find_op
+from mezzo.engine.registration import find_op
 from mezzo.errors import PolicyError
 from mezzo.oplists import ALIASES, FAMILIES, Precision, assign, python_name, resolve
 

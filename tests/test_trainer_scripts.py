@@ -96,6 +96,7 @@ def test_losses_follow_the_script_in_fp32(name: str, policy: str) -> None:
     assert found.steps.loss_scale == ([65536.0] * UPDATES if policy.startswith("fp16") else [])
     assert found.effective.flops_by_format == {policy.removesuffix("-master"): FLOPS}
     assert found.reasons == []
+    assert found.findings == []
     assert_close(found.steps.loss, found.losses, 1e-6)
 
 
@@ -107,6 +108,7 @@ def test_a_script_as_it_is_is_only_watched(name: str) -> None:
     own = {"16-mixed": "fp16", "bf16-mixed": "bf16", "bf16": "bf16"}.get("".join(arguments[-1:]), "fp32")
     assert found.effective.flops_by_format == {own: FLOPS}
     assert found.steps.loss_scale == ([65536.0] * UPDATES if own == "fp16" else [])
+    assert found.findings == []
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -132,6 +134,7 @@ def test_windows_of_accumulation_are_one_update(name: str) -> None:
     assert_close(found.losses, expected.losses, 4 * UNIT["fp16"])
     assert found.values["steps"] == len(found.steps) == 3  # 5, 5 and 2 of 12 micro-batches
     assert found.steps.skipped == [False] * 3
+    assert found.findings == [] == ran(script, AS_IS, *arguments).findings
     skipping = ran(script, "fp16:init_scale=16777216", *arguments)
     assert skipping.steps.skipped == [True] * 3
     assert skipping.steps.loss_scale == [2.0**23, 2.0**22, 2.0**21]

@@ -162,7 +162,7 @@ def audit_record(
         wide_products=list(watched.wide),
         products=products,
         kernels=kernels.totals(launches, seen),
-        findings=findings(watched),
+        findings=[*run.findings, *findings(watched)],
         notes=_notes(device_type, forced_eager=forced_eager, profiled=bool(launches)),
     )
 

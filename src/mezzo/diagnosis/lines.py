@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from pathlib import Path
 from types import FrameType
 from typing import Literal, TypeAlias
@@ -9,12 +10,21 @@ from typing import Literal, TypeAlias
 import torch
 
 Caller: TypeAlias = Literal["script", "policy", "mezzo"]
+Owner: TypeAlias = Literal["script", "library", "torch"]
+"""Whose file it is; ``torch`` stands for everything that is neither the script's nor a library's that trains."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _MEZZO = str(Path(__file__).parents[1])
 _FOREIGN: dict[str, bool] = {}
+_INSTALLED = ("site-packages", "dist-packages")
+"""The folders of libraries; a list of paths would miss those that a ``.pth`` file adds."""
+_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_OWNERS: dict[str, Owner] = {}
 _CALLERS: dict[str, Caller | None] = {}
-_PASSED_THROUGH = tuple(str(Path(_TORCH, *parts)) for parts in (("_tensor.py",), ("_ops.py",), ("utils", "_pytree.py")))
+_PASSED_THROUGH = (
+    *(str(Path(_TORCH, *parts)) for parts in (("_tensor.py",), ("_ops.py",), ("library.py",), ("utils", "_pytree.py"))),
+    str(Path(_MEZZO, "engine", "registration.py")),
+)
 """Python between who calls an operation and the operation."""
 _POLICY = (
     *("autocast_kernels.py", "conversion.py", "emulation.py", "emulation_nodes.py", "float8.py", "fp8layers.py"),
@@ -62,3 +72,39 @@ def script_line(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
         callers.append(frame.f_code.co_name)
         frame = frame.f_back
     return "", tuple(callers)
+
+
+def own_line(frame: FrameType | None) -> tuple[str, bool]:
+    """Return the innermost line that is no library's as ``file:line``, and whether a library other than torch called from there.
+
+    Of a script that is itself installed as a library, the innermost line outside torch and Mezzo.
+    """
+    through = ""
+    while frame is not None:
+        owner = _owner(frame.f_code.co_filename)
+        if owner == "script":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}", bool(through)
+        if owner == "library":
+            through = through or f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return through, bool(through)
+
+
+def own_place(frame: FrameType | None) -> int:
+    """Return what stands for the calls of the script's own code that lead to ``frame``: equal where it was reached in the same way."""
+    calls = []
+    while frame is not None:
+        if _owner(frame.f_code.co_filename) == "script":
+            calls.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(calls))
+
+
+def _owner(file: str) -> Owner:
+    if file not in _OWNERS:
+        ours = file.startswith((_TORCH, _MEZZO, "<frozen"))
+        library = any(folder in Path(file).parts for folder in _INSTALLED)
+        _OWNERS[file] = (
+            "torch" if ours else "library" if library else "torch" if file.startswith(_STANDARD) else "script"
+        )
+    return _OWNERS[file]

@@ -10,14 +10,10 @@ Being at torch's own place for casts means that everything is seen that CUDA's a
 of composite operations (``square`` calls ``pow``, ``trapezoid`` calls ``sum``), TorchScript, ``torch.func``, what
 ``torch.compile`` traces.
 
-Two things have to travel with the region:
-
-* Other threads of a backward pass, which compute checkpointed forward passes again, and guards of compiled code both
-  go by autocast's state. So an open table writes its number there: autocast is turned on for two device types that no
-  tensor here has, with two dtypes that spell the number. torch carries this state into autograd's threads and compiles
-  anew when it changes.
-* AOTAutograd keeps traced graphs on disk under a key that knows autocast's dtype and not what our kernels do with it,
-  so that cache is turned off with the first table. Inductor's own cache holds graphs with the casts in them and stays on.
+Other threads of a backward pass, which compute checkpointed forward passes again, and guards of compiled code both go
+by autocast's state. So an open table writes its number there: autocast is turned on for two device types that no tensor
+here has, with two dtypes that spell the number. torch carries this state into autograd's threads and compiles anew when
+it changes. ``compiling`` holds what else the compiler has to be told.
 
 Costs: about 5 us for each listed operation, nothing for others. Registered kernels stay for the life of the process.
 """
@@ -25,20 +21,18 @@ Costs: about 5 us for each listed operation, nothing for others. Registered kern
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mezzo.engine import compiling, registration
 from mezzo.engine.emulation import Emulation
+from mezzo.engine.registration import Op
 from mezzo.formats import BF16, FP16, FP32, Format
 from mezzo.oplists import Precision
-
-Op: TypeAlias = Any
-"""A ``torch._ops.OpOverload``."""
 
 _HALF = (FP16.dtype, BF16.dtype)
 _CASTABLE = (*_HALF, FP32.dtype)  # FP64 is never cast: who asks for it needs it
@@ -80,7 +74,21 @@ class CastTable:
         self.device_type, self.low = device_type, low
         self.casts_operands, self.keeps_kernels = casts_operands, keeps_kernels
         self.number = _numbered(self)
-        _register(device_type, self.rules, all_of_torchs=not keeps_kernels)
+        registration.register(device_type, self.rules, open_table, all_of_torchs=not keeps_kernels)
+        if any(rule.emulation is not None for rule in self.rules.values()):
+            compiling.keep_roundings()
+
+    def rule(self, op: Op) -> Rule | None:
+        """Return the rule for ``op``; None as well inside a kernel of ours."""
+        return None if _LOCAL.casting else self.rules.get(op)
+
+    def answer(self, op: Op, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run ``op`` as ``rule`` says, or as it is where it belongs to a backward pass."""
+        _LOCAL.casting = True
+        try:
+            return registration.call_op(op, args, kwargs) if _is_backward() else self.run(op, rule, args, kwargs)
+        finally:
+            _LOCAL.casting = False
 
     def run(self, op: Op, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run ``op`` below autocast as ``rule`` says."""
@@ -100,7 +108,7 @@ class CastTable:
                 args, kwargs = self._cast(args, FP32.dtype), self._cast(kwargs, FP32.dtype)
         elif rule.precision == "widest" and len(_dtypes((*args, *kwargs.values()))) > 1:
             args, kwargs = self._cast(args, FP32.dtype), self._cast(kwargs, FP32.dtype)
-        return _call(op, args, kwargs)
+        return registration.call_op(op, args, kwargs)
 
     def cast_weight(self, weight: Tensor) -> Tensor:
         """Return a weight in the lower format: one cast a weight while a region is open."""
@@ -133,19 +141,6 @@ class CastTable:
         if isinstance(value, dict):
             return {k: self._cast(v, dtype) for k, v in value.items()}
         return value
-
-
-_ATEN: Any = torch.ops.aten
-_ARITHMETIC = frozenset(
-    (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.div.Tensor_mode, _ATEN.rsub.Tensor)
-)
-"""Operations that take a number for a tensor: what C++ made of ``x * 2`` comes to a Python kernel as the number again."""
-
-
-def _call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if len(args) > 1 and not isinstance(args[1], Tensor) and op in _ARITHMETIC:
-        return op.overloadpacket(*args, **kwargs)
-    return op(*args, **kwargs)
 
 
 _PLAIN = (Tensor, nn.Parameter)  # not what stands for a tensor while code is traced: a cast of that is no value to keep
@@ -315,79 +310,3 @@ def _table_of_state() -> CastTable | None:
     for kind in reversed(_DIGITS):
         number = number * len(_DTYPES) + _VALUE[torch.get_autocast_dtype(kind)]
     return _TABLES[number]
-
-
-# --- registration ------------------------------------------------------------------------------------------------------------
-
-_REGISTERED: dict[str, set[Op]] = {}
-_LIBRARIES: list[torch.library.Library] = []  # a library takes its kernels with it when it is collected
-
-
-def _register(device_type: str, rules: Mapping[Op, Rule], *, all_of_torchs: bool) -> None:
-    """Register kernels for the operations of ``rules`` and, if asked, for all that torch casts on the device."""
-    key = f"Autocast{device_type.upper()}"
-    with _LOCK:
-        done = _REGISTERED.setdefault(device_type, set())
-        torchs = {_overload(name) for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
-        needed = ({*rules, *torchs} if all_of_torchs else {*rules}) - done - {None}
-        if not needed:
-            return
-        if not _LIBRARIES:
-            _compile_as_eager()
-        library = torch.library.Library("aten", "IMPL")  # kept below
-        _LIBRARIES.append(library)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
-            for op in needed:
-                native = torch.library.get_kernel(op, key) if op in torchs else None
-                library.impl(op, _kernel(op, key, device_type, native), key, with_keyset=True)
-        done |= needed
-
-
-def _compile_as_eager() -> None:
-    """Let torch.compile trace backward passes with autocast off, as they run eagerly, and keep no traces across processes."""
-    import torch._functorch.config as config
-
-    config.backward_pass_autocast = "off"
-    config.enable_autograd_cache = False
-
-
-def _overload(name: str) -> Op:
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    packet = getattr(torch.ops.aten, base, None)
-    return getattr(packet, overload or "default", None)
-
-
-def find_op(name: str) -> Op:
-    """Return the operation that the op lists call ``name``, or None where this torch lacks it."""
-    return _overload(name)
-
-
-def _kernel(op: Op, key: str, device_type: str, native: Any) -> Callable[..., Any]:
-    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
-    autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    exclude = torch._C._ExcludeDispatchKeyGuard
-
-    takes_numbers = op in _ARITHMETIC
-
-    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        table = _LOCAL.table or _table_of_state()
-        if table is None or table.device_type != device_type:
-            table = None
-        rule = None if table is None else table.rules.get(op)
-        if table is not None and rule is not None and not _LOCAL.casting:
-            _LOCAL.casting = True
-            try:
-                with exclude(autocast):
-                    return _call(op, args, kwargs) if _is_backward() else table.run(op, rule, args, kwargs)
-            finally:
-                _LOCAL.casting = False
-        if native is not None and (table is None or table.keeps_kernels):
-            return native.call_boxed(keyset, *args, **kwargs)
-        if takes_numbers:
-            with exclude(autocast):
-                return _call(op, args, kwargs)
-        # Autocast stays on for the parts of a composite operation.
-        return op.redispatch(keyset & below, *args, **kwargs)
-
-    return call

@@ -23,8 +23,9 @@ import torch
 
 from mezzo import oplists
 from mezzo.devices import Device, this_device
-from mezzo.engine.autocast_kernels import CastTable, Op, Region, Rule, find_op
+from mezzo.engine.autocast_kernels import CastTable, Region, Rule
 from mezzo.engine.emulation import Emulation, emulation, fft
+from mezzo.engine.registration import Op, find_op
 from mezzo.explain import Choice
 from mezzo.formats import FP16
 from mezzo.policy import Policy

@@ -240,11 +240,20 @@ def _divided_by(loss: Tensor, count: int) -> bool:
         if number.device.type != "cpu" or node is None:  # a Python number is on the CPU
             continue
         wanted = count if what == "DivBackward0" else 1 / count
-        if float(number) == wanted and not any(_is_a_sum(inner) for inner, _ in node.next_functions):
+        inner = [following for following, _ in node.next_functions if following is not None]
+        # Half of a square is a loss of its own, and a factor of a half is more often a weight than a division.
+        is_weight = count == 2 and (what == "MulBackward0" or any(map(_is_a_square, inner)))
+        if float(number) == wanted and not is_weight and not any(map(_is_a_sum, inner)):
             return True
     return False
 
 
+def _is_a_square(node: Any) -> bool:
+    """Return whether an operation ends a mean or sum of squares."""
+    before = [following.name() for following, _ in node.next_functions if following is not None]
+    return bool(node.name().startswith("MseLoss") or any(name.startswith("Pow") for name in before))
+
+
 def _is_a_sum(node: Any) -> bool:
     """Return whether an operation adds samples up: divided by their number, that is a mean."""
-    return node is not None and (node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", 1) == 2)
+    return bool(node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", 1) == 2)

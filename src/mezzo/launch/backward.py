@@ -66,6 +66,7 @@ class BackwardPasses:
                 run_engine(tensors, grad_tensors, *args, **kwargs)
                 return
             self._begin(outputs)
+            run.lint.backward_begins(outputs, grad_tensors, keeps_graph=_keeps_graph(args, kwargs))
             by_hand = () if run.optimizers else self._leaves_updated_by_hand(outputs)
             casting = run.main_casting
             if run.scale.checks:
@@ -80,6 +81,7 @@ class BackwardPasses:
                     run_engine(outputs, grad_tensors, *args, **kwargs)
                 finally:
                     self._end()
+            run.lint.backward_ended()
             if by_hand:
                 self._update_by_hand([p.grad for p in by_hand if p.grad is not None])
 
@@ -284,6 +286,10 @@ def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
         return gradient
     result = gradient * (inverse if inverse.device == gradient.device else inverse.to(gradient.device))
     return result.add_(gradient, alpha=0) if result.layout is torch.strided else result
+
+
+def _keeps_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return bool(args[0] if args else kwargs.get("retain_graph") or kwargs.get("create_graph"))
 
 
 def _listed(values: Any) -> list[Any]:

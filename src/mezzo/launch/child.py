@@ -29,7 +29,7 @@ from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
 from mezzo.policy import Policy
-from mezzo.records import Effective, Reason, RunRecord, write_record
+from mezzo.records import Effective, Finding, Reason, RunRecord, write_record
 
 INTERRUPTED = 130
 
@@ -81,6 +81,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             memory=training.memory(),
             effective=_with(training.effective(), [*_stands_in(request), *unheeded()]),
             metric=reader.metric() if reader else None,
+            findings=training.findings(),
             files_read=files.found,
             started_at_s=started_at_s,
             duration_s=time.perf_counter() - started,
@@ -90,10 +91,20 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         write_record(record if diagnosis is None else diagnosis.record(record), path)
     if isinstance(error, MezzoError):
         print(f"mezzo: {error}", file=sys.stderr)
+    if diagnosis is None and record.findings:
+        print(f"mezzo: {_in_one_line(record.findings)}", file=sys.stderr)
     signalled = isinstance(error, EndedBySignal)
     if signalled or (diagnosis is not None and any(t.daemon for t in threading.enumerate())):
         _leave_at_once(exit_code, tidily=not signalled)
     return exit_code
+
+
+def _in_one_line(findings: list[Finding]) -> str:
+    """Return the gravest finding, and which others there are."""
+    first = findings[0]
+    where = ", ".join([*(Path(line).name for line in first.lines[:1]), f"step {first.step}"])
+    others = f"; also {', '.join(f.code for f in findings[1:])}" if len(findings) > 1 else ""
+    return f"{first.code}: {first.title} ({where}){others}; the record says how to fix it"
 
 
 def _with(effective: Effective, more: list[Reason]) -> Effective:

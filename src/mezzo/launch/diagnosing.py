@@ -64,6 +64,7 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
         duration_s=time.perf_counter() - started,
         exit_code=int(error is not None),
         error=None if error is None else f"{type(error).__name__}: {error}",
+        findings=run.lint.findings(),
     )
     record = run.diagnosis.record(whole)
     assert isinstance(record, DiagnoseRecord)

@@ -41,6 +41,7 @@ class Regions:
 
     def __init__(self, run: Run, *, watched: bool) -> None:
         self._run, self._watched = run, watched
+        self._counted = False
         self._calls: Any = None
         """What calls modules without regions."""
         self._installed: Any = None
@@ -55,8 +56,11 @@ class Regions:
         if self._run.applied is not None and self._run.applied.lowers:
             patches.wrap(F, "binary_cross_entropy", _in_fp32)
 
-    def remove(self) -> None:
-        """Let calls of modules go straight to torch again, where nothing is cast and nothing is counted any more."""
+    def counted(self) -> None:
+        """Let calls of modules go straight to torch, where nothing is cast, once nothing else needs to hear them."""
+        self._counted = True
+
+    def _remove(self) -> None:
         if nn.Module.__call__ is self._installed:  # nobody has replaced it since
             nn.Module.__call__ = self._calls  # type: ignore[method-assign]
 
@@ -94,6 +98,9 @@ class Regions:
                 args, kwargs = to_format(args, FP32.dtype), to_format(kwargs, FP32.dtype)
             if local.depth:
                 return original(module, *args, **kwargs)
+            run.lint.called(args, kwargs)
+            if self._counted and not run.lint.hears_calls:
+                self._remove()
             casting = run.casting(run.meet(module, args))
             local.depth, local.outermost = 1, module
             try:
@@ -162,6 +169,7 @@ class Regions:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.depth() > 0 or torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
+            self._run.lint.compiled_called()
             casting = self._casting_of(function, [args, kwargs])
             self._run.in_compiled = True
             try:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from mezzo.diagnosis.settings import AnySettings
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Memory, Reason, Steps
+from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 if TYPE_CHECKING:
     from mezzo.diagnosis.watching import Diagnosis  # imports torch
@@ -57,6 +57,9 @@ class Training(Protocol):
 
     def effective(self) -> Effective:
         """Return what really ran in which format, and what could not be switched."""
+
+    def findings(self) -> list[Finding]:
+        """Return misuse of the script's own mixed precision; nothing where the framework's is not watched."""
 
     def explanation(self) -> list[Reason]:
         """Return what the policy does in this framework on this device, with reasons; nothing for ``as-is``."""

@@ -113,7 +113,10 @@ def _hear_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             del self._mezzo_heard
         if self.is_enabled():
-            run.script_stepped(self, optimizer, skipped=_skipped(self, optimizer, heard))
+            skipped = _skipped(self, optimizer, heard)
+            if skipped is True:
+                run.lint.skipped()
+            run.script_stepped(self, optimizer, skipped=skipped)
         return result
 
     return step

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo import oplists
+from mezzo.diagnosis.lint.watch import Lint
 from mezzo.diagnosis.skips import Update
 from mezzo.diagnosis.watching import Diagnosis
 from mezzo.engine import conversion, fp8layers
@@ -64,6 +65,8 @@ class Run:
         self.optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self.owners = OptimizerOwners()
         self.local = Local()
+        self.lint = Lint(self)
+        """What tells misuse of the script's own mixed precision."""
         self.watchers: list[Any] = []
         self.diagnosis: Diagnosis | None = None
         self.compiles = False

@@ -17,13 +17,16 @@ from mezzo.launch.patches import Patches
 class Schedules:
     """Know which schedulers are to wait."""
 
-    def __init__(self, updates_of: Callable[[Any], tuple[int, int]]) -> None:
+    def __init__(
+        self, updates_of: Callable[[Any], tuple[int, int]], *, hear: Callable[[Any], None] = lambda _: None
+    ) -> None:
         """Begin.
 
         Args:
             updates_of: returns how many updates a scheduler's optimizer has made, skipped ones included, and how many were skipped.
+            hear: told of every scheduler that the script steps.
         """
-        self._updates_of = updates_of
+        self._updates_of, self._hear = updates_of, hear
         self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         """What ``updates_of`` returned at a scheduler's last step."""
         self._stepping = False
@@ -65,6 +68,7 @@ class Schedules:
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             if self._stepping:  # a chain of schedulers steps its parts, a warm-up the schedule inside it
                 return original(scheduler, *args, **kwargs)
+            self._hear(scheduler)
             if self.waits(scheduler):
                 return None
             self._stepping = True

@@ -17,6 +17,7 @@ from mezzo.launch.backward import BackwardPasses
 from mezzo.launch.diagnosis import diagnosis_for
 from mezzo.launch.forward import Regions
 from mezzo.launch.fp32 import keep_fp32_products
+from mezzo.launch.lint import listen
 from mezzo.launch.own_amp import take_over
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
@@ -26,7 +27,7 @@ from mezzo.launch.updates import Updates
 from mezzo.launch.watch import CloseLook
 from mezzo.measure.environment import environment
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Memory, Reason, Steps
+from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 
 @contextmanager
@@ -49,6 +50,7 @@ def switched(
         if policy is not None and policy.casting == "none":
             keep_fp32_products(policy, patches, run.leave)
         take_over(run, patches)
+        listen(run.lint, patches, as_is=policy is None)
         hear_sessions(run, patches)
         regions.install(patches)
         BackwardPasses(run).install(patches)
@@ -56,7 +58,7 @@ def switched(
         if diagnosis is None:
             look.install(patches)
             if policy is None:
-                look.when_over(regions.remove)
+                look.when_over(regions.counted)
         else:  # one observer at a time: two would have to leave the stack of dispatch modes in the reverse order
             run.diagnosis = diagnosis_for(diagnosis, run)
             run.watchers.append(run.diagnosis)
@@ -116,6 +118,10 @@ class TorchTraining:
     def effective(self) -> Effective:
         """Return what really ran in which format."""
         return self._look.effective()
+
+    def findings(self) -> list[Finding]:
+        """Return misuse of the script's own mixed precision."""
+        return self._run.lint.findings()
 
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""

@@ -56,7 +56,7 @@ class Updates:
         self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._made: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         """How many updates each optimizer made, and how many of them were skipped."""
-        self._schedules = Schedules(self._updates_of)
+        self._schedules = Schedules(self._updates_of, hear=run.lint.scheduled)
         self._first: set[type] = set()
         """Classes of optimizers whose closures run before the step."""
 
@@ -104,6 +104,7 @@ class Updates:
             self._made[optimizer] = [0, 0]
         closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
         if closure is None or isinstance(closure, Evaluated):
+            self._run.lint.step_begins(optimizer)
             self._decide(optimizer)
             self._run.stepping()
             return None
@@ -129,11 +130,14 @@ class Updates:
         if self._stepping is not optimizer:
             return
         self._stepping = None
+        if self._run.in_closure:
+            self._run.lint.closure_ended(optimizer)
         self._run.in_closure = False
         self._run.recorder.measures = True
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
+        self._run.lint.step_ended(optimizer)
         self._run.update_made(optimizer)
 
     def _until_finite(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:

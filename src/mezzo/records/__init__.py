@@ -14,7 +14,6 @@ from mezzo.records.audit import (
     AuditRecord,
     CastTotal,
     Cause,
-    Finding,
     Kernel,
     Operation,
     Phase,
@@ -27,6 +26,7 @@ from mezzo.records.diagnose import Diagnosed, DiagnoseRecord, Direction, Operand
 from mezzo.records.doctor import DeviceReport, DoctorRecord, FormatSupport
 from mezzo.records.fallback import FallbackRecord, FallbackVerdict, ModuleError, Verification
 from mezzo.records.files import AnyRecord, Record, read_record, write_record
+from mezzo.records.findings import Finding, Severity
 from mezzo.records.ranges import (
     Casts,
     FormatLimits,
@@ -85,6 +85,7 @@ __all__ = [
     "RunRecord",
     "ScaleName",
     "ScaleWindow",
+    "Severity",
     "SharedFile",
     "Steps",
     "TensorRange",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from mezzo.records.findings import Finding
 from mezzo.records.run import RunRecord
 from mezzo.records.values import SCHEMA_VERSION, Reason, Value
 
@@ -103,22 +104,6 @@ class Kernel(Value):
     """Whether its name is one of those that use Tensor Cores."""
 
 
-class Finding(Value):
-    """Hold one thing to change, with what it would gain."""
-
-    code: str
-    title: str
-    modules: list[str]
-    detail: str
-    gain: str
-    fix: str
-    share: float = 0.0
-    """Share of the step's product FLOPs (of its bytes, of findings about casts) that it concerns."""
-    flops: int = 0
-    bytes: int = 0
-    lines: list[str] = []
-
-
 class AuditRecord(Value):
     """Hold what watching chosen steps of a script showed."""
 
@@ -138,6 +123,7 @@ class AuditRecord(Value):
     products: list[Product] = []
     kernels: list[Kernel] = []
     findings: list[Finding] = []
+    """Those about the script's own mixed precision, which the run has too, come first."""
     notes: list[Reason] = []
     """What limits the picture, and why."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from mezzo.records.findings import Finding
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
 
 AS_IS = "as-is"
@@ -133,6 +134,8 @@ class RunRecord(Value):
     memory: Memory = Memory()
     effective: Effective = Effective()
     metric: Metric | None = None
+    findings: list[Finding] = []
+    """Misuse of the script's own mixed precision (codes A6xx), the gravest first."""
     files_read: list[FileRead] = []
     """Files that an earlier run of the same comparison may have written."""
     started_at_s: float | None = None

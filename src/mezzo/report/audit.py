@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mezzo.records import AuditRecord, Finding, Product
+from mezzo.records import AuditRecord, Product
 from mezzo.report import formatting as fmt
 from mezzo.report import sheets
 from mezzo.report.figures import Plot
+from mezzo.report.findings import FindingLine, finding_line
 from mezzo.report.plotting import Figure, base_layout, json_number
 from mezzo.report.sheets import Fact
 
@@ -32,17 +33,6 @@ class Grid:
     heads: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     numbers: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class FindingLine:
-    """Hold one finding."""
-
-    code: str
-    title: str
-    share: str
-    rows: list[tuple[str, str]]
-    """What is said of it, by a word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +64,7 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
         script=fmt.clean(record.run.script),
         headline=_headline(record, script),
         error=fmt.clean(record.run.error or "", keep_lines=True),
-        findings=[_finding_line(finding) for finding in record.findings],
+        findings=[finding_line(finding) for finding in record.findings],
         phases=_phases(record),
         wide=_wide(record),
         casts=_casts(record),
@@ -130,18 +120,6 @@ def _headline(record: AuditRecord, script: str) -> str:
     found = fmt.plural(len(record.findings), "finding")
     return (
         f"{which[0].upper()}{which[1:]} of {script} under {fmt.clean(record.run.policy)}: {', '.join(words)}; {found}"
-    )
-
-
-def _finding_line(finding: Finding) -> FindingLine:
-    rows = [("where", ", ".join(finding.modules)), ("what", finding.detail), ("gain", finding.gain)]
-    rows += [("fix", finding.fix), ("lines", ", ".join(PurePath(line).name for line in finding.lines))]
-    rows += [("page", f"docs/findings/{finding.code}.md")]
-    return FindingLine(
-        code=finding.code,
-        title=fmt.clean(finding.title),
-        share=f"{fmt.share_text(finding.share)} of {'FLOPs' if finding.flops else 'bytes'}",
-        rows=[(word, fmt.clean(text)) for word, text in rows if text],
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from mezzo.records import DiagnoseRecord, Operand, Pass, TrendStep
 from mezzo.report import formatting as fmt
 from mezzo.report import sheets
+from mezzo.report.findings import FindingLine, finding_line
 from mezzo.report.sheets import Fact
 
 TITLES = {
@@ -61,6 +62,7 @@ class DiagnoseSheet:
     notes: list[Fact]
     normal: str
     """What is no fault, of a run that skipped updates."""
+    findings: list[FindingLine]
     environment: list[Fact]
     command: str
 
@@ -87,6 +89,7 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
         passes=[_pass(number, seen) for number, seen in enumerate(record.passes, 1)],
         notes=[*_skips(record), *sheets.facts(record.notes)],
         normal=_NORMAL if record.num_skipped else "",
+        findings=[finding_line(finding) for finding in record.run.findings],
         environment=sheets.environment_facts(record.run.environment),
         command=sheets.command_text(record.run.command, record.run.environment),
     )
@@ -111,6 +114,9 @@ def _headline(record: DiagnoseRecord, script: str) -> str:
     policy = fmt.clean(record.run.policy)
     count = fmt.plural(len(record.run.steps), "step")
     if record.verdict == "healthy":
+        found = fmt.plural(len(record.run.findings), "finding")
+        if record.run.findings:
+            return f"{script} under {policy}: every value is finite in {count}; {found} on the script's mixed precision"
         return f"{script} under {policy}: nothing wrong in {count}"
     if record.verdict == "unfinished":
         return f"{script} under {policy}: no verdict, the run ended after {count} with exit code {record.run.exit_code}"

@@ -13,6 +13,7 @@ from pathlib import PurePath
 
 from mezzo.records import DeviceReport, DoctorRecord, Environment, Memory, Reason, RunRecord
 from mezzo.report import formatting as fmt
+from mezzo.report.findings import FindingLine, finding_line
 from mezzo.report.sampling import quantile
 
 NOT_FOR_GPU = "emulated: says nothing about a GPU"
@@ -94,6 +95,7 @@ class RunSheet:
     shares: list[Share]
     shares_note: str
     left_alone: list[Fact]
+    findings: list[FindingLine]
     environment: list[Fact]
     command: str
 
@@ -140,6 +142,7 @@ def run_sheet(record: RunRecord) -> RunSheet:
         shares=shares(share_by_format, formats=sorted(share_by_format, key=share_by_format.__getitem__)),
         shares_note=shares_note(record),
         left_alone=facts(record.effective.left_alone),
+        findings=[finding_line(finding) for finding in record.findings],
         environment=environment_facts(record.environment, framework=record.framework),
         command=command_text(record.command, record.environment),
     )

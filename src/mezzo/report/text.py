@@ -14,6 +14,7 @@ from rich.text import Text
 from mezzo.records import AnyRecord, CompareRecord, DoctorRecord
 from mezzo.report import audit, diagnose, fallback, ranges, sheets, together
 from mezzo.report.audit import Grid
+from mezzo.report.findings import FindingLine
 from mezzo.report.ranges import TensorLine
 from mezzo.report.sheets import Fact, MemoryLine, Share
 from mezzo.report.verdicts import Compared, CompareSheet, VerdictLine
@@ -81,6 +82,7 @@ def render_together(records: Sequence[CompareRecord], console: Console) -> None:
 def _run(sheet: sheets.RunSheet, console: Console) -> None:
     _error(console, sheet.error)
     _section(console, "Result", _fact_table(sheet.facts))
+    _findings(sheet.findings, console)
     _section(console, "Policy", _fact_table(sheet.explanation))
     _section(console, "Memory of a step", _memory_table(sheet.memory))
     _section(console, "Effective formats", _share_lines([(sheet.policy, sheet.shares)]))
@@ -104,11 +106,7 @@ def _compare(sheet: CompareSheet, console: Console) -> None:
 
 def _audit(sheet: audit.AuditSheet, console: Console) -> None:
     _error(console, sheet.error)
-    for finding in sheet.findings:
-        console.print()
-        _line(console, f"{finding.code}  {finding.title}  ({finding.share})", style=_STYLES["warn"])
-        rows = [Fact(what=w, value=v) for w, v in finding.rows]
-        console.print(Padding(_fact_table(rows) or "", (0, 0, 0, 2)))
+    _findings(sheet.findings, console)
     _section(console, "Product FLOPs by phase and format", _grid(sheet.phases))
     _section(console, "Products in FP32 or wider", _grid(sheet.wide, shown=_SHOWN_ROWS))
     _section(console, "Casts", _grid(sheet.casts, shown=_SHOWN_ROWS))
@@ -116,6 +114,14 @@ def _audit(sheet: audit.AuditSheet, console: Console) -> None:
     _section(console, "What Tensor Cores take badly", _grid(sheet.problems, shown=_SHOWN_ROWS))
     _section(console, "Kernels of products", _grid(sheet.kernels, shown=_SHOWN_ROWS))
     _section(console, "What limits the picture", _fact_table(sheet.notes))
+
+
+def _findings(findings: Sequence[FindingLine], console: Console) -> None:
+    for finding in findings:
+        console.print()
+        _line(console, f"{finding.code}  {finding.title}  ({finding.weight})", style=_STYLES[finding.tone])
+        rows = [Fact(what=w, value=v) for w, v in finding.rows]
+        console.print(Padding(_fact_table(rows) or "", (0, 0, 0, 2)))
 
 
 def _grid(grid: Grid, *, shown: int = 1000) -> Table | None:
@@ -140,6 +146,7 @@ def _diagnose(sheet: diagnose.DiagnoseSheet, console: Console) -> None:
     lines = ("do", sheet.fix), ("write", sheet.fix_line), ("", sheet.fix_note)
     fix = [Fact(what=what, value=value) for what, value in lines]
     _section(console, "Fix", _fact_table([fact for fact in fix if fact.value]))
+    _findings(sheet.findings, console)
     _section(console, "What the operation read", _fact_table(sheet.operands))
     if sheet.trend:
         trend = _table("step", "loss", "gradient norm", "loss scale after it", "")

@@ -22,7 +22,7 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Memory, Reason, Steps
+from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 if TYPE_CHECKING:
     from mezzo.diagnosis.watching import Diagnosis
@@ -136,6 +136,10 @@ class KerasTraining:
     def effective(self) -> Effective:
         """Return what really ran in which format."""
         return self._run.effective()
+
+    def findings(self) -> list[Finding]:
+        """Return nothing: only PyTorch's mixed precision is watched."""
+        return []
 
     def explanation(self) -> list[Reason]:
         """Return what the policy does in Keras, with reasons."""

@@ -22,7 +22,7 @@ from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Memory, Reason, Steps
+from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 
 @contextmanager
@@ -85,6 +85,10 @@ class PaddleTraining:
     def effective(self) -> Effective:
         """Return what really ran in which format."""
         return self._look.effective()
+
+    def findings(self) -> list[Finding]:
+        """Return nothing: only PyTorch's mixed precision is watched."""
+        return []
 
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""

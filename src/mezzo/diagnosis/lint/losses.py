@@ -1,0 +1,209 @@
+"""What was done to a loss before its backward pass, read off the last nodes of its graph.
+
+Only what autograd keeps on the host is read: names of nodes, shapes, numbers that a script multiplied or divided by. The nodes
+of scalars at the root are few; the walk for FP16 gradients goes through the whole graph, and is made once or twice in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mezzo.formats import FP16
+
+End: TypeAlias = Literal["mean", "sum", "terms", "unknown"]
+
+_MOST_NODES = 64
+_MOST_NODES_OF_GRAPH = 100_000
+_MEAN, _SUM = 1, 2
+"""What torch's losses keep for their ``reduction``."""
+_PASSED = (
+    "ToCopy",
+    "Clone",
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "Alias",
+    "Neg",
+    "Expand",
+    "Contiguous",
+)
+
+
+_LEAST_SCALE = 64.0
+"""Below it, a factor is taken for a loss's weight."""
+
+
+class Factor(NamedTuple):
+    """Hold a number that a loss was multiplied by; None where it lies on a device or is no plain number."""
+
+    value: float | None
+    divides: bool
+
+    @property
+    def may_scale(self) -> bool:
+        """Return whether it may be a loss scale: 1 is what a GradScaler that is off calls its scale."""
+        return self.value is None or self.value == 1.0 or self.value >= _LEAST_SCALE
+
+
+class Loss(NamedTuple):
+    """Hold how a loss came about, from the backward pass inwards."""
+
+    factors: tuple[Factor, ...]
+    """The GradScaler's is not among them."""
+    end: End
+    """What the factors apply to: a mean, a sum, a sum of several losses, or what cannot be told."""
+    terms: tuple[Loss, ...] = ()
+    """Each of several losses that were added up."""
+    squares: bool = False
+    """Whether it is a mean or sum of squares, which many divide by two."""
+
+    @property
+    def may_be_scaled(self) -> bool:
+        """Return whether the script may have multiplied it by a loss scale of its own making."""
+        return any(f.may_scale for f in (*self.factors, *(f for term in self.terms for f in term.factors)))
+
+    def is_mean(self, *, undivided_by: int) -> bool:
+        """Return whether it is a mean, or a weighted sum of means, that nothing divided by ``undivided_by``."""
+        if self.end == "terms":
+            means = all(term.end == "mean" and not term.near(undivided_by) for term in self.terms)
+            return means and not self.factors and len(self.terms) != undivided_by
+        return self.end == "mean" and not self.factors
+
+    def near(self, count: int) -> list[Factor]:
+        """Return the factors that are one over ``count``."""
+        return [f for f in self.factors if f.value is not None and abs(f.value * count - 1.0) < 1e-3]
+
+    def divided_by(self, count: int) -> int:
+        """Return how often it was divided by ``count``; a factor of a half may be part of the loss itself, a division counts."""
+        return sum(1 for f in self.near(count) if f.divides or count > 2)
+
+
+UNKNOWN = Loss((), "unknown")
+
+
+def loss_of(root: Tensor, scalings: Collection[int]) -> Loss:
+    """Return how the scalar ``root`` came about; ``scalings`` are the sequence numbers of a GradScaler's products."""
+    if root.numel() != 1 or root.grad_fn is None:
+        return UNKNOWN
+    factors, node = _followed(root.grad_fn, scalings)
+    name = _kind(node)
+    if name in ("Add", "Sub"):
+        return Loss(factors, "terms", tuple(_term(*_followed(term, scalings)) for term in _terms(node)))
+    squares = name == "MseLoss" or any(_kind(n) == "Pow" for n in _inputs(node))
+    return Loss(factors, _reduction(node, name), squares=squares)
+
+
+def _term(factors: tuple[Factor, ...], node: Any) -> Loss:
+    return Loss(factors, _reduction(node, _kind(node)))
+
+
+def _followed(node: Any, scalings: Collection[int]) -> tuple[tuple[Factor, ...], Any]:
+    """Return the factors from ``node`` inwards, and the first node that is neither a factor nor a mere view of its input."""
+    factors: list[Factor] = []
+    for _ in range(_MOST_NODES):
+        name, inputs = _kind(node), _inputs(node)
+        if len(inputs) != 1 or not _of_one(node) or (name == "Div" and node.next_functions[0][0] is None):
+            break
+        if name in ("Mul", "Div"):
+            if _sequence(node) not in scalings:
+                factors.append(_factor(node, divides=name == "Div"))
+        elif not (name in _PASSED or name in ("Add", "Sub") or (name in ("Mean", "Sum") and _of_one(inputs[0]))):
+            break
+        node = inputs[0]
+    return tuple(factors), node
+
+
+def found_in(roots: Iterable[Tensor], sequences: Collection[int]) -> int | None:
+    """Return the first of ``sequences`` that the graph of ``roots`` has near its end, None for none.
+
+    A node is younger than all that it leads to, so what is older than the oldest of ``sequences`` need not be followed.
+    """
+    oldest = min(sequences, default=0)
+    waiting = [r.grad_fn for r in roots if r.grad_fn is not None] if sequences else []
+    seen: set[Any] = set()
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        number = _sequence(node)
+        if number in sequences:
+            return number
+        seen.add(node)
+        waiting += [
+            n for n in _inputs(node) if n not in seen and _sequence(n) >= oldest and "Accumulate" not in n.name()
+        ]
+    return None
+
+
+def has_fp16_gradients(roots: Iterable[Tensor]) -> bool:
+    """Return whether a backward pass from ``roots`` computes FP16 gradients."""
+    waiting: list[Any] = [r.grad_fn for r in roots if r.grad_fn is not None]
+    seen = set(waiting)
+    while waiting and len(seen) < _MOST_NODES_OF_GRAPH:
+        node = waiting.pop()
+        if any(kept.dtype == FP16.dtype for kept in node._input_metadata):
+            return True
+        following = [n for n in _inputs(node) if n not in seen]
+        seen.update(following)
+        waiting += following
+    return False
+
+
+def sequences_of(outputs: Any) -> list[int]:
+    """Return the sequence numbers of the nodes that made tensors, also in lists and tuples."""
+    if isinstance(outputs, Tensor):
+        return [] if outputs.grad_fn is None else [_sequence(outputs.grad_fn)]
+    return [n for one in outputs for n in sequences_of(one)] if isinstance(outputs, (list, tuple)) else []
+
+
+def _kind(node: Any) -> str:
+    """Return a node's name without its ending: ``Mul`` for MulBackward0."""
+    return str(node.name()).partition("Backward")[0]
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _sequence(node: Any) -> int:
+    return int(node._sequence_nr())
+
+
+def _factor(node: Any, *, divides: bool) -> Factor:
+    try:
+        kept = getattr(node, "_saved_other", None)
+        kept = kept if kept is not None or divides else getattr(node, "_saved_self", None)
+        readable = not isinstance(kept, Tensor) or (kept.device.type == "cpu" and kept.numel() == 1)
+        with torch._C._DisableTorchDispatch():  # or whoever watches operations would see this one
+            value = float(kept) if readable else None  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):  # freed, changed in place since, packed by somebody's hook, or no real number
+        value = None
+    return Factor(1 / value if divides and value else value, divides)
+
+
+def _of_one(node: Any) -> bool:
+    """Return whether a node's result is one number."""
+    return [torch.Size(kept.shape).numel() for kept in node._input_metadata] == [1]
+
+
+def _reduction(node: Any, name: str) -> End:
+    if name in ("Mean", "Sum"):
+        return "mean" if name == "Mean" else "sum"
+    kept = getattr(node, "_saved_reduction", None)
+    return "mean" if kept == _MEAN else "sum" if kept == _SUM else "unknown"
+
+
+def _terms(node: Any) -> list[Any]:
+    """Return the nodes whose results are added up."""
+    waiting, found = [node], list[Any]()
+    while waiting and len(found) < _MOST_NODES:
+        one = waiting.pop()
+        if _kind(one) in ("Add", "Sub"):
+            waiting += _inputs(one)
+        else:
+            found.append(one)
+    return found

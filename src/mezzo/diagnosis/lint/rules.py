@@ -1,0 +1,139 @@
+"""The misuses of mixed precision that a script is watched for: one row a code, each with its page in ``docs/findings``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mezzo.records import Severity
+
+
+@dataclass(frozen=True)
+class Misuse:
+    """Hold one code: what it is called, how wrong it is, what it does to training, and what mends it."""
+
+    code: str
+    title: str
+    severity: Severity
+    harm: str
+    fix: str
+
+
+MISUSES: tuple[Misuse, ...] = (
+    Misuse(
+        "A601",
+        "gradients are clipped while they are scaled",
+        "error",
+        "the limit applies to gradients times the loss scale, so every update is cut to almost nothing and changes its "
+        "size with the scale",
+        "call scaler.unscale_(optimizer) after backward() and before clipping",
+    ),
+    Misuse(
+        "A602",
+        "the norm of scaled gradients is read",
+        "info",
+        "the number is the gradient norm times the loss scale",
+        "call scaler.unscale_(optimizer) first, or divide the norm by scaler.get_scale()",
+    ),
+    Misuse(
+        "A603",
+        "an optimizer steps on scaled gradients",
+        "error",
+        "the update is as many times too large as the loss scale is, and an overflow reaches the weights",
+        "call scaler.step(optimizer) in place of optimizer.step()",
+    ),
+    Misuse(
+        "A604",
+        "GradScaler.step on gradients that were not scaled",
+        "error",
+        "gradients that nothing multiplied are divided by the loss scale: the update is lost",
+        "call scaler.scale(loss).backward() for every loss of this optimizer",
+    ),
+    Misuse(
+        "A605",
+        "GradScaler calls out of order",
+        "error",
+        "torch raises an error, or gradients are divided by the scale twice or not at all",
+        "keep the order: scale(loss).backward(), unscale_(optimizer) if needed, step(optimizer), and update() once at the end",
+    ),
+    Misuse(
+        "A606",
+        "GradScaler.update between scale() and step()",
+        "warning",
+        "the gradients are divided by another scale than the one that they were multiplied by",
+        "call update() once, after the steps of all optimizers whose losses were scaled",
+    ),
+    Misuse(
+        "A607",
+        "the loss is divided twice for accumulation",
+        "warning",
+        "each update uses one k-th of the mean gradient of its k micro-batches",
+        "divide in one place: leave the division to the library, or tell the library not to accumulate",
+    ),
+    Misuse(
+        "A608",
+        "the loss is not divided under accumulation",
+        "info",
+        "if these are micro-batches of one batch, the gradients are k times those of the batch",
+        "divide the loss by k before backward(), or the learning rate by k if the optimizer is not invariant to scale",
+    ),
+    Misuse(
+        "A609",
+        "FP16 gradients without a loss scale",
+        "error",
+        "gradients below 6e-8 become zero in FP16, and those below 6e-5 lose bits",
+        "use torch.amp.GradScaler around backward() and step(), or BF16, which needs no scale",
+    ),
+    Misuse(
+        "A610",
+        "the schedule moves on at skipped updates",
+        "warning",
+        "the learning rate runs ahead of the updates; a warm-up may be over before the first one",
+        "step the scheduler only if scaler.get_scale() did not fall: scale = scaler.get_scale(); scaler.update(); "
+        "if scaler.get_scale() >= scale: scheduler.step()",
+    ),
+    Misuse(
+        "A611",
+        "the schedule steps before the optimizer",
+        "warning",
+        "the first learning rate of the schedule is never used",
+        "call scheduler.step() after optimizer.step() or scaler.step(optimizer)",
+    ),
+    Misuse(
+        "A612",
+        "an average of weights is kept in 16 bits",
+        "warning",
+        "a step of the average below half a unit in the last place (2^-9 of the value in BF16, 2^-12 in FP16) is lost: "
+        "the average stands still",
+        "keep the averaged copy in FP32: copy.deepcopy(model).float()",
+    ),
+    Misuse(
+        "A613",
+        "running statistics are kept in 16 bits",
+        "warning",
+        "changes of mean and variance below half a unit in the last place are lost, and evaluation uses stale statistics",
+        "keep these modules in FP32: module.float() after model.half() or model.bfloat16(), or autocast over FP32 weights",
+    ),
+    Misuse(
+        "A614",
+        "gradients are cleared between backward() and step()",
+        "error",
+        "the optimizer steps without gradients: nothing is learned",
+        "call zero_grad() after step(), or before backward()",
+    ),
+    Misuse(
+        "A615",
+        "GradScaler with BF16 autocast",
+        "info",
+        "BF16 has the range of FP32: the scale has nothing to save, costs a pass over the gradients and a wait for the device",
+        "leave the scaler out, or pass enabled=(dtype == torch.float16)",
+    ),
+    Misuse(
+        "A616",
+        "GradScaler over FP16 weights",
+        "error",
+        "unscaling FP16 gradients would lose what the scale had saved; torch refuses it",
+        "keep the weights in FP32 under autocast, or use FP32 master weights (mezzo.Session with policy fp16-master)",
+    ),
+)
+
+BY_CODE = {misuse.code: misuse for misuse in MISUSES}

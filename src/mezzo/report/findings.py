@@ -1,0 +1,46 @@
+"""Findings as display strings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from mezzo.records import Finding
+from mezzo.report import formatting as fmt
+
+_TONES = {"error": "bad", "warning": "warn", "info": "open", "": "warn"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingLine:
+    """Hold one finding."""
+
+    code: str
+    title: str
+    weight: str
+    """How much it concerns: a share of the step, or how wrong it is."""
+    tone: str
+    rows: list[tuple[str, str]]
+    """What is said of it, by a word."""
+
+
+def finding_line(finding: Finding) -> FindingLine:
+    """Return what a view says of ``finding``."""
+    rows = [("where", ", ".join(finding.modules)), ("what", finding.detail)]
+    rows += [("harm" if finding.severity else "gain", finding.gain), ("fix", finding.fix)]
+    rows += [("lines", ", ".join(PurePath(line).name for line in finding.lines))]
+    rows += [("page", f"docs/findings/{finding.code}.md")]
+    return FindingLine(
+        code=finding.code,
+        title=fmt.clean(finding.title),
+        weight=_weight(finding),
+        tone=_TONES[finding.severity],
+        rows=[(word, fmt.clean(text)) for word, text in rows if text],
+    )
+
+
+def _weight(finding: Finding) -> str:
+    if not finding.severity:
+        return f"{fmt.share_text(finding.share)} of {'FLOPs' if finding.flops else 'bytes'}"
+    times = f", {finding.count} times" if finding.count > 1 else ""
+    return f"{finding.severity}, first in step {finding.step}{times}"

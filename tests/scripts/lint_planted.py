@@ -1,0 +1,620 @@
+"""One misuse of mixed precision each; the line that is to blame ends with its code."""
+
+import copy
+import sys
+import warnings
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler as schedulers
+
+STEPS = 4
+generator = torch.Generator().manual_seed(3)
+batches = [(torch.randn(16, 6, generator=generator), torch.randn(16, 2, generator=generator)) for _ in range(12)]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+
+
+model = network()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+def half():
+    return torch.autocast("cpu", dtype=torch.float16)
+
+
+def loss_of(batch, net=model):
+    with half():
+        return F.mse_loss(net(batch[0]).float(), batch[1])
+
+
+def plain_loss(batch, net=model):
+    return F.mse_loss(net(batch[0]), batch[1])
+
+
+def clip_norm():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # A601
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def clip_value():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        torch.nn.utils.clip_grad.clip_grad_value_(list(model.parameters()), 0.5)  # A601
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def clip_by_hand():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        total = sum(p.grad.data.norm(2) ** 2 for p in model.parameters()) ** 0.5  # A601
+        for p in model.parameters():
+            p.grad.mul_(min(1.0, 1.0 / (total.item() + 1e-6)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def clip_by_squares():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        gradients = [p.grad for p in model.parameters()]
+        total = torch.stack([g.float().pow(2).sum() for g in gradients]).sum().sqrt()  # A601
+        torch._foreach_mul_(gradients, (1.0 / (total + 1e-6)).clamp(max=1.0))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def clamp_by_hand():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        for p in model.parameters():
+            p.grad.data.clamp_(-1.0, 1.0)  # A601
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def clip_one_of_two():
+    ends = [torch.optim.SGD(model[0].parameters(), lr=0.05), torch.optim.Adam(model[3].parameters(), lr=0.01)]
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaler.unscale_(ends[0])
+        for end in ends:
+            nn.utils.clip_grad_norm_(end.param_groups[0]["params"], 1.0)  # A601
+        for end in ends:
+            scaler.step(end)
+        scaler.update()
+        model.zero_grad()
+
+
+def clip_data_by_hand():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        total = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))  # A601
+        for p in model.parameters():
+            p.grad.data = p.grad.data / (total + 1e-6)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def clip_two_at_once():
+    other = network()
+    second = torch.optim.SGD(other.parameters(), lr=0.05)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        second.zero_grad()
+        scaler.scale(loss_of(batch) + loss_of(batch, other)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)  # A601
+        scaler.step(optimizer)
+        scaler.step(second)
+        scaler.update()
+
+
+def clip_micro_batches():
+    for number, batch in enumerate(batches, 1):
+        scaler.scale(loss_of(batch) / 3).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # A601
+        if number % 3 == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def clip_before_unscale():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        nn.utils.clip_grad_norm_(filter(lambda p: p.requires_grad, model.parameters()), 1.0)  # A601
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def clip_in_compiled_script():
+    compiled = torch.compile(model, backend="eager")
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch, compiled)).backward()
+        for p in model.parameters():
+            p.grad /= p.grad.norm() + 1e-8  # A601
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def clamped_copy():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        for p in model.parameters():
+            p.grad = p.grad.clamp(-1.0, 1.0)  # A601
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def log_norm():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()  # A602
+        scaler.step(optimizer)
+        scaler.update()
+        print("gradient norm", norm)
+
+
+def log_norm_by_infinite_clip():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        print(nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item())  # A602
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def step_directly():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        optimizer.step()  # A603
+
+
+def second_steps_directly():
+    other = network()
+    second = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch) + loss_of(batch, other)).backward()
+        scaler.step(optimizer)
+        second.step()  # A603
+        scaler.update()
+        optimizer.zero_grad()
+        second.zero_grad()
+
+
+def closure_steps_scaled():
+    lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    for batch in batches[:STEPS]:
+
+        def evaluate(batch=batch):
+            lbfgs.zero_grad()
+            loss = loss_of(batch)
+            scaler.scale(loss).backward()
+            return loss
+
+        lbfgs.step(evaluate)  # A603
+
+
+def not_scaled():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        loss_of(batch).backward()  # A604
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def result_unused():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        loss = loss_of(batch)
+        scaler.scale(loss)
+        loss.backward()  # A604
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def penalty_not_scaled():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        penalty = 1e-3 * sum(p.square().sum() for p in model.parameters())
+        penalty.backward()  # A604
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def other_scaler():
+    second = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        second.scale(torch.zeros(()))
+        scaler.scale(loss_of(batch)).backward()  # A604
+        second.step(optimizer)
+        second.update()
+
+
+def no_update():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)  # A605
+
+
+def update_first():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.update()  # A605
+        scaler.step(optimizer)
+
+
+def unscale_twice():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        for _ in range(2):
+            scaler.unscale_(optimizer)  # A605
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def unscale_after_step():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.unscale_(optimizer)  # A605
+        scaler.update()
+
+
+def unscale_each_micro_batch():
+    for number, batch in enumerate(batches, 1):
+        scaler.scale(loss_of(batch) / 2).backward()
+        if number % 2 == 1:
+            scaler.unscale_(optimizer)
+        else:
+            scaler.step(optimizer)  # A605
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def update_after_each():
+    other = network()
+    second = torch.optim.SGD(other.parameters(), lr=0.05)
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaler.scale(loss_of(batch, other)).backward()
+        scaler.unscale_(optimizer)
+        scaler.unscale_(second)
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.step(second)  # A606
+        scaler.update()
+        optimizer.zero_grad()
+        second.zero_grad()
+
+
+def update_between_windows():
+    other = network()
+    second = torch.optim.SGD(other.parameters(), lr=0.05)
+    for number, batch in enumerate(batches, 1):
+        scaler.scale(loss_of(batch) + loss_of(batch, other) / 3).backward()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        if number % 3 == 0:
+            scaler.step(second)  # A606
+            second.zero_grad()
+        scaler.update()
+
+
+def divided_twice():
+    for number, batch in enumerate(batches, 1):
+        loss = plain_loss(batch) / 4
+        (loss / 4).backward()  # A607
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def divided_twice_with_scaler():
+    for number, batch in enumerate(batches, 1):
+        with half():
+            loss = F.cross_entropy(model(batch[0]), batch[1].argmax(1)) / 3
+        scaler.scale(loss * (1 / 3)).backward()  # A607
+        if number % 3 == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def divided_twice_by_session():
+    import mezzo
+
+    net = network()
+    session = mezzo.Session(net, torch.optim.SGD(net.parameters(), lr=0.05), policy="bf16", accumulate=3)
+    for batch in batches:
+        with session.autocast():
+            loss = F.mse_loss(net(batch[0]).float(), batch[1]) / 3
+        with warnings.catch_warnings(action="ignore", category=mezzo.PrecisionWarning):  # the session's own
+            session.step(loss)  # A607
+
+
+def divided_twice_by_accelerate():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    net, opt = accelerator.prepare(model, optimizer)
+    for batch in batches:
+        with accelerator.accumulate(net):
+            accelerator.backward(plain_loss(batch, net) / 3)  # A607
+            opt.step()
+            opt.zero_grad()
+
+
+def not_divided():
+    for number, batch in enumerate(batches, 1):
+        plain_loss(batch).backward()  # A608
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def not_divided_with_scaler():
+    for start in range(0, 12, 3):
+        optimizer.zero_grad()
+        for batch in batches[start : start + 3]:
+            scaler.scale(loss_of(batch)).backward()  # A608
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def not_divided_weighted_sum():
+    for number, batch in enumerate(batches, 1):
+        predicted = model(batch[0])
+        (F.mse_loss(predicted, batch[1]) + 0.1 * F.l1_loss(predicted, batch[1])).backward()  # A608
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def no_scaler():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        loss_of(batch).backward()  # A609
+        optimizer.step()
+
+
+def scaler_off():
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        off.scale(loss_of(batch)).backward()  # A609
+        off.step(optimizer)
+        off.update()
+
+
+def schedule_on_skip():
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    scheduler = schedulers.LinearLR(optimizer, 0.1, 1.0, 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in batches[:STEPS]:
+            optimizer.zero_grad()
+            high.scale(loss_of(batch)).backward()
+            high.step(optimizer)
+            high.update()
+            scheduler.step()  # A610
+
+
+def schedule_first():
+    scheduler = schedulers.StepLR(optimizer, 1, 0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in batches[:STEPS]:
+            optimizer.zero_grad()
+            plain_loss(batch).backward()
+            scheduler.step()  # A611
+            optimizer.step()
+
+
+def schedule_at_the_top():
+    scheduler = schedulers.CosineAnnealingLR(optimizer, 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in batches[:STEPS]:
+            scheduler.step()  # A611
+            optimizer.zero_grad()
+            scaler.scale(loss_of(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def train_plainly(after, net=model, number=STEPS, dtype=torch.float32):
+    opt = torch.optim.SGD(net.parameters(), lr=0.05)
+    for batch in batches[:number]:
+        opt.zero_grad()
+        F.mse_loss(net(batch[0].to(dtype)).float(), batch[1]).backward()
+        opt.step()
+        after()
+
+
+def average_lerp():
+    mean = copy.deepcopy(model).half()
+
+    def after():
+        with torch.no_grad():
+            for slow, fast in zip(mean.parameters(), model.parameters(), strict=True):
+                slow.lerp_(fast.half(), 0.001)  # A612
+
+    train_plainly(after)
+
+
+def average_mul_add():
+    mean = [p.detach().clone().bfloat16() for p in model.parameters()]
+
+    def after():
+        for slow, fast in zip(mean, model.parameters(), strict=True):
+            slow.mul_(0.999).add_(fast.data, alpha=0.001)  # A612
+
+    train_plainly(after, number=10)
+
+
+def average_after_clearing():
+    mean = [p.detach().clone().bfloat16() for p in model.parameters()]
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        torch._foreach_lerp_(mean, [p.detach().bfloat16() for p in model.parameters()], 0.01)  # A612
+
+
+def average_state_dict():
+    mean = {name: value.to(torch.float16) for name, value in model.state_dict().items() if value.is_floating_point()}
+
+    def after():
+        for name, value in model.state_dict().items():
+            if name in mean:
+                mean[name] = 0.99 * mean[name] + 0.01 * value.half()  # A612
+
+    train_plainly(after)
+
+
+def average_copied():
+    mean = copy.deepcopy(model).half()
+
+    def after():
+        with torch.no_grad():
+            for slow, fast in zip(mean.parameters(), model.parameters(), strict=True):
+                slow.copy_(0.999 * slow.float() + 0.001 * fast)  # A612
+
+    train_plainly(after)
+
+
+def average_cast_back():
+    mean = [p.detach().bfloat16() for p in model.parameters()]
+
+    def after():
+        for place, fast in enumerate(model.parameters()):
+            mean[place] = torch.lerp(mean[place].float(), fast.detach(), 0.01).bfloat16()  # A612
+
+    train_plainly(after)
+
+
+def average_difference():
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).bfloat16()
+    mean = copy.deepcopy(net)
+
+    def after():
+        with torch.no_grad():
+            for slow, fast in zip(mean.parameters(), net.parameters(), strict=True):
+                slow.sub_(0.01 * (slow - fast))  # A612
+
+    train_plainly(after, net, dtype=torch.bfloat16)
+
+
+def average_in_compiled_script():
+    compiled = torch.compile(model, backend="eager")
+    mean = copy.deepcopy(model).half()
+
+    def after():
+        for slow, fast in zip(mean.parameters(), model.parameters(), strict=True):
+            slow.data.lerp_(fast.data.half(), 0.01)  # A612
+
+    train_plainly(after, compiled)
+
+
+def average_model():
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).bfloat16()
+    mean = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
+    train_plainly(lambda: mean.update_parameters(net), net, dtype=torch.bfloat16)  # A612
+
+
+def statistics():
+    net = network().bfloat16()
+    train_plainly(lambda: None, net, dtype=torch.bfloat16)
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.register_buffer("running_mean", torch.zeros(6))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.running_mean.mul_(0.99).add_(x.mean(0), alpha=0.01)
+        return self.linear(x - self.running_mean)
+
+
+def statistics_of_its_own():
+    train_plainly(lambda: None, Normalised().bfloat16(), dtype=torch.bfloat16)
+
+
+def cleared():
+    for batch in batches[:STEPS]:
+        plain_loss(batch).backward()
+        optimizer.zero_grad()
+        optimizer.step()  # A614
+
+
+def cleared_by_model():
+    for batch in batches[:STEPS]:
+        plain_loss(batch).backward()
+        model.zero_grad(set_to_none=False)
+        optimizer.step()  # A614
+
+
+def cleared_with_scaler():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        optimizer.zero_grad()
+        scaler.step(optimizer)  # A614
+        scaler.update()
+
+
+def needless():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.mse_loss(model(batch[0]).float(), batch[1])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)  # A615
+        scaler.update()
+
+
+def half_weights():
+    net = nn.Linear(6, 2).half()
+    opt = torch.optim.SGD(net.parameters(), lr=0.05)
+    for batch in batches[:STEPS]:
+        opt.zero_grad()
+        scaler.scale(F.mse_loss(net(batch[0].half()).float(), batch[1])).backward()
+        scaler.step(opt)  # A616
+        scaler.update()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
