@@ -19,7 +19,7 @@ from benchmarks.harness import interleave, median_ms, ratio, report, spread
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 
-ROUNDS, STEPS, UNTIMED_STEPS = 25, 60, 70
+ROUNDS, STEPS, UNTIMED_STEPS = 25, 60, 110
 SIZES = (64, 256, 256, 10)
 Step = Callable[[], Any]
 
@@ -81,7 +81,7 @@ class Piece:
 
     @contextmanager
     def set_up(self) -> Iterator[None]:
-        """Begin a run as a script does, past the step that is inspected and the first 64, in which the loop is checked for misuse."""
+        """Begin a run as a script does, past the step that is inspected and the first 100, in which the loop is checked for misuse."""
         with ExitStack() as stack:
             stack.enter_context(self._around())
             self._step = self._make()
