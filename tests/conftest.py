@@ -2,10 +2,14 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in child processes
 
+import pytest
 import torch
+
+from helpers_backward import WAYS, backward_in
 
 if not torch.cuda.is_available():
     # Its interpreter runs kernels on a CPU. Triton decides when it is imported, so before any test does.
@@ -21,3 +25,17 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Give it back: at the interpreter's end, native libraries call objects that were never collected leaks."""
     gc.unfreeze()
+
+
+@pytest.fixture(params=WAYS)
+def backward_way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a test twice: with its backward passes in the script's thread, as on a CPU, and in a second one, as with a GPU."""
+    with backward_in(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=[WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow)])
+def slow_backward_way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The same for files that take long."""
+    with backward_in(request.param):
+        yield request.param

@@ -23,6 +23,8 @@ from mezzo.errors import SessionError
 from mezzo.measure.flops import OperandFormats
 from mezzo.records import AuditRecord
 
+pytestmark = pytest.mark.usefixtures("backward_way")
+
 Forward = Callable[..., Tensor]
 
 

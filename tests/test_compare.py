@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers_compare import ENVIRONMENT, falling, judge, row_of, run, series, with_metric
 from mezzo.errors import MezzoError, PolicyError
 from mezzo.measure.compare import compare
-from mezzo.records import CompareRecord, Effective, FileRead, Memory, Metric, Row, RunRecord
+from mezzo.records import CompareRecord, Effective, FileRead, Memory, Metric, Reason, Row, RunRecord
 
 NAN, INF = math.nan, math.inf
 many = settings(max_examples=60, deadline=None)
@@ -393,6 +393,32 @@ def test_the_speedup_is_the_median_of_the_seeds_ratios() -> None:
     rows = judge(timed("fp32", [8.0, 6.0, 12.0]) + timed("bf16", [4.0, 2.0, 8.0, 1.0])).rows
     assert times_of(rows[0]) == (8.0, 1.0, 1.0, 1.0)
     assert times_of(rows[1]) == (4.0, 2.0, 1.5, 3.0)  # the fourth seed has no partner, and no part in anything
+
+
+WIDE = Effective(
+    flops_by_format={"fp32": 4},
+    left_alone=[Reason(what="FP32 code", value="all", reason="forward code outside any module")],
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "effective", "verdict"),
+    [
+        ("fp16", WIDE, "undecided"),
+        ("bf16:op_lists=device", WIDE, "undecided"),
+        ("tf32", WIDE, "equivalent"),  # lowers nothing below 32 bits
+        ("as-is", WIDE, "equivalent"),
+        ("fp16", Effective(), "equivalent"),  # no products, so nothing was counted
+        ("fp16", Effective(flops_by_format={"fp32": 3, "fp16": 1}), "equivalent"),
+    ],
+)
+def test_a_policy_under_which_nothing_was_lowered_shows_nothing_of_it(
+    policy: str, effective: Effective, verdict: str
+) -> None:
+    row = row_of(series("fp32", [1.0, 1.1]) + series(policy, [1.0, 1.1], effective=effective), policy)
+    assert row.verdict == verdict
+    told = f"{policy} changed nothing, so this shows nothing of it: 100% fp32 ran (FP32 code: forward code outside any module); "
+    assert row.reason.startswith(told) == (verdict == "undecided")
 
 
 EMULATED = Effective(flops_by_format={"bf16": 3, "fp32": 1}, emulated=True)

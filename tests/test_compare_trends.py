@@ -159,22 +159,31 @@ def test_each_of_several_losses_is_judged() -> None:
     assert "with seed 1, the loss of netG ended at 50, far above all of fp32's" in rows[1].reason
 
 
+def test_a_run_of_the_baseline_that_begins_low_and_ends_low_has_learned() -> None:
+    """As gradient descent on a line does, where each seed begins elsewhere."""
+    courses = [start * np.exp(-8 * TIME) + end for start, end in ((3.8, 0.17), (0.25, 0.35), (4.5, 0.2))]
+    rows = judge(runs("fp32", courses) + runs("bf16", [1.001 * course for course in courses])).rows
+    assert "stopped learning" not in rows[0].reason
+    assert rows[1].verdict == "equivalent"
+
+
 # --- skipped updates ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("skipped", "words"),
     [
-        ([False] * 17 + [True] * 3, "its last 3 updates were all skipped"),
-        ([False] * 45 + [True] * 5, "its last 5 updates were all skipped"),
-        ([True, True], "its last 2 updates were all skipped"),
+        ([False] * 17 + [True] * 3, "its last 3 updates were all skipped; skipped "),
+        ([False] * 45 + [True] * 5, "its last 5 updates were all skipped; skipped "),
+        ([True, True], "its last 2 updates were all skipped; skipped 100% of its updates"),
+        ([True], "its last update was skipped; skipped 100% of its updates"),
     ],
 )
 def test_a_run_that_ends_in_skipped_updates_stopped_learning(skipped: list[bool], words: str) -> None:
     loss = falling(1.0, num_steps=len(skipped))
     row = row_of([run("fp32", loss), run("bf16", loss, skipped=skipped)])
     assert row.verdict == "stopped_learning"
-    assert row.reason.startswith(f"1 of 1 run stopped learning: with seed 0, {words}; skipped ")
+    assert row.reason.startswith(f"1 of 1 run stopped learning: with seed 0, {words}")
 
 
 @pytest.mark.parametrize("skipped", [[False] * 18 + [True] * 2, [False] * 46 + [True] * 4])
@@ -195,6 +204,11 @@ def test_a_skipped_update_now_and_then_is_none(skipped: list[bool]) -> None:
             "fp16",
             [True] * 9 + [False] * 21,
             "skipped 30% of its updates, most at the start until its loss scale was found: try fp16:init_scale=64",
+        ),
+        (
+            "fp16",
+            [False, True, True] + [False] * 27,
+            "skipped 6.7% of its updates, most at the start until its loss scale was found: try fp16:init_scale=64",
         ),
         (
             "fp16:growth_interval=5",

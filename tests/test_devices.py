@@ -1,14 +1,16 @@
 """Support for formats on devices with made-up capabilities and instruction sets."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mezzo import devices
 from mezzo.devices import Device, Level, device_kinds, this_device
 from mezzo.formats import FORMATS
 
-NAMES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
+NAMES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 LETTERS: dict[str, Level] = {"n": "native", "e": "emulated", "x": "impossible"}
 
 
@@ -16,34 +18,54 @@ def gpu(major: int, minor: int) -> Device:
     return Device(kind="cuda", name=f"GPU {major}.{minor}", capability=(major, minor))
 
 
+def amd(architecture: str) -> Device:
+    return Device(kind="cuda", name="an AMD GPU", architecture=architecture)
+
+
 def cpu(*flags: str) -> Device:
     return Device(kind="cpu", name="a CPU", flags=frozenset(flags))
 
 
+TURING = Device(kind="cuda", name="NVIDIA GeForce GTX 1660 Ti", capability=(7, 5))
+APPLE = Device(kind="mps", name="an Apple GPU", has_fp64=False)
+ARC = Device(kind="xpu", name="Intel Arc A770", has_fp64=False)
+MAX = Device(kind="xpu", name="Intel Data Center GPU Max 1550")
+
 LEVELS = [
-    # device, then fp64 fp32 tf32 fp16 bf16 e4m3 e5m2
-    (gpu(6, 1), "n n x e e e e"),
-    (gpu(7, 0), "n n x n e e e"),
-    (gpu(7, 5), "n n x n e e e"),
-    (gpu(8, 0), "n n n n n e e"),
-    (gpu(8, 6), "n n n n n e e"),
-    (gpu(8, 9), "n n n n n n n"),
-    (gpu(9, 0), "n n n n n n n"),
-    (gpu(12, 0), "n n n n n n n"),
-    (cpu(), "n n x e e e e"),
-    (cpu("avx2", "f16c"), "n n x e e e e"),
-    (cpu("avx512_bf16"), "n n x e n e e"),
-    (cpu("amx_bf16"), "n n x e n e e"),
-    (cpu("avx512_fp16"), "n n x n e e e"),
-    (cpu("amx_fp16", "amx_bf16"), "n n x n n e e"),
-    (Device(kind="mps", name="Apple"), "n n x n e e e"),
-    (Device(kind="xpu", name="Intel"), "n n x n n e e"),
-    (Device(kind="cuda", name="absent"), "n n x x x x x"),
+    # device, then fp64 fp32 tf32 fp16 bf16 e4m3 e5m2 e4m3fnuz e5m2fnuz
+    (gpu(6, 1), "n n x e e e e e e"),
+    (gpu(7, 0), "n n x n e e e e e"),
+    (gpu(7, 5), "n n x n e e e e e"),
+    (TURING, "n n x n e e e e e"),
+    (gpu(8, 0), "n n n n n e e e e"),
+    (gpu(8, 6), "n n n n n e e e e"),
+    (gpu(8, 9), "n n n n n n n e e"),
+    (gpu(9, 0), "n n n n n n n e e"),
+    (gpu(12, 0), "n n n n n n n e e"),
+    (amd("gfx906"), "n n x e e e e e e"),
+    (amd("gfx908"), "n n x n n e e e e"),
+    (amd("gfx90a"), "n n x n n e e e e"),
+    (amd("gfx942"), "n n x n n e e n n"),
+    (amd("gfx950"), "n n x n n n n e e"),
+    (amd("gfx1030"), "n n x e e e e e e"),
+    (amd("gfx1100"), "n n x n n e e e e"),
+    (amd("gfx1201"), "n n x n n n n e e"),
+    (cpu(), "n n x e e e e e e"),
+    (cpu("avx2", "f16c"), "n n x e e e e e e"),
+    (cpu("avx512_bf16"), "n n x e n e e e e"),
+    (cpu("amx_bf16"), "n n x e n e e e e"),
+    (cpu("avx512_fp16"), "n n x n e e e e e"),
+    (cpu("amx_fp16", "amx_bf16"), "n n x n n e e e e"),
+    (APPLE, "x n x n n e e e e"),
+    (Device(kind="mps", name="before macOS 14", has_fp64=False, has_bf16=False), "x n x n e e e e e"),
+    (ARC, "x n x n n e e e e"),
+    (MAX, "n n x n n e e e e"),
+    (Device(kind="cuda", name="absent"), "n n x x x x x x x"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("device", "letters"), LEVELS, ids=[f"{d.name}-{'+'.join(sorted(d.flags))}" for d, _ in LEVELS]
+    ("device", "letters"), LEVELS, ids=[f"{d.name}-{d.architecture or '+'.join(sorted(d.flags))}" for d, _ in LEVELS]
 )
 def test_level_of_every_format(device: Device, letters: str) -> None:
     supports = [device.support(FORMATS[name]) for name in NAMES]
@@ -70,9 +92,17 @@ REASONS = [
         "this CPU lacks units for 8-bit floating point; native kernels would be many times slower than FP32",
     ),
     (cpu(), "tf32", "TF32 is a mode of NVIDIA's matrix units; FP32 is computed instead"),
-    (Device(kind="xpu", name="Intel"), "bf16", "torch runs it on xpu"),
-    (Device(kind="mps", name="Apple"), "bf16", "no known unit on mps"),
-    (Device(kind="mps", name="Apple"), "tf32", "TF32 is NVIDIA's"),
+    (gpu(9, 0), "e4m3fnuz", "NVIDIA's matrix units take no e4m3fnuz; fp8_formats=ocp is what they may have"),
+    (TURING, "fp16", "compute capability 7.5 without Tensor Cores; its fp16 units compute at twice the rate of FP32"),
+    (TURING, "bf16", "compute capability 7.5, and matrix units take bf16 only from 8.0"),
+    (amd("gfx90a"), "e4m3", "gfx90a (MI210, MI250, MI250X), and its matrix units take fp16, bf16"),
+    (amd("gfx942"), "e4m3fnuz", "gfx942 (MI300A, MI300X, MI325X); its matrix units take e4m3fnuz"),
+    (amd("gfx942"), "tf32", "gfx942: torch computes FP32 products in FP32 here"),
+    (amd("gfx906"), "fp16", "gfx906 is not among the architectures whose matrix units are known here"),
+    (MAX, "bf16", "torch runs it on xpu"),
+    (APPLE, "bf16", "torch runs it on mps"),
+    (APPLE, "tf32", "TF32 is NVIDIA's"),
+    (APPLE, "fp64", "an Apple GPU has no FP64; FP32 is used in its place"),
     (Device(kind="cuda", name="absent"), "fp16", "torch finds no CUDA device on this machine"),
 ]
 
@@ -139,3 +169,50 @@ def test_cuda_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert this_device("cuda") == Device(kind="cuda", name="cuda")
     assert "cuda" not in device_kinds()
+
+
+def test_amds_numbers_are_no_compute_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.version.hip", "7.0.0")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "AMD Instinct MI250X")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    properties = SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
+
+    device = this_device("cuda")
+    assert device == Device(kind="cuda", name="AMD Instinct MI250X", architecture="gfx90a")
+    assert [device.support(FORMATS[name]).level for name in ("tf32", "e4m3")] == ["impossible", "emulated"]
+
+
+@pytest.mark.parametrize(("newer", "bf16"), [(True, "native"), (False, "emulated")])
+def test_apples_gpu(monkeypatch: pytest.MonkeyPatch, newer: bool, bf16: str) -> None:
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    monkeypatch.setattr("torch.backends.mps.is_macos_or_newer", lambda major, minor: newer)
+
+    device = this_device("mps")
+    assert (device.has_fp64, device.support(FORMATS["bf16"]).level) == (False, bf16)
+    assert not devices.has_fp64(torch.device("mps"))
+
+
+@pytest.mark.parametrize("has_fp64", [True, False])
+def test_intels_gpu(monkeypatch: pytest.MonkeyPatch, has_fp64: bool) -> None:
+    devices._xpu_has_fp64.cache_clear()
+    monkeypatch.setattr("torch.xpu.is_available", lambda: True)
+    monkeypatch.setattr("torch.xpu.get_device_name", lambda: "Intel Arc")
+    monkeypatch.setattr("torch.xpu.get_device_properties", lambda index: SimpleNamespace(has_fp64=has_fp64))
+    try:
+        assert this_device("xpu") == Device(kind="xpu", name="Intel Arc", has_fp64=has_fp64)
+    finally:
+        devices._xpu_has_fp64.cache_clear()
+
+
+def test_an_accelerator_is_found_by_torchs_common_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("xpu"))
+
+    assert device_kinds() == ["xpu", "cpu"]
+
+
+def test_nothing_is_claimed_of_devices_that_no_test_ran_on() -> None:
+    told = {device.kind: device.evidence for device, _ in LEVELS}
+    assert {kind for kind, evidence in told.items() if "ever run" not in evidence} == {"cpu"}

@@ -30,6 +30,8 @@ from mezzo.report.html import render_html
 from mezzo.report.text import render
 from record_builders import environment
 
+pytestmark = pytest.mark.usefixtures("slow_backward_way")
+
 FAULTS = str(Path(__file__).parent / "faults" / "faults.py")
 PARALLEL = str(Path(__file__).parent / "faults" / "parallel.py")
 

@@ -29,7 +29,10 @@ from mezzo.policy import Policy  # noqa: E402
 from mezzo.records import AnyRecord, DiagnoseRecord, RunRecord  # noqa: E402
 
 # torch.compile instantiates a class of torch's while it traces a custom function.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("slow_backward_way"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

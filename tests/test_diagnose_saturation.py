@@ -21,6 +21,8 @@ import mezzo
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 
+pytestmark = pytest.mark.usefixtures("slow_backward_way")
+
 POLICY = "fp16:loss_scale=static:init_scale=16"
 HARMLESS, WRONG = 0.02, 0.1
 

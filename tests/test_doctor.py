@@ -98,7 +98,7 @@ TF32_REASON = (
             [
                 (
                     "no matrix units for half precision",
-                    "compare losses and memory here, times on a GPU of compute capability 7.0 or later",
+                    "compare losses and memory here, times on a GPU that has them (NVIDIA: compute capability 7.0 or later)",
                     "half precision is emulated on a GPU: compute capability 6.1, and matrix units take fp16 only from 7.0",
                 )
             ],
@@ -126,7 +126,36 @@ TF32_REASON = (
     ],
 )
 def test_advice_follows_from_the_facts(found: Facts, expected: list[tuple[str, str, str]]) -> None:
-    assert [(a.what, a.value, a.reason) for a in advice(found)] == expected
+    told = [(a.what, a.value, a.reason) for a in advice(found)]
+    evidence = [one for one in told if one[0].startswith("Mezzo on ")]
+    assert [one for one in told if one not in evidence] == expected
+    assert [(what, reason) for what, _, reason in evidence] == [
+        (f"Mezzo on {device.name}", device.evidence) for device in found.devices if device.kind != "cpu"
+    ]
+
+
+def test_an_amd_gpu_is_reported_with_its_own_formats() -> None:
+    device = Device(kind="cuda", name="AMD Instinct MI300X", architecture="gfx942")
+    report = device_report(device, facts=machine(device, CPU))
+    assert (report.name, report.compute_capability) == ("AMD Instinct MI300X (gfx942)", None)
+    levels = {f.format: f.level for f in report.formats}
+    assert levels == {
+        "fp32": "native",
+        "tf32": "impossible",
+        "fp16": "native",
+        "bf16": "native",
+        "e4m3": "emulated",
+        "e5m2": "emulated",
+        "e4m3fnuz": "native",
+        "e5m2fnuz": "native",
+    }
+    assert [state.value for state in tf32_state(machine(device, CPU))] == ["no effect", "no effect"]
+
+
+def test_a_device_without_fp64_is_told_so() -> None:
+    device = Device(kind="mps", name="an Apple GPU", has_fp64=False)
+    first = device_report(device, facts=machine(device, CPU)).formats[0]
+    assert (first.format, first.level) == ("fp64", "impossible")
 
 
 NO_GPU = ("no effect", "TF32 needs an NVIDIA GPU; none is here")

@@ -633,3 +633,23 @@ def test_under_the_fp8_policy_linear_layers_are_fp8_and_the_rest_bf16() -> None:
     with casting("bf16").region():
         assert same_bits([z], [x @ w.T])
     assert not torch.equal(y, z)
+
+
+@pytest.mark.parametrize("low", POLICIES, ids=str)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("product", [torch.mm, torch.matmul, torch.spmm])
+def test_sparse_matrices_times_dense_ones(
+    product: Callable[[Tensor, Tensor], Tensor], layout: torch.layout, low: torch.dtype
+) -> None:
+    """As a graph convolution multiplies; torch's own gradients in FP32 of the same 16-bit values are the oracle."""
+    places, values = torch.tensor([[0, 1, 2, 2], [1, 0, 2, 0]]), torch.tensor([0.5, 0.25, 1.0, 2.0])
+    graph = torch.sparse_coo_tensor(places, values, (3, 3), check_invariants=True).to_sparse(layout=layout)
+    dense = randn(3, 4).to(low).float().requires_grad_()
+    with casting(POLICIES[low]).region():
+        result = product(graph, dense)
+    assert result.dtype == low
+    assert torch.equal(result.float(), (graph.to_dense() @ dense).to(low).float())
+    weights = randn(3, 4).to(low)
+    (found,) = torch.autograd.grad(result, dense, weights)
+    assert torch.equal(found, (graph.to_dense().mT @ weights.float()).to(low).float())

@@ -17,6 +17,8 @@ from mezzo.diagnosis.fallback_find import default_tolerance
 from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.policy import Policy
 
+pytestmark = pytest.mark.usefixtures("slow_backward_way")
+
 WIDTH = 16
 
 

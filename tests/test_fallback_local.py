@@ -13,6 +13,8 @@ from mezzo.diagnosis.fallback_local import Bench, Call, Calls, differentiable, r
 from mezzo.diagnosis.fallback_values import Local, fitting_scale
 from mezzo.policy import Policy
 
+pytestmark = pytest.mark.usefixtures("slow_backward_way")
+
 
 def called(module: nn.Module, *inputs: Tensor) -> Call:
     """Return the kept call of ``module``, after a backward pass."""

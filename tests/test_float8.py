@@ -30,9 +30,10 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from helpers_engine import Batch, batches, casting, gradients, parameters, randn, same_bits, saved_bytes, ulps
 from mezzo import Choice, PrecisionWarning, Session, UnsupportedFormatError
+from mezzo.devices import Device
 from mezzo.engine import fp8layers
-from mezzo.engine.float8 import float8_linear, quantise
-from mezzo.formats import E4M3, E5M2, Format
+from mezzo.engine.float8 import LINEAR, float8_linear, quantise
+from mezzo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from mezzo.launch.run import Run
 from mezzo.measure.flops import FlopCounter
 from mezzo.policy import Policy
@@ -47,6 +48,63 @@ RECIPES = ("tensorwise", "rowwise")
 def emulated_config(recipe: str) -> Any:
     """Return torchao's settings for a recipe, its products computed in FP32."""
     return dataclasses.replace(ao.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+
+
+# --- the formats of AMD's MI300 --------------------------------------------------------------------------------------
+
+FNUZ = (E4M3FNUZ, E5M2FNUZ)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, *FNUZ], ids=lambda f: f.name)
+@pytest.mark.parametrize("along", [None, 0, 1])
+def test_operands_are_rounded_as_torch_casts(fmt: Format, along: int | None) -> None:
+    x = randn(17, 31) * torch.exp2(torch.arange(31.0) - 15)
+    stored, scale = quantise(x, fmt, along=along)
+
+    assert stored.dtype is fmt.dtype
+    scaled = x.double() * scale.double()
+    assert float(scaled.abs().max()) <= fmt.max * (1 + 2**-20)
+    # torch's own cast of the same FP32 values, and the nearest of all 256 values where no two are as near.
+    assert torch.equal(stored.view(torch.uint8), (x * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8))
+    every = torch.arange(256).to(torch.uint8).view(fmt.dtype).double()
+    every = every[every.isfinite()]
+    apart = (scaled.reshape(-1, 1) - every).abs()
+    assert torch.equal((stored.double().reshape(-1) - scaled.reshape(-1)).abs(), apart.amin(1))
+
+
+@pytest.mark.parametrize("fmt", FNUZ, ids=lambda f: f.name)
+def test_zero_has_no_sign_and_nothing_is_infinite(fmt: Format) -> None:
+    stored, _ = quantise(torch.tensor([-0.0, 0.0, 1.0, -1.0]), fmt)
+    assert stored.view(torch.uint8)[:2].tolist() == [0, 0]
+    assert stored.float()[2:].tolist() == [fmt.max, -fmt.max]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_in_mi300s_formats(recipe: str) -> None:
+    policy = Policy.parse(f"fp8:fp8_recipe={recipe}:fp8_formats=fnuz:arithmetic=emulated")
+    x, weight = randn(6, 32).bfloat16(), randn(8, 32, seed=1)
+    outer = casting(str(policy))
+    with outer.region():
+        found = F.linear(x, weight)
+
+    (a, scale_a), (b, scale_b) = (quantise(t, E4M3FNUZ, along=-1 if recipe == "rowwise" else None) for t in (x, weight))
+    exact = (a.double() / scale_a.double()) @ (b.double() / scale_b.double()).mT
+    assert float((found.double() - exact).abs().max()) <= 2**-8 * float(exact.abs().max())
+    if recipe == "tensorwise":  # by rows scales are powers of two, and both formats have the same mantissa
+        assert not torch.equal(found, float8_linear(x, weight))
+    assert policy.required_formats == FNUZ
+
+
+def test_each_device_has_its_own_pair() -> None:
+    mi300, mi350 = (Device(kind="cuda", name="an AMD GPU", architecture=a) for a in ("gfx942", "gfx950"))
+    h100 = Device(kind="cuda", name="H100", capability=(9, 0))
+    ways = {
+        (name, pair): Policy.parse(f"fp8:fp8_formats={pair}").arithmetic_on(device)[0]
+        for name, device in (("MI300", mi300), ("MI350", mi350), ("H100", h100))
+        for pair in ("ocp", "fnuz")
+    }
+    native = {key for key, way in ways.items() if way == "native"}
+    assert native == {("MI300", "fnuz"), ("MI350", "ocp"), ("H100", "ocp")}
 
 
 # --- our emulation against torchao's: scales and operands ------------------------------------------------------------
@@ -624,3 +682,20 @@ def test_a_gpus_units_compute_what_the_emulation_says(recipe: str, rows: int) ->
         found.append([y, *torch.autograd.grad(y, list(model.parameters()), start)])
     for native, emulated in zip(*found, strict=True):
         assert (native - emulated).norm() <= 0.02 * emulated.norm()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the compiler does, while it traces
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_linear_layers_compile_with_dynamic_shapes(recipe: str) -> None:
+    """Outside any region, so the emulation itself is traced: a global number in it was a variable that could not be lifted."""
+    first, second = randn(8, 8).requires_grad_(), randn(8, 8).requires_grad_()
+
+    def net(x: Tensor) -> Tensor:
+        return LINEAR[recipe](LINEAR[recipe](x.to(BF16), first), second)
+
+    torch.compiler.reset()
+    compiled = torch.compile(net, backend="aot_eager", dynamic=True, fullgraph=True)
+    for batch in (3, 5):
+        x = randn(batch, 8)
+        expected = torch.autograd.grad(net(x).float().sum(), [first, second])
+        assert same_bits(torch.autograd.grad(compiled(x).float().sum(), [first, second]), expected)

@@ -8,7 +8,9 @@ import math
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +28,11 @@ from benchmarks.contest import kernels, timing, worker  # noqa: E402
 from benchmarks.contest.cases import LARGE, LOST, POLICIES, SMALL, Case, Way, plan  # noqa: E402
 from benchmarks.contest.results import Results, markdown  # noqa: E402
 from benchmarks.contest.timing import TINY, Roofs  # noqa: E402
-from benchmarks.contest.ways import Contestant, build  # noqa: E402
+from benchmarks.contest.ways import Contestant, NotHereError, build, rewound  # noqa: E402
 from benchmarks.contest.workloads import workload  # noqa: E402
 from benchmarks.gpu import main, supervise  # noqa: E402
+
+from mezzo.errors import UnsupportedFormatError  # noqa: E402
 
 LOOP = Way("torch.amp", "fp32")
 CASE = Case("case", "training", 1, "tiny_convnet", 4, (LOOP, Way("mezzo", "fp32"), Way("mezzo", "fp16")), LOOP)
@@ -114,6 +118,7 @@ def test_every_policy_trains_alike(run: list[dict[str, Any]]) -> None:
 def test_compiled_ways_train(run: list[dict[str, Any]]) -> None:
     rows = measured(run, "compiled tiny_convnet")
 
+    assert "torch.amp bf16 reduce-overhead" in rows
     assert rows["torch.amp bf16 compiled"]["loss"] == pytest.approx(rows["torch.amp bf16 eager"]["loss"], rel=0.01)
 
 
@@ -122,7 +127,7 @@ def test_what_is_not_here_is_a_row(run: list[dict[str, Any]]) -> None:
     captured = [row for row in rows if row.get("way", "").endswith(" captured")]
 
     assert captured
-    assert {row["status"] for row in captured} <= {"failed", "not here"}  # graphs are CUDA's
+    assert {row["status"] for row in captured} <= {"failed", "not available"}  # graphs are CUDA's
     assert all(row["why"] for row in captured)
     if importlib.util.find_spec("timm") is None:
         (missing,) = [row for row in rows if row["case"] == "peers mobilenetv3_large b2"]
@@ -152,6 +157,14 @@ def test_the_plan_has_every_model_size_policy_and_mode() -> None:
 
     assert wanted <= ways
     assert {(m, LARGE[m], "mezzo bf16 compiled captured") for m in LARGE} <= ways
+    for case in cases:  # whoever is captured stands beside others that are
+        modes: dict[str, set[str]] = {way.library: set() for way in case.ways}
+        for way in case.ways:
+            modes[way.library].add(way.mode)
+        if case.name.startswith(("captured", "peers", "compiled")):
+            assert "captured" in modes["torch.amp"]
+        if case.name.startswith("compiled"):
+            assert "reduce-overhead" in modes["torch.amp"]
     assert {
         (m, s[m], f"{peer} bf16 eager") for s in (SMALL, LARGE) for m in s for peer in ("accelerate", "fabric")
     } <= ways
@@ -168,7 +181,7 @@ def test_the_plan_has_every_model_size_policy_and_mode() -> None:
 
 def test_list_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "   45 s  captured mobilenetv3_large b32"
+    assert capsys.readouterr().out.splitlines()[1] == "   50 s  captured mobilenetv3_large b32"
 
 
 # --- a worker -------------------------------------------------------------------------------------
@@ -218,6 +231,84 @@ def test_a_way_that_fails_while_it_is_timed_is_a_row(tmp_path: Path, monkeypatch
     assert rows[str(LOOP)]["why"] == "StopIteration: "
     assert rows["mezzo fp16 eager"]["status"] == "measured"
     assert "speed_median" not in rows["mezzo fp16 eager"]  # nothing to compare with
+
+
+def test_a_way_that_failed_holds_nothing() -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def fails() -> None:
+        held = torch.zeros(4)
+        alive.append(weakref.ref(held))
+        try:
+            raise ValueError("the cause")
+        except ValueError as cause:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB") from cause
+
+    _, failed = timing.in_turn({"fails": fails, "goes on": lambda: None}, "cpu", TINY, math.inf)
+
+    assert [str(error) for error in failed.values()] == ["tried to allocate 20 GiB"]
+    assert alive[0]() is None
+
+
+def test_a_format_that_is_not_supported_is_not_available(tmp_path: Path) -> None:
+    one = make_worker(tmp_path)
+    one._failed(CASE, "mezzo fp8 eager", UnsupportedFormatError("torchao is missing", hint="pip install torchao"))
+    assert [row["status"] for row in one.results.rows()] == ["not available"]
+
+
+def test_annotations_are_no_kernels() -> None:
+    # Of torch 2.11's profile of a fused AdamW on a GPU: the annotation spans its kernels.
+    def event(name: str, us: float, *, cuda: bool = True, annotation: bool = False) -> SimpleNamespace:
+        kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+        return SimpleNamespace(key=name, device_type=kind, self_device_time_total=us, is_user_annotation=annotation)
+
+    events = [
+        event("Optimizer.step#AdamW.step", 130.0, annotation=True),
+        event("multi_tensor_apply_kernel", 120.0),
+        event("Memset", 10.0),
+        event("aten::_fused_adamw_", 130.0, cuda=False),
+    ]
+    assert kernels.busy_us(events) == 130.0
+
+
+def test_a_profile_tells_annotations_from_kernels() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        torch.zeros(4).add(1)
+    assert all(isinstance(e.is_user_annotation, bool) for e in found.key_averages())
+    assert kernels.busy_us(found.key_averages()) == 0.0
+
+
+def test_a_rehearsal_leaves_everything_as_it_was() -> None:
+    work = workload("tiny_convnet", tiny=True)
+    batches = work.batches(4, "cpu", 3)
+
+    def losses(*, rehearsed: bool) -> list[float]:
+        model = work.model("cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)  # overflows, so the rehearsal changes it
+
+        def step(batch: Any) -> torch.Tensor:
+            loss = work.loss(model, *batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        if rehearsed:
+            with rewound(model, optimizer, scaler):
+                for _ in range(3):
+                    step(batches[0])
+        return [*(float(step(batch)) for batch in batches), scaler.get_scale()]
+
+    assert losses(rehearsed=True) == losses(rehearsed=False)
+
+
+def test_a_loop_is_captured_on_cuda_only() -> None:
+    work = workload("tiny_transformer", tiny=True)
+    batches = work.batches(2, "cpu", 1)
+    with pytest.raises(NotHereError, match="a CUDA graph needs a CUDA device"):
+        build(Way("torch.amp", "bf16", "captured"), work, batches[0], "cpu", tiny=True)
 
 
 def test_a_lost_gpu_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

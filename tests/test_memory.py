@@ -74,6 +74,20 @@ def test_what_was_not_measured_is_not_zero(num_steps: int, known: tuple[bool, bo
     assert (found.total_bytes is not None) == all(known)
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_an_emulated_recurrent_layer_counts_what_a_device_keeps_inside(layer: type[nn.RNNBase], dropout: float) -> None:
+    def kept(policy: str) -> int:
+        torch.manual_seed(0)
+        model = layer(16, 32, num_layers=2, dropout=dropout)
+        found = weighed(policy, model, lambda y: y[0].square().mean(), torch.randn(40, BATCH, 16)).activations_bytes
+        assert found is not None
+        return found
+
+    weights = 2 * sum(p.numel() for p in layer(16, 32, num_layers=2).parameters())  # their 16-bit copies
+    assert kept("fp16") - weights == pytest.approx(kept("fp32") / 2, rel=0.3)
+
+
 SIZE = 2 * 4 * 6 * 6  # elements behind the convolution: 2 images, 4 channels, 6 by 6
 CNN_LOSS_BYTES = 4 * 2 * 3 + 8 * 2 + 4  # log-probabilities, labels, the sum of the labels' weights
 CNN_BYTES = {
@@ -172,6 +186,18 @@ def test_the_largest_of_several_backward_passes_counts() -> None:
                 F.mse_loss(model(torch.randn(size, 6)), torch.zeros(size, 2)).backward()
             optimizer.step()
     assert look.memory().activations_bytes == MLP_BYTES["fp32"]
+
+
+def test_the_state_of_an_optimizer_whose_first_updates_are_skipped_counts() -> None:
+    models = mlp(), mlp()
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+    with switched(Policy.parse("fp16")) as (_, look):
+        for _ in range(12):
+            for model, optimizer, times in zip(models, optimizers, (1.0, 1e3), strict=True):
+                optimizer.zero_grad()
+                (times * mean_square(model(torch.ones(BATCH, 6)))).backward()
+                optimizer.step()
+    assert look.memory().optimizer_bytes == 2 * (2 * 4 * COUNT + 4 * 4)
 
 
 def test_several_optimizers_add_up_and_shared_parameters_count_once() -> None:

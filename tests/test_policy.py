@@ -50,6 +50,7 @@ DEFAULTS: dict[str, Any] = {
     "arithmetic": "auto",
     "op_lists": "portable",
     "fp8_recipe": "tensorwise",
+    "fp8_formats": "ocp",
     "lower": (),
     "fp32": (),
     "widest": (),
@@ -261,7 +262,7 @@ NAME_HINT = "name a preset, another library's name for it, or a .toml policy fil
 FIELDS = (
     "compute, casting, norms, master_weights, loss_scale, init_scale, growth_factor, "
     "backoff_factor, growth_interval, hysteresis, min_scale, max_scale, arithmetic, op_lists, "
-    "fp8_recipe, lower, fp32, widest, fp32_modules"
+    "fp8_recipe, fp8_formats, lower, fp32, widest, fp32_modules"
 )
 FIELD_HINT = "see the fields of mezzo.Policy"
 SETTING_HINT = "write name:field=value:field=value, for example fp16:init_scale=1024"
@@ -862,7 +863,8 @@ EXPLAINED = [
 @pytest.mark.parametrize(("text", "device", "choices"), EXPLAINED)
 def test_explain(text: str, device: Device, choices: list[tuple[str, str, str]]) -> None:
     found = Policy.parse(text).explain(device)
-    assert [(c.what, c.value, c.reason) for c in found] == choices
+    evidence = [] if device.kind == "cpu" else [("evidence", "none", device.evidence)]
+    assert [(c.what, c.value, c.reason) for c in found] == [*choices, *evidence]
 
 
 def test_every_preset_is_explained() -> None:

@@ -25,6 +25,8 @@ from mezzo.diagnosis.settings import RangesSettings
 from mezzo.launch.torch import switched
 from mezzo.records import Histogram, RangesRecord, read_record
 
+pytestmark = pytest.mark.usefixtures("slow_backward_way")
+
 BATCHES = [torch.randn(8, 6, generator=torch.Generator().manual_seed(k)) for k in range(12)]
 
 

@@ -8,7 +8,7 @@ time that the device was busy, by torch's profiler.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -84,15 +84,25 @@ def _share(ms: float, ideal: int, roofs: Roofs) -> str:
 
 def busy_ms(run: Callable[[], Any], repeats: int = 5) -> float:
     """Return the milliseconds that the device is busy in one run, by torch's profiler."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         for _ in range(repeats):
             run()
         torch.cuda.synchronize()
-    busy = [e.self_device_time_total for e in found.key_averages() if e.device_type == DeviceType.CUDA]
-    return sum(busy) / 1e3 / repeats
+    return busy_us(found.key_averages()) / 1e3 / repeats
+
+
+def busy_us(events: Iterable[Any]) -> float:
+    """Return the microseconds of a profile's kernels.
+
+    An annotation is on the device's line of time, too, and would count the kernels below it a second time: torch's optimizers
+    are inside one, ``Optimizer.step#AdamW.step``.
+    """
+    from torch.autograd import DeviceType
+
+    kernels = (e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
+    return sum(float(e.self_device_time_total) for e in kernels)
 
 
 def shapes(layers: int) -> list[tuple[int, ...]]:

@@ -92,9 +92,18 @@ def in_turn(
                 steps[name] = steps.get(name) or steps_for(runs[name], device, sizes)
                 times[name].append(block_ms(runs[name], steps[name], device) / steps[name])
             except Exception as error:
-                failed[name] = error
+                failed[name] = bare(error)
                 del runs[name], times[name]
     return times, failed
+
+
+def bare(error: Exception) -> Exception:
+    """Return an error, and those that it came from, without tracebacks: they hold the tensors of the way that failed."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 def spread(times: list[float]) -> dict[str, float]:

@@ -23,6 +23,7 @@ from benchmarks.contest.timing import FULL, TINY, Memory, Roofs, set_precision
 from benchmarks.contest.ways import Contestant, NotHereError, build
 from benchmarks.contest.workloads import Workload, workload
 from mezzo.devices import cpu_name
+from mezzo.errors import UnsupportedFormatError
 from mezzo.measure.flops import FlopCounter
 
 BATCHES = 4
@@ -150,14 +151,15 @@ class Worker:
             return None
 
     def _failed(self, case: Case, way: str, error: Exception) -> None:
-        status = "not here" if isinstance(error, NotHereError) else "failed"
+        unavailable = isinstance(error, (NotHereError, UnsupportedFormatError))
+        status = "not available" if unavailable else "failed"
         why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}"
         if isinstance(error, torch.OutOfMemoryError):
             status, why = "out of memory", why[:120]
         if isinstance(error, ImportError):
             status, why = "not installed", str(error)[:300]
         self.results.add("row", case=case.name, way=way, status=status, why=why)
-        error.__traceback__ = None  # it holds the tensors of the way that failed
+        timing.bare(error)
         if self.device == "cuda" and lost():
             self.results.add("end", case=case.name, seconds=0)
             sys.exit(LOST)

@@ -2,25 +2,35 @@
 
 Support for a format on a device is one of
 
-``native``      the hardware multiplies in it faster than in FP32 ``emulated``    Mezzo rounds operands, results and
-gradients to it and multiplies in FP32: the numerics of a GPU at about FP32 speed ``impossible``  neither
+``native``      the hardware multiplies in it faster than in FP32
+``emulated``    Mezzo rounds operands, results and gradients to it and multiplies in FP32: the numerics of a GPU at about FP32 speed
+``impossible``  neither
 
 NVIDIA's matrix units take FP16 from compute capability 7.0, BF16 and TF32 from 8.0, FP8 from 8.9 (NVIDIA CUDA C++
 Programming Guide, "Arithmetic Instructions" and "Compute Capabilities"). An x86 CPU has matrix or vector units for
 BF16 with AVX512-BF16 or AMX-BF16 and for FP16 with AVX512-FP16 or AMX-FP16; without them torch's half-precision
-kernels are 6 to 25 times slower than FP32 ones.
+kernels are 6 to 25 times slower than FP32 ones. AMD's GPUs report numbers that look like compute capabilities and are none: they are
+known by their architecture (``gfx942``). Sources of every table: docs/hardware.md.
+
+Mezzo's tests run on x86 CPUs. What is said of other devices follows from their makers' documents and torch's source, and
+``Device.evidence`` says so.
 
 Importing this module imports no torch; the functions do.
 """
 
 from __future__ import annotations
 
+import functools
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, FP64, TF32, Format
+
+if TYPE_CHECKING:
+    import torch
 
 Level = Literal["native", "emulated", "impossible"]
 
@@ -34,6 +44,23 @@ _MIN_CAPABILITY: dict[str, tuple[int, int]] = {
 # torchao's row-wise recipe is measured on Hopper and datacenter Blackwell GPUs. On 12.0 torch hands such products to cuBLAS, which
 # refuses them.
 _ROW_SCALES: tuple[tuple[int, int], tuple[int, int]] = ((9, 0), (12, 0))
+_ROCM: dict[str, tuple[str, str]] = {
+    # architecture: the GPUs, and the formats that its matrix units take
+    "gfx908": ("MI100", "fp16 bf16"),
+    "gfx90a": ("MI210, MI250, MI250X", "fp16 bf16"),
+    "gfx940": ("the first MI300", "fp16 bf16 e4m3fnuz e5m2fnuz"),
+    "gfx941": ("the first MI300", "fp16 bf16 e4m3fnuz e5m2fnuz"),
+    "gfx942": ("MI300A, MI300X, MI325X", "fp16 bf16 e4m3fnuz e5m2fnuz"),
+    "gfx950": ("MI350X, MI355X", "fp16 bf16 e4m3 e5m2"),
+    "gfx1100": ("RX 7900", "fp16 bf16"),
+    "gfx1101": ("RX 7700, RX 7800", "fp16 bf16"),
+    "gfx1102": ("RX 7600", "fp16 bf16"),
+    "gfx1151": ("Ryzen AI Max", "fp16 bf16"),
+    "gfx1200": ("RX 9060", "fp16 bf16 e4m3 e5m2"),
+    "gfx1201": ("RX 9070", "fp16 bf16 e4m3 e5m2"),
+}
+_WITHOUT_TENSOR_CORES = re.compile(r"GTX 16\d\d|\bMX[45]50\b|\bT(400|500|550|600|1000|1200|2000)\b")
+"""Names of Turing GPUs (7.5) whose processors have FP16 units in the place of Tensor Cores."""
 _CPU_FLAGS: dict[str, tuple[str, ...]] = {
     BF16.name: ("avx512_bf16", "amx_bf16"),
     FP16.name: ("avx512_fp16", "amx_fp16"),
@@ -57,24 +84,46 @@ class Device:
     """torch's device type: ``cpu``, ``cuda``, ``mps``, ``xpu``."""
     name: str
     capability: tuple[int, int] | None = None
-    """CUDA compute capability."""
+    """CUDA compute capability; None of other makers' GPUs."""
+    architecture: str | None = None
+    """Of AMD's GPUs: ``gfx942``."""
+    has_fp64: bool = True
+    """Whether tensors may be FP64: Apple's GPUs and Intel's Arc A-series have none."""
+    has_bf16: bool = True
+    """Whether torch's autocast takes BF16 here: on Apple's GPUs from macOS 14."""
     flags: frozenset[str] = frozenset()
     """Instruction set extensions of a CPU, as /proc/cpuinfo names them."""
 
     def support(self, fmt: Format) -> Support:
         """Return how this device computes in ``fmt``."""
+        if fmt is FP64 and not self.has_fp64:
+            return Support(
+                format=fmt.name, level="impossible", reason=f"{self.name} has no FP64; FP32 is used in its place"
+            )
         if fmt in (FP32, FP64):
             return Support(format=fmt.name, level="native", reason="every device computes in it")
+        if self.architecture is not None:
+            return self._rocm_support(fmt, self.architecture)
         if self.kind == "cuda" and self.capability is not None:
             return self._cuda_support(fmt, self.capability)
         if self.kind == "cpu":
             return self._cpu_support(fmt)
         return self._other_support(fmt)
 
-    def support_for_row_scales(self) -> Support:
-        """Return how this device multiplies FP8 matrices that have a scale a row."""
-        found = self.support(E4M3)
+    @property
+    def evidence(self) -> str:
+        """Return what is known from runs of Mezzo on such a device."""
+        if self.kind == "cpu":
+            return "Mezzo's tests run on x86 CPUs"
+        return "nothing of Mezzo has ever run on such a device: what is said of it follows from documents and from torch's source"
+
+    def support_for_row_scales(self, fmt: Format = E4M3) -> Support:
+        """Return how this device multiplies matrices in ``fmt``, an 8-bit format, that have a scale a row."""
+        found = self.support(fmt)
         first, beyond = _ROW_SCALES
+        if found.level == "native" and self.architecture is not None:
+            reason = f"row-wise FP8 is not known to run on {self.architecture}; fp8_recipe=tensorwise is native here"
+            return Support(format=fmt.name, level="emulated", reason=reason)
         if found.level != "native" or self.capability is None or first <= self.capability < beyond:
             return found
         has = f"compute capability {self.capability[0]}.{self.capability[1]}"
@@ -82,15 +131,35 @@ class Device:
         return Support(format=E4M3.name, level="emulated", reason=f"{reason}; fp8_recipe=tensorwise is native here")
 
     def _cuda_support(self, fmt: Format, capability: tuple[int, int]) -> Support:
+        if fmt.fnuz:
+            reason = f"NVIDIA's matrix units take no {fmt.name}; fp8_formats=ocp is what they may have"
+            return Support(format=fmt.name, level="emulated", reason=reason)
         needed = _MIN_CAPABILITY[fmt.name]
         has = f"compute capability {capability[0]}.{capability[1]}"
         needs = f"{needed[0]}.{needed[1]}"
+        if fmt is FP16 and capability == (7, 5) and _WITHOUT_TENSOR_CORES.search(self.name):
+            reason = f"{has} without Tensor Cores; its {fmt.name} units compute at twice the rate of FP32"
+            return Support(format=fmt.name, level="native", reason=reason)
         if capability >= needed:
             reason = f"{has}; matrix units take {fmt.name} from {needs}"
             return Support(format=fmt.name, level="native", reason=reason)
         reason = f"{has}, and matrix units take {fmt.name} only from {needs}"
         level: Level = "impossible" if fmt is TF32 else "emulated"
         return Support(format=fmt.name, level=level, reason=reason)
+
+    def _rocm_support(self, fmt: Format, architecture: str) -> Support:
+        names, formats = _ROCM.get(architecture, ("", ""))
+        if fmt is TF32:
+            reason = f"{architecture}: torch computes FP32 products in FP32 here"
+            return Support(format=fmt.name, level="impossible", reason=reason)
+        if fmt.name in formats.split():
+            reason = f"{architecture} ({names}); its matrix units take {fmt.name}"
+            return Support(format=fmt.name, level="native", reason=reason)
+        if not names:
+            reason = f"{architecture} is not among the architectures whose matrix units are known here"
+        else:
+            reason = f"{architecture} ({names}), and its matrix units take {', '.join(formats.split())}"
+        return Support(format=fmt.name, level="emulated", reason=reason)
 
     def _cpu_support(self, fmt: Format) -> Support:
         if fmt is TF32:
@@ -109,7 +178,10 @@ class Device:
         if self.kind == "cuda":
             reason = "torch finds no CUDA device on this machine"
             return Support(format=fmt.name, level="impossible", reason=reason)
-        if fmt is FP16 or (fmt is BF16 and self.kind == "xpu"):
+        if fmt is BF16 and not self.has_bf16:
+            reason = "torch's autocast takes it on Apple's GPUs from macOS 14"
+            return Support(format=fmt.name, level="emulated", reason=reason)
+        if fmt in (FP16, BF16) and self.kind in ("mps", "xpu"):
             return Support(format=fmt.name, level="native", reason=f"torch runs it on {self.kind}")
         if fmt is TF32:
             return Support(format=fmt.name, level="impossible", reason="TF32 is NVIDIA's")
@@ -120,23 +192,43 @@ def this_device(kind: str) -> Device:
     """Return what the first device of torch type ``kind`` reports of itself (imports torch)."""
     import torch
 
-    if kind == "cuda" and torch.cuda.is_available():
-        return Device(
-            kind="cuda",
-            name=torch.cuda.get_device_name(),
-            capability=torch.cuda.get_device_capability(),
-        )
     if kind == "cpu":
         return Device(kind="cpu", name=cpu_name(), flags=_cpu_flags())
+    if kind == "cuda" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        if torch.version.hip is None:
+            return Device(kind="cuda", name=name, capability=torch.cuda.get_device_capability())
+        reported = str(torch.cuda.get_device_properties(0).gcnArchName)  # "gfx90a:sramecc+:xnack-"
+        return Device(kind="cuda", name=name, architecture=reported.split(":")[0])
+    if kind == "mps":
+        newer = torch.backends.mps.is_available() and torch.backends.mps.is_macos_or_newer(14, 0)
+        return Device(kind=kind, name="an Apple GPU", has_fp64=False, has_bf16=newer)
+    if kind == "xpu" and torch.xpu.is_available():
+        return Device(kind=kind, name=torch.xpu.get_device_name(), has_fp64=has_fp64(torch.device(kind)))
     return Device(kind=kind, name=kind)
+
+
+def has_fp64(device: torch.device) -> bool:
+    """Return whether tensors on ``device`` may be FP64."""
+    if device.type == "mps":
+        return False
+    return device.type != "xpu" or _xpu_has_fp64(device.index)
+
+
+@functools.cache
+def _xpu_has_fp64(index: int | None) -> bool:
+    import torch
+
+    return bool(torch.xpu.get_device_properties(index).has_fp64)
 
 
 def device_kinds() -> list[str]:
     """Return the torch device types that this machine has, the CPU last (imports torch)."""
     import torch
 
-    found = [kind for kind in ("cuda", "mps", "xpu") if getattr(torch, kind).is_available()]
-    return [*found, "cpu"]
+    found = ["cuda"] if torch.cuda.is_available() else []
+    other = torch.accelerator.current_accelerator(check_available=True)
+    return [*found, *([other.type] if other is not None and other.type not in found else []), "cpu"]
 
 
 def cpu_name() -> str:

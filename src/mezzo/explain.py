@@ -40,6 +40,8 @@ def explain(policy: Policy, device: Device | str) -> list[Choice]:
     if policy.fp32_modules:
         patterns = ", ".join(policy.fp32_modules)
         choices.append(_choice("modules", f"{patterns} in fp32", "the policy keeps them in FP32"))
+    if where.kind != "cpu":
+        choices.append(_choice("evidence", "none", where.evidence))
     return choices
 
 
@@ -58,7 +60,8 @@ def _compute(policy: Policy, device: Device, arithmetic: str, why: str) -> Choic
 
 
 def _recipe(policy: Policy) -> Choice:
-    value = f"{policy.fp8_recipe}: operands e4m3, gradients {'e5m2' if policy.fp8_recipe == 'tensorwise' else 'e4m3'}"
+    e4m3, e5m2 = (fmt.name for fmt in policy.required_formats)
+    value = f"{policy.fp8_recipe}: operands {e4m3}, gradients {e5m2 if policy.fp8_recipe == 'tensorwise' else e4m3}"
     if policy.fp8_recipe == "tensorwise":
         return _choice("fp8 recipe", value, "one scale a tensor, from its largest magnitude at each use")
     reason = "one scale a row, so that E4M3's range is enough for gradients and a large value costs its own row only"

@@ -28,15 +28,19 @@ class Format:
     dtype_name: str
     """The torch dtype that stores it (``float32`` for TF32)."""
     has_inf: bool = True
+    fnuz: bool = False
+    """Whether the pattern of the negative zero is the only one that is no number."""
 
     @property
     def bias(self) -> int:
         """Return the exponent bias."""
-        return (1 << (self.exponent_bits - 1)) - 1
+        return (1 << (self.exponent_bits - 1)) - 1 + self.fnuz
 
     @property
     def max(self) -> float:
         """Return the largest finite value."""
+        if self.fnuz:
+            return (2.0 - 2.0**-self.mantissa_bits) * 2.0 ** ((1 << self.exponent_bits) - 1 - self.bias)
         if self.has_inf:
             return (2.0 - 2.0**-self.mantissa_bits) * 2.0**self.bias
         return (2.0 - 2.0 ** (1 - self.mantissa_bits)) * 2.0 ** (self.bias + 1)
@@ -78,6 +82,8 @@ STORED_BYTES = {
     "bfloat16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
 }
 
 FP64 = Format(name="fp64", exponent_bits=11, mantissa_bits=52, dtype_name="float64")
@@ -87,8 +93,16 @@ FP16 = Format(name="fp16", exponent_bits=5, mantissa_bits=10, dtype_name="float1
 BF16 = Format(name="bf16", exponent_bits=8, mantissa_bits=7, dtype_name="bfloat16")
 E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, dtype_name="float8_e4m3fn", has_inf=False)
 E5M2 = Format(name="e5m2", exponent_bits=5, mantissa_bits=2, dtype_name="float8_e5m2")
+E4M3FNUZ = Format(
+    name="e4m3fnuz", exponent_bits=4, mantissa_bits=3, dtype_name="float8_e4m3fnuz", has_inf=False, fnuz=True
+)
+E5M2FNUZ = Format(
+    name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, dtype_name="float8_e5m2fnuz", has_inf=False, fnuz=True
+)
 
-FORMATS = {f.name: f for f in (FP64, FP32, TF32, FP16, BF16, E4M3, E5M2)}
+FORMATS = {f.name: f for f in (FP64, FP32, TF32, FP16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
+FP8_PAIRS = {"ocp": (E4M3, E5M2), "fnuz": (E4M3FNUZ, E5M2FNUZ)}
+"""The formats of 8-bit operands and gradients: the Open Compute Project's, as NVIDIA and newer AMD GPUs have them, and MI300's."""
 
 
 def format_of(dtype: torch.dtype) -> Format | None:
@@ -96,4 +110,4 @@ def format_of(dtype: torch.dtype) -> Format | None:
     return _BY_DTYPE_NAME.get(str(dtype).removeprefix("torch."))
 
 
-_BY_DTYPE_NAME = {f.dtype_name: f for f in (FP64, FP32, FP16, BF16, E4M3, E5M2)}
+_BY_DTYPE_NAME = {f.dtype_name: f for f in (FP64, FP32, FP16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}

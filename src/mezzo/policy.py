@@ -29,6 +29,7 @@ from mezzo.policyfields import (
     Arithmetic,
     Casting,
     Compute,
+    Fp8Formats,
     Fp8Recipe,
     LossScale,
     OpLists,
@@ -79,6 +80,8 @@ class Policy:
     """``portable``: the same lists on every device. ``device``: whatever torch.autocast does there."""
     fp8_recipe: Fp8Recipe = "tensorwise"
     """Under ``fp8``: one scale a tensor and gradients in E5M2, or one scale a row (``rowwise``) and all in E4M3."""
+    fp8_formats: Fp8Formats = "ocp"
+    """Under ``fp8``: E4M3 and E5M2 as NVIDIA and newer AMD GPUs have them, or ``fnuz``, as AMD's MI300 has them."""
     lower: tuple[str, ...] = ()
     """Families or operations to run in the compute format, beyond the lists."""
     fp32: tuple[str, ...] = ()
@@ -193,7 +196,7 @@ class Policy:
     def required_formats(self) -> tuple[formats.Format, ...]:
         """Return the formats that the device has to compute in."""
         if self.compute == "fp8":
-            return (formats.E4M3, formats.E5M2)
+            return formats.FP8_PAIRS[self.fp8_formats]
         return (formats.FORMATS[self.compute],)
 
     def arithmetic_on(self, device: Device) -> tuple[Literal["native", "emulated"], str]:
@@ -204,7 +207,7 @@ class Policy:
         """
         supports = [device.support(fmt) for fmt in self.required_formats]
         if self.fp8_recipe == "rowwise":
-            supports.append(device.support_for_row_scales())
+            supports.append(device.support_for_row_scales(self.required_formats[0]))
         worst = next((s for s in supports if s.level != "native"), supports[0])
         if not self.lowers:
             return "native", worst.reason

@@ -15,6 +15,7 @@ LossScale = Literal["none", "static", "dynamic"]
 Arithmetic = Literal["auto", "native", "emulated"]
 OpLists = Literal["portable", "device"]
 Fp8Recipe = Literal["tensorwise", "rowwise"]
+Fp8Formats = Literal["ocp", "fnuz"]
 
 COUNTS = ("growth_interval", "hysteresis")
 SEPARATORS = ":+, "
@@ -28,6 +29,7 @@ WORDS: dict[str, tuple[object, ...]] = {
     "arithmetic": get_args(Arithmetic),
     "op_lists": get_args(OpLists),
     "fp8_recipe": get_args(Fp8Recipe),
+    "fp8_formats": get_args(Fp8Formats),
 }
 RANGES: dict[str, tuple[float, float]] = {
     "init_scale": (2.0**-100, 2.0**100),
@@ -114,8 +116,9 @@ def _check_combination(policy: Policy) -> None:
             "op_lists=device and arithmetic=emulated contradict each other",
             hint="device lists are torch's own native kernels; emulation follows the portable lists",
         )
-    if policy.fp8_recipe != "tensorwise" and policy.compute != "fp8":
-        raise PolicyError(
-            f"fp8_recipe={policy.fp8_recipe} and compute={policy.compute} contradict each other",
-            hint="leave fp8_recipe out, or start from the preset fp8",
-        )
+    for field, default in (("fp8_recipe", "tensorwise"), ("fp8_formats", "ocp")):
+        if getattr(policy, field) != default and policy.compute != "fp8":
+            raise PolicyError(
+                f"{field}={getattr(policy, field)} and compute={policy.compute} contradict each other",
+                hint=f"leave {field} out, or start from the preset fp8",
+            )

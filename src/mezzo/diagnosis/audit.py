@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mezzo.devices import this_device
 from mezzo.diagnosis import kernels, totals
 from mezzo.diagnosis.findings import Watched, findings
 from mezzo.diagnosis.names import Names
@@ -149,7 +150,7 @@ def audit_record(
         trips=totals.round_trips(seen),
         products=products,
         device_type=device_type,
-        capability=torch.cuda.get_device_capability() if device_type == "cuda" else None,
+        capability=this_device(device_type).capability if device_type == "cuda" else None,
     )
     return AuditRecord(
         run=run,

@@ -2,7 +2,8 @@
 
 ``off``        no autocast was on around it
 ``excluded``   autocast was on when a module began, and off at the operation inside it
-``list``       a rule of an op list puts it in FP32
+``list``       a rule of an op list puts it in FP32, or the operation that it is a part of: torch's attention widens 16-bit
+               operands by itself where no fused kernel takes them, as with dropout on a CPU
 ``promotion``  it met FP32 operands: a rule that takes the widest, or a value that became FP32 by meeting FP32
 ``no rule``    autocast was on and has no rule for it: it has none for operations that write into given memory
 ``float64``    its operands are FP64, which autocast never casts
@@ -88,7 +89,10 @@ def _ruled(seen: Seen, product: Product, policy: Policy | None) -> Why:
         return Why("promotion", seen.module, f"{called or seen.op} takes the widest of its operands' formats, FP32")
     if listed == "fp32":
         return Why("list", seen.module, f"the policy lists the family of {seen.op} in FP32")
-    return Why("list", seen.module, f"autocast's lists keep the operation around {seen.op} in FP32")
+    around = f"the operation around {seen.op} computes in FP32"
+    return Why(
+        "list", seen.module, f"{around}: autocast's lists keep it there, or it is attention without a fused kernel"
+    )
 
 
 def is_wide(seen: Seen) -> bool:

@@ -24,7 +24,6 @@ from mezzo.diagnosis.fallback_search import Names, covered, search
 from mezzo.diagnosis.fallback_values import Local, Measured, fitting_scale
 from mezzo.diagnosis.settings import FallbackSettings
 from mezzo.errors import PolicyError, SessionError
-from mezzo.formats import E4M3, FORMATS
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, RunRecord, Verification
 
@@ -64,7 +63,7 @@ class Hunt:
 
 def default_tolerance(policy: Policy) -> float:
     """Return the largest relative error of a gradient that passes under ``policy``."""
-    compute = E4M3 if policy.compute == "fp8" else FORMATS[policy.compute]
+    compute = policy.required_formats[0]
     return min(_MOST, _ROUNDOFFS * compute.eps / 2)
 
 

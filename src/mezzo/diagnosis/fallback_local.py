@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.diagnosis.fallback_values import Local, fitting_scale
+from mezzo.diagnosis.values import norm
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import to_format, wrap
 from mezzo.formats import FP32
@@ -221,8 +222,8 @@ def relative_error(exact: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 
     Infinite where ``found`` is not finite, or differs from an ``exact`` that is zero.
     """
-    norms = [torch.linalg.vector_norm(t.detach().double()).item() for t in exact]
-    apart = [torch.linalg.vector_norm((b - a).detach().double()).item() for a, b in zip(exact, found, strict=True)]
+    norms = [norm(t) for t in exact]
+    apart = [norm(b - a) for a, b in zip(exact, found, strict=True)]
     whole, difference = math.hypot(*norms), math.hypot(*apart)
     if not math.isfinite(difference):
         return math.inf

@@ -277,8 +277,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "A104",
-        "an op list keeps products in FP32",
-        "list the family in lower precision (policy field lower), or write the operation as matmul or linear",
+        "an op list or operation keeps products in FP32",
+        "list the family in lower precision (policy field lower), or write the operation as matmul or linear; attention needs a mask, "
+        "dropout and device that a fused kernel takes",
         _wide("list"),
     ),
     Rule(

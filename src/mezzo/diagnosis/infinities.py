@@ -17,6 +17,7 @@ is not computed twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,7 @@ from mezzo.diagnosis.values import (
     has_nan,
     is_finite,
     largest,
+    norm,
     operand,
     readable,
     storage_of,
@@ -234,8 +236,8 @@ class InfinityTracer(PlacingTracer):
             if not bool(lost.any()):
                 continue
             values = true[lost]
-            whole = torch.linalg.vector_norm(true[true.isfinite()].double())
-            share = float(torch.linalg.vector_norm(values.double()) / whole)
+            whole, gone = norm(true[true.isfinite()]), norm(values)
+            share = gone / whole if whole else gone * math.inf
             if share > _MATERIAL or operation.has_tiny_number():
                 source = self._source(index, "vanished", [], float(values.abs().max()), tensor)
                 source.share = share

@@ -3,7 +3,9 @@
 The profiler numbers every operation that the host calls and every kernel that follows from it. The products that the
 trace saw and those that the profiler saw are the same ones in the same order, so the n-th ``mm`` of one is the n-th of the
 other. Whether a kernel uses Tensor Cores is read from its name: NVIDIA's libraries put the instruction's tile into it
-(``s16816``, ``h884``), or the class of kernel (``tensorop``, ``xmma``, ``wgmma``, ``nvjet``, flash attention).
+(``s16816``, ``h884``), or the class of kernel (``tensorop``, ``xmma``, ``wgmma``, ``nvjet``, flash attention). CUTLASS 3 names
+the instruction (``Gmma`` on Hopper, ``Umma`` or ``tcgen05`` on Blackwell), AMD's libraries the matrix instruction's tile
+(``_MI32x32x8``) or its class (``mfma``, ``wmma``), and torch.compile calls its own templates of products ``triton_tem_``.
 
 A kernel whose name has none of these words counts as one without: a library to come may name its kernels otherwise.
 """
@@ -22,8 +24,8 @@ from mezzo.diagnosis.operations import Seen
 from mezzo.records import Kernel, Product
 
 _TENSOR_CORE_NAMES = re.compile(
-    r"[his](884|1688|16816|16832|161616|1688tf32)|tensorop|tensor_?core|[hi]mma|xmma|wgmma|[hq]gmma|nvjet|fmha|flash_(fwd|bwd)"
-    r"|pytorch_flash|cudnn_generated_fort_native_sdpa",
+    r"[his](884|1688|16816|16832|161616|1688tf32)|tensorop|tensor_?core|[hi]mma|xmma|gmma|umma|wmma|mfma|tcgen05|nvjet"
+    r"|fmha|flash_(fwd|bwd)|pytorch_flash|cudnn_generated_fort_native_sdpa|triton_tem_|_MI\d+x\d+",
     re.IGNORECASE,
 )
 _SIMT_NAMES = re.compile(r"simt|_sgemm|_dgemm|ffma", re.IGNORECASE)

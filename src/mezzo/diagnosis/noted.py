@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,7 +44,7 @@ class Node(NamedTuple):
     """Hold what is known of the node of the graph that an operation of a backward pass runs in."""
 
     number: int
-    """Sequence number."""
+    """Sequence number; of a node that was made inside a backward pass, an identity below 0 (``mezzo.diagnosis.made``)."""
     task: int
     """Number of the backward pass."""
     parameter: int = 0
@@ -58,7 +60,7 @@ class Product:
     operands: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     """Shape, strides and alignment in bytes (up to 16) of each tensor, then of each result."""
     number: int
-    """Sequence number of the graph's node, of a forward operation."""
+    """Number of the graph's node, as in ``Node``, of a forward operation."""
     arguments: tuple[Any, ...] = ()
     """The arguments that are no tensors: strides, groups, masks."""
     nesting: int = 0
@@ -94,6 +96,25 @@ class Trace:
     forward: dict[int, Entry] = field(default_factory=dict)
     """The module that ran when a node of the graph was made, by the node's sequence number."""
     recomputed: dict[int, tuple[Entry, Node]] = field(default_factory=dict)
-    """The same of nodes that were made inside a backward pass, with the node that was running; for it and the numbers up to the next."""
+    """The same of nodes that were made inside a backward pass, by their identity, with the node that was running."""
     roots: dict[nn.Module, None] = field(default_factory=dict)
     """Modules that were called from outside any module, in order."""
+
+    def maker(self, node: Node) -> Entry:
+        """Return the call of a module that made a node of the graph.
+
+        A node without an operation of its own has the next one's, else the last one's.
+        """
+        while node.number in self.recomputed:
+            entry, node = self.recomputed[node.number]
+            if entry is not NOWHERE:  # by a module that ran again, else by the node that ran
+                return entry
+        if node.number == LAST_NUMBER or not self.forward:
+            return NOWHERE
+        known = self.forward.get(node.number)
+        return self.forward[nearest(sorted(self.forward), node.number)] if known is None else known
+
+
+def nearest(numbers: Sequence[int], number: int) -> int:
+    """Return the first of sorted ``numbers`` that is not below ``number``, else the last one."""
+    return numbers[min(bisect.bisect_left(numbers, number), len(numbers) - 1)]

@@ -12,7 +12,6 @@ rest counts as ``dgrad``, also a norm's backward kernel, which computes both.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +21,7 @@ from torch import nn
 
 from mezzo import oplists
 from mezzo.diagnosis.names import Names
-from mezzo.diagnosis.noted import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Noted, Product, Trace
+from mezzo.diagnosis.noted import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Noted, Product, Trace
 from mezzo.diagnosis.values import storage_of
 from mezzo.formats import format_of
 from mezzo.records import Phase
@@ -103,7 +102,7 @@ class _Reader:
         """Storages that hold weights, or weights cast to another format."""
         self._weight_nodes: set[int] = set()
         self._flow = _Flow(self._parameters)
-        self._numbers, self._again = sorted(trace.forward), sorted(trace.recomputed)
+        self._makers: dict[int, Entry] = {}
         self._operations = [Noted._make(values) for values in trace.operations]
         self._to_parameters = _to_parameters(self._operations)
         backward = [i for i, noted in enumerate(self._operations) if noted.node is not None]
@@ -146,25 +145,12 @@ class _Reader:
 
     def _owner(self, noted: Noted) -> Entry:
         """Return the innermost call of a module that an operation belongs to."""
-        if noted.node is None or noted.again or noted.entry.again:
+        if noted.node is None or ((noted.again or noted.entry.again) and noted.entry is not NOWHERE):
             return noted.entry
-        return self._maker(noted.node)
-
-    def _maker(self, node: Node) -> Entry:
-        """Return the call of a module that made a node of the graph."""
-        if node.number == LAST_NUMBER:
-            return NOWHERE
-        known = self._trace.forward.get(node.number)
-        if known is not None:
-            return known
-        place = bisect.bisect(self._again, node.number) - 1
-        if place >= 0:  # made inside a backward pass: by a module that ran again, or by the node that ran
-            entry, outer = self._trace.recomputed[self._again[place]]
-            if outer.task != node.task and (entry is not NOWHERE or outer.number < node.number):
-                return self._maker(outer) if entry is NOWHERE else entry
-        # A node without an operation of its own: the next one's, else the last one's.
-        place = bisect.bisect(self._numbers, node.number)
-        return self._trace.forward[self._numbers[min(place, len(self._numbers) - 1)]] if self._numbers else NOWHERE
+        number = noted.node.number
+        if number not in self._makers:
+            self._makers[number] = self._trace.maker(noted.node)
+        return self._makers[number]
 
     def _module(self, noted: Noted, entry: Entry) -> str:
         node = noted.node

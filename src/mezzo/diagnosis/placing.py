@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import re
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from mezzo.diagnosis.lines import script_line
-from mezzo.diagnosis.noted import LAST_NUMBER, NOWHERE, Entry, Node
+from mezzo.diagnosis.noted import LAST_NUMBER, NOWHERE, Entry, Node, nearest
 from mezzo.diagnosis.opnames import public_name
 from mezzo.diagnosis.trace import Flags, Tracer
 from mezzo.engine.emulation import running
@@ -44,40 +43,46 @@ class PlacingTracer(Tracer):
 
     def _place(self, number: int, entry: Entry) -> None:
         super()._place(number, entry)
-        self._remember(number - 1)
+        self._remember()
 
-    def _place_again(self, node: Node, entry: Entry) -> None:
-        super()._place_again(node, entry)
-        self._remember(self._number - 1)
+    def _place_again(self, number: int, node: Node, entry: Entry) -> None:
+        super()._place_again(number, node, entry)
+        self._remember()
 
-    def _remember(self, number: int) -> None:
-        if number not in self._ops:
-            self._lines[number], callers = script_line(sys._getframe(3))
-            self._ops[number] = self.forward_name(callers)
+    def _remember(self) -> None:
+        made = self._local.made
+        if made not in self._ops:
+            self._lines[made], callers = script_line(sys._getframe(3))
+            self._ops[made] = self.forward_name(callers)
 
     def in_backward(self) -> bool:
         """Return whether the running operation is one of a backward pass, and not a forward pass made again."""
         if torch._C._current_autograd_node() is None:
             return False
-        entry = getattr(self._local, "entry", None)
+        entry = self._local.entry
         return not (self._flags.recomputing or (entry is not None and entry.again))
 
     def place_of_running(self) -> Place:
         """Return where the running operation is."""
         if not self.in_backward():
-            entry = getattr(self._local, "entry", None) or NOWHERE
+            entry = self._local.entry or NOWHERE
             line, callers = script_line(sys._getframe(1))
             return Place(self.forward_name(callers), entry.module, line, backward=False)
         op = self._backward_name()
-        number = torch._C._current_autograd_node()._sequence_nr()
-        if number == LAST_NUMBER:
+        node = self._node()
+        if node.number == LAST_NUMBER or not self._ops:
             return Place(op, None, "", backward=True)
-        place = _nearest(sorted(self._ops), number)
-        line = self._lines.get(place, "")
-        if place in self.trace.forward:
-            return Place(op, self.trace.forward[place].module, line, backward=True)
-        again = self.trace.recomputed.get(place)
-        return Place(op, None if again is None else again[0].module, line, backward=True)
+        place = node.number if node.number in self._ops else nearest(sorted(self._ops), node.number)
+        return Place(op, self.trace.maker(node).module, self._lines[place], backward=True)
+
+    def _node(self) -> Node:
+        """Return what is known of the node of the graph that runs."""
+        local, running = self._local, torch._C._current_autograd_node()
+        if running is local.running:
+            return local.node
+        if local.results:
+            self._made.settle(local)
+        return self._made.meet(local, running, torch._C._current_graph_task_id())
 
     def forward_name(self, callers: Sequence[str] = ()) -> str:
         """Return the running operation's name in torch; ``callers`` are torch's functions that it runs in, the innermost first."""
@@ -91,16 +96,10 @@ class PlacingTracer(Tracer):
     def _backward_name(self) -> str:
         node = torch._C._current_autograd_node()
         assert node is not None
-        known = self._ops.get(node._sequence_nr(), "")
+        known = self._ops.get(self._node().number, "")
         if known and (self._formats.emulated() is not None or known.startswith("conv")):  # named by what it emulates
             return known
         return public_name(_snake(node.name()))
-
-
-def _nearest(numbers: Sequence[int], number: int) -> int:
-    """Return ``number``, or of a node without an operation of its own the next one's, else the last one's."""
-    place = bisect.bisect_left(numbers, number)
-    return numbers[min(place, len(numbers) - 1)] if numbers else -1
 
 
 def _snake(node: str) -> str:

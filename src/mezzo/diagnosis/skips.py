@@ -4,7 +4,8 @@ A dynamic scale begins too high on purpose and halves until the gradients fit; l
 they still do. So two kinds of skips are normal:
 
 - in a row from an optimizer's first update until its first one that is made, however many there are;
-- after that, one in a growth interval (with a hysteresis of ``h``, up to ``h`` in a row count as one).
+- after that, one in a growth interval (with a hysteresis of ``h``, up to ``h`` in a row count as one). A row that begins right after the
+  first update that was made counts as one, too: a first batch whose gradients happen to be small does not show that a scale fits.
 
 All others are a fault: gradients that overflow at a scale which fitted before. So is every skip of a static scale, and a
 row of skips that lasts to the end of the run.
@@ -35,14 +36,20 @@ class Rule(NamedTuple):
 
 @dataclass
 class _History:
-    settled: bool = False
-    """Whether an update was made."""
     searching: list[int] = field(default_factory=list)
     """The steps that were skipped before."""
     num_updates: int = 0
+    num_made: int = 0
     in_row: int = 0
     skips: list[tuple[int, int]] = field(default_factory=list)
-    """After the scale was found, each row of skips: the number of the optimizer's update, and of the step."""
+    """After the first update that was made, each row of skips: the number of the optimizer's update, and of the step."""
+    open_row: list[int] = field(default_factory=list)
+    """The steps of a row right after the first update that was made, which is a fault only if it never ends."""
+
+    @property
+    def settled(self) -> bool:
+        """Return whether an update was made."""
+        return self.num_made > 0
 
 
 class Skips:
@@ -67,13 +74,16 @@ class Skips:
 
     def steps(self) -> list[int]:
         """Return the steps whose skips are a fault in a run that ends now: also those of an optimizer that never made an update."""
-        searching = [step for history in self._histories.values() if not history.settled for step in history.searching]
-        return sorted({*self.faulty, *searching})
+        histories = self._histories.values()
+        endless = [h.searching for h in histories if not h.settled] + [
+            h.open_row for h in histories if len(h.open_row) > 1
+        ]
+        return sorted({*self.faulty, *(step for row in endless for step in row)})
 
     def _note(self, step: int, history: _History, rule: Rule, *, skipped: bool) -> None:
         history.num_updates += 1
         if not skipped:
-            history.settled, history.in_row = True, 0
+            history.num_made, history.in_row, history.open_row = history.num_made + 1, 0, []
             return
         history.in_row += 1
         if not rule.dynamic:
@@ -81,7 +91,10 @@ class Skips:
             return
         if not history.settled:
             history.searching.append(step)
-        if not history.settled or 1 < history.in_row <= rule.hysteresis:
+            return
+        if history.num_made == 1:
+            history.open_row.append(step)
+        if history.in_row > 1 and (history.num_made == 1 or history.in_row <= rule.hysteresis):
             return
         recent = [s for number, s in history.skips if history.num_updates - number < rule.growth_interval]
         history.skips.append((history.num_updates, step))

@@ -1,22 +1,22 @@
-"""Take down every operation of a training step, with the module it belongs to, at little cost.
+"""Note every operation of a training step, with the module it belongs to, at little cost.
 
 A dispatch mode sees every operation below autograd and autocast. Hooks on every module keep a stack of the modules that are running. The
 forward operation of a node of the graph has the node's sequence number, so an operation of a backward pass finds the module of
-its node's forward operation: no hook on a tensor, no change of the graph. A node that has no forward operation of its own takes
-that of the next one; the nodes that add to ``.grad`` have a parameter instead.
+its node's forward operation: no hook on a tensor, no change of the graph. A node that was made inside a backward pass has an identity
+instead of a number (``mezzo.diagnosis.made``). A node that has no forward operation of its own takes that of the next one; the
+nodes that add to ``.grad`` have a parameter instead.
 
 What is noted while the step runs is a tuple an operation, without tensors, which would keep memory alive; its meaning is
 worked out afterwards (``mezzo.diagnosis.operations``). Views and allocations compute nothing and are left out. The mode
 tells dynamo to leave it alone, since a wrapped mode costs more than what it does here.
 
 Private names of torch that this rests on, none with a public equal: ``torch._C._current_autograd_node``,
-``Node._sequence_nr``, ``torch.autograd._get_sequence_nr``.
+``Node._sequence_nr``, ``torch.autograd._get_sequence_nr``, ``torch._C._current_graph_task_id``.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.diagnosis.lines import caller, script_line
+from mezzo.diagnosis.made import Local, Made
 from mezzo.diagnosis.noted import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Product, Trace
 from mezzo.engine import emulation
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
@@ -72,12 +73,9 @@ class Tracer(TorchDispatchMode):
         self._emulates = emulation.is_used()
         self._device_type = device_type
         self._flags = flags or Unflagged()
-        self._local = threading.local()
+        self._local = Local()
+        self._made = Made()
         self._stepping = False
-        self._node = Node(0, 0)
-        self._number = -1
-        self._again = 0
-        """How many calls of modules are running that were made inside a backward pass."""
         self._kinds: dict[int, int] = {}
         self._counts: dict[int, Any] = {}
         self._torchs: dict[type, bool] = {}
@@ -127,22 +125,23 @@ class Tracer(TorchDispatchMode):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         local = self._local
-        outer = getattr(local, "entry", None)
+        outer = local.entry
         if outer is None:
             self.trace.roots.setdefault(module)
             self._emulates = emulation.is_used()
         autocast = torch.is_autocast_enabled(self._device_type)
         again = _node_running() is not None
-        self._again += again
+        local.again += again
         local.entry = Entry(module, outer, autocast=autocast, nesting=_nesting(), again=again)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        entry = getattr(self._local, "entry", None)
+        local = self._local
+        entry = local.entry
         while entry is not None and entry.module is not module:  # a module that was entered before the hooks were set
             entry = entry.outer
         if entry is not None:
-            self._local.entry = entry.outer
-            self._again -= entry.again
+            local.entry = entry.outer
+            local.again -= entry.again
 
     def stepping(self, stepping: bool) -> None:
         """Take note that an optimizer's update begins or is over."""
@@ -160,23 +159,22 @@ class Tracer(TorchDispatchMode):
             if kind == _PLAIN:
                 self._note((func, NOWHERE, None, *_both(args, result), True, False, None, "", False, False))
             return result
-        running, again = _node_running(), False
+        running, again, number = _node_running(), False, _next_number()
+        local = self._local
         if running is None:
-            node, entry = None, getattr(self._local, "entry", None) or NOWHERE
-            number = _next_number()
-            if number != self._number:
+            node, entry = None, local.entry or NOWHERE
+            if number != local.number:
                 self._place(number, entry)
         else:
-            node, entry = self._node, NOWHERE
-            number = running._sequence_nr()
-            if number != node.number or number == LAST_NUMBER:
-                parameter = id(getattr(running, "variable", None)) if number == LAST_NUMBER else 0
-                node = self._node = Node(number, _task_running(), parameter)
-                self._place_again(node, entry)
-            if self._again or self._flags.recomputing:
-                again = True
-                entry = getattr(self._local, "entry", None) or NOWHERE
-                self._place_again(node, entry)
+            if local.results:
+                self._made.settle(local)
+            node = local.node if running is local.running else self._made.meet(local, running, _task_running())
+            again = local.again > 0 or self._flags.recomputing
+            entry = (local.entry if again else None) or NOWHERE
+            if number != local.number:
+                self._place_again(number, node, entry)
+            if not local.found:
+                self._made.expect(local, args, _flat((result,)))
         if kind == _SILENT:
             if node is not None and node.number == LAST_NUMBER:  # what is added to a gradient that was None
                 self._note((func, entry, node, *_both(args, result), False, False, None, "", True, False))
@@ -223,22 +221,23 @@ class Tracer(TorchDispatchMode):
     def _place(self, number: int, entry: Entry) -> None:
         """Remember where a node of the graph was made: the first operation after it is its own, more may follow.
 
-        Every thread counts nodes for itself, so a number that differs from the last one may be known.
+        Every thread of the script's counts nodes for itself, so a number may be known.
         """
-        self._number = number
+        self._made.by_script()
+        local = self._local
+        local.number, local.made = number, number - 1
         self.trace.forward.setdefault(number - 1, entry)
 
-    def _place_again(self, node: Node, entry: Entry) -> None:
-        """Remember where nodes are made inside a backward pass: by what is computed again, or differentiated twice."""
-        self._number = number = _next_number()
-        self.trace.recomputed.setdefault(number - 1, (entry, node))
+    def _place_again(self, number: int, node: Node, entry: Entry) -> None:
+        """Remember where a node is made inside a backward pass: by what is computed again, or differentiated twice."""
+        self.trace.recomputed[self._made.inside(self._local, number)] = entry, node
 
     def _product(self, func: Any, result: Any, args: Sequence[Any]) -> Product:
         flops = self._counts[id(func)](result, *args)
         tensors = [t for t in (*_flat(args), *_flat((result,))) if t.layout is torch.strided]
         operands = [(tuple(t.shape), t.stride(), _alignment(t)) for t in tensors]
         rest = tuple([a for a in args if type(a) in _NO_TENSORS or not isinstance(a, Tensor)])
-        product = Product(self._format(func, args), flops, operands, self._number - 1, rest)
+        product = Product(self._format(func, args), flops, operands, self._local.made, rest)
         if product.format in _WIDE:
             product.nesting = _nesting()
         return product

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from mezzo.devices import has_fp64
 from mezzo.formats import format_of
 from mezzo.records import Operand
 
@@ -23,6 +24,18 @@ def operand(tensor: Tensor) -> Operand:
         smallest=float(finite.min()) if len(finite) else 0.0,
         num_not_finite=len(values) - len(finite),
     )
+
+
+def norm(tensor: Tensor) -> float:
+    """Return the norm of a tensor's values, added up in FP64; on the CPU where the device has none. Waits for the device."""
+    wide = tensor.detach() if has_fp64(tensor.device) else tensor.detach().cpu()
+    return float(torch.linalg.vector_norm(wide.double()))
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Return the norm of ``a - b``, which is computed in FP64."""
+    a, b = (t.detach() if has_fp64(t.device) else t.detach().cpu() for t in (a, b))
+    return float(torch.linalg.vector_norm(a.double() - b.double()))
 
 
 def floats(values: Any) -> list[Tensor]:

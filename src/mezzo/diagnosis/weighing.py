@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mezzo.diagnosis.sources import Source
 from mezzo.diagnosis.twins import End, Twins
-from mezzo.diagnosis.values import is_finite
+from mezzo.diagnosis.values import difference, is_finite, norm
 from mezzo.formats import FORMATS, FP16
 
 _ROUNDOFFS = 40  # as in a fallback search: what a hundred healthy layers in a row stay below
@@ -65,12 +65,12 @@ def weigh_gradients(
     """Return which of ``gradients``, each with its parameter, the range made wrong; waits for the device."""
     known = [(p, g) for p, g in gradients if g.layout is torch.strided and g.numel() and is_finite(g)]
     above, _, _ = _off(known, twins[End.ABOVE])
-    below, zeros, norm = _off(known, twins[End.BELOW])
+    below, zeros, true_norm = _off(known, twins[End.BELOW])
     size = sum(g.numel() for _, g in known)
     lost = [off for off in below if off.error > _LOST_BELOW]
     enough = sum(off.parameter.numel() for off in lost) > _SHARE_BELOW * size
     off = {End.ABOVE: tuple(above), End.BELOW: tuple(lost) if enough else ()}
-    return Weighed(index, off, len(known), zeros, norm)
+    return Weighed(index, off, len(known), zeros, true_norm)
 
 
 def faded(norm: float, largest_before: float) -> bool:
@@ -87,16 +87,16 @@ def _off(known: list[tuple[Tensor, Tensor]], twins: Twins[Source]) -> tuple[list
     for parameter, gradient in known:
         truth = twins.read(gradient)
         true = gradient if truth is None else truth[0]
-        norm = float(torch.linalg.vector_norm(true.double()))
-        norms.append(norm)
-        densities.append(norm / math.sqrt(true.numel()))
+        whole = norm(true)
+        norms.append(whole)
+        densities.append(whole / math.sqrt(true.numel()))
         others += int((true != 0).sum())
         if truth is None:
             continue
         zeros += int(((gradient == 0) & (true != 0)).sum())
-        apart = float(torch.linalg.vector_norm(gradient.double() - true.double()))
-        if norm > 0 and apart > tolerance(truth[1]) * norm:
-            found.append((Off(parameter, apart / norm, truth[1]), apart / math.sqrt(true.numel())))
+        apart = difference(gradient, true)
+        if whole > 0 and apart > tolerance(truth[1]) * whole:
+            found.append((Off(parameter, apart / whole, truth[1]), apart / math.sqrt(true.numel())))
     noise = FP16.eps * max(densities)
     kept = [off for off, density in found if density > noise or twins.end is End.BELOW]
     return kept, zeros / others if others else 0.0, math.hypot(*norms)

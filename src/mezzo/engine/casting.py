@@ -112,7 +112,7 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, Rule]
         overlay: whether only what the policy itself names is listed, the rest being left to torch's kernels.
     """
     chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
-    recipe = policy.fp8_recipe if policy.compute == "fp8" else None
+    recipe = (policy.fp8_recipe, policy.fp8_formats) if policy.compute == "fp8" else None
     rules: dict[Op, Rule] = {}
     for family in oplists.FAMILIES:
         for name in family.ops:

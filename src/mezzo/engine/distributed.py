@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mezzo.devices import has_fp64
 from mezzo.engine import checks
 from mezzo.engine.gradients import all_finite, gradients_of
 from mezzo.engine.replicas import Replica
@@ -37,7 +38,7 @@ from mezzo.engine.shards import is_shared, local, parts
 from mezzo.engine.window import Window
 from mezzo.errors import NonFiniteLossError, SessionError
 from mezzo.explain import Choice
-from mezzo.formats import FP64
+from mezzo.formats import FP32, FP64
 from mezzo.policy import Policy
 
 
@@ -118,6 +119,7 @@ class Processes(OneProcess):
         self.sharded = bool(roots)
         self._replicated_shards = any(parts(p) < p.device_mesh.size() for p in _shared(roots))
         self._group, self._size = group, dist.get_world_size(group)
+        self._wide = FP64.dtype if has_fp64(device) else FP32.dtype
         self._device, self._accumulate, self._several_scales = device, accumulate, num_losses > 1
         self._unit = 0.0
         self._copies: list[int] = []
@@ -143,7 +145,7 @@ class Processes(OneProcess):
     def unit(self, weight: float | None) -> float:
         """Return the unit in which weights are counted: the first process's first, told to all once; waits for the device then."""
         if weight is not None and not self._unit:
-            unit = torch.full((), float(weight), dtype=FP64.dtype, device=self._device)
+            unit = torch.full((), float(weight), dtype=self._wide, device=self._device)
             dist.broadcast(unit, group=self._group, group_src=0)
             self._unit = unit.item()
         return self._unit
@@ -203,8 +205,8 @@ class Processes(OneProcess):
         losses = [] if window is None else sorted(window.found)
         if window is not None:
             if window.weighted:
-                numbers.append(torch.full((), window.sum_of_shares(), dtype=FP64.dtype, device=self._device))
-            numbers += [window.found[loss].double() for loss in losses]
+                numbers.append(torch.full((), window.sum_of_shares(), dtype=self._wide, device=self._device))
+            numbers += [window.found[loss].to(self._wide) for loss in losses]
         sums = self._sums(numbers)
         if self.sharded:
             norm = sums.pop(0).sqrt().to(dtype)
@@ -216,7 +218,7 @@ class Processes(OneProcess):
     def _squares_here(
         self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor]
     ) -> tuple[Tensor, torch.dtype]:
-        """Return this process's part of the sum of squares, in FP64, and the format of a norm.
+        """Return this process's part of the sum of squares, in FP64 where the device has it, and the format of a norm.
 
         Of what ``n`` processes hold each contributes the ``n``-th part.
         """
@@ -224,7 +226,7 @@ class Processes(OneProcess):
         for copies, gradient in zip(self._copies, gradients, strict=True):
             held.setdefault(copies, []).append(gradient)
         norms = {copies: take([g for g in some if g.numel()]) for copies, some in held.items()} or {1: take([])}
-        squares = [norm.double().square() / copies for copies, norm in norms.items()]
+        squares = [norm.to(self._wide).square() / copies for copies, norm in norms.items()]
         return torch.stack(squares).sum(), next(iter(norms.values())).dtype
 
     def _sums(self, numbers: list[Tensor]) -> list[Tensor]:

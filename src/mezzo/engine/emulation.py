@@ -30,9 +30,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mezzo.engine.emulation_nodes import Convolution, FlashAttention, Linear, Op, by_casts, general, is_traced, matmul
+from mezzo.engine.emulation_nodes import (
+    Convolution,
+    FlashAttention,
+    Linear,
+    Op,
+    by_casts,
+    general,
+    is_sparse,
+    is_traced,
+    matmul,
+)
 from mezzo.engine.float8 import LINEAR
-from mezzo.formats import E4M3, FP16
+from mezzo.formats import FP8_PAIRS, FP16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +91,7 @@ def running() -> Emulation | None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Emulate ``torch.nn.functional.linear`` on 16-bit tensors."""
-    if weight.dim() == 1 or is_traced():  # one output feature, without a dimension of its own
+    if weight.dim() == 1 or is_traced() or is_sparse(x, weight):  # one output feature, without a dimension of its own
         result: Tensor = general(F.linear, x, weight, bias)
         return result
     y: Tensor = Linear.apply(x, weight, bias)
@@ -220,7 +230,7 @@ def _recurrent(op: Op) -> Op:
     def layer(*args: Any, **kwargs: Any) -> Any:
         # Arguments end with ..., num_layers, dropout, train, bidirectional[, batch_first]; cells have none of these.
         draws = any(isinstance(a, float) and a > 0.0 for a in args)
-        return general(op, *args, draws=draws, **kwargs)
+        return general(op, *args, draws=draws, keeps=True, **kwargs)  # the gates of every time step
 
     return layer
 
@@ -263,7 +273,7 @@ SPECIAL: dict[str, Op] = {
 }
 
 
-def emulation(op: Op, name: str, *, low: str, family: str, float8: str | None) -> Emulation:
+def emulation(op: Op, name: str, *, low: str, family: str, float8: tuple[str, str] | None) -> Emulation:
     """Return the emulation of torch's ``op``.
 
     Args:
@@ -271,9 +281,9 @@ def emulation(op: Op, name: str, *, low: str, family: str, float8: str | None) -
         name: its name without overload (``linear``).
         low: name of the 16-bit format.
         family: the family that the op lists give it.
-        float8: by which recipe linear layers are computed in 8-bit formats, if they are.
+        float8: the recipe and the pair of formats in which linear layers are computed in 8 bits, if they are.
     """
     if float8 is not None and name == "linear":
-        return Emulation(name=name, format=E4M3.name, recipe=float8, run=LINEAR[float8])
+        return Emulation(name=name, format=FP8_PAIRS[float8[1]][0].name, recipe=float8[0], run=LINEAR[float8])
     run = _recurrent(op) if family == "rnn" else SPECIAL.get(name) or _through(op)
     return Emulation(name=name.strip("_"), format=low, run=run)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mezzo.formats import BF16, FP16
+from mezzo.formats import BF16, FP16, FP32
 
 Op = Callable[..., Any]
 _HALF = (FP16.dtype, BF16.dtype)
@@ -166,18 +167,21 @@ class Recomputed(torch.autograd.Function):
     """Run any operation in FP32 on 16-bit tensors; the backward pass runs it again rather than keep FP32 copies."""
 
     @staticmethod
-    def forward(ctx: Any, call: Callable[..., Any], draws: bool, low: torch.dtype, *tensors: Tensor) -> Any:
-        ctx.save_for_backward(*tensors)
-        ctx.call, ctx.stands_for = call, _NAMES[low]
+    def forward(
+        ctx: Any, call: Callable[..., Any], draws: bool, keeps: bool, low: torch.dtype, *tensors: Tensor
+    ) -> Any:
+        kept = [_kept_by_device(call, tensors, low)] if keeps and inside.counted else []
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.call, ctx.num_tensors, ctx.stands_for = call, len(tensors), _NAMES[low]
         ctx.random_state = _random_state(tensors[0].device) if draws else None
         results, ctx.results_spec = tree_flatten(call(*_widen(tensors)))
         return tuple(_narrow(results, low)) if len(results) > 1 else _narrow(results, low)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors[: ctx.num_tensors]
         create_graph = torch.is_grad_enabled()  # a gradient of this gradient was asked for
-        needed = [i for i, wants in enumerate(ctx.needs_input_grad[3:]) if wants]
+        needed = [i for i, wants in enumerate(ctx.needs_input_grad[4:]) if wants]
         with torch.enable_grad():
             if not create_graph:
                 saved = [t.detach().requires_grad_(i in needed) for i, t in enumerate(saved)]
@@ -194,7 +198,41 @@ class Recomputed(torch.autograd.Function):
                 allow_unused=True,
             )
         by_input = dict(zip(needed, found, strict=True))
-        return None, None, None, *(by_input.get(i) for i in range(len(saved)))
+        return None, None, None, None, *(by_input.get(i) for i in range(len(saved)))
+
+
+class Inside:
+    """Say whether to count what a device keeps inside operations whose emulation keeps nothing but operands."""
+
+    counted = False
+
+
+inside = Inside()
+
+
+def _kept_by_device(call: Op, tensors: Sequence[Tensor], low: torch.dtype) -> Tensor:
+    """Return memory, never written, of the size that a device keeps inside an operation: what FP32 keeps, in the 16-bit format.
+
+    The operation runs once more for that, in the one step whose bytes are counted.
+    """
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    device = tensors[0].device
+    with (
+        _disable_current_modes(),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        _replaying(_random_state(device), device),
+    ):
+        wide = [t.detach().float().requires_grad_() for t in tensors]
+        call(*wide)
+    operands = {t.untyped_storage().data_ptr() for t in wide}
+    num_bytes = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in operands)
+    return torch.empty(num_bytes * low.itemsize // FP32.dtype.itemsize, dtype=torch.uint8, device=device)
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -241,10 +279,15 @@ def is_traced() -> bool:
     )
 
 
-def general(op: Op, *args: Any, draws: bool = False, **kwargs: Any) -> Any:
+def is_sparse(*tensors: Tensor) -> bool:
+    """Return whether a tensor is in one of the layouts that keep only what is not zero."""
+    return any(tensor.layout is not torch.strided for tensor in tensors)
+
+
+def general(op: Op, *args: Any, draws: bool = False, keeps: bool = False, **kwargs: Any) -> Any:
     """Emulate ``op`` for its 16-bit tensor arguments wherever they stand, keeping only those for the backward pass.
 
-    ``draws`` says whether the operation draws random numbers.
+    ``draws`` says whether the operation draws random numbers, ``keeps`` whether on a device it keeps much more than its operands.
     """
     if is_traced():
         return by_casts(op, *args, **kwargs)
@@ -261,7 +304,7 @@ def general(op: Op, *args: Any, draws: bool = False, **kwargs: Any) -> Any:
         inner_args, inner_kwargs = tree_unflatten(filled, spec)
         return op(*inner_args, **inner_kwargs)
 
-    return Recomputed.apply(call, draws, given[0].dtype, *given)
+    return Recomputed.apply(call, draws, keeps, given[0].dtype, *given)
 
 
 def by_casts(op: Op, *args: Any, **kwargs: Any) -> Any:
@@ -279,6 +322,8 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     if is_traced():
         result: Tensor = by_casts(torch.matmul, input, other)
         return result
+    if is_sparse(input, other):
+        return general(torch.matmul, input, other)  # type: ignore[no-any-return] # torch has gradients of its own for these
     a = input.unsqueeze(0) if input.dim() == 1 else input
     b = other.unsqueeze(-1) if other.dim() == 1 else other
     y: Tensor = MatMul.apply(a, b)

@@ -8,6 +8,8 @@ section 3.2). The two recipes are torchao's, which computes them on a GPU:
 ``tensorwise``  one scale a tensor; values and weights in E4M3, gradients in E5M2
 ``rowwise``     all in E4M3; one scale for each row that a product adds up along, the largest power of two not above ``max / amax``
 
+E4M3 and E5M2 are the Open Compute Project's, or the FNUZ ones of AMD's MI300, to which torchao rounds there.
+
 Weights are rounded from the format in which they are kept, not from BF16. For the backward pass are kept the BF16
 input and the weight itself, and they are rounded again there, as torchao does: the 8-bit bytes are a product's
 operands, not what is stored.
@@ -25,15 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mezzo.formats import E4M3, E5M2, Format
-
-_LEAST_AMAX = 1e-12  # torchao's: smaller magnitudes get the scale of this one, and zeros a finite scale
+from mezzo.formats import FP8_PAIRS, Format
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Say what is rounded to what, and how much one scale covers."""
 
+    values: Format
     gradients: Format
     by_rows: bool
     """Whether every row has a scale of its own; the whole tensor has one otherwise."""
@@ -45,8 +46,9 @@ class Recipe:
 
 
 RECIPES = {
-    "tensorwise": Recipe(gradients=E5M2, by_rows=False),
-    "rowwise": Recipe(gradients=E4M3, by_rows=True),
+    (name, pair): Recipe(values=e4m3, gradients=e4m3 if name == "rowwise" else e5m2, by_rows=name == "rowwise")
+    for name in ("tensorwise", "rowwise")
+    for pair, (e4m3, e5m2) in FP8_PAIRS.items()
 }
 
 
@@ -54,8 +56,10 @@ class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.stands_for = recipe, E4M3.name
-        return F.linear(recipe.rounded(x, E4M3, along=-1), recipe.rounded(weight, E4M3, along=-1)).to(x.dtype)
+        ctx.recipe, ctx.stands_for = recipe, recipe.values.name
+        return F.linear(recipe.rounded(x, recipe.values, along=-1), recipe.rounded(weight, recipe.values, along=-1)).to(
+            x.dtype
+        )
 
     @staticmethod
     @once_differentiable
@@ -65,10 +69,10 @@ class _Float8Linear(torch.autograd.Function):
         rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            wide = recipe.rounded(rows, recipe.gradients, along=-1) @ recipe.rounded(weight, E4M3, along=0)
+            wide = recipe.rounded(rows, recipe.gradients, along=-1) @ recipe.rounded(weight, recipe.values, along=0)
             grad_x = wide.to(x.dtype).reshape(x.shape)
         if ctx.needs_input_grad[1]:
-            wide = recipe.rounded(rows, recipe.gradients, along=0).mT @ recipe.rounded(columns, E4M3, along=0)
+            wide = recipe.rounded(rows, recipe.gradients, along=0).mT @ recipe.rounded(columns, recipe.values, along=0)
             grad_weight = wide.to(x.dtype).to(weight.dtype)  # a GPU's product gives BF16 for an FP32 weight, too
         return grad_x, grad_weight, None
 
@@ -83,7 +87,9 @@ def quantise(x: Tensor, fmt: Format, *, along: int | None = None) -> tuple[Tenso
         return x.to(fmt.dtype), torch.ones((), device=x.device)
     magnitudes = x.abs()
     amax = magnitudes.amax() if along is None else magnitudes.amax(dim=along, keepdim=True)
-    least = amax.float().clamp(min=_LEAST_AMAX)
+    # torchao's least: smaller magnitudes get the scale of this one, and zeros a finite scale. A literal, because a compiler
+    # with dynamic shapes makes a variable of a global number, and cannot inside an autograd function.
+    least = amax.float().clamp(min=1e-12)
     scale = (
         torch.full_like(least, fmt.max) / least
     )  # a number over a tensor is a product with its reciprocal: rounded twice
@@ -92,13 +98,17 @@ def quantise(x: Tensor, fmt: Format, *, along: int | None = None) -> tuple[Tenso
     return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype), scale
 
 
-def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "tensorwise") -> Tensor:
+def float8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "tensorwise", formats: str = "ocp"
+) -> Tensor:
     """Emulate a linear layer in FP8; ``x``, ``bias`` and result are BF16, ``weight`` is BF16 or FP32."""
     if weight.dim() == 1:  # one output feature, without a dimension of its own
-        return float8_linear(x, weight[None], bias, recipe=recipe).squeeze(-1)
-    y: Tensor = _Float8Linear.apply(x, weight, RECIPES[recipe])
+        return float8_linear(x, weight[None], bias, recipe=recipe, formats=formats).squeeze(-1)
+    y: Tensor = _Float8Linear.apply(x, weight, RECIPES[recipe, formats])
     return y if bias is None else y + bias
 
 
-LINEAR: dict[str, Callable[..., Tensor]] = {name: partial(float8_linear, recipe=name) for name in RECIPES}
-"""The emulation of ``torch.nn.functional.linear`` by the recipe's name."""
+LINEAR: dict[tuple[str, str], Callable[..., Tensor]] = {
+    (name, pair): partial(float8_linear, recipe=name, formats=pair) for name, pair in RECIPES
+}
+"""The emulation of ``torch.nn.functional.linear`` by the recipe and the pair of formats."""

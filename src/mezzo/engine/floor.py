@@ -43,7 +43,9 @@ class FloorWatch:
             self._stuck += found_inf * scale.floor_flag()
         self._noted += 1
         if self._noted % self._every == 0:
-            self._arrived.copy_(self._stuck, non_blocking=True)
+            self._arrived.copy_(
+                self._stuck, non_blocking=self._stuck.is_cuda
+            )  # else it is not known when it has arrived
             if self._sent is not None:
                 self._sent.record(torch.cuda.current_stream(self._stuck.device))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from mezzo.devices import has_fp64
 from mezzo.formats import FP32
 
 
@@ -24,6 +25,11 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
     return [g._values() if g.is_sparse else g for p in given if (g := p.grad) is not None]
+
+
+def wide(gradient: Tensor) -> Tensor:
+    """Return a gradient in FP64, on the CPU where its device has none: for the few updates whose squares leave FP32's range."""
+    return gradient.double() if has_fp64(gradient.device) else gradient.cpu().double()
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:

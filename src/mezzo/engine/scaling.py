@@ -92,8 +92,8 @@ class StaticScale(NoScale):
         return self._scale if self._scale.device == device else self._scale.to(device)
 
     def inverse(self) -> Tensor | None:
-        """Return 1 / scale as an FP32 tensor on the device, rounded once (by way of FP64)."""
-        return self._scale.double().reciprocal().float()
+        """Return 1 / scale as an FP32 tensor on the device: an IEEE division, rounded once."""
+        return self._scale.reciprocal()
 
     def value(self) -> float:
         """Return the scale; waits for the device."""

@@ -41,7 +41,7 @@ class Schedules:
         if isinstance(skipped, bool) or self._device.type == "cpu":
             self._step(optimizers, skipped=bool(skipped))
             return
-        self._flag.copy_(skipped, non_blocking=True)
+        self._flag.copy_(skipped, non_blocking=self._sent is not None)  # only then is known when it has arrived
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self._device))
         self._open = optimizers

@@ -33,7 +33,7 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
 from mezzo.engine.floor import FloorWatch
-from mezzo.engine.gradients import by_device, clip_factor, multiply, not_finite, put_back, set_aside, total_norm
+from mezzo.engine.gradients import by_device, clip_factor, multiply, not_finite, put_back, set_aside, total_norm, wide
 from mezzo.engine.graphs import CapturedStep
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.onepass import OnePass
@@ -373,7 +373,7 @@ class Session:
         self._overflowed = bool(found)  # the one host read of an update, where GradScaler waits as well
         if self._overflowed and self.processes.all_finite(gradients):
             self._overflowed, found = False, self._zero  # only the sum of squares left FP32's range
-            self._norm = self.processes.norm([g.double() for g in gradients], total_norm)
+            self._norm = self.processes.norm([wide(g) for g in gradients], total_norm)
         return found
 
     def _norm_here(self, gradients: list[Tensor]) -> Tensor:

@@ -227,7 +227,7 @@ _TRAINS_BY: dict[Framework, tuple[str, str]] = {
 def _too_short(request: Request, num_steps: int) -> ScriptError:
     steps = () if request.diagnosis is None else request.diagnosis.steps
     return ScriptError(
-        f"{request.target} ended after {num_steps} training steps; the steps to watch are {step_text(steps)}",
+        f"{request.target} ended after {num_steps} training step{'s' * (num_steps != 1)}; the steps to watch are {step_text(steps)}",
         hint=f"pass numbers from 1 to {num_steps} with --steps, or arguments that make the script train longer",
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,7 +40,8 @@ class CloseLook:
         self._due = self._over = self._forced_eager = False
         self._watched: int | None = None
         """Number of the step that is looked at."""
-        self._num_weighed = 0
+        self._weighed: Counter[int] = Counter()
+        """How many updates that were made were weighed, by the identity of the optimizer."""
         self._when_over: list[Callable[[], Any]] = []
         self._by_format: dict[str, int] = {}
         self._outside_region = 0
@@ -81,7 +83,7 @@ class CloseLook:
 
         A step closes at the next backward pass: what runs until then is the next step's forward pass, or an evaluation.
         """
-        self._weigh()
+        self._weigh(id(optimizer))
         if self._flops is None:
             self._due = True
             self._go_on()
@@ -124,13 +126,17 @@ class CloseLook:
             for group in optimizer.param_groups:
                 yield from group["params"]
 
-    def _weigh(self) -> None:
-        """Take the bytes of parameters, gradients and optimizer state at the first updates that are made."""
+    def _weigh(self, stepped: int) -> None:
+        """Take the bytes of parameters, gradients and optimizer state at the first updates that each optimizer makes.
+
+        Each, because a loss scale that skips one optimizer's first updates leaves it without a state for longer than the others.
+        """
         looked = self._flops is not None and self._stack is None
-        if looked and self._num_weighed >= _UPDATES_WEIGHED:
-            self._leave()
+        if looked and self._weighed[stepped] >= _UPDATES_WEIGHED:
+            while self._when_over:
+                self._when_over.pop()()
             return
-        self._num_weighed += not self._run.skips
+        self._weighed[stepped] += not self._run.skips
         parameters = list(self._parameters())
         optimizers = list(self._run.optimizers)
         found = {
@@ -139,12 +145,6 @@ class CloseLook:
             "optimizer": sum(memory.optimizer_bytes(optimizer) for optimizer in optimizers),
         }
         self._bytes = {kind: max(found[kind], self._bytes.get(kind, 0)) for kind in found}
-
-    def _leave(self) -> None:
-        """Watch no longer: from now on steps cost what they cost without a look."""
-        self._run.watchers.remove(self)
-        while self._when_over:
-            self._when_over.pop()()
 
     def _go_on(self) -> None:
         """Begin or end the look where that is due, and possible at this place."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mezzo import devices
 from mezzo.devices import Device
-from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
+from mezzo.formats import BF16, E4M3, E5M2, FP8_PAIRS, FP16, FP32, FP64, TF32, Format
 from mezzo.measure.environment import (
     TRITON_PACKAGES,
     environment,
@@ -84,11 +84,13 @@ def facts() -> Facts:
 
 def device_report(device: Device, *, facts: Facts) -> DeviceReport:
     """Return the formats of ``device`` and what else is known of it."""
-    supports = [device.support(fmt) for fmt in _FORMATS]
+    fnuz = FP8_PAIRS["fnuz"] if device.support(FP8_PAIRS["fnuz"][0]).level == "native" else ()
+    own = () if device.has_fp64 else (FP64,)
+    supports = [device.support(fmt) for fmt in (*own, *_FORMATS, *fnuz)]
     capability = device.capability
     return DeviceReport(
         kind=device.kind,
-        name=device.name,
+        name=f"{device.name} ({device.architecture})" if device.architecture else device.name,
         compute_capability=f"{capability[0]}.{capability[1]}" if capability else None,
         memory_bytes=facts.gpu_memory_bytes if device.kind == "cuda" else None,
         formats=[FormatSupport(format=s.format, level=s.level, reason=s.reason) for s in supports],
@@ -110,7 +112,7 @@ def advice(facts: Facts) -> list[Reason]:
     """
     gpu = facts.gpu
     parts = [_missing_gpu_advice(facts) if gpu is None else _gpu_advice(gpu, facts=facts)]
-    parts.append(_cpu_advice(facts))
+    parts += [_evidence(facts), _cpu_advice(facts)]
     return [reason for part in parts for reason in part]
 
 
@@ -164,6 +166,16 @@ def _gpu_advice(gpu: Device, *, facts: Facts) -> Iterator[Reason]:
         )
 
 
+def _evidence(facts: Facts) -> Iterator[Reason]:
+    for device in facts.devices:
+        if device.kind != "cpu":
+            yield Reason(
+                what=f"Mezzo on {device.name}",
+                value="python -m pytest -m gpu, or bash benchmarks/first_gpu.sh, in the repository; tell us what they say",
+                reason=device.evidence,
+            )
+
+
 def _half_precision_advice(gpu: Device) -> Reason:
     if _is_native(gpu, BF16):
         return Reason(
@@ -181,7 +193,8 @@ def _half_precision_advice(gpu: Device) -> Reason:
         )
     return Reason(
         what="no matrix units for half precision",
-        value="compare losses and memory here, times on a GPU of compute capability 7.0 or later",
+        value="compare losses and memory here, times on a GPU that has them"
+        + (" (NVIDIA: compute capability 7.0 or later)" if gpu.architecture is None else ""),
         reason=f"half precision is emulated on {gpu.name}: {gpu.support(FP16).reason}",
     )
 

@@ -33,9 +33,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mezzo.engine.emulation import running
 from mezzo.engine.emulation_nodes import is_recomputed, stands_for
 from mezzo.engine.fp32products import runs_in_tf32
-from mezzo.formats import E4M3, E5M2, FP32, FP64, TF32, format_of
+from mezzo.formats import E4M3, FP8_PAIRS, FP32, FP64, TF32, format_of
 
 Count: TypeAlias = Callable[..., int]
+_HELD = tuple(fmt for pair in FP8_PAIRS.values() for fmt in pair)
 _WIDE = frozenset((FP32.name, TF32.name, FP64.name, "complex64", "complex128"))
 aten: Any = torch.ops.aten
 
@@ -126,7 +127,7 @@ def _holds_8_bits(operand: Tensor) -> bool:
     # torchao's operands say that they are BF16 and hold 8-bit values: E4M3, or E5M2 for gradients, which count as E4M3 as
     # they do where they are emulated.
     held = getattr(operand, "_data", None)
-    return isinstance(held, Tensor) and format_of(held.dtype) in (E4M3, E5M2)
+    return isinstance(held, Tensor) and format_of(held.dtype) in _HELD
 
 
 def _matmul(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:

@@ -4,7 +4,7 @@ parameters  storages of the parameters that modules and optimizers hold
 gradients   what hangs on them when an optimizer steps
 optimizer   tensors in the optimizers' state after it
 activations what the forward pass keeps for the backward pass: storages that autograd saves, and the inputs of checkpointed functions,
-            each storage once and parameters left out
+            each storage once and parameters left out; of an emulated recurrent layer also what a device keeps inside it
 
 The count of activations is the largest over the backward passes of the step. Autograd's hooks for saved tensors see
 what it keeps; those of activation checkpointing lie inside ours, so what it drops is not counted. What a graph kept
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.emulation_nodes import inside
+
 
 class SavedTensors:
     """Count what autograd keeps for the backward pass while the hooks are on."""
@@ -37,10 +39,12 @@ class SavedTensors:
     def start(self, parameters: Iterable[Tensor]) -> None:
         """Begin to count; storages of ``parameters`` are not activations."""
         self._parameters = {_storage(p) for p in parameters}
+        inside.counted = True
         self._hooks.__enter__()
 
     def stop(self) -> None:
         """Take the hooks off."""
+        inside.counted = False
         self._hooks.__exit__(None, None, None)
         self._saved, self._inputs = [], []
 

@@ -67,6 +67,7 @@ class Memory(Value):
         return sum(known) if len(known) == len(kinds) else None
 
 
+_LOWER_NOTHING = ("fp32", "tf32")
 _WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
 
@@ -150,3 +151,9 @@ class RunRecord(Value):
         """Return the loss scale after the last step, or None where none was used."""
         scales = self.steps.loss_scale
         return scales[-1] if scales and not math.isnan(scales[-1]) else None
+
+    @property
+    def changed_nothing(self) -> bool:
+        """Return whether the policy was to lower precision, and none of the operations that were counted ran below 32 bits."""
+        asked = self.policy.split(":")[0] not in (AS_IS, *_LOWER_NOTHING)
+        return asked and bool(self.effective.flops_by_format) and not self.effective.lowered

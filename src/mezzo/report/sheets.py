@@ -277,14 +277,10 @@ def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
         return f"{script} failed under {policy} after {steps}"
     if not record.steps.loss:
         return f"{script} ran under {policy}; no training step was seen"
-    effective = record.effective
-    if effective.flops_by_format and not effective.lowered and record.policy.split(":")[0] not in _LOWERS_NOTHING:
-        ran = fmt.listed([f"{share:.0%} {name}" for name, share in effective.share_by_format.items()])
+    if record.changed_nothing:
+        ran = fmt.listed([f"{share:.0%} {name}" for name, share in record.effective.share_by_format.items()])
         return f"{script} trained {steps}; {policy} changed nothing: {ran} ran, to a loss of {final_loss_text(record)}"
     return f"{script} trained {steps} under {policy}, to a loss of {final_loss_text(record)}"
-
-
-_LOWERS_NOTHING = ("fp32", "tf32", "as-is")
 
 
 def _run_facts(record: RunRecord) -> list[Fact]:

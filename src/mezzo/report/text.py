@@ -152,7 +152,7 @@ def _diagnose(sheet: diagnose.DiagnoseSheet, console: Console) -> None:
         trend = _table("step", "loss", "gradient norm", "loss scale after it", "")
         for line in sheet.trend:
             trend.add_row(line.step, line.loss, line.norm, line.scale, Text(line.note, style=_STYLES[line.tone]))
-        _section(console, "The last steps", trend)
+        _section(console, "Steps up to the last one that was not finite", trend)
     _section(console, "How it was found", _fact_table([*sheet.passes, *sheet.notes]))
     if sheet.normal:
         _note(console, sheet.normal)

@@ -8,10 +8,12 @@ are rounded from their masters after. Moments of fewer bits are widened, too, an
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
 
+from mezzo.devices import has_fp64
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.layout import dense
 from mezzo.engine.kernels.moments import SIGNED, closed, flat, opened
@@ -21,12 +23,28 @@ from mezzo.formats import BF16, FP16, FP32, FP64
 
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
+    """Return the sum of all squares in FP64, in FP32 where the device has no FP64: not finite exactly when a gradient is not."""
     gradients = [dense(g) for g in gradients]
+    if not all(has_fp64(g.device) for g in gradients):
+        return _narrow_sum_of_squares(gradients)
     # Norms of FP16 gradients cannot leave FP32's range; those of the others can.
     wide = FP32.dtype if all(g.dtype is FP16.dtype for g in gradients) else FP64.dtype
     norms = torch._foreach_norm(gradients, dtype=wide)
     return torch.stack([n.to(norms[0].device, FP64.dtype) for n in norms]).square().sum()
+
+
+def _narrow_sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """The same in FP32, in units of the largest element, so that no square overflows or vanishes; beyond FP32 it is FP32's largest value.
+
+    One gradient at a time is copied: 4 bytes an element.
+    """
+    peak = torch.stack(
+        [n.to(gradients[0].device) for n in torch._foreach_norm(gradients, math.inf, dtype=FP32.dtype)]
+    ).amax()
+    unit = torch.where(peak.isfinite() & (peak > 0), peak, torch.ones_like(peak))
+    norms = [torch.linalg.vector_norm(g.float() / unit.to(g.device)).to(peak.device) for g in gradients]
+    total = (torch.stack(norms).square().sum().sqrt() * unit).square()
+    return torch.where(peak.isfinite(), total.clamp(max=FP32.max), peak.square())
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:

@@ -75,7 +75,8 @@ def _way(run: RunRecord, partner: RunRecord | None, learning: dict[str, Learning
         if (bad := not_finite(losses, name=title_of(name))) is not None:
             return Way(verdict="diverged", text=bad)
     if num_skipped := skipped_at_the_end(run):
-        return Way(verdict="stopped_learning", text=f"its last {num_skipped} updates were all skipped")
+        many = f"its last {num_skipped} updates were all skipped"
+        return Way(verdict="stopped_learning", text="its last update was skipped" if num_skipped == 1 else many)
     for name, losses in losses_of(run).items():
         known = learning.get(name)
         if known is None or not known.courses:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 from mezzo.measure.compare.words import percent
 from mezzo.policy import Policy
@@ -48,9 +48,14 @@ def _advice_for_a_scaler(runs: Sequence[RunRecord], num_skipped: int) -> str:
     return ": mezzo diagnose shows where its gradients overflow"
 
 
+def _skipped_at_the_start(skipped: Sequence[bool]) -> int:
+    made_twice = (i for i, pair in enumerate(pairwise(skipped)) if not any(pair))
+    return sum(skipped[: next(made_twice, len(skipped))])
+
+
 def _settled_scale(runs: Sequence[RunRecord], num_skipped: int) -> float | None:
-    """Return the loss scale that runs ended with, where most of their skips were made before a first update; else None."""
-    at_start = sum(sum(1 for _ in takewhile(bool, run.steps.skipped)) for run in runs)
+    """Return the loss scale that runs ended with, where most of their skips were made before two updates in a row; else None."""
+    at_start = sum(_skipped_at_the_start(run.steps.skipped) for run in runs)
     if 2 * at_start <= num_skipped or any(map(skipped_at_the_end, runs)):
         return None
     return next((run.final_scale for run in runs if run.final_scale is not None), None)

@@ -6,7 +6,7 @@ baseline's training took off, where that is beyond doubt, and in units of that:
 ``diverged``          the loss ended above where it began by more than a tenth of the baseline's fall, or it fell by half of that and
                       gave half of that back.
 ``stopped learning``  the loss took off less than a fifth of what the baseline's did, over the whole training or over its second
-                      half; or the run ended in skipped updates only.
+                      half, and ended far above it; or the run ended in skipped updates only.
 
 The baseline's fall is beyond doubt where it is many times the spread of its levels in the second half of training, or where a t-test over
 its seeds shows it at 0.1%: seeds are independent even where successive losses are not. Where the baseline shows no such fall
@@ -32,6 +32,8 @@ from mezzo.measure.compare.series import final, mean, tenth
 from mezzo.measure.compare.words import short
 
 _RISE, _GIVEN_BACK, _LEARNED = 0.1, 0.5, 0.2
+_TYPICAL = 0.5
+"""The share of the baseline's fall from which a run of it is taken as one that learned."""
 _CHANCE = 0.001
 _TIMES_SPREAD, _TIMES_SPREAD_ABOUT_TREND = 25.0, 60.0
 """For one run; less for the mean of several. Noise that keeps 99.9% of itself from step to step passes in one case of a thousand."""
@@ -173,7 +175,7 @@ def way_of(course: Course, partner: Course, learning: Learning, *, name: str, ba
     if learning.is_left_by(course):
         text = f"the {name} ended at {short(course.end)}, far above all of {baseline}'s"
         return Way(verdict="diverged", text=text)
-    if fall is None or partner.fall() < 0.5 * fall:
+    if fall is None or partner.fall() < _TYPICAL * fall:
         return None
     rise = course.end - course.start
     if rise > _RISE * fall:
@@ -184,7 +186,8 @@ def way_of(course: Course, partner: Course, learning: Learning, *, name: str, ba
     if min(given_back, course.start - course.lowest) > _GIVEN_BACK * fall:
         fell = f"fell from {short(course.start)} to {short(course.lowest)} and rose again to {short(course.end)}"
         return Way(verdict="diverged", text=f"the {name} {fell} {theirs}")
-    if -rise < _LEARNED * fall:
+    # From the partner's start the second follows from the first. A run of the baseline's own may begin low, and end low without a fall.
+    if -rise < _LEARNED * fall and course.end - partner.end > (_TYPICAL - _LEARNED) * fall:
         return Way(
             verdict="stopped_learning",
             text=f"the {name} went from {short(course.start)} to {short(course.end)} {theirs}",

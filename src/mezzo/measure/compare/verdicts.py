@@ -8,8 +8,9 @@ What comes first wins:
 4. ``failed`` where a run failed with a seed with which the baseline succeeded.
 5. ``different`` where a quantity is shown to lie beyond its margin.
 6. What bars ``equivalent``: runs that went wrong as some of the baseline's did (``undecided``); another number of steps than the baseline
-   made with that seed (``different`` where all the baseline's seeds make the same number, else ``undecided``); a metric that was asked
-   for and is missing in a run (``undecided``).
+   made with that seed (``different`` where all the baseline's seeds make the same number, else ``undecided``); a policy under which nothing
+   ran in a lower format, so that nothing of it was tried (``undecided``); a metric that was asked for and is missing in a run
+   (``undecided``).
 7. ``equivalent`` where every quantity is shown to lie within its margin, or nothing differs in any step; else ``undecided``, with the
    number of seeds that would decide.
 """
@@ -27,8 +28,8 @@ from mezzo.measure.compare.seeds import KEPT, MAX_SEEDS, seeds_needed
 from mezzo.measure.compare.series import last_metric, losses_of, title_of
 from mezzo.measure.compare.skips import skip_note
 from mezzo.measure.compare.trends import Way
-from mezzo.measure.compare.words import percent, sentence, short
-from mezzo.records import Verdict
+from mezzo.measure.compare.words import listed, percent, sentence, short
+from mezzo.records import RunRecord, Verdict
 
 _WENT_WRONG = {"diverged": "diverged", "stopped_learning": "stopped learning"}
 
@@ -150,10 +151,18 @@ def _bars(group: Group, pairs: Sequence[Pair], ways: Mapping[Key, Way], *, base:
         counts = f"{len(first.run.steps)} steps where {base.group.policy} made {len(first.baseline.steps)}"
         more = f", and {len(unequal) - 1} more like it" if len(unequal) > 1 else ""
         bars.append((f"made {counts} with {first.key}{more}", "different" if same else "undecided"))
+    if pairs and all(pair.run.changed_nothing for pair in pairs):
+        bars.append((_told_of_nothing(pairs[0].run), "undecided"))
     if base.metric is not None:
         gap = base.metric.gap(pairs, policy=group.policy, baseline=base.group.policy)
         bars += [(gap, "undecided")] if gap else []
     return bars
+
+
+def _told_of_nothing(run: RunRecord) -> str:
+    ran = listed([f"{share:.0%} {name}" for name, share in run.effective.share_by_format.items()])
+    why = "".join(f" ({reason.what}: {reason.reason})" for reason in run.effective.left_alone[:1])
+    return f"{run.policy} changed nothing, so this shows nothing of it: {ran} ran{why}"
 
 
 def _is_identical(pair: Pair) -> bool:

@@ -15,8 +15,12 @@ def short(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as percent, with two digits."""
-    return f"{100.0 * share:.2g}%"
+    """Return a share as percent, with two digits; three from 100 on."""
+    return f"{_two_digits(100.0 * share)}%"
+
+
+def _two_digits(value: float, *, sign: str = "") -> str:
+    return f"{value:{sign}.0f}" if 10 <= abs(value) < 1e9 else f"{value:{sign}.2g}"
 
 
 def listed(parts: Sequence[str]) -> str:
@@ -29,9 +33,9 @@ def size(quantity: Quantity, change: float, *, signed: bool = False) -> str:
     """Return a change in a person's terms: ``+3.1%``, ``2.4 times``, ``-0.28 points``, ``+12``."""
     sign = "+" if signed and change else ""
     if isinstance(quantity.scale, Ratio):
-        return f"{100.0 * change:{sign}.2g}%" if -0.5 < change < 1.0 else f"{1.0 + change:.3g} times"
+        return f"{_two_digits(100.0 * change, sign=sign)}%" if -0.5 < change < 1.0 else f"{1.0 + change:.3g} times"
     if isinstance(quantity.scale, Proportion):
-        return f"{100.0 * change / quantity.scale.unit:{sign}.2g} points"
+        return f"{_two_digits(100.0 * change / quantity.scale.unit, sign=sign)} points"
     return f"{change:{sign}.0f}" if 1e2 <= abs(change) < 1e9 else f"{change:{sign}.2g}"
 
 

@@ -1,0 +1,144 @@
+"""Run the public scripts and print the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.public_scripts.outcomes import cell, table
+from benchmarks.public_scripts.scripts import SCRIPTS, Script
+from mezzo.errors import MezzoError
+from mezzo.records import read_record
+
+COMMANDS = {
+    "fp16": "run --policy fp16",
+    "bf16": "run --policy bf16",
+    "compare": "compare --policies fp32,fp16 --seeds 2 --timeout 300",
+    "audit": "audit",
+    "diagnose": "diagnose --steps 40",
+}
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+LIMIT_S = 900
+
+
+def clone(script: Script, clones: Path) -> Path:
+    """Return the clone that has the script's commit; fetch it where there is none."""
+    folder = clones / script.repository.replace("/", "+")
+    if not folder.exists():
+        subprocess.run(["git", "init", "--quiet", folder], check=True)
+        url = f"https://github.com/{script.repository}"
+        subprocess.run(["git", "-C", folder, "fetch", "--quiet", "--depth", "1", url, script.commit], check=True)
+    return folder
+
+
+def variables(script: Script) -> dict[str, str]:
+    """Return the environment of a run: the stand-ins, Mezzo's source, one thread, no window, and what the script needs."""
+    paths = [
+        str(HERE / "standins"),
+        str(ROOT / "src"),
+        script.variables.get("PYTHONPATH", ""),
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    own = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", **script.variables}
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def line(script: Script, command: str) -> str:
+    """Return the words after ``mezzo``."""
+    where = "." if script.folder is None else script.where
+    file = os.path.relpath(script.file, script.where or ".") if where != "." else Path(script.file).name
+    return f"{COMMANDS[command]} {shlex.quote(file)} {script.arguments}".strip()
+
+
+def outcome(script: Script, command: str, clones: Path, results: Path) -> str:
+    """Run one command in a new folder with the repository's files, and return its cell."""
+    shutil.rmtree(results, ignore_errors=True)  # or Mezzo would write beside the record of another command line
+    results.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as sandbox:
+        archive = [
+            "git",
+            "-C",
+            clone(script, clones),
+            "archive",
+            script.commit,
+            script.where or ".",
+            f":(exclude){script.leave_out}",
+        ]
+        files = subprocess.run(archive, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", sandbox], input=files, check=True)
+        folder = Path(sandbox, script.where)
+        script.data(folder)
+        environment = variables(script)
+        if script.prepare:
+            subprocess.run(
+                [sys.executable, script.prepare], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL
+            )
+        verb, *rest = shlex.split(line(script, command))
+        words = [sys.executable, "-m", "mezzo", verb, "--out", str(results), *rest]
+        with (results / "output.txt").open("w", encoding="utf-8") as log:
+            try:
+                code = subprocess.run(
+                    words,
+                    cwd=folder,
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    timeout=LIMIT_S,
+                )
+            except subprocess.TimeoutExpired:
+                return f"stopped after {LIMIT_S} s"
+    try:
+        said = cell(read_record(results / "record.json"))
+    except (MezzoError, OSError) as error:
+        return f"exit {code.returncode}, no record: {error}"
+    return said if code.returncode == 0 else f"exit {code.returncode}; {said}"
+
+
+def main() -> None:
+    """Run what was asked for, print what came out, and leave every record, output and a table in Markdown under ``--results``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.public_scripts")
+    parser.add_argument(
+        "clones", type=Path, help="a folder with the repositories, owner+name; missing ones are fetched"
+    )
+    parser.add_argument("--only", default="", help="a pattern for repository, file and arguments")
+    parser.add_argument("--commands", default=",".join(COMMANDS), help="some of: %(default)s")
+    parser.add_argument(
+        "--results", type=Path, default=Path("runs/public-scripts"), help="where records go (default: %(default)s)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="scripts at a time (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="print the command lines and run nothing")
+    asked = parser.parse_args()
+    chosen = [script for script in SCRIPTS if re.search(asked.only, script.name)]
+    commands = asked.commands.split(",")
+    if asked.list:
+        for script in chosen:
+            print(
+                f"{script.repository}@{script.commit[:10]} in {script.where or '.'}: mezzo {line(script, commands[0])}"
+            )
+        return
+
+    def row(script: Script) -> dict[str, str]:
+        folder = asked.results.resolve() / re.sub(r"\W+", "-", script.name)[:120].strip("-")
+        cells = {command: outcome(script, command, asked.clones.resolve(), folder / command) for command in commands}
+        print("\n".join([f"\n{script.name}", *(f"  {command}: {said}" for command, said in cells.items())]), flush=True)
+        return {"script": script.name, "commit": script.commit, **cells}
+
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        rows = list(pool.map(row, chosen))
+    (asked.results / "outcomes.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    (asked.results / "outcomes.md").write_text(table(rows, ("script", *commands)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

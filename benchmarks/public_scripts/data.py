@@ -1,0 +1,107 @@
+"""Small generated files in the formats that public scripts read, so that nothing is downloaded."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+WORDS = (
+    "the",
+    "a",
+    "sun",
+    "moon",
+    "river",
+    "hill",
+    "tree",
+    "bird",
+    "sings",
+    "falls",
+    "shines",
+    "over",
+    "under",
+    "near",
+    "far",
+    "old",
+)
+
+
+def text(path: Path, *, num_lines: int) -> None:
+    """Write lines of eight words: every second word follows from the one before, so that there is something to learn."""
+    draw = random.Random(0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(num_lines):
+            first = [draw.randrange(len(WORDS)) for _ in range(4)]
+            file.write(" ".join(f"{WORDS[i]} {WORDS[i * 7 % len(WORDS)]}" for i in first) + "\n")
+
+
+def images(folder: Path, *, count: int, side: int, suffix: str = "jpg", halves: bool = False) -> None:
+    """Write RGB images of a bright disc on noise, named by number; with ``halves`` masks of the disc, 0 and 255, instead."""
+    import numpy
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = numpy.random.RandomState(0)
+    rows, columns = numpy.mgrid[:side, :side]
+    for number in range(count):
+        centre, radius = draw.randint(side // 4, 3 * side // 4, 2), draw.randint(side // 8, side // 4)
+        noise = draw.rand(side, side, 3)
+        disc = (rows - centre[0]) ** 2 + (columns - centre[1]) ** 2 < radius**2
+        picture = numpy.where(disc[..., None], 0.7, 0.0) + 0.3 * noise
+        array = disc.astype("uint8") * 255 if halves else (255 * picture).astype("uint8")
+        Image.fromarray(array).convert("L" if halves else "RGB").save(folder / f"{number:03}.{suffix}")
+
+
+def none(folder: Path) -> None:
+    """Write nothing: the script brings or makes its own data."""
+
+
+def corpus(folder: Path) -> None:
+    """Write the three texts of a word-level language model."""
+    for name, num_lines in (("train", 400), ("valid", 40), ("test", 40)):
+        text(folder / "data" / "wikitext-2" / f"{name}.txt", num_lines=num_lines)
+
+
+def shakespeare(folder: Path) -> None:
+    """Write the text of nanoGPT's character-level example."""
+    text(folder / "data" / "shakespeare_char" / "input.txt", num_lines=400)
+
+
+def words(folder: Path) -> None:
+    """Write the text of the tutorial on language models."""
+    text(folder / "data" / "train.txt", num_lines=300)
+
+
+def segmentation(folder: Path) -> None:
+    """Write images and masks of one disc each."""
+    images(folder / "data" / "imgs", count=24, side=64)
+    images(folder / "data" / "masks", count=24, side=64, suffix="png", halves=True)
+
+
+def super_resolution(folder: Path) -> None:
+    """Write BSDS300's folders, with 24 images for training and 8 for tests."""
+    images(folder / "dataset" / "BSDS300" / "images" / "train", count=24, side=300)
+    images(folder / "dataset" / "BSDS300" / "images" / "test", count=8, side=300)
+
+
+def image_folders(folder: Path) -> None:
+    """Write a folder of images a class, two classes, for training and for validation."""
+    for split, count in (("train", 32), ("val", 8)):
+        images(folder / "images" / split / "disc", count=count, side=64)
+        images(folder / "images" / split / "mask", count=count, side=64, suffix="png", halves=True)
+
+
+def citations(folder: Path) -> None:
+    """Write a graph in the format of Cora: 1,600 papers of seven topics, the words of each mostly its topic's, cited within topics."""
+    cora = folder.parent / "data" / "cora"
+    cora.mkdir(parents=True)
+    draw = random.Random(0)
+    topics = [draw.randrange(7) for _ in range(1600)]
+    with (cora / "cora.content").open("w", encoding="utf-8") as file:
+        for paper, topic in enumerate(topics):
+            has = [int(draw.random() < (0.2 if word % 7 == topic else 0.02)) for word in range(140)]
+            file.write("\t".join([str(paper + 1), *map(str, has), f"Topic_{topic}"]) + "\n")
+    with (cora / "cora.cites").open("w", encoding="utf-8") as file:
+        for paper, topic in enumerate(topics):
+            same = [other for other in draw.sample(range(1600), 40) if topics[other] == topic and other != paper]
+            file.writelines(f"{paper + 1}\t{other + 1}\n" for other in same[:3])

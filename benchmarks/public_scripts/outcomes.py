@@ -1,0 +1,78 @@
+"""What a record says, in the few words of a table's cell."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from mezzo.records.audit import AuditRecord
+from mezzo.records.compare import CompareRecord
+from mezzo.records.diagnose import DiagnoseRecord
+from mezzo.records.run import RunRecord
+
+Record = RunRecord | CompareRecord | AuditRecord | DiagnoseRecord
+
+
+def shares(flops: dict[str, int]) -> str:
+    """Return the share of each format, the largest first."""
+    total = sum(flops.values())
+    parts = sorted(flops.items(), key=lambda part: -part[1])
+    return (
+        ", ".join(f"{name} {count / total:.0%}" for name, count in parts if count) if total else "no products counted"
+    )
+
+
+def of_run(record: RunRecord) -> str:
+    """Return the steps, the first and last loss, what ran in which format, skips, and how the run ended."""
+    steps = record.steps
+    said = ["1 step" if len(steps) == 1 else f"{len(steps)} steps"]
+    if steps.loss:
+        said.append(f"loss {steps.loss[0]:.3g} to {steps.loss[-1]:.3g}")
+    said.append(shares(record.effective.flops_by_format))
+    if steps.num_skipped:
+        said.append(f"{steps.num_skipped} skipped")
+    said += [f"left alone: {reason.what}" for reason in record.effective.left_alone]
+    if record.error:
+        said.append(record.error)
+    return "; ".join(said)
+
+
+def of_compare(record: CompareRecord) -> str:
+    """Return the verdict on each policy with its reason, intervals and what is the same in all rows left out."""
+    rows = [row for row in record.rows if row.verdict != "baseline"]
+    return "; ".join(f"{row.policy} {row.verdict.replace('_', ' ')}: {shortened(row.reason)}" for row in rows)
+
+
+def shortened(reason: str) -> str:
+    """Return a verdict's reason without intervals and without what every emulated row says."""
+    parts = [part for part in reason.split("; ") if not part.startswith("its formats are emulated")]
+    return "; ".join(re.sub(r", 95% CI [^)]*", "", part) for part in parts)
+
+
+def of_audit(record: AuditRecord) -> str:
+    """Return the formats of the products and the codes of the findings."""
+    codes = Counter(finding.code for finding in record.findings)
+    return f"{shares(record.flops_by_format)}; {' '.join(sorted(codes)) or 'no findings'}"
+
+
+def of_diagnose(record: DiagnoseRecord) -> str:
+    """Return the verdict and, of a fault, where it is."""
+    if record.verdict == "healthy":
+        return f"healthy, {len(record.run.steps)} steps"
+    where = f"{record.module} {record.op} {record.phase} step {record.step} {record.line}".strip()
+    return f"{record.verdict}: {where}; {record.detail}"
+
+
+def cell(record: Record) -> str:
+    """Return the cell of a record of any of the four commands."""
+    if isinstance(record, CompareRecord):
+        return of_compare(record)
+    if isinstance(record, AuditRecord):
+        return of_audit(record)
+    return of_diagnose(record) if isinstance(record, DiagnoseRecord) else of_run(record)
+
+
+def table(rows: list[dict[str, str]], heads: tuple[str, ...]) -> str:
+    """Return rows of cells as a Markdown table: the script, then what each command said."""
+    lines = [heads, ("---",) * len(heads), *([row["script"], *list(row.values())[2:]] for row in rows)]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

@@ -1,0 +1,79 @@
+"""Small generated images in place of torchvision's data sets, for scripts that would download them.
+
+Python imports this file by itself from ``PYTHONPATH``. Nothing happens until somebody imports ``torchvision.datasets``; then the classes
+below take the place of MNIST, FashionMNIST, CIFAR10 and CIFAR100. Each class of images has a pattern of its own under noise, so that
+losses fall. ``PUBLIC_SCRIPTS_IMAGES`` says how many there are for training and for tests: ``256,64`` if nothing is said.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+MODULE = "torchvision.datasets"
+SETS = {"MNIST": (28, 1, 10), "FashionMNIST": (28, 1, 10), "CIFAR10": (32, 3, 10), "CIFAR100": (32, 3, 100)}
+"""Side, channels and classes."""
+
+
+class WithStandIns(importlib.abc.MetaPathFinder):
+    """Find ``torchvision.datasets`` as usual, and change four names in it once it has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of that one module."""
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == MODULE else None
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_then_replace(module: ModuleType) -> None:
+            run(module)
+            for of, (side, channels, classes) in SETS.items():
+                setattr(module, of, stand_in(module.VisionDataset, of, side, channels, classes))
+
+        spec.loader.exec_module = run_then_replace  # type: ignore[method-assign]
+        return spec
+
+
+def stand_in(base: type, name: str, side: int, channels: int, classes: int) -> type:
+    """Return a data set that has the interface of torchvision's: PIL images, ``data``, ``targets`` and ``classes``."""
+    import numpy
+    import torch
+    from PIL import Image
+
+    shape = (side, side, channels)[: 3 if channels > 1 else 2]
+    numbers = [int(number) for number in os.environ.get("PUBLIC_SCRIPTS_IMAGES", "256,64").split(",")]
+
+    def __init__(self: Any, root: Any = None, train: bool = True, transform: Any = None, **other: Any) -> None:
+        self.root, self.train, self.transform, self.target_transform = (
+            root,
+            train,
+            transform,
+            other.get("target_transform"),
+        )
+        draw = numpy.random.RandomState(0 if train else 1)
+        patterns = numpy.random.RandomState(2).rand(classes, *shape)
+        labels = draw.permutation(numbers[0 if train else 1]) % classes
+        images = (255 * (0.7 * patterns[labels] + 0.3 * draw.rand(len(labels), *shape))).astype("uint8")
+        self.classes = [str(number) for number in range(classes)]
+        self.data = images if channels > 1 else torch.from_numpy(images)
+        self.targets = labels.tolist() if channels > 1 else torch.from_numpy(labels)
+
+    def __len__(self: Any) -> int:
+        return len(self.data)
+
+    def __getitem__(self: Any, index: int) -> tuple[Any, Any]:
+        image, label = Image.fromarray(numpy.asarray(self.data[index])), int(self.targets[index])
+        image = self.transform(image) if self.transform else image
+        return image, self.target_transform(label) if self.target_transform else label
+
+    return type(name, (base,), {"__init__": __init__, "__len__": __len__, "__getitem__": __getitem__})
+
+
+sys.meta_path.insert(0, WithStandIns())
