@@ -86,6 +86,7 @@ def chosen(argv: list[str]) -> list[str]:
         "agreement",
         "emulation",
         "session_overhead",
+        "host_time",
         "startup",
         "optimizers",
         "low_memory",

@@ -10,8 +10,8 @@ from torch import nn
 
 import mezzo
 from mezzo.devices import Device
-from mezzo.engine import fastpath
 from mezzo.engine.fastpath import fast_path
+from mezzo.engine.fp32products import fp32_products_as_they_were
 
 H100 = Device(kind="cuda", name="H100", capability=(9, 0))
 A100 = Device(kind="cuda", name="A100", capability=(8, 0))
@@ -23,10 +23,10 @@ MPS = Device(kind="mps", name="Apple")
 
 @pytest.fixture(autouse=True)
 def _switches_as_they_were() -> Iterator[None]:
-    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    before = (matmul.fp32_precision, conv.fp32_precision, torch.backends.cudnn.benchmark)
-    yield
-    matmul.fp32_precision, conv.fp32_precision, torch.backends.cudnn.benchmark = before
+    benchmark = torch.backends.cudnn.benchmark
+    with fp32_products_as_they_were():
+        yield
+    torch.backends.cudnn.benchmark = benchmark
 
 
 def convnet() -> nn.Sequential:
@@ -134,15 +134,6 @@ def test_deterministic_runs_do_not_try_algorithms() -> None:
     assert found.value == "off"
 
 
-def test_older_compilers_cannot_read_the_current_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastpath, "_torch_version", lambda: (2, 11))
-    compiled = choice("tf32 for the fp32 rest", fast_path(mlp(), device=H100, compile=True))
-    eager = choice("tf32 for the fp32 rest", fast_path(mlp(), device=H100))
-
-    assert (compiled.value, eager.value) == ("off", "on")
-    assert "before 2.13" in compiled.reason
-
-
 def test_a_cpu_with_units_has_no_slow_kernels() -> None:
     choices = fast_path(mlp(), policy="bf16", device=CPU_WITH_UNITS)
 
@@ -221,7 +212,7 @@ def test_asking_changes_nothing() -> None:
 
     assert model[0].weight.is_contiguous()
     assert model._compiled_call_impl is None
-    assert torch.backends.cuda.matmul.fp32_precision == "none"
+    assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cudnn.benchmark
 
 
@@ -249,7 +240,7 @@ def test_applying_on_a_cpu_leaves_everything() -> None:
 
     assert model[0].weight.is_contiguous()
     assert model._compiled_call_impl is None
-    assert torch.backends.cuda.matmul.fp32_precision == "none"
+    assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cudnn.benchmark
 
 

@@ -29,6 +29,7 @@ from mezzo import (
     Session,
     SessionError,
 )
+from mezzo.engine.fp32products import fp32_products_as_they_were
 from mezzo.policy import PRESETS
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -37,13 +38,12 @@ HAND = "fp16:op_lists=device:growth_interval=7"
 
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    yield
+    with fp32_products_as_they_were():
+        yield
     torch.set_num_threads(threads)
-    torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = before
 
 
 def train(session: Session, model: nn.Module, data: list[Batch]) -> None:

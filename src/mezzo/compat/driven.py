@@ -164,6 +164,7 @@ class Driven:
         self._asked = Asked(self._parameters)
         self._session = session = Observed(self.models, self._asked, policy=self.policy)
         self.scales = session.scales[0].checks or self.policy.master_weights
+        self.recorder.clock.device = session.device
         casting = session.casting
         self.region = casting.autocast if casting.way == "kernels" else session.autocast  # type: ignore[method-assign]
         held = self._asked.param_groups[0]["params"]
@@ -300,7 +301,9 @@ class Driven:
         self._made += 1
         self._skips += self.skipped
         self.recorder.norm(session._norm)
-        self.recorder.close(skipped=self.skipped, scale=session.loss_scale if session.scales[0].checks else None)
+        self.recorder.close(
+            skipped=self.skipped, scale=session.scales[0].on_device() if session.scales[0].checks else None
+        )
         return asked.result
 
     def _follow(self, run: Callable[[], Any]) -> Any:

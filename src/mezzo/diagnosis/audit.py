@@ -41,7 +41,7 @@ class Audit(Diagnosis):
         self._traces: list[Trace] = []
         self._roots: dict[nn.Module, None] = {}
         self._weights: set[int] = set()
-        self._kernels = kernels.KernelWatch() if torch.cuda.is_available() else None
+        self._kernels = kernels.KernelWatch()
         self._launches: list[kernels.Launch] = []
 
     def begin(self, step: int) -> None:
@@ -84,8 +84,7 @@ class Audit(Diagnosis):
         """Leave the tracer and keep the step."""
         assert self._tracer is not None
         self._tracer.stop()
-        if self._kernels is not None:
-            self._launches += self._kernels.stop()
+        self._launches += self._kernels.stop()
         self._keep(self._tracer.turn(self._marked))
         self._tracer = None
 
@@ -114,7 +113,7 @@ class Audit(Diagnosis):
         self._weights |= weights_of(self._roots, self.run.optimizers)  # now: the script may end without them
 
     def _watch_kernels(self) -> None:
-        if self._kernels is not None and self.run.device_type == "cuda":
+        if self.run.device_type == "cuda":
             self._kernels.start()
 
 

@@ -321,7 +321,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "A204",
         "TF32 is off",
-        'torch.backends.cuda.matmul.fp32_precision = "tf32", or --policy tf32',
+        'torch.set_float32_matmul_precision("high"), torch.backends.cudnn.allow_tf32 = True, or --policy tf32',
         _tf32_off,
     ),
     Rule(

@@ -237,17 +237,17 @@ class Tracer(TorchDispatchMode):
         tensors = [t for t in (*_flat(args), *_flat((result,))) if t.layout is torch.strided]
         operands = [(tuple(t.shape), t.stride(), _alignment(t)) for t in tensors]
         rest = tuple([a for a in args if type(a) in _NO_TENSORS or not isinstance(a, Tensor)])
-        product = Product(self._format(args), flops, operands, self._local.made, rest)
+        product = Product(self._format(func, args), flops, operands, self._local.made, rest)
         if product.format in _WIDE:
             product.nesting = _nesting()
         return product
 
-    def _format(self, args: Sequence[Any]) -> str:
+    def _format(self, func: Any, args: Sequence[Any]) -> str:
         if not self._emulates and self._device_type == "cpu":
             known = _NAMES.get(args[0].dtype) if type(args[0]) is Tensor else None
             if known is not None:
                 return known
-        return self._formats.of(args)
+        return self._formats.of(args, op=func.overloadpacket.__name__)
 
     def _is_torchs(self, entry: Entry) -> bool:
         """Return whether a module of torch's own runs: its path says more than the line that called it."""

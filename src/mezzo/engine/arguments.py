@@ -140,13 +140,29 @@ def check_trained(optimizers: Optimizers, parameters: Sequence[nn.Parameter]) ->
 
 
 def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """Return the first parameter's device; refuse a model that has no parameter."""
+    """Return the device that is trained on: the first parameter's that is not on the CPU, else the CPU.
+
+    A model may be spread over several devices, or keep a large embedding on the CPU; where it computes is what casts are chosen for.
+
+    Raises:
+        SessionError: the model has no parameter, or keeps them on the CPU and computes elsewhere, as FSDP2's ``CPUOffloadPolicy`` does.
+    """
     if not parameters:
         raise SessionError(
             "the model has no parameters; allowed: a module, or several, with at least one",
             hint="pass the module whose parameters the optimizer has",
         )
-    return parameters[0].device
+    for parameter in parameters:
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and mesh.device_type != parameter.device.type:
+            raise SessionError(
+                f"a parameter of shape {tuple(parameter.shape)} is kept on {parameter.device.type} and computed with on "
+                f"{mesh.device_type}: norms, flags and casts would be the wrong device's; "
+                "allowed: sharded parameters on the device of their mesh",
+                hint="leave offload_policy out of fully_shard, or lower the optimizer's memory: mezzo.AdamW(..., moments='8bit')",
+            )
+    devices = dict.fromkeys(p.device for p in parameters)
+    return next((device for device in devices if device.type != "cpu"), parameters[0].device)
 
 
 def refuse_half(model: nn.Module, policy: Policy) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from mezzo.devices import Device, this_device
 from mezzo.engine.arguments import device_of
-from mezzo.engine.preparation import set_fp32_products
+from mezzo.engine.fp32products import set_fp32_products
 from mezzo.explain import Choice
 from mezzo.formats import TF32
 from mezzo.policy import Policy
@@ -33,8 +33,6 @@ _ROW_BYTES, _TILE_BYTES = 16, 128
 """What matrix units load at once, and the line of memory that a vocabulary is padded to: its 47 rows are cheap."""
 _SMALL_SHARE = 0.01
 """Share of the multiplied weights below which padding a layer is not worth a changed checkpoint."""
-_COMPILER_READS_NEW_SWITCHES = (2, 13)
-"""Older compilers ask for ``allow_tf32``, which torch refuses to answer after ``fp32_precision`` was set."""
 
 
 @dataclass(frozen=True)
@@ -169,20 +167,11 @@ def _tf32(case: _Case) -> _Switch:
     kept = [*policy.fp32_modules, *policy.fp32]
     if kept:
         return off(f"the policy keeps {', '.join(kept)} in FP32, and TF32 would round their operands to 10 bits")
-    if case.compile and _torch_version() < _COMPILER_READS_NEW_SWITCHES:
-        since = ".".join(str(n) for n in _COMPILER_READS_NEW_SWITCHES)
-        return off(f"torch.compile before {since} reads the older switch and fails where the current one was used")
     reason = (
         "what the op lists leave in FP32; published: a 10240 x 10240 product takes 0.016 s instead of 0.11 s on an "
-        "A100, with errors of 0.2% of the mean result (torch's notes on CUDA). Read it by fp32_precision only: "
-        "torch answers no allow_tf32 after that"
+        "A100, with errors of 0.2% of the mean result (torch's notes on CUDA)"
     )
     return _switch(what, "on", reason, lambda: set_fp32_products("tf32"))
-
-
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _slow_kernels(case: _Case) -> list[Choice]:

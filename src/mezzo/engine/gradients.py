@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,22 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
         norms = [n.to(norms[0].device) for n in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
+
+
+def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return ``tensors`` in one list a device: a kernel reads the memory of its own device only."""
+    first = tensors[0].device if tensors else None
+    if all(t.device == first for t in tensors):
+        return [list(tensors)]
+    devices = dict.fromkeys(t.device for t in tensors)
+    return [[t for t in tensors if t.device == device] for device in devices]
+
+
+def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply ``tensors``, on whatever devices they are, by one number in place."""
+    for here in by_device(tensors):
+        if here:
+            torch._foreach_mul_(here, factor.to(here[0].device))
 
 
 def clip_factor(norm: Tensor, largest: float, factor: Tensor | None) -> Tensor:

@@ -265,6 +265,8 @@ def _kernels_of(session: Session) -> ModuleType:
         wrong = f"{session._window.calls} backward passes of an open window", "call update() first"
     elif session.processes.several:
         wrong = "several processes", "train with step(loss)"
+    elif len({p.device for p in session._trained()}) > 1:
+        wrong = "parameters on several devices", "train with step(loss): a graph is captured on one device"
     elif len(session.scales) > 1:
         wrong = f"num_losses={len(session.scales)}", "add the losses up, or train with backward and update"
     elif not session._one_pass:

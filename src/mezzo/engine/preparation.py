@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from mezzo.devices import this_device
 from mezzo.engine import arguments, checks, conversion, fp8layers, replicas
 from mezzo.engine.casting import Casting
+from mezzo.engine.fp32products import set_fp32_products
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.master import NoMasters, masters_for
 from mezzo.engine.onepass import OnePass
@@ -77,23 +78,19 @@ def prepare(
         return masters
     elif policy.compute == "tf32":
         set_fp32_products("tf32")
-    elif device_type == "cuda":  # fp32: torch computes convolutions in TF32 unless told otherwise
+    elif device_type == "cuda":  # fp32: torch computes convolutions and recurrent layers in TF32 unless told otherwise
         set_fp32_products("ieee")
     return NoMasters()
 
 
-def set_fp32_products(precision: Literal["tf32", "ieee"]) -> None:
-    """Compute FP32 matrix products and convolutions on CUDA in TF32, or in FP32; holds for the whole process.
-
-    By torch's current switches: mixed with ``allow_tf32``, the older ones, torch raises an error where either is read.
-    """
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
-
-
 def explained(models: Sequence[nn.Module], casting: Casting) -> list[Choice]:
     """Return how ``casting`` is applied to ``models``, each choice with its reason."""
-    return [*fp8layers.layer_choices(models, casting.policy, emulated=casting.emulates), casting.choice]
+    spread = dict.fromkeys(str(p.device) for model in models for p in model.parameters())
+    where = []
+    if len(spread) > 1:
+        why = f"the model's parameters are spread over them; casts are {casting.device_type}'s, and what runs elsewhere is not cast"
+        where = [Choice(what="devices", value=", ".join(spread), reason=why)]
+    return [*where, *fp8layers.layer_choices(models, casting.policy, emulated=casting.emulates), casting.choice]
 
 
 def _use_fp8_units(models: Sequence[nn.Module], policy: Policy, device_type: str) -> None:

@@ -52,6 +52,10 @@ class NoScale:
         """Return the scale."""
         return 1.0
 
+    def on_device(self) -> Tensor | float:
+        """Return the scale without waiting for the device; the tensor changes with the scale."""
+        return 1.0
+
     def update(self, found_inf: Tensor) -> None:
         """Ignore what an update found."""
 
@@ -81,7 +85,11 @@ class StaticScale(NoScale):
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the scale."""
-        return loss * self._scale
+        return loss * self._scale_on(loss.device)
+
+    def _scale_on(self, device: torch.device) -> Tensor:
+        """Return the scale on another device: of a model that is spread over several, the loss is not where the first layer is."""
+        return self._scale if self._scale.device == device else self._scale.to(device)
 
     def inverse(self) -> Tensor | None:
         """Return 1 / scale as an FP32 tensor on the device: an IEEE division, rounded once."""
@@ -90,6 +98,10 @@ class StaticScale(NoScale):
     def value(self) -> float:
         """Return the scale; waits for the device."""
         return self._scale.item()
+
+    def on_device(self) -> Tensor | float:
+        """Return the scale without waiting for the device; the tensor changes with the scale."""
+        return self._scale
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale; waits for the device."""

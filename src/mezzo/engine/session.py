@@ -33,7 +33,7 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
 from mezzo.engine.floor import FloorWatch
-from mezzo.engine.gradients import clip_factor, not_finite, put_back, set_aside, total_norm, wide
+from mezzo.engine.gradients import by_device, clip_factor, multiply, not_finite, put_back, set_aside, total_norm, wide
 from mezzo.engine.graphs import CapturedStep
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.onepass import OnePass
@@ -212,7 +212,7 @@ class Session:
         checks.refuse_half_gradients(gradients)
         self._found, factor = self._reduce(gradients), self._factor()
         if factor is not None:
-            torch._foreach_mul_(gradients, factor)
+            multiply(gradients, factor)
         self._window.unscaled = True
 
     def update(self, *optimizers: Optimizer) -> None:
@@ -292,8 +292,8 @@ class Session:
             if any(bool(one) and scale.at_floor() for scale, one in to):
                 raise checks.floor_error(self.policy, self.models, self.masters)
             return True
-        if gradients and factor is not None:
-            torch._foreach_mul_(gradients, factor)
+        if factor is not None:
+            multiply(gradients, factor)
         if gradients and self.clip_value is not None:
             torch._foreach_clamp_min_(gradients, -self.clip_value)
             torch._foreach_clamp_max_(gradients, self.clip_value)
@@ -380,10 +380,10 @@ class Session:
         if not gradients:
             return self._zero
         if not self._one_pass:
-            return total_norm(gradients)
-        kernels, _ = choose(self.device.type)
-        squares: Tensor = kernels.sum_of_squares(gradients)
-        return squares.sqrt()
+            return total_norm(gradients).to(self.device)
+        squares = [choose(here[0].device.type)[0].sum_of_squares(here) for here in by_device(gradients)]
+        total: Tensor = squares[0] if len(squares) == 1 else torch.stack([s.to(self.device) for s in squares]).sum()
+        return total.to(self.device).sqrt()
 
     def _factor(self) -> Tensor | None:
         """Return the number that takes scale and shares out of the gradients, and take it out of the norm; None where it is 1."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engine import checks
-from mezzo.engine.gradients import any_not_finite
+from mezzo.engine.gradients import any_not_finite, multiply
 from mezzo.engine.scaling import Scale
 
 Learned: TypeAlias = list[tuple[Scale, Tensor]]
@@ -85,7 +85,7 @@ class Window:
         self.note(loss_id, any_not_finite(fresh))
         inverse = scale.inverse()
         if loss_id and inverse is not None:
-            torch._foreach_mul_(fresh, scales[0].scale(inverse))
+            multiply(fresh, scales[0].scale(inverse))
 
     def found_any(self) -> Tensor:
         """Return 1 where any loss's gradients overflowed, else 0."""

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
@@ -40,6 +41,10 @@ class Regions:
 
     def __init__(self, run: Run, *, watched: bool) -> None:
         self._run, self._watched = run, watched
+        self._counted = False
+        self._calls: Any = None
+        """What calls modules without regions."""
+        self._installed: Any = None
 
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
@@ -50,6 +55,14 @@ class Regions:
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         if self._run.applied is not None and self._run.applied.lowers:
             patches.wrap(F, "binary_cross_entropy", _in_fp32)
+
+    def counted(self) -> None:
+        """Let calls of modules go straight to torch, where nothing is cast, once nothing else needs to hear them."""
+        self._counted = True
+
+    def _remove(self) -> None:
+        if nn.Module.__call__ is self._installed:  # nobody has replaced it since
+            nn.Module.__call__ = self._calls  # type: ignore[method-assign]
 
     def _end_inside(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Convert what the outermost module returns while watchers still count it as the module's own work."""
@@ -79,13 +92,15 @@ class Regions:
 
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 return original(module, *args, **kwargs)
             if local.autocasts_off:
                 args, kwargs = to_format(args, FP32.dtype), to_format(kwargs, FP32.dtype)
             if local.depth:
                 return original(module, *args, **kwargs)
             run.lint.called(args, kwargs)
+            if self._counted and not run.lint.hears_calls:
+                self._remove()
             casting = run.casting(run.meet(module, args))
             local.depth, local.outermost = 1, module
             try:
@@ -98,6 +113,7 @@ class Regions:
             return _half_to_fp32(output)
 
         self._run.before_compiling.append(functools.partial(_never_compile_alone, call))
+        self._calls, self._installed = original, call
         return call
 
     @contextmanager

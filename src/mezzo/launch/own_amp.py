@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
@@ -29,6 +30,7 @@ def take_over(run: Run, patches: Patches) -> None:
     if run.applied is None:
         for name, listener in (("scale", _hear_scale), ("step", _hear_step), ("update", _hear_update)):
             patches.wrap(GradScaler, name, functools.partial(listener, run))
+        patches.wrap(GradScaler, "_maybe_opt_step", _hear_decision)
         return
     dtype = run.applied.storage.dtype if run.applied.lowers else None
     patches.wrap(autocast, "__init__", lambda original: _in_policy(original, dtype))
@@ -104,16 +106,54 @@ def _hear_scale(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
 def _hear_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, optimizer, *args, **kwargs)
+        heard = _Heard(optimizer)
+        self._mezzo_heard = heard
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        finally:
+            del self._mezzo_heard
         if self.is_enabled():
-            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-            skipped = any(bool(f) for f in found)
-            if skipped:
+            skipped = _skipped(self, optimizer, heard)
+            if skipped is True:
                 run.lint.skipped()
             run.script_stepped(self, optimizer, skipped=skipped)
         return result
 
     return step
+
+
+class _Heard:
+    """Stand before an optimizer where torch's scaler has read whether to skip: reading the flag again would make the host wait twice."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.decided = self.stepped = False
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer's step."""
+        self.stepped = True
+        return self._optimizer.step(*args, **kwargs)
+
+
+def _hear_decision(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step_or_skip(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        heard = getattr(self, "_mezzo_heard", None)
+        if heard is None:
+            return original(self, optimizer, *args, **kwargs)
+        heard.decided = True
+        return original(self, heard, *args, **kwargs)
+
+    return step_or_skip
+
+
+def _skipped(scaler: Any, optimizer: Any, heard: _Heard) -> bool | Tensor:
+    """Return whether a step was skipped: as the host knows, or what the device knows where the optimizer itself skips."""
+    if heard.decided:
+        return not heard.stepped
+    found = [*scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
+    flag = sum((other.to(found[0].device) for other in found[1:]), start=found[0])
+    return flag if getattr(optimizer, "_step_supports_amp_scaling", False) else bool(flag)
 
 
 def _hear_update(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ An optimizer that is made anew for the same parameters keeps its number.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,21 @@ class OptimizerOwners:
     def __init__(self) -> None:
         self._numbers = WeakTensorKeyDictionary()
         """The number of the optimizer that holds a parameter."""
-        self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._known: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        """The number of each optimizer."""
         self._num = 0
         self.names: dict[int, str] = {}
 
     def number(self, optimizer: torch.optim.Optimizer) -> int | None:
         """Return an optimizer's number; None for one without parameters."""
+        if (known := self._known.get(optimizer)) is not None:
+            return known
         parameters = _parameters(optimizer)
         if not parameters:
             return None
-        if optimizer not in self._known:
-            self._add(optimizer, parameters)
-        found: int | None = self._numbers.get(parameters[0])
+        self._add(optimizer, parameters)
+        found: int = self._numbers[parameters[0]]
+        self._known[optimizer] = found
         return found
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -48,7 +51,6 @@ class OptimizerOwners:
                 self.names[number] = name
 
     def _add(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-        self._known.add(optimizer)
         held = [self._numbers[p] for p in parameters if p in self._numbers]
         same = max(set(held), key=held.count, default=None)
         if same is None or 2 * held.count(same) < len(parameters):

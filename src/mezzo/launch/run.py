@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -86,13 +86,16 @@ class Run:
         """Whether the last update that an optimizer made was one to skip."""
         self.updates: list[Update] = []
         """What the open update is made of."""
+        self._met: tuple[Any, Any, torch.device] = (_nothing, _nothing, torch.device("cpu"))
+        """The module that was met last, its first parameter, and where that was: a module is mostly called again and again."""
         self._stepped = False
         self._made_by: set[int] = set()
         """The optimizers that made the open update, by number."""
         self._cast_by_us = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
         self._found: Tensor | None = None
-        self._script_skipped = False
+        self._skipped: bool | Tensor = False
+        """Whether the open update is one that was skipped; a tensor, above 0 if so, where only the device knows."""
 
     # --- forward ---------------------------------------------------------------------------------------------------------------
 
@@ -122,6 +125,11 @@ class Run:
 
     def meet(self, module: nn.Module, args: Any) -> str:
         """Take note of a module called from outside any module; return the device type it runs on."""
+        known, known_parameter, device = self._met
+        if known() is module:
+            parameter = known_parameter()
+            if parameter is not None and parameter.device == device:
+                return device.type
         parameter = next(module.parameters(), None)
         sample = parameter if parameter is not None else next((a for a in args if isinstance(a, Tensor)), None)
         if sample is None:
@@ -132,6 +140,8 @@ class Run:
                 if module not in self.roots:
                     self._prepare(module, parameter.device)
             self.roots[module] = None
+        if parameter is not None:
+            self._met = ref(module), ref(parameter), parameter.device
         return sample.device.type
 
     def begin_on(self, device: torch.device) -> None:
@@ -140,6 +150,7 @@ class Run:
         if known == device.type or len(self.recorder) or (known is not None and device.type == "cpu"):
             return
         self.device_type, self._scale_device = device.type, device
+        self.recorder.clock.device = device
         if self.applied is not None:
             self.scale, self.inner_scale = scale_for(self.applied, device), scale_for(self.applied, device)
 
@@ -207,7 +218,7 @@ class Run:
     def updated(self, norm: Tensor | None) -> bool:
         """Take note of an update with gradients of this norm; return whether to skip it.
 
-        Reads one flag from the device where the loss is scaled.
+        Reads one flag from the device where the loss is scaled, the only one of a step.
         """
         self.evaluated(norm)
         self.skips = False
@@ -215,6 +226,7 @@ class Run:
             found = not_finite(norm)
             self._found = found if self._found is None else torch.maximum(self._found, found.to(self._found.device))
             self.skips = bool(found)
+            self._skipped = self._skipped or self.skips
         return self.skips
 
     @property
@@ -224,7 +236,8 @@ class Run:
 
     def evaluated(self, norm: Tensor | None) -> None:
         """Take note of an update whose gradients have this norm and need no check."""
-        self.check_patterns()
+        if self._unmatched:
+            self.check_patterns()
         self._stepped = True
         if norm is not None:
             self.recorder.norm(norm)
@@ -237,17 +250,31 @@ class Run:
     def update_made(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take the time of an update that is over; None where no optimizer object made it."""
         self.recorder.updated()
-        number = None if optimizer is None else self.owners.number(optimizer)
-        if number is not None:
+        if optimizer is not None and (number := self.owners.number(optimizer)) is not None:
             self._made_by.add(number)
-        for watcher in self.watchers:
+        for watcher in tuple(self.watchers):
             watcher.updated(optimizer)
 
-    def script_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        """Take note that the script's own GradScaler made or skipped an optimizer's step."""
-        self.updates.append(Update(scaler=id(scaler), optimizer=id(optimizer), skipped=skipped))
-        if skipped:
-            self._stepped = self._script_skipped = True
+    def script_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, skipped: bool | Tensor) -> None:
+        """Take note that the script's own GradScaler made or skipped an optimizer's step.
+
+        Args:
+            scaler: the GradScaler.
+            optimizer: the optimizer.
+            skipped: whether the step was skipped; a tensor, above 0 if so, where only the device knows.
+        """
+        if self.diagnosis is not None:  # weighs each skip as it comes
+            skipped = bool(skipped)
+        if isinstance(skipped, Tensor):
+            self._stepped = True
+            if isinstance(self._skipped, Tensor):
+                self._skipped = self._skipped + skipped.to(self._skipped.device)
+            else:
+                self._skipped = self._skipped or skipped
+        elif skipped:
+            self._stepped = self._skipped = True
+        if self.diagnosis is not None:
+            self.updates.append(Update(scaler=id(scaler), optimizer=id(optimizer), skipped=bool(skipped)))
 
     def meet_scaler(self, scaler: Any) -> None:
         """Take note that the script's own GradScaler is about to scale a loss."""
@@ -261,26 +288,25 @@ class Run:
         """Close the update that is open, if one is: all optimizer steps between two backward passes are one update."""
         if not self._stepped or self.in_closure:
             return
-        skipped, floor_error = self._script_skipped, None
-        scale = None if self.script_scaler is None else self.script_scaler.get_scale()
+        floor_error = None
+        scale = None if self.script_scaler is None else scale_on_device(self.script_scaler)
         if self.scale.checks:
-            skipped = self._found is not None and bool(self._found)
-            floor_error = self.floor_error() if skipped and self.scale.at_floor() else None
+            floor_error = self.floor_error() if self._skipped and self.scale.at_floor() else None
             if self._found is not None:
                 self.back_off_or_grow(self._found)
-            scale = self.scale.value()
-        self.recorder.close(skipped=skipped, scale=scale, made_by=frozenset(self._made_by))
-        self._stepped, self._found, self._script_skipped = False, None, False
+            scale = self.scale.on_device()
+        self.recorder.close(skipped=self._skipped, scale=scale, made_by=frozenset(self._made_by))
+        self._stepped, self._found, self._skipped = False, None, False
         self._made_by.clear()
-        for watcher in self.watchers:
+        for watcher in tuple(self.watchers):
             watcher.step_closed(len(self.recorder))
         self.updates = []
         if floor_error is not None:
             raise floor_error
 
     def scaled(self, gradient: Tensor, scale: Scale) -> Tensor:
-        """Return ``gradient`` times a loss scale of this run, on the scale's device."""
-        return scale.scale(gradient.to(self._scale_device))
+        """Return ``gradient`` times a loss scale of this run."""
+        return scale.scale(gradient)
 
     def back_off_or_grow(self, found: Tensor, scale: Scale | None = None) -> None:
         """Let a loss scale of this run learn whether a gradient was not finite."""
@@ -292,6 +318,17 @@ class Run:
             f"gradients overflow at the loss scale's floor of {self.scale.value():g}, update {len(self.recorder)}",
             hint="try --policy bf16, which has FP32's range, or keep modules in FP32 (fp32_modules=...)",
         )
+
+
+def scale_on_device(scaler: Any) -> Tensor | float:
+    """Return the scale of a script's GradScaler without waiting for the device, where it has one there."""
+    held = getattr(scaler, "_scale", None)
+    scale: Tensor | float = held if isinstance(held, Tensor) else scaler.get_scale()
+    return scale
+
+
+def _nothing() -> None:
+    """Stand for a weak reference to nothing."""
 
 
 def _for_scripts(policy: Policy) -> Policy:

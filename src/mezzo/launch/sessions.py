@@ -29,11 +29,16 @@ class _ScaleOfLoss:
     """Stand for a script's GradScaler where a session scales a loss."""
 
     def __init__(self, session: Session, loss_id: int) -> None:
-        self._scale = session.scales[loss_id]
+        self._of_session = session.scales[loss_id]
+
+    @property
+    def _scale(self) -> Any:
+        """Return the loss scale where a GradScaler has it, on the device."""
+        return self._of_session.on_device()
 
     def get_scale(self) -> float:
-        """Return the loss scale."""
-        return self._scale.value()
+        """Return the loss scale; waits for the device."""
+        return self._of_session.value()
 
 
 def _in_fp32(original: Callable[..., None]) -> Callable[..., None]:
@@ -65,7 +70,7 @@ def _hear_update(run: Run, original: Callable[..., None]) -> Callable[..., None]
         if total is not None:
             run.recorder.weigh(1.0 / float(total))
         for optimizer in chosen:
-            run.script_stepped(self, optimizer, skipped=bool(skipped))
+            run.script_stepped(self, optimizer, skipped=skipped)
         original(self, chosen, skipped, **how)
 
     return close

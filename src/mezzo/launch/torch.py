@@ -16,6 +16,7 @@ from mezzo.errors import UnsupportedFormatError
 from mezzo.launch.backward import BackwardPasses
 from mezzo.launch.diagnosis import diagnosis_for
 from mezzo.launch.forward import Regions
+from mezzo.launch.fp32 import keep_fp32_products
 from mezzo.launch.lint import listen
 from mezzo.launch.own_amp import take_over
 from mezzo.launch.patches import Patches
@@ -47,7 +48,7 @@ def switched(
         if seed is not None:
             shift_seeds(seed, patches)
         if policy is not None and policy.casting == "none":
-            _set_tf32(policy, patches)
+            keep_fp32_products(policy, patches, run.leave)
         take_over(run, patches)
         listen(run.lint, patches, as_is=policy is None)
         hear_sessions(run, patches)
@@ -56,6 +57,8 @@ def switched(
         Updates(run).install(patches)
         if diagnosis is None:
             look.install(patches)
+            if policy is None:
+                look.when_over(regions.counted)
         else:  # one observer at a time: two would have to leave the stack of dispatch modes in the reverse order
             run.diagnosis = diagnosis_for(diagnosis, run)
             run.watchers.append(run.diagnosis)
@@ -141,11 +144,3 @@ def _keep_autocast(patches: Patches) -> None:
         patches.on_undo(
             functools.partial(torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type))
         )
-
-
-def _set_tf32(policy: Policy, patches: Patches) -> None:
-    # Convolutions compute in TF32 by default where the GPU has it: FP32 has to be asked for.
-    precision = "tf32" if policy.compute == "tf32" else "ieee"
-    if torch.cuda.is_available():
-        patches.replace(torch.backends.cuda.matmul, "fp32_precision", precision)
-        patches.replace(torch.backends.cudnn.conv, "fp32_precision", precision)  # type: ignore[attr-defined]

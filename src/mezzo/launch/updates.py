@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.diagnosis.skips import Update
 from mezzo.engine.gradients import all_finite, set_aside, total_norm
@@ -54,8 +54,8 @@ class Updates:
         self._run = run
         self._stepping: Optimizer | None = None
         self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
-        self._made = WeakIdKeyDictionary()
-        """Updates made and skipped, by optimizer."""
+        self._made: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
+        """How many updates each optimizer made, and how many of them were skipped."""
         self._schedules = Schedules(self._updates_of, hear=run.lint.scheduled)
         self._first: set[type] = set()
         """Classes of optimizers whose closures run before the step."""
@@ -99,7 +99,9 @@ class Updates:
         if self._stepping not in (None, optimizer):  # an optimizer around others steps them: one update
             return None
         self._stepping = optimizer
-        self._run.optimizers[optimizer] = None  # a copy or an unpickled one was never constructed
+        if optimizer not in self._made:
+            self._run.optimizers[optimizer] = None  # a copy or an unpickled one was never constructed
+            self._made[optimizer] = [0, 0]
         closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
         if closure is None or isinstance(closure, Evaluated):
             self._run.lint.step_begins(optimizer)
@@ -118,9 +120,11 @@ class Updates:
         skip = self._run.updated(_norm(optimizer))
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
-        self._run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
-        made, skipped = self._made.get(optimizer, (0, 0))
-        self._made[optimizer] = (made + 1, skipped + int(skip))
+        if self._run.diagnosis is not None:
+            self._run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
+        made = self._made[optimizer]
+        made[0] += 1
+        made[1] += skip
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._stepping is not optimizer:
@@ -166,11 +170,13 @@ class Updates:
 
     def _updates_of(self, scheduler: Any) -> tuple[int, int]:
         """Return how many updates a scheduler's optimizer made and skipped, also where another library wrapped the optimizer."""
-        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer: Any = getattr(scheduler, "optimizer", None)
         while optimizer not in self._made and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = optimizer.optimizer  # type: ignore[union-attr] # what Fabric's and Accelerate's wrappers call it
-        found: tuple[int, int] = self._made.get(optimizer, (0, 0))
-        return found
+            optimizer = optimizer.optimizer  # what Fabric's and Accelerate's wrappers call it
+        if optimizer not in self._made:
+            return 0, 0
+        made, skipped = self._made[optimizer]
+        return made, skipped
 
 
 def _calls_its_closure_once(optimizer: Optimizer) -> bool:
@@ -213,6 +219,7 @@ def _norm(optimizer: Optimizer) -> Tensor | None:
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    groups = (group["params"] for group in optimizer.param_groups)
-    gradients = (p.grad for group in groups for p in group if p.grad is not None)
-    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    found = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+    if True in [g.is_sparse for g in found]:
+        return [g.coalesce().values() if g.is_sparse else g for g in found]
+    return found

@@ -21,6 +21,7 @@ from torch import Tensor
 from mezzo.launch.patches import Patches
 from mezzo.launch.run import Run
 from mezzo.measure import memory
+from mezzo.measure.cudapeaks import CudaPeaks
 from mezzo.measure.flops import FlopCounter, lowered
 from mezzo.records import Effective, Memory
 
@@ -33,13 +34,15 @@ class CloseLook:
     def __init__(self, run: Run, *, in_region: Callable[[], bool]) -> None:
         self._run, self._in_region = run, in_region
         self._saved = memory.SavedTensors()
+        self._peaks = CudaPeaks()
         self._flops: FlopCounter | None = None
         self._stack: contextlib.ExitStack | None = None
-        self._due = self._over = False
+        self._due = self._over = self._forced_eager = False
         self._watched: int | None = None
         """Number of the step that is looked at."""
         self._weighed: Counter[int] = Counter()
         """How many updates that were made were weighed, by the identity of the optimizer."""
+        self._when_over: list[Callable[[], Any]] = []
         self._by_format: dict[str, int] = {}
         self._outside_region = 0
         self._bytes: dict[str, int] = {}
@@ -50,6 +53,10 @@ class CloseLook:
         self._run.watchers.append(self)
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         patches.on_undo(self._end)
+
+    def when_over(self, action: Callable[[], Any]) -> None:
+        """Call ``action`` when nothing more is to be counted in this run."""
+        self._when_over.append(action)
 
     def step_closed(self, num_steps: int) -> None:
         """End the look after the watched step."""
@@ -85,15 +92,17 @@ class CloseLook:
             self._outside_region = self._flops.outside_region
 
     def memory(self) -> Memory:
-        """Return the bytes of the watched step, and the allocator's peaks over the run."""
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        """Return the bytes of the inspected step, and the allocator's peaks over the run, all devices together."""
+        peaks = self._peaks.read(self._run.num_updates)
+        several = sum(size > 0 for size in peaks.allocated) > 1
         return Memory(
             parameters_bytes=self._bytes.get("parameters"),
             gradients_bytes=self._bytes.get("gradients"),
             optimizer_bytes=self._bytes.get("optimizer"),
             activations_bytes=self._saved.peak_bytes,
-            cuda_allocated_bytes=torch.cuda.max_memory_allocated() if cuda else None,
-            cuda_reserved_bytes=torch.cuda.max_memory_reserved() if cuda else None,
+            cuda_allocated_bytes=sum(peaks.allocated) if peaks.allocated else None,
+            cuda_reserved_bytes=sum(peaks.reserved) if peaks.reserved else None,
+            cuda_allocated_bytes_by_device=list(peaks.allocated) if several else [],
         )
 
     def effective(self) -> Effective:
@@ -124,6 +133,8 @@ class CloseLook:
         """
         looked = self._flops is not None and self._stack is None
         if looked and self._weighed[stepped] >= _UPDATES_WEIGHED:
+            while self._when_over:
+                self._when_over.pop()()
             return
         self._weighed[stepped] += not self._run.skips
         parameters = list(self._parameters())
@@ -150,6 +161,7 @@ class CloseLook:
         self._flops = FlopCounter(in_region=self._in_region, inside=lambda: self._run.inside)
         self._stack = contextlib.ExitStack()
         if "torch._dynamo" in sys.modules:
+            self._forced_eager = self._run.compiles
             torch.compiler.set_stance("force_eager")
             self._stack.callback(torch.compiler.set_stance, "default")
         self._stack.enter_context(self._flops)
@@ -160,6 +172,8 @@ class CloseLook:
         if self._stack is not None:
             self._stack.close()
             self._stack = None
+            if self._forced_eager:
+                self._peaks.reset(self._run.num_updates)
 
     def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.engine.emulation import running
 from mezzo.engine.emulation_nodes import is_recomputed, stands_for
+from mezzo.engine.fp32products import runs_in_tf32
 from mezzo.formats import E4M3, FP8_PAIRS, FP32, FP64, TF32, format_of
 
 Count: TypeAlias = Callable[..., int]
@@ -67,7 +68,7 @@ class FlopCounter(TorchDispatchMode):
         count = COUNTS.get(func.overloadpacket)
         if count is not None and not self._formats.computed_again():
             flops = count(result, *args) * reals(args)
-            self.by_format[self._formats.of(args)] += flops
+            self.by_format[self._formats.of(args, op=func.overloadpacket.__name__)] += flops
             if torch._C._current_autograd_node() is None and not self._in_region():
                 self.outside_region += flops
         return result
@@ -80,8 +81,8 @@ class OperandFormats:
         """Ask ``inside`` which node of the graph is making a backward pass of its own."""
         self._inside = inside
 
-    def of(self, args: Sequence[Any]) -> str:
-        """Return the name of the format of the operation with these operands."""
+    def of(self, args: Sequence[Any], *, op: str) -> str:
+        """Return the name of the format of the operation ``op`` (aten's name) with these operands."""
         emulates = self.emulated()
         if emulates is not None:
             return emulates
@@ -89,7 +90,7 @@ class OperandFormats:
         if _holds_8_bits(operand):
             return E4M3.name
         found = format_of(operand.dtype)
-        if found is FP32 and operand.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        if found is FP32 and runs_in_tf32(op, operand):
             return TF32.name
         return found.name if found is not None else str(operand.dtype).removeprefix("torch.")
 

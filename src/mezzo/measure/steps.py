@@ -1,41 +1,47 @@
-"""Take down every training step: loss, loss scale, skipped or not, gradient norm, time.
+"""Record every training step: loss, loss scale, skipped or not, gradient norm, time.
 
-Losses and norms are kept as tensors on their device and read once at the end: a read a step would make every step
-wait for the device. What is kept is two numbers a step.
+Losses, norms, scales and flags stay on their device and are read once at the end: a read a step would make every step wait for the
+device.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mezzo.measure.apart import LossesApart, Owners
+from mezzo.measure.numbers import Kept, Numbers
 from mezzo.measure.plainsteps import known_scales
+from mezzo.measure.stepclock import StepClock
 from mezzo.records import Loss, Steps
+
+Losses = tuple[Kept, ...]
+"""Losses that add up to one."""
 
 
 class StepRecorder:
     """Collect what one run's steps show; a step is everything between two updates."""
 
     def __init__(self) -> None:
-        self._loss: list[Tensor | float] = []
-        self._norm: list[Tensor | float] = []
-        self._scale: list[float | None] = []
-        self._skipped: list[bool] = []
-        self._time_ms: list[float] = []
-        self._cpu_ms: list[float] = []
-        self._open_loss: Tensor | None = None
-        self.apart: LossesApart[Tensor] = LossesApart(_plus)
+        self._numbers: dict[torch.device, Numbers] = {}
+        self._loss: list[Losses] = []
+        self._weight: list[float] = []
+        """What each step's losses are multiplied by."""
+        self._norm: list[tuple[Kept, ...]] = []
+        """Of each step, the norms of the optimizers that made its update."""
+        self._scale: list[Kept | float | None] = []
+        self._skipped: list[Kept | bool] = []
+        self._open_loss: Losses = ()
+        self._open_weight = 1.0
+        self._open_norms: tuple[Kept, ...] = ()
+        self.apart: LossesApart[Losses] = LossesApart(lambda one, other: one + other)
         """The losses one by one, where a script has several."""
-        self._open_norms: list[Tensor] = []
         self.measures = True
         """Whether backward passes add to the open step; not while an optimizer evaluates its closure once more."""
-        self._started = self._now()
-        self._ended: tuple[float, float] | None = None
+        self.clock = StepClock()
 
     def __len__(self) -> int:
         return len(self._loss)
@@ -50,61 +56,59 @@ class StepRecorder:
         if not self.measures:
             return
         value = loss.detach()
-        value = value.sum() if value.dim() else value.clone()  # the script may change its own in place
-        self._open_loss = value if self._open_loss is None else self._open_loss + value.to(self._open_loss.device)
-        self.apart.add(value, reached=reached)
+        kept = (self._keep(value.sum() if value.dim() else value),)
+        self._open_loss += kept
+        self.apart.add(kept, reached=reached)
 
-    def has_loss(self) -> bool:
-        """Return whether the open step has a loss yet."""
-        return self._open_loss is not None
+    @property
+    def has_any_loss(self) -> bool:
+        """Return whether any step, the open one included, has a loss yet."""
+        return bool(self._loss or self._open_loss)
 
     def forget(self) -> None:
         """Forget the open step's losses: they are evaluated again."""
-        self._open_loss = None
+        self._open_loss = ()
         self.apart.forget()
 
     def weigh(self, factor: float) -> None:
         """Multiply the open step's losses, which were divided for more micro-batches than the step turned out to have."""
-        if self._open_loss is not None:
-            self._open_loss = self._open_loss * factor
+        self._open_weight *= factor
 
     def norm(self, norm: Tensor) -> None:
         """Add the gradient norm of one optimizer's update to the open step."""
-        self._open_norms.append(norm.detach())  # a backward pass with create_graph gives it a graph to hold
+        self._open_norms += (self._keep(norm.detach() if norm.requires_grad else norm),)  # as after create_graph
 
     def updated(self) -> None:
         """Take the time of an update; the last one before the step closes counts."""
-        self._ended = self._now()
+        self.clock.mark()
 
-    def close(self, *, skipped: bool, scale: float | None, made_by: Owners = frozenset()) -> None:
+    def close(self, *, skipped: bool | Tensor, scale: float | Tensor | None, made_by: Owners = frozenset()) -> None:
         """Close the open step.
 
         Args:
-            skipped: whether its update was skipped.
+            skipped: whether its update was skipped; a tensor is above 0 if so.
             scale: the loss scale after it, None where there is none.
             made_by: the optimizers that made its update, by number.
         """
-        ended = self._ended or self._now()
-        self._loss.append(math.nan if self._open_loss is None else self._open_loss)
-        self._norm.append(_together(self._open_norms))
-        self._skipped.append(skipped)
-        self._scale.append(scale)
-        self._time_ms.append((ended[0] - self._started[0]) * 1e3)
-        self._cpu_ms.append((ended[1] - self._started[1]) * 1e3)
+        self._loss.append(self._open_loss)
+        self._weight.append(self._open_weight)
+        self._norm.append(self._open_norms)
+        self._skipped.append(self._keep(skipped) if isinstance(skipped, Tensor) else skipped)
+        self._scale.append(self._keep(scale) if isinstance(scale, Tensor) else scale)
+        self.clock.close()
         self.apart.close(len(self._loss), made_by=made_by)
-        self._started, self._ended = ended, None
-        self._open_loss, self._open_norms = None, []
+        self._open_loss, self._open_norms, self._open_weight = (), (), 1.0
 
     def finite_flags(self) -> Tensor:
         """Return whether the last closed step's loss and gradient norm are finite, on their device; unknown ones count as finite."""
-        values = [v for v in (self._loss[-1], self._norm[-1]) if isinstance(v, Tensor)]
-        device = values[0].device if values else None
-        flags = [v.isfinite().to(device) if isinstance(v, Tensor) else True for v in (self._loss[-1], self._norm[-1])]
-        return torch.stack([torch.as_tensor(f, device=device) for f in flags])
+        losses, norms = self._loss[-1], self._norm[-1]
+        device = (losses or norms)[0].where.row(0).device if losses or norms else None
+        return torch.stack([_all_finite(losses, device), _all_finite(norms, device)])
 
     def last_skipped(self) -> bool:
-        """Return whether the last closed step's update was skipped."""
-        return self._skipped[-1]
+        """Return whether the last closed step's update was skipped; waits for the device where only that knows."""
+        last = self._skipped[-1]
+        return bool(last.where.row(last.number)) if isinstance(last, Kept) else last
 
     def steps(self, names: Mapping[int, str] | None = None) -> Steps:
         """Return all closed steps; waits for the device once.
@@ -112,37 +116,42 @@ class StepRecorder:
         Args:
             names: of what optimizers train, by their numbers, where these are known.
         """
-        apart = self.apart.columns(names or {})
+        time_ms = self.clock.time_ms()
+        read = {id(numbers): numbers.read() for numbers in self._numbers.values()}
+        weights = self._weight
+
+        def number(kept: Kept) -> float:
+            return read[id(kept.where)][kept.number]
+
+        def total(losses: Losses, step: int) -> float:
+            return weights[step] * sum(map(number, losses)) if losses else math.nan
+
+        apart = self.apart.columns(names or {}).items()
         return Steps(
-            loss=_read(self._loss),
-            losses=[Loss(name=n, steps=column.steps, values=_read(column.values)) for n, column in apart.items()],
-            loss_scale=known_scales(self._scale),
-            skipped=self._skipped,
-            grad_norm=_read(self._norm),
-            time_ms=self._time_ms,
-            cpu_ms=self._cpu_ms,
+            loss=[total(losses, step) for step, losses in enumerate(self._loss)],
+            losses=[
+                Loss(name=name, steps=c.steps, values=[sum(map(number, v)) for v in c.values]) for name, c in apart
+            ],
+            loss_scale=known_scales([number(s) if isinstance(s, Kept) else s for s in self._scale]),
+            skipped=[number(s) > 0 if isinstance(s, Kept) else s for s in self._skipped],
+            grad_norm=[_together([number(norm) for norm in norms]) for norms in self._norm],
+            time_ms=list(time_ms),
+            cpu_ms=list(self.clock.cpu_ms),
         )
 
-    @staticmethod
-    def _now() -> tuple[float, float]:
-        return time.perf_counter(), time.process_time()
+    def _keep(self, value: Tensor) -> Kept:
+        device = value.device
+        numbers = self._numbers.get(device)
+        if numbers is None:
+            numbers = self._numbers[device] = Numbers(device)
+        return numbers.keep(value)
 
 
-def _plus(first: Tensor, second: Tensor) -> Tensor:
-    return first + second.to(first.device)
+def _all_finite(values: Sequence[Kept], device: torch.device | None) -> Tensor:
+    flags = [kept.where.row(kept.number).isfinite().to(device) for kept in values]
+    return torch.stack(flags).all() if flags else torch.tensor(True, device=device)
 
 
-def _together(norms: list[Tensor]) -> Tensor | float:
-    if not norms:
-        return math.nan
-    if len(norms) == 1:
-        return norms[0]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([n.float().to(norms[0].device) for n in norms]))
-    return total
-
-
-def _read(values: Sequence[Tensor | float]) -> list[float]:
-    tensors = [v.float() for v in values if isinstance(v, Tensor)]
-    device = tensors[0].device if tensors else None
-    numbers = iter(torch.stack([t.to(device) for t in tensors]).tolist() if tensors else [])
-    return [next(numbers) if isinstance(v, Tensor) else v for v in values]
+def _together(norms: Sequence[float]) -> float:
+    """Return the norm of what has these norms."""
+    return math.sqrt(sum(norm * norm for norm in norms)) if norms else math.nan

@@ -54,7 +54,10 @@ class Memory(Value):
     activations_bytes: int | None = None
     """Bytes that the forward pass keeps for the backward pass (copies of weights in a lower format included)."""
     cuda_allocated_bytes: int | None = None
+    """Sum of the peaks of all devices. Of compiled code without the step that was inspected eagerly."""
     cuda_reserved_bytes: int | None = None
+    cuda_allocated_bytes_by_device: list[int] = []
+    """The peak of each device, by its number; empty where one device or none was used."""
 
     @property
     def total_bytes(self) -> int | None:

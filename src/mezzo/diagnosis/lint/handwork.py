@@ -37,6 +37,11 @@ class HandWork:
     def _looks(self) -> bool:
         return len(self._run.recorder) + 1 in _LOOKED_AT
 
+    @property
+    def over(self) -> bool:
+        """Return whether no more updates are to be looked at, and none is."""
+        return len(self._run.recorder) > max(_LOOKED_AT) and not (self._mode.on or self._watched or self._averages)
+
     def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Look at what is done to gradients that are scaled, from now on."""
         if not self._looks:

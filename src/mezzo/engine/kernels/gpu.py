@@ -202,8 +202,9 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     kept = [g for g in map(dense, gradients) if g.numel()]  # a table of nothing cannot be sent
     if not kept:
         return torch.zeros((), dtype=FP64.dtype, device=gradients[0].device)
-    kinds = dict.fromkeys(g.dtype for g in kept)
-    return torch.stack([_squares([g for g in kept if g.dtype is dtype]) for dtype in kinds]).sum()
+    kinds = dict.fromkeys((g.device, g.dtype) for g in kept)  # a launch reads the memory of one device
+    parts = [_squares([g for g in kept if g.dtype is dtype and g.device == device]) for device, dtype in kinds]
+    return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
 
 def _squares(gradients: list[Tensor]) -> Tensor:

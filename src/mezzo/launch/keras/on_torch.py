@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mezzo.formats import FP16, FP32
+from mezzo.launch.fp32 import keep_fp32_products
 from mezzo.launch.keras.run import KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.measure.flops import FlopCounter
@@ -42,11 +43,10 @@ class TorchBackend:
         variable = importlib.import_module("keras.src.backend.torch.core").Variable
         if self._run.scales:
             patches.wrap(variable, "_initialize", self._initialize)
-        policy = self._run.policy
-        if policy is not None and not policy.lowers and torch.cuda.is_available():
-            precision = "tf32" if policy.compute == "tf32" else "ieee"
-            patches.replace(torch.backends.cuda.matmul, "fp32_precision", precision)
-            patches.replace(torch.backends.cudnn.conv, "fp32_precision", precision)  # type: ignore[attr-defined]
+        run = self._run
+        policy = run.policy
+        if policy is not None and not policy.lowers:
+            keep_fp32_products(policy, patches, run.leave)
 
     def outside_graph(self) -> AbstractContextManager[Any]:
         """Return nothing to enter: there are no graphs."""

@@ -41,8 +41,9 @@ class CloseLook:
     def memory(self) -> Memory:
         """Return the bytes of the watched step, and the allocator's peaks over the run."""
         on_gpu = self._run.device is not None and self._run.device.kind == "cuda"
+        kinds: dict[str, Any] = {f"{kind}_bytes": count for kind, count in self._bytes.items()}
         return Memory(
-            **{f"{kind}_bytes": count for kind, count in self._bytes.items()},
+            **kinds,
             cuda_allocated_bytes=paddle.device.cuda.max_memory_allocated() if on_gpu else None,
             cuda_reserved_bytes=paddle.device.cuda.max_memory_reserved() if on_gpu else None,
         )

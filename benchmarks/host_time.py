@@ -1,0 +1,125 @@
+"""What `mezzo run` adds to the host's time of a step: an unmodified script under a policy against the same loop without Mezzo.
+
+A small MLP, so that the host's time is most of the step: on a GPU with small kernels that is what the step takes, and what
+`mezzo compare` would measure. Native arithmetic and the device's op lists: what is compared computes the same on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.harness import interleave, median_ms, ratio, report, spread
+from mezzo.launch.torch import switched
+from mezzo.policy import Policy
+
+ROUNDS, STEPS, UNTIMED_STEPS = 25, 60, 110
+SIZES = (64, 256, 256, 10)
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One policy's script under Mezzo and the loop that does the same by hand."""
+
+    name: str
+    policy: str | None
+    """None: as-is."""
+    format: torch.dtype | None
+    """What the loop by hand gives autocast; None for no autocast. The script under Mezzo has none, unless it runs as it is."""
+    scales: bool
+    target: float
+    own_amp: bool = False
+    """Whether the script under Mezzo is the loop by hand itself."""
+
+
+CASES = (
+    Case("as-is", None, None, False, 1.05),
+    Case("as-is, the script's own GradScaler", None, torch.float16, True, 1.05, own_amp=True),
+    Case("fp32", "fp32", None, False, 1.05),
+    Case("bf16", "bf16:op_lists=device", torch.bfloat16, False, 1.03),
+    Case("fp16", "fp16:op_lists=device", torch.float16, True, 1.03),
+)
+
+
+def script(format: torch.dtype | None, *, scales: bool) -> Step:
+    """Return a training step of a script: with autocast and a GradScaler of its own if asked."""
+    torch.manual_seed(0)
+    layers = [m for a, b in pairwise(SIZES) for m in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu") if scales else None
+    inputs, labels = torch.randn(64, SIZES[0]), torch.randint(0, SIZES[-1], (64,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with nullcontext() if format is None else torch.autocast("cpu", dtype=format):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    return step
+
+
+class Piece:
+    """A loop that is set up outside of the timing and runs ``STEPS`` steps in it."""
+
+    def __init__(self, make: Callable[[], Step], around: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make, self._around = make, around
+        self._step: Step = make
+
+    @contextmanager
+    def set_up(self) -> Iterator[None]:
+        """Begin a run as a script does, past the step that is inspected and the first 100, in which the loop is checked for misuse."""
+        with ExitStack() as stack:
+            stack.enter_context(self._around())
+            self._step = self._make()
+            for _ in range(UNTIMED_STEPS):
+                self._step()
+            yield
+
+    def __call__(self) -> None:
+        """Run the steps."""
+        for _ in range(STEPS):
+            self._step()
+
+
+def pieces(case: Case) -> dict[str, Piece]:
+    """Return the two loops of a case."""
+    own = case.format if case.own_amp else None
+
+    def run() -> AbstractContextManager[Any]:
+        return switched(None if case.policy is None else Policy.of(case.policy))
+
+    return {
+        "mezzo": Piece(lambda: script(own, scales=case.own_amp and case.scales), run),
+        "hand": Piece(lambda: script(case.format, scales=case.scales), nullcontext),
+    }
+
+
+def main() -> None:
+    """Measure all cases, each in rounds of its own."""
+    torch.set_num_threads(1)
+    rows, data = [], {}
+    for case in CASES:
+        both = pieces(case)
+        times = interleave(both, rounds=ROUNDS, around={name: piece.set_up for name, piece in both.items()})
+        quotient = ratio(times, "mezzo", "hand")
+        rows.append((f"{case.name}: thread CPU time a step", spread(quotient), f"{case.target} or less"))
+        data[case.name] = {"ratio": quotient, f"median_ms_of_{STEPS}_steps": median_ms(times)}
+    report("host_time", rows, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Peaks of the CUDA allocator, of all devices that the process uses, without the step that was inspected.
+
+A compiled step is inspected eagerly, which takes more memory than the compiled one. So the counters are set back when that step
+ends. What the peaks were until then counts only where no further step follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Hold the peaks of each device in bytes, by device number; empty where CUDA is not in use."""
+
+    allocated: tuple[int, ...] = ()
+    reserved: tuple[int, ...] = ()
+
+
+class CudaPeaks:
+    """Read the allocator's peaks."""
+
+    def __init__(self) -> None:
+        self._until_reset: Peaks | None = None
+        self._num_steps = 0
+
+    def reset(self, num_steps: int) -> None:
+        """Count from now on; ``num_steps`` were made until now."""
+        found = _read()
+        if found.allocated:
+            self._until_reset, self._num_steps = found, num_steps
+            for device in range(len(found.allocated)):
+                torch.cuda.reset_peak_memory_stats(device)
+
+    def read(self, num_steps: int) -> Peaks:
+        """Return the peaks of a run that made ``num_steps`` steps."""
+        if self._until_reset is not None and num_steps <= self._num_steps + 1:
+            return self._until_reset
+        return _read()
+
+
+def _read() -> Peaks:
+    # Only of a process that uses CUDA already: to ask would start it.
+    if not torch.cuda.is_initialized():
+        return Peaks()
+    devices = range(torch.cuda.device_count())
+    return Peaks(
+        allocated=tuple(torch.cuda.max_memory_allocated(device) for device in devices),
+        reserved=tuple(torch.cuda.max_memory_reserved(device) for device in devices),
+    )

@@ -1,0 +1,64 @@
+"""Keep numbers of a run on the device that computed them, until somebody reads all of them at once.
+
+A tensor a number would take 512 bytes of a GPU's memory each; a read a number would make each step wait for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mezzo.formats import FP32
+
+_CHUNK = 512
+
+
+class Kept(NamedTuple):
+    """Name a kept number: where it is, and which."""
+
+    where: Numbers
+    number: int
+
+
+class Numbers:
+    """Keep FP32 numbers of one device in a buffer that grows by chunks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._chunks: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        """Views of the open chunk's elements that are free, the last one first: a view takes as long as the copy into it."""
+        self._num = 0
+
+    def keep(self, value: Tensor) -> Kept:
+        """Copy a value without dimensions, without waiting for the device."""
+        if not self._rows:
+            self._grow()
+        self._rows.pop().copy_(value)
+        self._num += 1
+        return Kept(self, self._num - 1)
+
+    def row(self, number: int) -> Tensor:
+        """Return the tensor that holds a kept number."""
+        return self._chunks[number // _CHUNK][number % _CHUNK]
+
+    def read(self) -> list[float]:
+        """Return all numbers; waits for the device. NaN for all where the device has failed, as after an assertion in a kernel."""
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(
+                    self._device
+                )  # they may have been computed on other streams than the current one
+            found: list[float] = torch.cat(self._chunks).tolist() if self._chunks else []
+        except RuntimeError:
+            return [math.nan] * self._num
+        return found[: self._num]
+
+    def _grow(self) -> None:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            chunk = torch.empty(_CHUNK, dtype=FP32.dtype, device=self._device)
+            self._chunks.append(chunk)
+            self._rows = list(reversed(chunk.unbind()))
