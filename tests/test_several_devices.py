@@ -81,7 +81,7 @@ def test_one_launch_squares_the_gradients_of_one_device_and_format(monkeypatch: 
     launched: list[list[str]] = []
 
     class Table:
-        def __init__(self, lists: list[list[Tensor]]) -> None:
+        def __init__(self, lists: list[list[Tensor]], *, kept: object) -> None:
             launched.append([f"{t.device} {t.dtype}" for t in lists[0]])
             self.memory, self.chunks, self.count, self.programs = lists[0][0], None, 0, 2
 
