@@ -117,7 +117,7 @@ class Updates:
 
     def _decide(self, optimizer: Optimizer) -> None:
         """Look at an optimizer's gradients, and take them away where the update is one to skip."""
-        skip = self._run.updated(_norm(optimizer))
+        skip = self._run.updated(_norm(optimizer) if self._run.takes_norm else None)
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
         if self._run.diagnosis is not None:

@@ -30,7 +30,10 @@ class Steps(Value):
     loss_scale: list[float] = []
     skipped: list[bool] = []
     grad_norm: list[float] = []
-    """Norm of the unscaled gradients at the update, after the script's own clipping; NaN or infinite in a skipped step."""
+    """Norm of the unscaled gradients at the update, after the script's own clipping; NaN or infinite in a skipped step.
+
+    Without a loss scale every tenth step's after the first hundred; NaN for the others.
+    """
     time_ms: list[float] = []
     """Wall time since the step before."""
     cpu_ms: list[float] = []

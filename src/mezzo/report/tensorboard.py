@@ -62,6 +62,8 @@ def _add_run(writer: SummaryWriter, record: RunRecord) -> None:
     """Add a run's steps, numbered from 1, and what was counted once at step 0."""
     for column in _STEP_COLUMNS:
         for number, value in enumerate(getattr(record.steps, column), start=1):
+            if column == "grad_norm" and math.isnan(value) and not record.steps.skipped[number - 1]:
+                continue  # it was not taken
             writer.add_scalar(f"step/{column}", float(value), number)
     if record.metric is not None:
         for number, value in zip(record.metric.steps, record.metric.values, strict=True):
