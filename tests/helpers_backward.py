@@ -25,7 +25,7 @@ class LastingThread:
     """Call functions in one thread, one after the other."""
 
     def __init__(self) -> None:
-        self._jobs: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -49,9 +49,14 @@ class LastingThread:
             raise error
         return result
 
+    def end(self) -> None:
+        """End the thread: the launcher waits for a script's threads, and ends a process that has daemon threads at once."""
+        self._jobs.put(None)
+        self._thread.join()
+
     def _work(self) -> None:
-        while True:
-            self._jobs.get()()
+        while (job := self._jobs.get()) is not None:
+            job()
 
 
 def handed_over() -> Callable[[], Any]:
@@ -90,14 +95,20 @@ def backward_in(way: str, thread: LastingThread | DeviceThread | None = None) ->
     if way == WAYS[0]:
         yield
         return
-    original, thread = torch.autograd._engine_run_backward, thread or THREAD
+    original, own = torch.autograd._engine_run_backward, None if thread is not None else LastingThread()
+    second = thread or own
+    assert second is not None
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return thread.call(lambda: original(*args, **kwargs))
+        return second.call(lambda: original(*args, **kwargs))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.autograd, "_engine_run_backward", run)
-        yield
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.autograd, "_engine_run_backward", run)
+            yield
+    finally:
+        if own is not None:
+            own.end()
 
 
 class DeviceThread:
@@ -161,5 +172,3 @@ def _empty() -> torch.Tensor:
 
 
 _ENGINE = torch.autograd.Variable._execution_engine
-THREAD = LastingThread()
-"""One for the process: the numbers of its nodes lie anywhere beside those of other threads by the time that a test begins."""

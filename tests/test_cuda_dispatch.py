@@ -12,6 +12,7 @@ from oracles import cuda_dispatch as oracle
 MADE_WITH = json.loads(oracle.DATA.read_text())["torch"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__.split("+")[0] != MADE_WITH, reason=f"the table was made with torch {MADE_WITH}")
 @pytest.mark.parametrize(
     ("policy", "samples", "least"), [("fp16:arithmetic=emulated", 2, 2500), ("bf16:arithmetic=native", 1, 1200)]

@@ -234,6 +234,18 @@ def test_skips_that_only_the_device_knows_are_recorded(fused: bool) -> None:
 # --- memory a step -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("policy", "samples"), [(None, True), ("bf16", True), ("fp16:arithmetic=emulated", False)])
+def test_norms_are_sampled_where_no_loss_scale_needs_them(policy: str | None, samples: bool) -> None:
+    with switched(None if policy is None else Policy.of(policy)) as (run, _):
+        step = loop()
+        for _ in range(125):
+            step()
+        run.close_update()
+        norms = run.recorder.steps().grad_norm
+    taken = {number for number, norm in enumerate(norms, start=1) if norm == norm}
+    assert taken == ({*range(1, 101), 110, 120} if samples else {*range(1, 126)})
+
+
 def test_recorded_numbers_share_one_buffer() -> None:
     recorder = StepRecorder()
     for number in range(600):

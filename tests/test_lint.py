@@ -159,6 +159,12 @@ def record_of(
     return record
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are not broken."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def warned(said: str) -> list[str]:
     """Return the lines that name a finding."""
     return [line for line in said.splitlines() if line.startswith("mezzo: A")]

@@ -36,6 +36,7 @@ def advance(scaler: torch.amp.GradScaler, found: Tensor) -> None:
     scaler.update()
 
 
+@pytest.mark.slow
 def test_ten_thousand_random_trajectories_are_grad_scalers() -> None:
     draw = random.Random(20261121)
     updates = grown = backed_off = 0
