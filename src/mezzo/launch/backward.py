@@ -60,7 +60,10 @@ class BackwardPasses:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            run, outputs = self._run, _listed(tensors)
+            run = self._run
+            if run.steady.backward(run_engine, tensors, grad_tensors, *args, **kwargs):
+                return
+            outputs = _listed(tensors)
             if run.in_backward or False in [isinstance(t, Tensor) for t in outputs]:
                 self._hook_recomputed(outputs)
                 run_engine(tensors, grad_tensors, *args, **kwargs)

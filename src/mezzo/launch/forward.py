@@ -157,6 +157,7 @@ class Regions:
             if model is None:
                 return lambda function: compile(function, **kwargs)
             self._run.compiles = True
+            self._run.steady.end()
             while self._run.before_compiling:
                 self._run.before_compiling.pop()()
             compiled = original(model, **kwargs)

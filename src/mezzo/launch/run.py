@@ -21,6 +21,7 @@ from mezzo.engine.gradients import not_finite
 from mezzo.engine.scaling import NoScale, Scale, scale_for
 from mezzo.errors import PolicyError, ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.owners import OptimizerOwners
+from mezzo.launch.steady import Steady
 from mezzo.measure.steps import StepRecorder
 from mezzo.policy import Policy
 from mezzo.records import Reason
@@ -94,6 +95,7 @@ class Run:
         """What the open update is made of."""
         self._met: tuple[Any, Any, torch.device] = (_nothing, _nothing, torch.device("cpu"))
         """The module that was met last, its first parameter, and where that was: a module is mostly called again and again."""
+        self.steady = Steady(self)
         self._stepped = False
         self._made_by: set[int] = set()
         """The optimizers that made the open update, by number."""
@@ -292,6 +294,7 @@ class Run:
 
     def meet_scaler(self, scaler: Any) -> None:
         """Take note that the script's own GradScaler is about to scale a loss."""
+        self.steady.end()
         if self.script_scaler is not scaler:
             self.script_scaler = scaler
             if self.diagnosis is not None:
@@ -301,6 +304,10 @@ class Run:
     def close_update(self) -> None:
         """Close the update that is open, if one is: all optimizer steps between two backward passes are one update."""
         if not self._stepped or self.in_closure:
+            return
+        if self.steady.close():
+            self._stepped = False
+            self._made_by.clear()
             return
         floor_error = None
         scale = None if self.script_scaler is None else scale_on_device(self.script_scaler)
@@ -315,6 +322,7 @@ class Run:
         for watcher in tuple(self.watchers):
             watcher.step_closed(len(self.recorder))
         self.updates = []
+        self.steady.begin()
         if floor_error is not None:
             raise floor_error
 

@@ -53,6 +53,7 @@ def _in_fp32(original: Callable[..., None]) -> Callable[..., None]:
 def _hear_backward(run: Run, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def differentiate(self: Session, loss: Any, share: float, *, loss_id: int = 0, **how: Any) -> None:
+        run.steady.end()
         if self.scales[loss_id].checks:
             run.script_scaler, run.scaled_by_script = _ScaleOfLoss(self, loss_id), True
         try:

@@ -85,6 +85,7 @@ class Updates:
     def _noting(self, patches: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._run.steady.end()
             self._run.optimizers[optimizer] = None
             original(optimizer, *args, **kwargs)
             self._run.owners.made(optimizer)
@@ -99,7 +100,11 @@ class Updates:
         if self._stepping not in (None, optimizer):  # an optimizer around others steps them: one update
             return None
         self._stepping = optimizer
+        if args[1:] in ((), (None,)) and not kwargs and self._run.steady.steps(optimizer):
+            self._made[optimizer][0] += 1
+            return None
         if optimizer not in self._made:
+            self._run.steady.end()
             self._run.optimizers[optimizer] = None  # a copy or an unpickled one was never constructed
             self._made[optimizer] = [0, 0]
         closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
@@ -130,6 +135,8 @@ class Updates:
         if self._stepping is not optimizer:
             return
         self._stepping = None
+        if not self._run.in_closure and self._run.steady.stepped(optimizer):
+            return
         if self._run.in_closure:
             self._run.lint.closure_ended(optimizer)
         self._run.in_closure = False

@@ -58,6 +58,11 @@ class CloseLook:
         """Call ``action`` when nothing more is to be counted in this run."""
         self._when_over.append(action)
 
+    def done(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether nothing more is to be counted in this run, whose one optimizer this is."""
+        looked = self._flops is not None and self._stack is None
+        return looked and not self._when_over and self._weighed[id(optimizer)] >= _UPDATES_WEIGHED
+
     def step_closed(self, num_steps: int) -> None:
         """End the look after the watched step."""
         self._over = self._watched is not None and num_steps >= self._watched

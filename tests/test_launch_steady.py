@@ -1,0 +1,158 @@
+"""A run that has become steady records what it would record otherwise, and stops being steady when a script begins something new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mezzo
+from mezzo.launch.run import Run
+from mezzo.launch.steady import Steady
+from mezzo.launch.torch import switched
+from mezzo.policy import Policy
+
+STEPS, CHANGED_AT = 130, 115
+
+
+class Training:
+    """A script's loop, which may change at one step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 1))
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scaler: torch.amp.GradScaler | None = None
+
+    def loss(self) -> torch.Tensor:
+        x = torch.randn(8, 4)
+        return F.mse_loss(self.model(x).float(), x.sum(1, keepdim=True))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        if self.scaler is None:
+            self.loss().backward()
+            self.optimizer.step()
+            return
+        self.scaler.scale(self.loss()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def plain(training: Training) -> None:
+    training.step()
+
+
+def accumulates(training: Training) -> None:
+    training.optimizer.zero_grad()
+    for _ in range(2):
+        (training.loss() / 2).backward()
+    training.optimizer.step()
+
+
+def two_updates_a_pass(training: Training) -> None:
+    training.step()
+    training.optimizer.step()
+
+
+def closure(training: Training) -> None:
+    def evaluate() -> torch.Tensor:
+        training.optimizer.zero_grad()
+        loss = training.loss()
+        loss.backward()
+        return loss
+
+    training.optimizer.step(evaluate)
+
+
+def new_optimizer(training: Training) -> None:
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
+    training.step()
+
+
+def second_optimizer(training: Training) -> None:
+    head = torch.optim.SGD([training.model[3].bias], lr=1e-3)
+    training.step()
+    head.step()
+
+
+def own_scaler(training: Training) -> None:
+    training.scaler = training.scaler or torch.amp.GradScaler("cpu", init_scale=8.0)
+    training.step()
+
+
+def several_roots(training: Training) -> None:
+    training.optimizer.zero_grad()
+    torch.autograd.backward([training.loss(), training.loss()])
+    training.optimizer.step()
+
+
+def not_finite(training: Training) -> None:
+    training.optimizer.zero_grad()
+    (training.loss() * float("inf")).backward()
+    training.optimizer.step()
+
+
+def nested(training: Training) -> None:
+    training.optimizer.zero_grad()
+    loss = torch.utils.checkpoint.checkpoint(
+        lambda x: training.model(x).square().mean(), torch.ones(2, 4), use_reentrant=True
+    )
+    (loss if loss.requires_grad else training.loss()).backward()
+    training.optimizer.step()
+
+
+def session(training: Training) -> None:
+    kept = getattr(training, "session", None)
+    if kept is None:
+        training.session = kept = mezzo.Session(training.model, training.optimizer, policy="fp32")  # type: ignore[attr-defined]
+    kept.step(training.loss())
+
+
+CHANGES = [plain, accumulates, two_updates_a_pass, closure, new_optimizer, second_optimizer, own_scaler, several_roots]
+CHANGES += [not_finite, nested, session]
+
+
+@contextmanager
+def never_steady() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Steady, "begin", lambda self: None)
+        yield
+
+
+def recorded(change: Callable[[Training], None], policy: str | None, *, once: bool) -> tuple[dict[str, Any], Run, int]:
+    """Return the steps without their times, the run, and in how many of them it was steady."""
+    with switched(None if policy is None else Policy.of(policy)) as (run, _):
+        training, steady = Training(), 0
+        for number in range(STEPS):
+            changed = number == CHANGED_AT or (number > CHANGED_AT and not once)
+            (change if changed else plain)(training)
+            steady += run.steady.optimizer() is not None
+        run.close_update()
+        found = run.recorder.steps(run.owners.names).model_dump(exclude={"time_ms", "cpu_ms"})
+    return found, run, steady
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("once", [True, False], ids=["once", "from then on"])
+@pytest.mark.parametrize("policy", [None, "bf16:op_lists=device"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_steady_run_records_the_same(change: Callable[[Training], None], policy: str | None, once: bool) -> None:
+    found, run, steady = recorded(change, policy, once=once)
+    with never_steady():
+        expected, other, never = recorded(change, policy, once=once)
+    assert repr(found) == repr(expected)  # NaN is equal to itself
+    assert len(found["loss"]) >= STEPS
+    assert (steady > 10, never) == (True, 0)
+    assert run.left_alone == other.left_alone
+    assert [f.code for f in run.lint.findings()] == [f.code for f in other.lint.findings()]
+
+
+@pytest.mark.parametrize("policy", ["fp16:arithmetic=emulated", "fp16-master:arithmetic=emulated"])
+def test_a_run_with_a_loss_scale_is_never_steady(policy: str) -> None:
+    assert recorded(plain, policy, once=True)[2] == 0
