@@ -8,6 +8,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in chi
 
 import pytest
 import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from helpers_backward import WAYS, backward_in
 
@@ -25,6 +27,16 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Give it back: at the interpreter's end, native libraries call objects that were never collected leaks."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_mode_stays() -> Iterator[None]:
+    """What a test leaves on, all later ones of its process would run under."""
+    yield
+    left = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    while _get_current_function_mode_stack():
+        _pop_mode()
+    assert left == []
 
 
 @pytest.fixture(params=WAYS)

@@ -32,6 +32,7 @@ from benchmarks.contest.ways import Contestant, NotHereError, build, rewound  # 
 from benchmarks.contest.workloads import workload  # noqa: E402
 from benchmarks.gpu import main, supervise  # noqa: E402
 
+from mezzo.engine.fp32products import fp32_products_as_they_were  # noqa: E402
 from mezzo.errors import UnsupportedFormatError  # noqa: E402
 
 LOOP = Way("torch.amp", "fp32")
@@ -390,11 +391,11 @@ def test_the_optimizers_case_has_the_parameters_of_bert_base() -> None:
 
 
 def test_precision_of_one_way_is_not_left_to_the_next() -> None:
-    for policy, wanted in (("fp32", "ieee"), ("tf32", "tf32"), ("fp16", "none")):
-        timing.set_precision(policy)
-        assert torch.backends.cuda.matmul.fp32_precision == wanted
-    assert torch.backends.cudnn.conv.fp32_precision == "tf32"
-    assert torch.get_float32_matmul_precision() == "highest"  # raises where the current switches are in use
+    expected = {"fp32": ("highest", False), "tf32": ("high", True), "fp16": ("highest", True)}
+    with fp32_products_as_they_were():
+        for policy, switches in expected.items():
+            timing.set_precision(policy)
+            assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == switches
 
 
 @pytest.mark.parametrize("name", ["tiny_convnet", "tiny_transformer"])

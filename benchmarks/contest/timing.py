@@ -148,8 +148,8 @@ def set_precision(policy: str) -> None:
     if policy in ("fp32", "tf32"):
         set_fp32_products("ieee" if policy == "fp32" else "tf32")
     else:
-        torch.backends.cuda.matmul.fp32_precision = "none"
-        torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
 
 
 class Memory:

@@ -6,6 +6,7 @@ pass to the update, and from the update to the next forward pass; never around m
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -51,6 +52,8 @@ class ByHand(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._view: View | None = None
+        self._here = threading.local()
+        """Whether it is among the modes of this thread: each thread has its own, and can take out of its own only."""
 
     @property
     def on(self) -> bool:
@@ -61,13 +64,14 @@ class ByHand(TorchFunctionMode):
         """Show every call to ``view`` from now on, where the modes that are on allow it."""
         self.stop()
         if _put_in(self):
-            self._view = view
+            self._view, self._here.entered = view, True
 
     def stop(self) -> None:
         """Show nothing any more."""
-        if self._view is not None:
+        self._view = None
+        if getattr(self._here, "entered", False):
             _take_out(self)
-            self._view = None
+            self._here.entered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func`` and show what it was."""

@@ -60,8 +60,7 @@ class HandWork:
 
     def stop(self) -> None:
         """Look no more, and take note of averages that were seen."""
-        if self._mode.on:
-            self._mode.stop()
+        self._mode.stop()
         averaged, self._averages = self._averages, []
         if not averaged:
             return
