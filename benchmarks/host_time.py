@@ -19,7 +19,7 @@ from benchmarks.harness import interleave, median_ms, ratio, report, spread
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 
-ROUNDS, STEPS, UNTIMED_STEPS = 25, 60, 110
+ROUNDS, STEPS, UNTIMED_STEPS = 60, 20, 110
 SIZES = (64, 256, 256, 10)
 Step = Callable[[], Any]
 
@@ -116,8 +116,10 @@ def main() -> None:
         both = pieces(case)
         times = interleave(both, rounds=ROUNDS, around={name: piece.set_up for name, piece in both.items()})
         quotient = ratio(times, "mezzo", "hand")
+        least = min(times["mezzo"]) / min(times["hand"])  # what another process's load changes least
         rows.append((f"{case.name}: thread CPU time a step", spread(quotient), f"{case.target} or less"))
-        data[case.name] = {"ratio": quotient, f"median_ms_of_{STEPS}_steps": median_ms(times)}
+        rows.append((f"{case.name}: least time over least time", f"{least:.3f}x", f"{case.target} or less"))
+        data[case.name] = {"ratio": quotient, "least_ratio": least, f"median_ms_of_{STEPS}_steps": median_ms(times)}
     report("host_time", rows, data)
 
 
