@@ -266,6 +266,8 @@ class Run:
     def update_made(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take the time of an update that is over; None where no optimizer object made it."""
         self.recorder.updated()
+        if optimizer is not None:
+            self.steady.update_made(optimizer)
         if optimizer is not None and (number := self.owners.number(optimizer)) is not None:
             self._made_by.add(number)
         for watcher in tuple(self.watchers):

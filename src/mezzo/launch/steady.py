@@ -30,6 +30,12 @@ class Steady:
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = _nothing
         """Returns the script's one optimizer while the run is steady; None otherwise."""
         self._made_by: frozenset[int] = frozenset()
+        self._last: Callable[[], torch.optim.Optimizer | None] = _nothing
+        """Returns the optimizer that stepped last: one that has only been made is not known yet."""
+
+    def update_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of an update that was recorded in full."""
+        self._last = ref(optimizer)
 
     def begin(self) -> None:
         """Become steady if nothing more can come of what is watched in the first hundred updates."""
@@ -37,7 +43,9 @@ class Steady:
         scaled = run.scale.checks or run.scaled_by_script or run.script_scaler is not None
         if scaled or run.diagnosis is not None or run.compiles or run.lint.hears_calls or len(run.optimizers) != 1:
             return
-        optimizer = next(iter(run.optimizers))
+        optimizer = self._last()
+        if optimizer is None or optimizer not in run.optimizers:
+            return
         number, casting = run.owners.number(optimizer), run.main_casting
         if number is None or (casting is not None and casting.table is not None):
             return  # with a cast table, a backward pass has a region of its own
@@ -46,7 +54,7 @@ class Steady:
 
     def end(self) -> None:
         """Record everything again."""
-        self.optimizer = _nothing
+        self.optimizer = self._last = _nothing
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take note of a step of which nothing but its time is recorded; return False where more is."""

@@ -63,13 +63,21 @@ class ByHand(TorchFunctionMode):
     def start(self, view: View) -> None:
         """Show every call to ``view`` from now on, where the modes that are on allow it."""
         self.stop()
-        if _put_in(self):
+        if self._entered or _put_in(self):
             self._view, self._here.entered = view, True
 
+    @property
+    def _entered(self) -> bool:
+        return getattr(self._here, "entered", False)
+
     def stop(self) -> None:
-        """Show nothing any more."""
+        """Show nothing any more.
+
+        While a call is shown, as ``Tensor.backward`` is while the pass runs, the mode is off the stack and comes back: then it stays in,
+        until it is stopped or started again outside of one.
+        """
         self._view = None
-        if getattr(self._here, "entered", False):
+        if self._entered and any(mode is self for mode in _get_current_function_mode_stack()):
             _take_out(self)
             self._here.entered = False
 

@@ -58,6 +58,11 @@ class HandWork:
             weights = [p for o in optimizers for p in parameters_of(o)]
             self._mode.start(AverageView(weights, averaged=self._averaged))
 
+    def rest(self) -> None:
+        """Take out a view that shows nothing; an optimizer's step is no call that could be shown."""
+        if not self._mode.on:
+            self._mode.stop()
+
     def stop(self) -> None:
         """Look no more, and take note of averages that were seen."""
         self._mode.stop()

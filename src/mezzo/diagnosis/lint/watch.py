@@ -299,6 +299,8 @@ class Lint:
             self._gradients.settle(optimizer)
         if not skipped and not self._casts_model:
             self._watch_averages()
+        if not self.awake:
+            self._hands.rest()
         self._over = not self.awake and self._statistics.done and self._hands.over
 
     # --- the schedule, and what is kept beside the weights -----------------------------------------------------------------------
