@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -362,7 +363,9 @@ def test_a_format_that_the_device_lacks_ends_the_run_with_a_record(tmp_path: Pat
         diagnosis=diagnosis,
     )
     errors = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+    # Daemon threads of earlier tests would have a diagnosed script's process end at once, and pytest with it.
+    at_once = mock.patch.object(child, "_leave_at_once")
+    with at_once, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         assert child.main([request.packed()]) == 3
     record = read_record(tmp_path / "record.json")
     run = record if isinstance(record, RunRecord) else record.run  # type: ignore[union-attr]
