@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import mezzo
 from benchmarks.harness import report
+from benchmarks.loops import Loop, LossOf, step_by_hand, step_of_a_session
 from benchmarks.models import digits_cnn, mlp
 
 TRAJECTORIES, UPDATES, STEPS, LR = 10_000, 16, 50, 1e-3
@@ -38,35 +39,26 @@ def same_trajectory(draw: random.Random) -> bool:
     return True
 
 
-def weights_by_hand(
-    model: nn.Module, loss_of: Callable[[nn.Module], Tensor], dtype: torch.dtype, clip: float | None
-) -> list[Tensor]:
-    """Return the weights after 50 steps of autocast, GradScaler (for FP16) and clipping as torch's documentation writes them."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
-    for _ in range(STEPS):
-        with torch.autocast("cpu", dtype=dtype):
-            loss = loss_of(model)
-        scaler.scale(loss).backward()
-        if clip:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return list(model.state_dict().values())
+Build = Callable[[], tuple[nn.Module, LossOf]]
 
 
-def weights_of_a_session(
-    model: nn.Module, loss_of: Callable[[nn.Module], Tensor], policy: str, clip: float | None
-) -> list[Tensor]:
-    """Return the weights after the same steps of a session with torch's optimizer and torch's op lists for the device."""
+def weights_by_hand(build: Build, dtype: torch.dtype, clip: float | None) -> list[Tensor]:
+    """Return weights and buffers after 50 steps of the loop by hand."""
+    model, loss_of = build()
+    return _trained(model, step_by_hand(model, loss_of, dtype, clip, lr=LR))
+
+
+def weights_of_a_session(build: Build, policy: str, clip: float | None) -> list[Tensor]:
+    """Return the same of a session with torch's optimizer and torch's op lists for the device."""
+    model, loss_of = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     session = mezzo.Session(model, optimizer, policy=f"{policy}:op_lists=device:arithmetic=native", clip_norm=clip)
+    return _trained(model, step_of_a_session(model, loss_of, session))
+
+
+def _trained(model: nn.Module, step: Loop) -> list[Tensor]:
     for _ in range(STEPS):
-        with session.autocast():
-            loss = loss_of(model)
-        session.step(loss)
+        step()
     return list(model.state_dict().values())
 
 
@@ -79,8 +71,8 @@ def main() -> None:
     for name, build in (("MLP", mlp), ("digits CNN", digits_cnn)):
         for policy, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
             for clip in (None, 0.1):
-                theirs = weights_by_hand(*build(), dtype, clip)
-                ours = weights_of_a_session(*build(), policy, clip)
+                theirs = weights_by_hand(build, dtype, clip)
+                ours = weights_of_a_session(build, policy, clip)
                 equal = sum(bool(torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True))
                 what = f"{name}, {policy}{', clipping' if clip else ''}: tensors bit-identical after {STEPS} steps of the hand-written loop"
                 rows.append((what, f"{equal} of {len(theirs)}", "all"))

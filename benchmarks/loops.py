@@ -15,12 +15,12 @@ from benchmarks.models import mlp
 
 STEPS, LR = 30, 1e-4
 Loop = Callable[[], None]
+LossOf = Callable[[nn.Module], Tensor]
 
 
-def by_hand(dtype: torch.dtype, clip: float | None) -> Loop:
-    """Return 30 steps of autocast, GradScaler (for FP16) and clipping as torch's documentation writes them."""
-    model, loss_of = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+def step_by_hand(model: nn.Module, loss_of: LossOf, dtype: torch.dtype, clip: float | None, *, lr: float = LR) -> Loop:
+    """Return a step of autocast, GradScaler (for FP16) and clipping as torch's documentation writes them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
 
     def step() -> None:
@@ -34,20 +34,30 @@ def by_hand(dtype: torch.dtype, clip: float | None) -> Loop:
         scaler.update()
         optimizer.zero_grad()
 
-    return _repeated(step)
+    return step
 
 
-def with_session(policy: str, optimizer: Callable[..., Any], clip: float | None) -> Loop:
-    """Return 30 steps of a session with an optimizer class, torch's or Mezzo's."""
-    model, loss_of = mlp()
-    session = mezzo.Session(model, optimizer(model.parameters(), lr=LR), policy=policy, clip_norm=clip)
+def step_of_a_session(model: nn.Module, loss_of: LossOf, session: mezzo.Session) -> Loop:
+    """Return a step of a session."""
 
     def step() -> None:
         with session.autocast():
             loss: Tensor = loss_of(model)
         session.step(loss)
 
-    return _repeated(step)
+    return step
+
+
+def by_hand(dtype: torch.dtype, clip: float | None) -> Loop:
+    """Return 30 steps of the loop by hand."""
+    return _repeated(step_by_hand(*mlp(), dtype, clip))
+
+
+def with_session(policy: str, optimizer: Callable[..., Any], clip: float | None) -> Loop:
+    """Return 30 steps of a session with an optimizer class, torch's or Mezzo's."""
+    model, loss_of = mlp()
+    session = mezzo.Session(model, optimizer(model.parameters(), lr=LR), policy=policy, clip_norm=clip)
+    return _repeated(step_of_a_session(model, loss_of, session))
 
 
 def _repeated(step: Callable[[], None]) -> Loop:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mezzo.diagnosis.values import storage
 from mezzo.formats import BF16, FP16, FP32
 
 T = TypeVar("T")
@@ -87,11 +88,8 @@ class Storages(Generic[T]):
 
 
 def _number(tensor: Tensor) -> int | None:
-    try:
-        number: int = tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # sparse, or made of others
-        return None
-    return number
+    own = storage(tensor)
+    return None if own is None else int(own._cdata)
 
 
 @dataclass

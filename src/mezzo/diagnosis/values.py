@@ -80,17 +80,21 @@ def format_name(tensor: Tensor) -> str:
     return known.name if known is not None else str(tensor.dtype).removeprefix("torch.")
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Return where a tensor's storage begins."""
+def storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return a tensor's storage; None where it has none of its own: sparse, or a wrapper around other tensors."""
     try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, or made of others
-        return id(tensor)
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return where a tensor's storage begins; what tells the tensor itself from others where it has none."""
+    own = storage(tensor)
+    return id(tensor) if own is None else own.data_ptr()
 
 
 def storage_size(tensor: Tensor) -> int:
     """Return the bytes of a tensor's storage; -1 where it has none of its own."""
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return -1
+    own = storage(tensor)
+    return -1 if own is None else own.nbytes()

@@ -268,8 +268,8 @@ class Run:
         self.recorder.updated()
         if optimizer is not None:
             self.steady.update_made(optimizer)
-        if optimizer is not None and (number := self.owners.number(optimizer)) is not None:
-            self._made_by.add(number)
+            if (number := self.owners.number(optimizer)) is not None:
+                self._made_by.add(number)
         for watcher in tuple(self.watchers):
             watcher.updated(optimizer)
 

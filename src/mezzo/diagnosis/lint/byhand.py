@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils import _device
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mezzo.diagnosis.values import storage
 from mezzo.formats import BF16, FP16
 
 _HALF = (FP16.dtype, BF16.dtype)
@@ -234,10 +235,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _place(tensor: Tensor) -> int:
     """Return where a tensor's memory begins, 0 where it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, or a wrapper around other tensors
-        return 0
+    own = storage(tensor)
+    return 0 if own is None else own.data_ptr()
 
 
 def _put_in(mode: TorchFunctionMode) -> bool:
