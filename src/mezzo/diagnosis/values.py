@@ -89,7 +89,7 @@ def storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return where a tensor's storage begins; what tells the tensor itself from others where it has none."""
+    """Return where a tensor's storage begins; the tensor's own id where it has none."""
     own = storage(tensor)
     return id(tensor) if own is None else own.data_ptr()
 

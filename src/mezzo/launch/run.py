@@ -21,7 +21,7 @@ from mezzo.engine.gradients import not_finite
 from mezzo.engine.scaling import NoScale, Scale, scale_for
 from mezzo.errors import PolicyError, ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.owners import OptimizerOwners
-from mezzo.launch.steady import Steady
+from mezzo.launch.steady import Steady, nothing
 from mezzo.measure.steps import StepRecorder
 from mezzo.policy import Policy
 from mezzo.records import Reason
@@ -93,7 +93,7 @@ class Run:
         """Whether the last update that an optimizer made was one to skip."""
         self.updates: list[Update] = []
         """What the open update is made of."""
-        self._met: tuple[Any, Any, torch.device] = (_nothing, _nothing, torch.device("cpu"))
+        self._met: tuple[Any, Any, torch.device] = (nothing, nothing, torch.device("cpu"))
         """The module that was met last, its first parameter, and where that was: a module is mostly called again and again."""
         self.steady = Steady(self)
         self._stepped = False
@@ -349,10 +349,6 @@ def scale_on_device(scaler: Any) -> Tensor | float:
     held = getattr(scaler, "_scale", None)
     scale: Tensor | float = held if isinstance(held, Tensor) else scaler.get_scale()
     return scale
-
-
-def _nothing() -> None:
-    """Stand for a weak reference to nothing."""
 
 
 def _for_scripts(policy: Policy) -> Policy:

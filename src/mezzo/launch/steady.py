@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mezzo.launch.run import Run
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """Stand for a weak reference to nothing."""
 
 
 class Steady:
@@ -27,10 +27,10 @@ class Steady:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.optimizer: Callable[[], torch.optim.Optimizer | None] = _nothing
+        self.optimizer: Callable[[], torch.optim.Optimizer | None] = nothing
         """Returns the script's one optimizer while the run is steady; None otherwise."""
         self._made_by: frozenset[int] = frozenset()
-        self._last: Callable[[], torch.optim.Optimizer | None] = _nothing
+        self._last: Callable[[], torch.optim.Optimizer | None] = nothing
         """Returns the optimizer that stepped last: one that has only been made is not known yet."""
 
     def update_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -54,7 +54,7 @@ class Steady:
 
     def end(self) -> None:
         """Record everything again."""
-        self.optimizer = self._last = _nothing
+        self.optimizer = self._last = nothing
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take note of a step of which nothing but its time is recorded; return False where more is."""

@@ -74,8 +74,8 @@ class ByHand(TorchFunctionMode):
     def stop(self) -> None:
         """Show nothing any more.
 
-        While a call is shown, as ``Tensor.backward`` is while the pass runs, the mode is off the stack and comes back: then it stays in,
-        until it is stopped or started again outside of one.
+        torch takes the mode off the stack while the mode handles a call, such as ``Tensor.backward``, and puts it back afterwards. Stopped
+        inside such a call, the mode shows nothing but stays until it is stopped again outside.
         """
         self._view = None
         if self._entered and any(mode is self for mode in _get_current_function_mode_stack()):

@@ -59,7 +59,7 @@ class HandWork:
             self._mode.start(AverageView(weights, averaged=self._averaged))
 
     def rest(self) -> None:
-        """Take out a view that shows nothing; an optimizer's step is no call that could be shown."""
+        """Take a mode off the stack that shows nothing any more. Call this outside of any call that it could be showing."""
         if not self._mode.on:
             self._mode.stop()
 
