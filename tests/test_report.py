@@ -9,7 +9,19 @@ import pytest
 from rich.console import Console
 
 import record_builders as build
-from mezzo.records import CompareRecord, Difference, DoctorRecord, Loss, Memory, RunRecord, ScaleName, SharedFile, Steps
+from helpers_compare import run
+from mezzo.records import (
+    CompareRecord,
+    Difference,
+    DoctorRecord,
+    Effective,
+    Loss,
+    Memory,
+    RunRecord,
+    ScaleName,
+    SharedFile,
+    Steps,
+)
 from mezzo.report import formatting, sampling, sheets, text, verdicts
 from mezzo.report.figures import compare_plots
 from mezzo.report.html import render_html
@@ -365,3 +377,27 @@ def test_text_shows_markup_as_it_is_written() -> None:
     shown = rendered(build.run_record(policy="[bold]x[/bold]\x1b[31m"))
     assert "[bold]x[/bold]\ufffd[31m" in shown
     assert "\x1b" not in shown
+
+
+NOTE = "Share of the floating-point operations of matrix products and convolutions, counted"
+EMULATED = "lower formats were emulated: rounded to the format, multiplied in a wider one."
+
+
+@pytest.mark.parametrize(
+    ("formats", "expected"),
+    [
+        ({}, "No matrix product or convolution was counted."),
+        ({"fp32": ("fp32", False, 2), "bf16": ("bf16", False, 2)}, f"{NOTE} on step 2."),
+        ({"fp32": ("fp32", False, 2), "fp16": ("fp16", True, 2)}, f"{NOTE} on step 2. The {EMULATED}"),
+        ({"fp32": ("fp32", False, 2), "fp16": ("fp16", True, 3)}, f"{NOTE}. The {EMULATED}"),
+        ({"bf16": ("bf16", False, 2), "fp16": ("fp16", True, 2)}, f"{NOTE} on step 2. Under fp16 the {EMULATED}"),
+    ],
+)
+def test_the_note_below_shares_names_the_policies_that_were_emulated(
+    formats: dict[str, tuple[str, bool, int]], expected: str
+) -> None:
+    runs = [
+        run(policy, [1.0], effective=Effective(flops_by_format={name: 8}, emulated=emulated, counted_on_step=step))
+        for policy, (name, emulated, step) in formats.items()
+    ]
+    assert sheets.shares_note(*runs) == expected

@@ -7,7 +7,7 @@ medium.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -220,15 +220,25 @@ def shares(share_by_format: Mapping[str, float], *, formats: Sequence[str]) -> l
     ]
 
 
-def shares_note(record: RunRecord) -> str:
-    """Return where the shares come from."""
-    effective = record.effective
-    if not effective.flops_by_format:
+def shares_note(*runs: RunRecord) -> str:
+    """Return where the shares of ``runs`` come from, and under which of their policies formats were emulated."""
+    counted = [run for run in runs if run.effective.flops_by_format]
+    if not counted:
         return "No matrix product or convolution was counted."
-    where = "" if effective.counted_on_step is None else f" on step {effective.counted_on_step}"
-    counted = f"Share of the floating-point operations of matrix products and convolutions, counted{where}."
-    emulated = " The lower formats were emulated: rounded to the format, multiplied in a wider one."
-    return counted + (emulated if effective.emulated else "")
+    steps = {run.effective.counted_on_step for run in counted}
+    step = next(iter(steps)) if len(steps) == 1 else None
+    where = "" if step is None else f" on step {step}"
+    note = f"Share of the floating-point operations of matrix products and convolutions, counted{where}."
+    emulated = _policies(run for run in counted if run.effective.emulated)
+    if not emulated:
+        return note
+    some = _policies(run for run in counted if run.effective.lowered and not run.effective.emulated)
+    under = f"Under {fmt.listed(emulated)} the" if some else "The"
+    return f"{note} {under} lower formats were emulated: rounded to the format, multiplied in a wider one."
+
+
+def _policies(runs: Iterable[RunRecord]) -> list[str]:
+    return list(dict.fromkeys(fmt.clean(run.policy) for run in runs))
 
 
 def run_line(record: RunRecord) -> RunLine:

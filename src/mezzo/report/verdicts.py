@@ -109,7 +109,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         lines=[_verdict_line(row, names) for row in record.rows],
         memory=sheets.memory_lines([(row.policy, row.memory) for row in record.rows]),
         effective=_effective(record),
-        effective_note=_effective_note(record),
+        effective_note=sheets.shares_note(*record.runs),
         runs=[sheets.run_line(run) for run in record.runs],
         explanations=_explanations(record),
         environment=sheets.environment_facts(record.environment, framework=framework_of(record)),
@@ -261,13 +261,6 @@ def _effective(record: CompareRecord) -> list[EffectiveLine]:
 def _left_alone(runs: Sequence[RunRecord]) -> list[Fact]:
     found = [fact for run in runs for fact in sheets.facts(run.effective.left_alone)]
     return list(dict.fromkeys(found))  # every seed says the same
-
-
-def _effective_note(record: CompareRecord) -> str:
-    counted = [run for run in record.runs if run.effective.flops_by_format]
-    emulated = [run for run in counted if run.effective.emulated]
-    chosen = (emulated or counted or record.runs)[:1]
-    return sheets.shares_note(chosen[0]) if chosen else ""
 
 
 def _explanations(record: CompareRecord) -> list[Explanation]:
