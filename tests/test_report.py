@@ -155,8 +155,8 @@ def test_verdict_line_word_for_word() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"speedup_low": 0.98}, "bf16 trains like fp32, but no faster than the spread of the times."),
-        ({"speedup_low": None}, "bf16 trains like fp32, but no faster than the spread of the times."),
+        ({"speedup_low": 0.98}, "bf16 trains like fp32, but not measurably faster."),
+        ({"speedup_low": None}, "bf16 trains like fp32, but not measurably faster."),
         (
             {"speedup": 0.8, "speedup_low": 0.75, "speedup_high": 0.9},
             "bf16 trains like fp32, but slower, 0.800x as fast (0.750x to 0.900x).",
@@ -177,6 +177,24 @@ def test_headline_of_several_equivalent_policies() -> None:
     rows[2] = rows[2].model_copy(update={"verdict": "equivalent"})
     headline = verdicts.compare_sheet(build.compare_record(rows=rows)).headline
     assert headline == "bf16 and fp16 train like fp32; fp16 is fastest, 1.66x as fast (1.61x to 1.70x)."
+
+
+@pytest.mark.parametrize(
+    ("changes", "clause"),
+    [
+        ({"speedup_low": 0.98}, "bf16 is not measurably faster"),
+        (
+            {"speedup": 0.8, "speedup_low": 0.75, "speedup_high": 0.9},
+            "bf16 is slower, 0.800x as fast (0.750x to 0.900x)",
+        ),
+    ],
+)
+def test_a_headline_of_native_and_emulated_policies(changes: dict[str, object], clause: str) -> None:
+    rows = build.compare_rows()
+    rows[1] = rows[1].model_copy(update=changes)
+    rows[2] = rows[2].model_copy(update={"verdict": "equivalent", "emulated": True})
+    headline = verdicts.compare_sheet(build.compare_record(rows=rows)).headline
+    assert headline == f"bf16 and fp16 train like fp32; {clause}; no speed is claimed for emulated formats."
 
 
 def test_a_headline_names_what_went_wrong() -> None:

@@ -184,10 +184,17 @@ def _speed_clause(rows: Sequence[Row]) -> str:
     if faster:
         best = max(faster, key=lambda row: row.speedup or 0.0)
         return f", {_speed(best)}" if len(rows) == 1 else f"; {fmt.clean(best.policy)} is fastest, {_speed(best)}"
+    rest = "; no speed is claimed for emulated formats" if any(row.emulated for row in rows) else ""
     if len(slower) == len(timed):
         worst = min(slower, key=lambda row: row.speedup or 0.0)
+        if rest:
+            return f"; {fmt.clean(worst.policy)} is slower, {_speed(worst)}{rest}"
         return ", but slower, " + ("" if len(rows) == 1 else f"{fmt.clean(worst.policy)} most: ") + _speed(worst)
-    return ", but no faster than the spread of the times"
+    if rest:
+        measured = fmt.listed([fmt.clean(row.policy) for row in timed])
+        verb = "is" if len(timed) == 1 else "are"
+        return f"; {measured} {verb} not measurably faster{rest}"
+    return ", but not measurably faster"
 
 
 def _speed(row: Row) -> str:
