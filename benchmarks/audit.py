@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness import interleave, median_ms, ratio, report, spread
-from mezzo.diagnosis.names import Names
-from mezzo.diagnosis.operations import understand, weights_of
-from mezzo.diagnosis.trace import Tracer
 from mezzo.measure.flops import OperandFormats
+from mezzo.observe.audit.operations import understand, weights_of
+from mezzo.observe.module_names import Names
+from mezzo.observe.tracer import Tracer
 
 ROUNDS = 15
 

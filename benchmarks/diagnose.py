@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks.audit import small_gpt, small_resnet
 from benchmarks.harness import interleave, median_ms, ratio, report, spread
-from mezzo.diagnosis.settings import DiagnoseSettings
 from mezzo.launch.torch import switched
+from mezzo.observe.settings import DiagnoseSettings
 
 ROUNDS = 75
 STEPS = 3

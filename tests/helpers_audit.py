@@ -7,9 +7,9 @@ import io
 import runpy
 
 from helpers_launch import SCRIPTS, as_script
-from mezzo.diagnosis.settings import AuditSettings
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
+from mezzo.observe.settings import AuditSettings
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, RunRecord
 

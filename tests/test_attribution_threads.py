@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from helpers_backward import WAYS, DeviceThread, LastingThread, backward_in
-from mezzo.diagnosis.names import Names
-from mezzo.diagnosis.operations import Seen, understand, weights_of
-from mezzo.diagnosis.trace import Tracer
 from mezzo.measure.flops import OperandFormats
+from mezzo.observe.audit.operations import Seen, understand, weights_of
+from mezzo.observe.module_names import Names
+from mezzo.observe.tracer import Tracer
 
 ROWS, WIDTH = 3, 7
 Call = Callable[..., Any]

@@ -8,8 +8,8 @@ import pytest
 
 from helpers_audit import audited
 from helpers_engine import casting
-from mezzo.diagnosis.findings import RULES, Watched, findings
-from mezzo.diagnosis.kernels import uses_tensor_cores
+from mezzo.observe.audit.findings import RULES, Watched, findings
+from mezzo.observe.audit.kernels import uses_tensor_cores
 from mezzo.records import Product
 
 pytestmark = pytest.mark.usefixtures("backward_way")
@@ -162,9 +162,9 @@ def test_tf32_that_is_off_where_the_gpu_has_it(
 
 
 def _one_product(flops: int, *, form: str = "bf16") -> list[object]:
-    from mezzo.diagnosis.noted import NOWHERE, Noted
-    from mezzo.diagnosis.noted import Product as Running
-    from mezzo.diagnosis.operations import Seen
+    from mezzo.observe.audit.operations import Seen
+    from mezzo.observe.trace import NOWHERE, Noted
+    from mezzo.observe.trace import Product as Running
 
     running = Running(form, flops, [], 0)
     noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False, False)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import mezzo
 from helpers_audit import audited
-from mezzo.diagnosis import kernels, totals
-from mezzo.diagnosis.names import Names
-from mezzo.diagnosis.noted import Noted
-from mezzo.diagnosis.operations import Seen, understand, weights_of
-from mezzo.diagnosis.trace import Tracer
 from mezzo.measure.flops import OperandFormats
+from mezzo.observe.audit import kernels, totals
+from mezzo.observe.audit.operations import Seen, understand, weights_of
+from mezzo.observe.module_names import Names
+from mezzo.observe.trace import Noted
+from mezzo.observe.tracer import Tracer
 from mezzo.records import AuditRecord
 from mezzo.report.audit import audit_plots, audit_sheet, flops_text
 from mezzo.report.html import render_html

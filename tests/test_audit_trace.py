@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.module_tracker import ModuleTracker
 
 import mezzo
-from mezzo.diagnosis.names import Names
-from mezzo.diagnosis.noted import Noted
-from mezzo.diagnosis.operations import Seen, listed_precision, understand, weights_of
-from mezzo.diagnosis.trace import Tracer
 from mezzo.errors import SessionError
 from mezzo.measure.flops import OperandFormats
+from mezzo.observe.audit.operations import Seen, listed_precision, understand, weights_of
+from mezzo.observe.module_names import Names
+from mezzo.observe.trace import Noted
+from mezzo.observe.tracer import Tracer
 from mezzo.records import AuditRecord
 
 pytestmark = pytest.mark.usefixtures("backward_way")

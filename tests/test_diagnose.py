@@ -22,8 +22,8 @@ from torch.nn import functional as F
 import mezzo
 from helpers_launch import SCRIPTS, children_in_this_process
 from mezzo import ScriptError, SessionError, cli
-from mezzo.launch.passes import diagnose_script
 from mezzo.launch.request import Request
+from mezzo.launch.several.passes import diagnose_script
 from mezzo.records import DiagnoseRecord, RunRecord, read_record
 from mezzo.report.diagnose import diagnose_sheet
 from mezzo.report.html import render_html
@@ -197,9 +197,9 @@ def test_an_error_that_is_no_fault_of_numbers_is_raised() -> None:
 
 
 def test_the_room_and_the_function_have_one_name() -> None:
-    import mezzo.diagnosis.settings
+    import mezzo.observe.settings
 
-    assert mezzo.diagnosis.settings.DiagnoseSettings is not None
+    assert mezzo.observe.settings.DiagnoseSettings is not None
     assert mezzo.diagnose(training()).verdict == "healthy"
 
 

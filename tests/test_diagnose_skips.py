@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from mezzo.diagnosis.skips import Rule, Skips, Update
+from mezzo.observe.skips import Rule, Skips, Update
 
 DYNAMIC, STATIC = Rule(dynamic=True, growth_interval=10), Rule(dynamic=False)
 

@@ -28,8 +28,8 @@ from distributed_runs import (
 )
 from helpers_engine import mlp
 from mezzo import Session
-from mezzo.engine.floor import FloorWatch
 from mezzo.engine.replicas import BUCKET_BYTES, buckets
+from mezzo.engine.scale_floor import FloorWatch
 from mezzo.engine.scaling import DynamicScale
 from mezzo.engine.shards import is_shared, local, parts, shared_as
 from mezzo.engine.window import Window

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.diagnosis.fallback_find import default_tolerance
 from mezzo.errors import PolicyError, ScriptError, SessionError
+from mezzo.observe.fallback.find import default_tolerance
 from mezzo.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("slow_backward_way")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.diagnosis.fallback_local import Bench, Call, Calls, differentiable, relative_error
-from mezzo.diagnosis.fallback_values import Local, fitting_scale
+from mezzo.observe.fallback.evidence import Local, fitting_scale
+from mezzo.observe.fallback.local_errors import Bench, Call, Calls, differentiable, relative_error
 from mezzo.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("slow_backward_way")

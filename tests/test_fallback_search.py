@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mezzo.diagnosis.fallback_search import Found, Names, covered, outermost, search
+from mezzo.observe.fallback.search import Found, Names, covered, outermost, search
 
 TOLERANCE = 0.02
 

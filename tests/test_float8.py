@@ -31,10 +31,10 @@ import mezzo
 from helpers_engine import Batch, batches, casting, gradients, parameters, randn, same_bits, saved_bytes, ulps
 from mezzo import Choice, PrecisionWarning, Session, UnsupportedFormatError
 from mezzo.devices import Device
-from mezzo.engine import fp8layers
-from mezzo.engine.float8 import LINEAR, float8_linear, quantise
+from mezzo.engine import fp8_torchao as fp8layers
+from mezzo.engine.fp8_emulated import LINEAR, float8_linear, quantise
 from mezzo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
-from mezzo.launch.run import Run
+from mezzo.launch.torch.state import Run
 from mezzo.measure.flops import FlopCounter
 from mezzo.policy import Policy
 

@@ -20,10 +20,10 @@ from unittest import mock
 import pytest
 
 from helpers_launch import SCRIPTS
-from mezzo.diagnosis.settings import AuditSettings, DiagnoseSettings
 from mezzo.launch import child
 from mezzo.launch.output import MetricReader, Watched
 from mezzo.launch.request import Request
+from mezzo.observe.settings import AuditSettings, DiagnoseSettings
 from mezzo.records import Reason, RunRecord, read_record
 
 TRAINS = """

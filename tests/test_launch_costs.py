@@ -18,12 +18,12 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from mezzo.diagnosis.settings import AnySettings, AuditSettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.engine.session import Session
 from mezzo.launch.frameworks import training_in
 from mezzo.launch.torch import switched
 from mezzo.measure.numbers import Numbers
 from mezzo.measure.steps import StepRecorder
+from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.policy import PRESETS, Policy
 
 # --- driver calls before the script's first line -----------------------------------------------------------------------------

@@ -20,9 +20,10 @@ import pytest
 
 from mezzo import cli
 from mezzo.errors import ScriptError
-from mezzo.launch import ready, runner
-from mezzo.launch.processes import Guarded
-from mezzo.launch.ready import Starter
+from mezzo.launch import runner
+from mezzo.launch.process import fork_server as ready
+from mezzo.launch.process.fork_server import Starter
+from mezzo.launch.process.group import Guarded
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child, several_runs
 from mezzo.records import Reason, RunRecord
@@ -281,7 +282,7 @@ class Pretends(types.ModuleType):
 for name in ("torch", "torch._dynamo", "torch.cuda", "mezzo.launch.torch"):
     sys.modules[name] = Pretends(name)
 sys.modules["torch"].cuda = sys.modules["torch.cuda"]
-runpy.run_module("mezzo.launch.ready", run_name="__main__", alter_sys=True)
+runpy.run_module("mezzo.launch.process.fork_server", run_name="__main__", alter_sys=True)
 """
 
 

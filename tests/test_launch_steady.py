@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import mezzo
-from mezzo.launch.run import Run
-from mezzo.launch.steady import Steady
 from mezzo.launch.torch import switched
+from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.steady_state import Steady
 from mezzo.policy import Policy
 
 STEPS, CHANGED_AT = 130, 115

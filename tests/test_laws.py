@@ -38,12 +38,12 @@ MAY_IMPORT = {
     "records": "errors records",
     "engine": f"{FACTS} engine",
     "measure": f"{FACTS} engine measure",
-    "diagnosis": f"{FACTS} engine measure diagnosis",
-    "launch": f"{FACTS} frameworks engine measure diagnosis launch",  # launch composes the observers of measure and diagnosis
+    "observe": f"{FACTS} engine measure observe",
+    "launch": f"{FACTS} frameworks engine measure observe launch",  # launch composes the observers of measure and diagnosis
     "report": "errors records report",
-    "compat": f"{FACTS} frameworks engine measure diagnosis launch report compat __init__",  # and nobody imports compat
-    "cli": f"{FACTS} engine measure diagnosis launch report cli __init__",
-    "__init__": f"{FACTS} engine measure diagnosis launch report",  # on first use only
+    "compat": f"{FACTS} frameworks engine measure observe launch report compat __init__",  # and nobody imports compat
+    "cli": f"{FACTS} engine measure observe launch report cli __init__",
+    "__init__": f"{FACTS} engine measure observe launch report",  # on first use only
     "__main__": "cli",
 }
 

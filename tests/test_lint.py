@@ -14,8 +14,8 @@ import pytest
 
 from helpers_launch import AS_IS, SCRIPTS, as_script, children_in_this_process
 from mezzo.cli import main
-from mezzo.diagnosis.lint.rules import MISUSES, Misuse
 from mezzo.launch.torch import switched
+from mezzo.observe.lint.rules import MISUSES, Misuse
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, DiagnoseRecord, Finding, RunRecord, read_record
 

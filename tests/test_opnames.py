@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
 from mezzo import oplists
-from mezzo.diagnosis.opnames import public_name
+from mezzo.observe.nonfinite.operation_names import public_name
 
 NAMES = {
     "_to_copy": "to",

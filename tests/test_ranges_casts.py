@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mezzo.diagnosis.casts import LITTLE, SCALES, Counts, suggested
 from mezzo.engine.kernels import cpu, exponents
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
+from mezzo.observe.ranges.casts import LITTLE, SCALES, Counts, suggested
 
 FORMATS = {f.name: f for f in (FP16, BF16, E4M3, E5M2)}
 every_format = pytest.mark.parametrize("target", [pytest.param(f, id=n) for n, f in FORMATS.items()])

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import mezzo
 from helpers_engine import casting
-from mezzo.diagnosis.listedformats import ListedFormats
+from mezzo.observe.ranges.listed_formats import ListedFormats
 from mezzo.policy import Policy
 from mezzo.records import RangesRecord
 

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 import record_builders as build
-from mezzo.diagnosis.casts import Counts
-from mezzo.diagnosis.rangetable import Seen, ranges_record
 from mezzo.engine.kernels import exponents
+from mezzo.observe.ranges.casts import Counts
+from mezzo.observe.ranges.table import Seen, ranges_record
 from mezzo.records import RangesRecord
 from mezzo.report import text
 from mezzo.report.html import render_html

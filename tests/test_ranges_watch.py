@@ -20,9 +20,9 @@ import mezzo
 import record_builders as build
 from helpers_launch import SCRIPTS, as_script, children_in_this_process
 from mezzo import Policy, PolicyError, ScriptError, SessionError, cli
-from mezzo.diagnosis.casts import SCALES
-from mezzo.diagnosis.settings import RangesSettings
 from mezzo.launch.torch import switched
+from mezzo.observe.ranges.casts import SCALES
+from mezzo.observe.settings import RangesSettings
 from mezzo.records import Histogram, RangesRecord, read_record
 
 pytestmark = pytest.mark.usefixtures("slow_backward_way")

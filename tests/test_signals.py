@@ -21,8 +21,8 @@ import pytest
 
 from helpers_launch import children_in_this_process
 from mezzo import cli
-from mezzo.launch import guard
-from mezzo.launch.processes import Guarded
+from mezzo.launch.process import guard
+from mezzo.launch.process.group import Guarded
 from mezzo.records import CompareRecord, DiagnoseRecord, FallbackRecord, RunRecord, read_record
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the whole tree of a run is known on Linux only")
@@ -76,7 +76,7 @@ def _hears_everything() -> Iterator[None]:
 COMMAND = """
 import sys
 from mezzo.launch import stopping
-from mezzo.launch.processes import Guarded
+from mezzo.launch.process.group import Guarded
 stopping.GRACE_S, stopping._IMPATIENT_S, stopping._AGAIN_S = 0.2, 0.2, 0.05
 hear = stopping.Stop.hear
 def heard(self, number, frame=None):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mezzo.launch.run import Run
-from mezzo.launch.watch import CloseLook
+from mezzo.launch.torch.counted_step import CloseLook
+from mezzo.launch.torch.state import Run
 from mezzo.measure.cudapeaks import CudaPeaks, Peaks
 from mezzo.measure.stepclock import StepClock
 from mezzo.measure.steps import StepRecorder

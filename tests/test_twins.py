@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mezzo.diagnosis.processes import where_it_began
-from mezzo.diagnosis.twins import End, Storages, Twins, differs, rounded
+from mezzo.observe.nonfinite.ranks import where_it_began
+from mezzo.observe.nonfinite.shadows import End, Storages, Twins, differs, rounded
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 INF, NAN = math.inf, math.nan

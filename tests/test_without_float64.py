@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mezzo
-from mezzo.diagnosis import values
 from mezzo.engine import gradients, onepass, session
 from mezzo.engine.kernels import fused
 from mezzo.engine.scaling import StaticScale
+from mezzo.observe import tensors as values
 
 
 class WithoutFloat64(TorchDispatchMode):

@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mezzo.diagnosis.audit import audit
     from mezzo.engine.checks import PrecisionWarning
     from mezzo.engine.fastpath import fast_path
     from mezzo.engine.optimizers import SGD, AdamW
@@ -29,7 +28,8 @@ if TYPE_CHECKING:
     from mezzo.explain import Choice
     from mezzo.launch.callables import ranges
     from mezzo.launch.diagnosing import diagnose
-    from mezzo.launch.fallback import fallback
+    from mezzo.launch.several.fallback import fallback
+    from mezzo.observe.audit.observer import audit
     from mezzo.policy import Policy
     from mezzo.records import read_record
 
@@ -52,10 +52,10 @@ _HOMES = {
     "StaticScale": "mezzo.engine.scaling",
     "UnsupportedFormatError": "mezzo.errors",
     "diagnose": "mezzo.launch.diagnosing",
-    "fallback": "mezzo.launch.fallback",
+    "fallback": "mezzo.launch.several.fallback",
     "fast_path": "mezzo.engine.fastpath",
     "ranges": "mezzo.launch.callables",
-    "audit": "mezzo.diagnosis.audit",
+    "audit": "mezzo.observe.audit.observer",
     "read_record": "mezzo.records",
 }
 

@@ -15,7 +15,7 @@ import pytest
 from mezzo.errors import PolicyError, ScriptError
 from mezzo.frameworks.keras import explain, from_keras, left_out, to_keras
 from mezzo.launch.keras import _backend_of, training
-from mezzo.launch.keras.run import KerasRun
+from mezzo.launch.keras.state import KerasRun
 from mezzo.policy import Policy
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # read by Keras when it is imported

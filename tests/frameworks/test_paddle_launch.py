@@ -178,7 +178,7 @@ def test_on_a_gpu_a_region_is_paddles_auto_cast() -> None:
     gpu = Device(kind="cuda", name="H100", capability=(9, 0))
     memory = {"max_memory_allocated": lambda: 1, "max_memory_reserved": lambda: 2}
     with (
-        mock.patch("mezzo.launch.paddle.run.this_device", return_value=gpu),
+        mock.patch("mezzo.launch.paddle.state.this_device", return_value=gpu),
         mock.patch.object(module, "amp_guard", guard),
         mock.patch.multiple(paddle.device.cuda, **memory),
     ):

@@ -11,7 +11,7 @@ from mezzo.cli import audit, compare, diagnose, doctor, fallback, ranges, report
 from mezzo.cli.usage import usage_error
 from mezzo.cli.words import WORDS
 from mezzo.errors import MezzoError
-from mezzo.launch.stopping import Stopped
+from mezzo.launch.process.command_signals import Stopped
 
 app = typer.Typer(
     name="mezzo",

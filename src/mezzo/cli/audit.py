@@ -32,9 +32,9 @@ def audit(
     The script runs unedited. In a distributed run (RANK is set) every process has a record of its own, those of other
     ranks in a folder rankN.
     """
-    from mezzo.diagnosis.settings import AuditSettings
+    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import diagnose_child
-    from mezzo.launch.stopping import stoppable
+    from mezzo.observe.settings import AuditSettings
 
     text = options.policy_text(policy)
     numbers = _numbers(steps)

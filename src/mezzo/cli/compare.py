@@ -61,8 +61,8 @@ def compare(
 
     Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
+    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import several_runs
-    from mezzo.launch.stopping import stoppable
     from mezzo.measure.compare import compare as judge
 
     options.check_metric(metric)
@@ -143,8 +143,8 @@ def _limit_s(runs: list[RunRecord]) -> float | None:
 def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRecord]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from mezzo.launch.process.command_signals import Stopped, stoppable
     from mezzo.launch.runner import run_child
-    from mezzo.launch.stopping import Stopped, stoppable
 
     runs: list[RunRecord] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -29,9 +29,9 @@ def diagnose(
     it prints then goes to files beside the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
     fails by itself keeps its own.
     """
-    from mezzo.launch.passes import diagnose_script
+    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import several_runs
-    from mezzo.launch.stopping import stoppable
+    from mezzo.launch.several.passes import diagnose_script
 
     text = options.policy_text(policy)
     options.check_script(target, arguments, as_module=as_module, policies=[text])

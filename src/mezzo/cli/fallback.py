@@ -39,9 +39,9 @@ def fallback(
     The script runs unedited and for a few steps only, some ten times: in FP32, and under the policy with one set of modules kept in
     FP32 after the other. The policy file is for --policy of the other commands and for mezzo.Session.
     """
-    from mezzo.launch.fallback import fallback_of_script
+    from mezzo.launch.process.command_signals import Stopped, stoppable
     from mezzo.launch.runner import several_runs
-    from mezzo.launch.stopping import Stopped, stoppable
+    from mezzo.launch.several.fallback import fallback_of_script
     from mezzo.policy import Policy
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

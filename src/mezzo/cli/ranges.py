@@ -31,9 +31,9 @@ def ranges(
     The script runs unedited and in FP32: weights, activations, gradients and updates are counted by exponent. In a
     distributed run (RANK is set) every process has a record of its own, in a folder rankN beside the first one's.
     """
-    from mezzo.diagnosis.settings import RangesSettings
+    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import diagnose_child
-    from mezzo.launch.stopping import stoppable
+    from mezzo.observe.settings import RangesSettings
     from mezzo.policy import Policy
 
     text = str(Policy.of(policy))

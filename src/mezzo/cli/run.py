@@ -33,8 +33,8 @@ def run(
     output goes to standard error. In a distributed run (RANK is set) every process has a record of its own, those of
     other ranks in a folder rankN.
     """
+    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import run_child
-    from mezzo.launch.stopping import stoppable
 
     options.check_metric(metric)
     options.check_seed(seed)

@@ -41,7 +41,7 @@ from mezzo.engine.emulation_nodes import (
     is_traced,
     matmul,
 )
-from mezzo.engine.float8 import LINEAR
+from mezzo.engine.fp8_emulated import LINEAR
 from mezzo.formats import FP8_PAIRS, FP16
 
 

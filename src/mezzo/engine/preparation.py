@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mezzo.devices import this_device
-from mezzo.engine import arguments, checks, conversion, fp8layers, replicas
+from mezzo.engine import arguments, checks, conversion, fp8_torchao, replicas
 from mezzo.engine.casting import Casting
 from mezzo.engine.fp32products import set_fp32_products
 from mezzo.engine.kernels.choice import choose
@@ -90,14 +90,14 @@ def explained(models: Sequence[nn.Module], casting: Casting) -> list[Choice]:
     if len(spread) > 1:
         why = f"the model's parameters are spread over them; casts are {casting.device_type}'s, and what runs elsewhere is not cast"
         where = [Choice(what="devices", value=", ".join(spread), reason=why)]
-    return [*where, *fp8layers.layer_choices(models, casting.policy, emulated=casting.emulates), casting.choice]
+    return [*where, *fp8_torchao.layer_choices(models, casting.policy, emulated=casting.emulates), casting.choice]
 
 
 def _use_fp8_units(models: Sequence[nn.Module], policy: Policy, device_type: str) -> None:
     if policy.compute != "fp8" or policy.arithmetic_on(this_device(device_type))[0] != "native":
         return
-    if fp8layers.convert(models, policy) == 0:
-        left = fp8layers.layer_choices(models, policy, emulated=False)[1:]
+    if fp8_torchao.convert(models, policy) == 0:
+        left = fp8_torchao.layer_choices(models, policy, emulated=False)[1:]
         why = "".join(f"; {choice.value}: {choice.reason}" for choice in left)
         message = f"policy {policy!s} computes no linear layer in FP8 here, and all in {policy.storage.name}{why}"
         checks.warn(message)

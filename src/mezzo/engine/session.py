@@ -32,7 +32,6 @@ from mezzo.engine import arguments, checks
 from mezzo.engine.casting import Casting
 from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
-from mezzo.engine.floor import FloorWatch
 from mezzo.engine.gradients import by_device, clip_factor, multiply, not_finite, put_back, set_aside, total_norm, wide
 from mezzo.engine.graphs import CapturedStep
 from mezzo.engine.kernels.choice import choose
@@ -40,6 +39,7 @@ from mezzo.engine.onepass import OnePass
 from mezzo.engine.ownership import Ownership
 from mezzo.engine.parameters import parameters_of, trained_by
 from mezzo.engine.preparation import choose_update, explained, listed, prepare
+from mezzo.engine.scale_floor import FloorWatch
 from mezzo.engine.scaling import scale_for
 from mezzo.engine.schedules import Schedules
 from mezzo.engine.state import state_of, take_up

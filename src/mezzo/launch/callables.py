@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from mezzo.diagnosis.settings import RangesSettings
-from mezzo.diagnosis.watching import Watched
 from mezzo.errors import ScriptError, SessionError
-from mezzo.launch.existing import amp_off, existing
 from mezzo.launch.torch import switched
+from mezzo.launch.torch.premade import amp_off, existing
 from mezzo.measure.environment import environment
+from mezzo.observe.observer import Watched
+from mezzo.observe.settings import RangesSettings
 from mezzo.policy import Policy
 from mezzo.records import RangesRecord, RunRecord
 

@@ -19,15 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from mezzo.diagnosis.settings import step_text
 from mezzo.errors import MezzoError, ScriptError
-from mezzo.launch.endings import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
-from mezzo.launch.files import files_read
+from mezzo.launch.files_read import files_read
 from mezzo.launch.frameworks import Framework, training_in
 from mezzo.launch.output import MetricReader, Watched
+from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
 from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
+from mezzo.observe.settings import step_text
 from mezzo.policy import Policy
 from mezzo.records import Effective, Finding, Reason, RunRecord, write_record
 

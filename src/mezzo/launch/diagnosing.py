@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mezzo.diagnosis import words
-from mezzo.diagnosis.settings import DiagnoseSettings
-from mezzo.diagnosis.watching import Watched
 from mezzo.errors import ScriptError, SessionError
 from mezzo.launch.request import AS_IS
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
+from mezzo.observe.nonfinite import words
+from mezzo.observe.observer import Watched
+from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, Pass, RunRecord
 

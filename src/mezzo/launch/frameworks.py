@@ -18,12 +18,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from mezzo.diagnosis.settings import AnySettings
+from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 if TYPE_CHECKING:
-    from mezzo.diagnosis.watching import Diagnosis  # imports torch
+    from mezzo.observe.observer import Diagnosis  # imports torch
 
 Framework = Literal["torch", "keras", "paddle"]
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from mezzo.diagnosis.settings import AnySettings
 from mezzo.launch.frameworks import Framework
+from mezzo.observe.settings import AnySettings
 from mezzo.records import AS_IS as AS_IS
 from mezzo.records import Reason
 

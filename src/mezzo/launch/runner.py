@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import IO
 
 from mezzo.errors import RecordError, ScriptError
-from mezzo.launch.processes import Guarded, Process
-from mezzo.launch.ready import Starter, child_command
+from mezzo.launch.process.command_signals import Stop, stoppable
+from mezzo.launch.process.fork_server import Starter, child_command
+from mezzo.launch.process.group import Guarded, Process
 from mezzo.launch.request import Request
-from mezzo.launch.stopping import Stop, stoppable
 from mezzo.measure.environment import environment_without_torch
 from mezzo.records import AnyRecord, RunRecord, read_record, write_record
 

@@ -10,22 +10,22 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mezzo.diagnosis.settings import AnySettings
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import dtype_policy_name, explain, left_out
-from mezzo.launch.imports import after_import
+from mezzo.launch.import_hooks import after_import
 from mezzo.launch.keras import seeds
 from mezzo.launch.keras.layers import Layers
-from mezzo.launch.keras.run import Backend, KerasRun
+from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
 from mezzo.measure.environment import environment, environment_without_torch, package_version
+from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 if TYPE_CHECKING:
-    from mezzo.diagnosis.watching import Diagnosis
+    from mezzo.observe.observer import Diagnosis
 
 _BACKENDS = ("tensorflow", "torch")
 

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from mezzo.formats import FP32, STORED_BYTES
 from mezzo.frameworks.keras import dtype_policy_name
-from mezzo.launch.keras.run import Backend, KerasRun
+from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.policy import Policy
 

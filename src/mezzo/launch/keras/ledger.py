@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from mezzo.launch.keras.run import KerasRun
+from mezzo.launch.keras.state import KerasRun
 
 _CAPACITY = 65_536
 """Steps that one call of a traced function may make before rows are overwritten."""

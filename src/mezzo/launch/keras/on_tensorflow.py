@@ -22,7 +22,7 @@ import tensorflow as tf
 from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras import graphs
 from mezzo.launch.keras.ledger import Ledger
-from mezzo.launch.keras.run import KerasRun
+from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mezzo.formats import FP16, FP32
-from mezzo.launch.fp32 import keep_fp32_products
-from mezzo.launch.keras.run import KerasRun
+from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.patches import Patches
+from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.measure.flops import FlopCounter
 from mezzo.measure.memory import SavedTensors
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mezzo.launch.keras.layers import Layers
-from mezzo.launch.keras.run import Backend, KerasRun
+from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.policy import Policy
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import paddle
 
-from mezzo.launch.paddle.run import PaddleRun, parameters_of
+from mezzo.launch.paddle.state import PaddleRun, parameters_of
 from mezzo.launch.patches import Patches
 
 

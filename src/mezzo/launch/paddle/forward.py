@@ -23,7 +23,7 @@ from paddle.jit.dy2static.program_translator import StaticFunction
 
 from mezzo.formats import FP32
 from mezzo.frameworks.paddle import to_paddle
-from mezzo.launch.paddle.run import PaddleRun
+from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.patches import Patches
 
 AUTO_CAST_MODULE: Any = importlib.import_module("paddle.amp.auto_cast")  # paddle.amp.auto_cast is its function

@@ -22,7 +22,7 @@ import paddle
 
 from mezzo.formats import FORMATS, TF32
 from mezzo.frameworks import paddleops
-from mezzo.launch.paddle.run import PaddleRun
+from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.patches import Patches
 
 Count = Callable[[Any, tuple[Any, ...], dict[str, Any]], float]

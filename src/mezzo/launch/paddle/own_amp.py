@@ -19,7 +19,7 @@ import paddle
 from paddle.amp.grad_scaler import AmpScaler, GradScaler
 
 from mezzo.launch.paddle.forward import AUTO_CAST_MODULE, Regions
-from mezzo.launch.paddle.run import PaddleRun
+from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.patches import Patches
 
 

@@ -9,18 +9,18 @@ from contextlib import contextmanager
 
 import paddle
 
-from mezzo.diagnosis.settings import AnySettings
 from mezzo.frameworks.paddle import explain_run
 from mezzo.launch.paddle.backward import BackwardPasses
+from mezzo.launch.paddle.counted_step import CloseLook
 from mezzo.launch.paddle.forward import Regions
-from mezzo.launch.paddle.look import CloseLook
 from mezzo.launch.paddle.operations import Operations
 from mezzo.launch.paddle.own_amp import take_over
-from mezzo.launch.paddle.run import PaddleRun, this_device
 from mezzo.launch.paddle.seeds import shift_seeds
+from mezzo.launch.paddle.state import PaddleRun, this_device
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
+from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 

@@ -17,8 +17,8 @@ from paddle.optimizer import Optimizer
 from paddle.optimizer.lr import LRScheduler
 
 from mezzo.formats import FP32
-from mezzo.launch.names import name_at_hand
-from mezzo.launch.paddle.run import PaddleRun, parameters_of
+from mezzo.launch.model_names import name_at_hand
+from mezzo.launch.paddle.state import PaddleRun, parameters_of
 from mezzo.launch.patches import Patches
 from mezzo.launch.schedules import Schedules, classes
 

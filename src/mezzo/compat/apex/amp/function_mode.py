@@ -19,7 +19,7 @@ from mezzo.engine.autocast_kernels import CastTable, Rule, WeightCasts
 from mezzo.engine.casting import Casting, rules_for
 from mezzo.engine.emulation import emulation
 from mezzo.formats import Format
-from mezzo.launch.entered import ENTERED
+from mezzo.launch.torch.direct_calls import ENTERED
 from mezzo.policy import Policy
 
 Function = Callable[..., Any]

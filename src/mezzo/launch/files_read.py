@@ -1,0 +1,195 @@
+"""Note which files a script reads that were written after the comparison began and before its own run began.
+
+A run that goes on from another run's checkpoint is no run of its own. What runs write need not be watched: a file's time of modification,
+which survives renaming, tells in which run it was written. So an audit hook looks at files that are opened for reading, at one ``stat``
+a path. Libraries that open files in native code are not heard by it: safetensors, HDF5, TensorFlow and TorchScript are
+wrapped. Processes that the script starts are not watched.
+
+Left out are Python's own files and caches that hold no training: byte code, packages, compiled kernels, a user's cache folder, and the
+data bases of trackers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mezzo.launch.import_hooks import after_import
+from mezzo.launch.patches import Patches
+from mezzo.records import FileRead
+
+_MAX_PATHS = 100_000
+"""Paths that are remembered as looked at: a data set may have millions."""
+_MAX_FOUND = 100
+_CLOCK_TICK_S = 0.02
+_CACHES = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR",
+    "MPLCONFIGDIR",
+    "HF_HOME",
+    "NUMBA_CACHE_DIR",
+)
+_CARRIES_NO_TRAINING = re.compile(
+    r"[/\\](?:__pycache__|site-packages|dist-packages|mlruns|wandb|\.triton|\.nv)[/\\]|\.pyc$|[/\\]mlflow\.db$"
+)
+
+
+class FilesRead:
+    """Collect the files that were read."""
+
+    def __init__(self, *, since_s: float, before_s: float) -> None:
+        """Begin; both are Unix times: when the comparison began, and this run."""
+        self._since_s, self._before_s = since_s, before_s
+        self._seen: set[str] = set()
+        self._found: dict[str, float] = {}
+
+    @property
+    def found(self) -> list[FileRead]:
+        """Return the files in the order in which they were read."""
+        return [FileRead(path=path, written_at_s=written) for path, written in self._found.items()]
+
+    def read(self, file: Any) -> None:
+        """Look at a file that is about to be read; does nothing with what is no path of a file."""
+        try:
+            path = os.path.abspath(os.fsdecode(file))
+            if path in self._seen:
+                return
+            if len(self._seen) >= _MAX_PATHS:
+                self._seen.clear()
+            self._seen.add(path)
+            status = os.stat(path)
+        except (OSError, TypeError, ValueError):  # it is not there, a number, or a stream: the script's own affair
+            return
+        if self._is_earlier_runs(status) and len(self._found) < _MAX_FOUND and not _is_cache(path):
+            self._found[path] = status.st_mtime
+
+    def _is_earlier_runs(self, status: os.stat_result) -> bool:
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            return False
+        written = status.st_mtime
+        coarse = written == int(
+            written
+        )  # a file system that keeps whole seconds, or two: it was written up to so much later
+        begins = self._since_s - (2.0 if coarse else _CLOCK_TICK_S)
+        return begins <= written < (int(self._before_s) if coarse else self._before_s)
+
+
+def _is_cache(path: str) -> bool:
+    if _CARRIES_NO_TRAINING.search(path):
+        return True
+    home = os.path.expanduser("~")
+    places = [
+        *(os.environ.get(name) for name in _CACHES),
+        os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache"),
+        os.path.join(tempfile.gettempdir(), "torchinductor_"),
+        sys.prefix,
+        sys.base_prefix,
+    ]
+    return any(place and path.startswith(place) for place in places)
+
+
+_watching: FilesRead | None = None
+_hooked = False
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """Hear what Python opens; an audit hook cannot be taken away, so it asks first whether anybody watches."""
+    watching = _watching
+    if watching is None:
+        return
+    if event == "open":
+        path, _, flags = arguments
+        if isinstance(flags, int) and not flags & os.O_WRONLY and not flags & os.O_TRUNC and not isinstance(path, int):
+            watching.read(path)
+    elif event == "sqlite3.connect":
+        watching.read(arguments[0])
+
+
+@contextmanager
+def files_read(since_s: float | None) -> Iterator[FilesRead]:
+    """Note the files that the code inside reads and that were written since a Unix time; None notes none."""
+    global _watching, _hooked
+    files = FilesRead(since_s=0.0 if since_s is None else since_s, before_s=time.time())
+    if since_s is None:
+        yield files
+        return
+    patches = Patches()
+    for package, wrap in _NATIVE.items():
+        after_import(package, functools.partial(wrap, files, patches), patches)
+    if not _hooked:
+        sys.addaudithook(_audit)
+        _hooked = True
+    _watching = files
+    try:
+        yield files
+    finally:
+        _watching = None
+        patches.undo()
+
+
+# --- libraries that open files in native code ------------------------------------------------------------------------------------
+
+
+def _reading(files: FilesRead, *, place: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return how to wrap a function that reads the file named by its argument at ``place``."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            named = args[place] if len(args) > place else next(iter(kwargs.values()), None)
+            files.read(named)
+            return original(*args, **kwargs)
+
+        return read
+
+    return wrap
+
+
+def _wrap_safetensors(files: FilesRead, patches: Patches) -> None:
+    for name in ("safetensors", "safetensors.torch", "safetensors.numpy"):
+        if hasattr(sys.modules.get(name), "safe_open"):
+            patches.wrap(sys.modules[name], "safe_open", _reading(files, place=0))
+
+
+def _wrap_h5py(files: FilesRead, patches: Patches) -> None:
+    patches.wrap(sys.modules["h5py"].File, "__init__", _reading(files, place=1))
+
+
+def _wrap_torch(files: FilesRead, patches: Patches) -> None:
+    torch = sys.modules["torch"]
+    patches.wrap(torch.jit, "load", _reading(files, place=0))
+    patches.wrap(torch, "from_file", _reading(files, place=0))
+
+
+def _wrap_tensorflow(files: FilesRead, patches: Patches) -> None:
+    file_io = importlib.import_module("tensorflow.python.lib.io.file_io")
+    patches.wrap(file_io.FileIO, "__init__", _reading(files, place=1))
+    checkpoints = importlib.import_module("tensorflow.python.training.py_checkpoint_reader")
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def new_reader(prefix: Any) -> Any:
+            files.read(f"{os.fsdecode(prefix)}.index")
+            return original(prefix)
+
+        return new_reader
+
+    patches.wrap(checkpoints, "NewCheckpointReader", wrap)
+
+
+_NATIVE: dict[str, Callable[[FilesRead, Patches], None]] = {
+    "safetensors": _wrap_safetensors,
+    "h5py": _wrap_h5py,
+    "torch": _wrap_torch,
+    "tensorflow": _wrap_tensorflow,
+}

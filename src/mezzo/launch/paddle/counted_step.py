@@ -1,0 +1,124 @@
+"""Look closely at the second step of a Paddle run: which formats its products ran in, and the bytes of each kind.
+
+The second, because in the first the optimizer has no state yet; and one step, because a look costs time (the first tenth
+of the steps is left out of all timing). Activations are what autograd keeps for the backward pass, by Paddle's hooks for
+saved tensors, each storage once, parameters left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import paddle
+
+from mezzo.launch.paddle.backward import BackwardPasses
+from mezzo.launch.paddle.operations import Operations
+from mezzo.launch.paddle.state import PaddleRun
+from mezzo.launch.patches import Patches
+from mezzo.records import Effective, Memory
+
+
+class CloseLook:
+    """Count one step's operations and bytes."""
+
+    def __init__(self, run: PaddleRun, operations: Operations, passes: BackwardPasses) -> None:
+        self._run, self._operations, self._passes = run, operations, passes
+        self._saved: dict[int, int] = {}
+        self._hooks: Any = None
+        self._bytes: dict[str, int] = {}
+        """By kind, of those that were measured."""
+        self._watched: int | None = None
+        self._flops: dict[str, int] = {}
+        self._outside_region = 0
+
+    def install(self, patches: Patches) -> None:
+        """Watch until ``patches`` are undone."""
+        self._run.watchers.append(self._updated)
+        self._passes.begins = self._backward_begins
+        patches.on_undo(self._end)
+
+    def memory(self) -> Memory:
+        """Return the bytes of the watched step, and the allocator's peaks over the run."""
+        on_gpu = self._run.device is not None and self._run.device.kind == "cuda"
+        kinds: dict[str, Any] = {f"{kind}_bytes": count for kind, count in self._bytes.items()}
+        return Memory(
+            **kinds,
+            cuda_allocated_bytes=paddle.device.cuda.max_memory_allocated() if on_gpu else None,
+            cuda_reserved_bytes=paddle.device.cuda.max_memory_reserved() if on_gpu else None,
+        )
+
+    def effective(self) -> Effective:
+        """Return what the watched step ran in, and what could not be switched."""
+        run = self._run
+        if run.lowers and self._outside_region:
+            share = f"{self._outside_region / sum(self._flops.values()):.0%} of FLOPs and their backward pass"
+            run.leave(
+                "FP32 code", share, "forward code outside any layer: only layers and auto_cast regions are switched"
+            )
+        return Effective(
+            flops_by_format=self._flops,
+            emulated=run.emulates,
+            counted_on_step=self._watched if self._flops else None,
+            left_alone=list(run.left_alone.values()),
+        )
+
+    def _updated(self) -> None:
+        """Begin the look after the first update; take its counts at the next."""
+        if self._watched is None:
+            self._begin()
+        elif self._operations.counting and self._run.num_updates >= self._watched:
+            self._flops, self._outside_region = dict(self._operations.by_format), self._operations.outside_region
+        if self._run.num_updates <= 2:
+            self._weigh()
+
+    def _begin(self) -> None:
+        self._watched = self._run.num_updates + 1
+        self._operations.counting = True
+        self._hooks = paddle.autograd.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def _backward_begins(self) -> None:
+        if self._watched is None:
+            return
+        if self._run.num_updates >= self._watched:  # the watched update was made: this is the next step
+            self._end()
+            return
+        parameters = {p.data_ptr() for p in self._run.parameters() if p._is_initialized()}
+        held = sum(size for place, size in self._saved.items() if place not in parameters)
+        self._bytes["activations"] = max(self._bytes.get("activations", 0), held)
+        self._saved = {}
+
+    def _pack(self, tensor: Any) -> Any:
+        if tensor._is_initialized():
+            self._saved[tensor.data_ptr()] = _bytes(tensor)
+        return tensor
+
+    def _weigh(self) -> None:
+        """Take the bytes of parameters, gradients and optimizer state."""
+        parameters = self._run.parameters()
+        found = {
+            "parameters": _total(parameters),
+            "gradients": _total(p.grad for p in parameters if p.grad is not None),
+            "optimizer": sum(_optimizer_bytes(optimizer) for optimizer in list(self._run.optimizers)),
+        }
+        self._bytes.update({kind: max(count, self._bytes.get(kind, 0)) for kind, count in found.items()})
+
+    def _end(self) -> None:
+        self._operations.counting = False
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.size) * int(tensor.element_size())
+
+
+def _total(tensors: Iterable[Any]) -> int:
+    return sum(_bytes(t) for t in tensors if t._is_initialized())
+
+
+def _optimizer_bytes(optimizer: Any) -> int:
+    slots = [tensor for by_parameter in optimizer._accumulators.values() for tensor in by_parameter.values()]
+    return _total([*slots, *optimizer._master_weights.values()])

@@ -1,0 +1,138 @@
+"""Hear the signals that stop a command, while it runs scripts: pass them to the run, begin no other, keep what is known.
+
+SIGINT gives the script all the time it wants, as python does; a second one asks it to end, a third one kills it. SIGTERM and SIGHUP give it
+``GRACE_S``. A signal that this process was started to ignore, as by ``nohup``, stays ignored.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from mezzo.launch.process.guard import PASSED_ON, STOPPING
+
+if TYPE_CHECKING:
+    from mezzo.launch.process.group import Process
+    from mezzo.records import RunRecord
+
+GRACE_S = 10.0
+"""How long a run may take to end after SIGTERM or SIGHUP: as long as ``docker stop`` waits."""
+
+_IMPATIENT_S = 3.0
+"""How long after a second Ctrl-C."""
+
+_AGAIN_S = 0.3
+"""Two signals within this time are one: ``timeout`` sends its signal to the command, and then to the command's group."""
+
+_STOP: ContextVar[Stop | None] = ContextVar("stop", default=None)
+
+
+class Stopped(Exception):
+    """Report that a signal has stopped the command, so that no further run is made."""
+
+    def __init__(self, number: int, record: RunRecord | None = None) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+        self.record = record
+        """Of the run that was stopped; None where none was."""
+
+
+class Stop:
+    """Hold which signal has stopped the command, and the run to pass signals on to."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+        self._signal: int | None = None
+        self._times = 0
+        self._last = 0.0
+
+    @property
+    def heard(self) -> bool:
+        """Return whether a signal has stopped the command."""
+        return self._signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """Return the command's exit code by the signal that stopped it, 0 if none did."""
+        return 0 if self._signal is None else 128 + self._signal
+
+    @property
+    def name(self) -> str:
+        """Return the name of the signal that stopped the command, or nothing."""
+        return "" if self._signal is None else signal.Signals(self._signal).name
+
+    def check(self, record: RunRecord | None = None) -> None:
+        """Go no further after a signal.
+
+        Raises:
+            Stopped: a signal has stopped the command; it carries ``record``.
+        """
+        if self._signal is not None:
+            raise Stopped(self._signal, record)
+
+    @contextmanager
+    def passing_to(self, process: Process) -> Iterator[None]:
+        """Pass signals on to a run, also one that came just before it began."""
+        self._process = process
+        try:
+            if self._signal is not None:
+                process.pass_on(self._signal, kill_after_s=_patience_s(self._signal))
+            yield
+        finally:
+            self._process = None
+
+    def hear(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal."""
+        process = self._process
+        if number not in STOPPING:
+            if process is not None:
+                process.pass_on(number)
+            return
+        now = time.monotonic()
+        once_more = now - self._last >= _AGAIN_S
+        if self._signal is None or number != self._signal:
+            self._signal = self._signal or number
+            self._times, self._last = 1, now
+            if process is not None:
+                process.pass_on(number, kill_after_s=_patience_s(number))
+        elif number == signal.SIGINT and once_more:
+            self._times, self._last = self._times + 1, now
+            self._insist(process)
+
+    def _insist(self, process: Process | None) -> None:
+        if process is None:  # the command itself is at work: on a record or a report
+            raise KeyboardInterrupt
+        if self._times == 2:
+            process.pass_on(signal.SIGTERM, kill_after_s=_IMPATIENT_S)
+        else:
+            process.kill()
+
+
+def _patience_s(number: int) -> float:
+    return 0.0 if number == signal.SIGINT else GRACE_S
+
+
+@contextmanager
+def stoppable() -> Iterator[Stop]:
+    """Handle signals inside; a nested context is the outer one."""
+    outer = _STOP.get()
+    if outer is not None:
+        yield outer
+        return
+    stop = Stop()
+    token = _STOP.set(stop)
+    own = threading.current_thread() is threading.main_thread()  # python gives signals to that one only
+    heard = [n for n in PASSED_ON if own and signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    previous = {number: signal.signal(number, stop.hear) for number in heard}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        _STOP.reset(token)

@@ -1,0 +1,338 @@
+"""Start the runs of one command from one process that has imported what each of them would import: PyTorch, Mezzo, the compiler.
+
+Half of a short run goes by before its first step, and most of that is imports. So the first run of a command starts a process that makes
+them once, and each run is a fork of it. A script sees what it would see in a process of its own: standard streams, signals, random
+numbers, exit code, its own process number. CUDA does not survive a fork, and neither does a thread: where there was either, and where the
+script may change what has been imported, the forked child replaces itself with a new process, and the command says why.
+
+Called as ``python -m mezzo.launch.process.fork_server SOCKET``. The command sends a request and the file for the output; the
+server answers ``pid N``, perhaps ``afresh WHY``, and ``code N``. It ends when the other end of the socket closes. Imports no torch
+until the first request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from mezzo.launch.frameworks import spec_of, training_in
+from mezzo.launch.process.group import Guarded
+from mezzo.launch.process.guard import PASSED_ON, STOPPING, die_with_parent
+from mezzo.launch.request import Request
+from mezzo.records import Reason
+
+_COMPILER = "torch._dynamo"
+"""What torch itself imports when a script makes its first optimizer."""
+
+_READ_BY_COMPILER = re.compile(rb"\b(?:TORCH|TRITON|INDUCTOR|AOT)[A-Z]*_[A-Z]\w*")
+"""How the environment variables are called that the compiler may read while it is imported."""
+
+_SETS_COMPILER = re.compile(r"TORCH(?:DYNAMO|INDUCTOR|_COMPILE)_(?!CACHE_DIR)\w+")
+"""Those of them that it never reads again; the place of its cache it looks up, and sets, later."""
+
+_DEVICES = ("/dev/nvidia", "/dev/kfd")
+_ENDED = "the process that had imported PyTorch for all runs was ended"
+_MAX_FILES = 200
+_LONGEST_BYTES = 1 << 20
+_STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
+
+
+def child_command(request: str) -> list[str]:
+    """Return the command of a child process that runs ``request`` by itself."""
+    return [sys.executable, "-m", "mezzo.launch.child", request]
+
+
+# --- the command's side ------------------------------------------------------------------------------------------------------
+
+
+class Starter:
+    """Start the runs of one command."""
+
+    def __init__(self) -> None:
+        self.why_afresh: str | None = None
+        """Why runs are started by themselves after all."""
+        self._place = os.getcwd(), dict(os.environ)
+        self._process: Guarded | None = None
+        self._connection: socket.socket | None = None
+
+    def start(self, request: Request, *, sink: IO[bytes]) -> Forked | None:
+        """Start a run that prints to ``sink``; None if it has to be started by itself."""
+        if self._process is None:
+            self.why_afresh = self.why_afresh or _why_not(request)
+        if self._place != (os.getcwd(), dict(os.environ)):
+            self.why_afresh = "the folder or the environment changed between the runs"
+        if self.why_afresh is not None:
+            return None
+        if self._process is None:
+            self._begin(Path(request.record_path).parent)
+        assert self._process is not None
+        assert self._connection is not None
+        try:
+            socket.send_fds(self._connection, [request.packed().encode()], [sink.fileno()])
+        except (BrokenPipeError, ConnectionResetError):
+            self.why_afresh = _ENDED
+            return None
+        return Forked(self, self._process, self._connection)
+
+    def _begin(self, folder: Path) -> None:
+        """Start the process; its standard output is of the kind that the runs' will be, so that python buffers it alike."""
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, tempfile.TemporaryFile(dir=folder) as said:
+            number = theirs.fileno()
+            command = [sys.executable, "-m", "mezzo.launch.process.fork_server", str(number)]
+            self._process = Guarded(command, stdout=said, stderr=subprocess.STDOUT, pass_fds=[number])
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._connection is not None:
+            self._connection.close()
+            self._process.wait()
+
+
+class Forked:
+    """Stand for a forked run, as ``Guarded`` does for one in a process of its own."""
+
+    def __init__(self, starter: Starter, process: Guarded, connection: socket.socket) -> None:
+        self._starter, self._process, self._connection = starter, process, connection
+        self._number: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code, negative for the signal that ended the run.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._connection.settimeout(None if end is None else max(end - time.monotonic(), 1e-3))
+            try:
+                message = self._connection.recv(_LONGEST_BYTES).decode()
+            except TimeoutError:
+                raise subprocess.TimeoutExpired("a run", timeout or 0.0) from None
+            except ConnectionResetError:  # it ended before it read the request
+                message = ""
+            kind, _, value = message.partition(" ")
+            if kind == "pid":
+                self._number = int(value)
+            elif kind == "afresh":
+                self._starter.why_afresh = value
+            elif kind == "code":
+                self._process.forget()
+                return int(value)
+            else:
+                return self._orphaned()
+
+    def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
+        """Send a signal to the run; one that stops it ends everything while it does not exist yet."""
+        if self._number is not None:
+            self._process.pass_on(number, kill_after_s=kill_after_s, process=self._number)
+        elif number in STOPPING:
+            self._process.kill()
+
+    def kill(self) -> None:
+        """Kill the run with its descendants."""
+        self._process.kill(self._number or 0)
+
+    def _orphaned(self) -> int:
+        """Return how the process ended that would have told of the run; the run ends with it."""
+        if self._number is not None:
+            self.kill()
+            self._starter.why_afresh = _ENDED
+        return self._process.wait()
+
+
+def _why_not(request: Request) -> str | None:
+    """Return why the imports cannot be made before the script runs, None if they can."""
+    for path in _own_files(request):
+        with contextlib.suppress(OSError):
+            found = _READ_BY_COMPILER.search(path.read_bytes())
+            if found:
+                return f"{path.name} names {found.group().decode()}, which the compiler reads when it is imported"
+    return None
+
+
+def _own_files(request: Request) -> Iterator[Path]:
+    script = Path(request.target)
+    if request.kind == "module":
+        spec = spec_of(request.target)
+        script = Path(spec.origin if spec is not None and spec.origin is not None else "")
+    yield script
+    yield from sorted(script.resolve().parent.glob("*.py"))[:_MAX_FILES]
+
+
+# --- the process that forks ---------------------------------------------------------------------------------------------------
+
+
+class _Imported(NamedTuple):
+    """Hold what the imports left behind."""
+
+    said: bytes
+    """What they printed: each run prints it, too."""
+    names: list[str]
+    """The packages that came with the compiler, so later than the script's own folder could hide them."""
+    generators: list[random.Random]
+    """Generators that were seeded from the system."""
+    failed: str | None
+
+
+def fork_for_requests(connection: socket.socket) -> Request:
+    """Fork once for every request and return it, in the child; this process itself ends here when nobody asks any more."""
+    imported = _import()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED_ON}
+    while True:
+        message, files, _, _ = socket.recv_fds(connection, _LONGEST_BYTES, 1)
+        if not message:
+            os._exit(0)
+        request = Request.unpacked(message.decode())
+        unsafe = imported.failed or _several_threads() or _device_opened()
+        # The child hears later what comes while it has no handlers yet.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        parent, child = os.getpid(), os.fork()
+        if child == 0:
+            die_with_parent()
+            if os.getppid() != parent:  # it was killed before that could take effect
+                os._exit(128 + signal.SIGKILL)
+            why = unsafe or _why_not_here(request, imported.names)
+            if why is not None:
+                connection.send(f"afresh {why}".encode())
+            connection.close()
+            _take_streams(files[0])
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if why is not None:
+                os.execv(sys.executable, child_command(message.decode()))
+            _be_fresh(imported, message.decode())
+            return request
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(files[0])
+        _tell_of(child, connection)
+
+
+def _tell_of(child: int, connection: socket.socket) -> None:
+    try:
+        connection.send(f"pid {child}".encode())
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        connection.send(f"code {code}".encode())
+    except (BrokenPipeError, ConnectionResetError):  # the command was killed
+        os._exit(0)
+
+
+def _import() -> _Imported:
+    names: list[str] = []
+    failed = None
+    try:
+        importlib.import_module("mezzo.launch.child")
+        training_in("torch")
+        names = _import_compiler()
+    except Exception as error:  # the run by itself shows it where the script's errors are shown
+        failed = f"importing PyTorch and its compiler failed: {type(error).__name__}: {error}"
+    gc.collect()
+    generators = [found for found in gc.get_objects() if type(found) is random.Random]
+    # Libraries for linear algebra end their threads before a first fork, and begin them again when asked to compute.
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    size = os.fstat(_STANDARD_OUTPUT).st_size
+    return _Imported(os.pread(_STANDARD_OUTPUT, size, 0), names, generators, failed)
+
+
+def _import_compiler() -> list[str]:
+    """Import it as a script would that has done nothing yet; return the names of the packages that came with it."""
+    modules, variables = _packages(), set(os.environ)
+    place = sys.path.pop(0)  # no file beside the script may run here
+    importlib.import_module(_COMPILER)
+    sys.path.insert(0, place)
+    for name in set(os.environ) - variables:
+        del os.environ[name]
+    return sorted(_packages() - modules)
+
+
+def _packages() -> set[str]:
+    return {name.partition(".")[0] for name in sys.modules}
+
+
+def _several_threads() -> str | None:
+    count = len(os.listdir("/proc/self/task"))
+    return None if count == 1 else f"importing PyTorch started {count - 1} threads, which a fork would lose"
+
+
+def _device_opened() -> str | None:
+    """Return that a driver is in use, whoever began it: torch knows of its own calls only."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
+            file = os.readlink(f"/proc/self/fd/{name}")
+            if file.startswith(_DEVICES):
+                return f"importing PyTorch opened {file}, which does not survive a fork"
+    return None
+
+
+def _why_not_here(request: Request, names: list[str]) -> str | None:
+    """Return why this forked process must not run the script, None if it may."""
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        return "importing PyTorch initialised CUDA, which does not survive a fork"
+    folder = os.getcwd() if request.kind == "module" else str(Path(request.target).resolve().parent)
+    for name in names:
+        spec = PathFinder.find_spec(name, [folder])
+        if spec is not None and spec.loader is not None:
+            return f"{spec.origin} has the name of a module that the compiler imports"
+    return None
+
+
+def _take_streams(file: int) -> None:
+    os.dup2(file, _STANDARD_OUTPUT)
+    os.dup2(file, _STANDARD_ERROR)
+    os.close(file)
+
+
+def _be_fresh(imported: _Imported, request: str) -> None:
+    """Draw anew what was drawn from the system, and forget what a process of its own would not know."""
+    import multiprocessing
+
+    import numpy as np
+    import torch
+
+    os.write(_STANDARD_OUTPUT, imported.said)
+    for generator in imported.generators:
+        generator.seed()
+    np.random.seed()
+    torch.default_generator.seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    importlib.invalidate_caches()
+    sys.orig_argv[:] = child_command(request)
+
+
+def _compilers_settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if _SETS_COMPILER.fullmatch(name)}
+
+
+def _set_too_late(before: dict[str, str]) -> list[Reason]:
+    """Return which of the compiler's variables were set after it had been imported: by a package, since the script names none."""
+    why = "it was set while the script ran, after the compiler had read it: set it in the shell"
+    changed = sorted(before.items() ^ _compilers_settings().items())
+    return [Reason(what=name, value="not heeded", reason=why) for name in dict.fromkeys(name for name, _ in changed)]
+
+
+if __name__ == "__main__":
+    request_ = fork_for_requests(socket.socket(fileno=int(sys.argv[1])))
+    from mezzo.launch.child import main
+
+    at_first = _compilers_settings()
+    sys.exit(main([request_.model_dump_json()], unheeded=lambda: _set_too_late(at_first)))

@@ -1,0 +1,146 @@
+"""Run PyTorch code that knows nothing of Mezzo under a policy: every patch of torch is made here and undone here."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.utils.checkpoint
+
+from mezzo.errors import UnsupportedFormatError
+from mezzo.launch.patches import Patches
+from mezzo.launch.seeds import shift_seeds
+from mezzo.launch.torch.backward import BackwardPasses
+from mezzo.launch.torch.counted_step import CloseLook
+from mezzo.launch.torch.forward import Regions
+from mezzo.launch.torch.lint_hooks import listen
+from mezzo.launch.torch.observers import diagnosis_for
+from mezzo.launch.torch.own_amp import take_over
+from mezzo.launch.torch.sessions import hear_sessions
+from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.tf32_switches import keep_fp32_products
+from mezzo.launch.torch.updates import Updates
+from mezzo.measure.environment import environment
+from mezzo.observe.observer import Diagnosis, Watched
+from mezzo.observe.settings import AnySettings
+from mezzo.policy import Policy
+from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
+
+
+@contextmanager
+def switched(
+    policy: Policy | None, *, seed: int | None = None, diagnosis: AnySettings | None = None
+) -> Iterator[tuple[Run, CloseLook]]:
+    """Run the code inside under ``policy`` (None: its own precision) and take down every training step.
+
+    Args:
+        policy: what to apply.
+        seed: added to every seed that the code sets; None leaves seeds alone.
+        diagnosis: what to watch for, in ``run.diagnosis``; the close look at formats and bytes is then not taken.
+    """
+    run, patches = Run(policy), Patches()
+    regions = Regions(run, watched=diagnosis is not None)
+    look = CloseLook(run, in_region=regions.covered)
+    try:
+        if seed is not None:
+            shift_seeds(seed, patches)
+        if policy is not None and policy.casting == "none":
+            keep_fp32_products(policy, patches, run.leave)
+        take_over(run, patches)
+        listen(run.lint, patches, as_is=policy is None)
+        hear_sessions(run, patches)
+        regions.install(patches)
+        BackwardPasses(run).install(patches)
+        Updates(run).install(patches)
+        if diagnosis is None:
+            look.install(patches)
+            if policy is None:
+                look.when_over(regions.counted)
+        else:  # one observer at a time: two would have to leave the stack of dispatch modes in the reverse order
+            run.diagnosis = diagnosis_for(diagnosis, run)
+            run.watchers.append(run.diagnosis)
+            run.diagnosis.start()
+            patches.on_undo(run.diagnosis.close)
+        _keep_autocast(patches)
+        with warnings.catch_warnings():
+            # Our hooks skip what torch.compile traces and count depth, so firing once more for the wrapper is harmless.
+            warnings.filterwarnings("ignore", message=".*there are global hooks on modules.*")
+            yield run, look
+        with suppress(Watched):
+            run.close_update()
+    finally:
+        patches.undo()
+
+
+@contextmanager
+def training(policy: Policy | None, *, seed: int | None, diagnosis: AnySettings | None) -> Iterator[TorchTraining]:
+    """Run the code inside as ``switched`` does, for the process of a script's own."""
+    with switched(policy, seed=seed, diagnosis=diagnosis) as (run, look):
+        yield TorchTraining(run, look)
+
+
+class TorchTraining:
+    """Tell of a PyTorch script's training (``launch.frameworks.Training``)."""
+
+    def __init__(self, run: Run, look: CloseLook) -> None:
+        self._run, self._look = run, look
+        self.framework = f"torch {torch.__version__}"
+
+    @property
+    def _device(self) -> str:
+        return self._run.device_type or "cpu"
+
+    @property
+    def num_updates(self) -> int:
+        """Return how many updates were made, the open one included."""
+        return self._run.num_updates
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Return what watches the training."""
+        return self._run.diagnosis
+
+    def close_update(self) -> None:
+        """Close the update that is open."""
+        self._run.close_update()
+
+    def steps(self) -> Steps:
+        """Return what every step showed."""
+        return self._run.recorder.steps(self._run.owners.names)
+
+    def memory(self) -> Memory:
+        """Return the bytes of a step."""
+        return self._look.memory()
+
+    def effective(self) -> Effective:
+        """Return what really ran in which format."""
+        return self._look.effective()
+
+    def findings(self) -> list[Finding]:
+        """Return misuse of the script's own mixed precision."""
+        return self._run.lint.findings()
+
+    def explanation(self) -> list[Reason]:
+        """Return what the policy does on the device, with reasons."""
+        if self._run.policy is None:
+            return []
+        try:
+            choices = self._run.policy.explain(self._device)
+        except UnsupportedFormatError as error:  # the run has ended with it, and its record says so
+            return [Reason(what="arithmetic", value="impossible here", reason=error.message)]
+        return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
+
+    def environment(self) -> Environment:
+        """Return the machine and the versions."""
+        return environment(self._device)
+
+
+def _keep_autocast(patches: Patches) -> None:
+    """Put autocast's state back at the end: code that torch.compile failed to compile leaves it as it was in the middle."""
+    for device_type in ("cpu", "cuda"):
+        patches.on_undo(
+            functools.partial(torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type))
+        )

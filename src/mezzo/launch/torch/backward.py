@@ -1,0 +1,301 @@
+"""Scale a script's gradients inside its backward passes, so that the script never sees a scaled one.
+
+``torch.autograd.backward`` (every ``loss.backward()`` ends there) starts from ``gradient * scale`` instead of
+``gradient``: the loss that the script logs stays true. Every leaf of the graph has a hook that divides by the scale
+before the gradient is added to ``.grad``, so clipping, accumulation, penalties on gradients and DDP's all-reduce see
+unscaled ones. The leaves are found by walking the graph, since a leaf that was missed would get a gradient 65536
+times too large: about a microsecond a node, only where the loss is scaled.
+
+``torch.autograd.grad`` is scaled and its results are unscaled at once: penalties built on them keep their graph.
+Where these are not the gradients of an update, the pass has a scale of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mezzo.engine.gradients import all_finite, total_norm
+from mezzo.engine.scaling import Scale
+from mezzo.errors import NonFiniteLossError
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.direct_calls import ENTERED
+from mezzo.launch.torch.gradient_views import UnscaledViews
+from mezzo.launch.torch.state import Run, scale_on_device
+
+
+class BackwardPasses:
+    """Stand in for torch's two entries to the backward pass."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._inverse: Tensor | None = None
+        """What gradients are multiplied by at the leaves; None outside a scaled ``backward``."""
+        self._hooked = WeakTensorKeyDictionary()
+        self._hook_numbers: set[int] = set()
+        """Which hooks are ours: each has a number of its own, and this is 30 times as quick as a look into what is hooked."""
+        self._views = UnscaledViews(lambda: self._inverse)
+
+    def install(self, patches: Patches) -> None:
+        """Replace both entries until ``patches`` are undone."""
+        patches.wrap(torch.autograd, "backward", self._backward)
+        patches.wrap(torch.autograd, "grad", self._grad)
+        for name in ("backward", "grad"):  # a compiled step that contains a backward pass must not trace ours
+            self._run.before_compiling.append(
+                functools.partial(patches.wrap, torch.autograd, name, torch.compiler.disable)
+            )
+        if self._run.applied is not None and self._run.applied.loss_scale != "none":
+            self._views.install(patches)
+        patches.on_undo(self._unhook)
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        run_engine = ENTERED.get(original, original)  # torch's own would come back here if a function mode is on
+
+        @functools.wraps(original)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            run = self._run
+            if run.steady.backward(run_engine, tensors, grad_tensors, *args, **kwargs):
+                return
+            outputs = _listed(tensors)
+            if run.in_backward or False in [isinstance(t, Tensor) for t in outputs]:
+                self._hook_recomputed(outputs)
+                run_engine(tensors, grad_tensors, *args, **kwargs)
+                return
+            self._begin(outputs)
+            run.lint.backward_begins(outputs, grad_tensors, keeps_graph=_keeps_graph(args, kwargs))
+            by_hand = () if run.optimizers else self._leaves_updated_by_hand(outputs)
+            casting = run.main_casting
+            if run.scale.checks:
+                with self._scaling(outputs, kwargs.get("inputs")), self._under_policy():
+                    run_engine(outputs, self._scaled(outputs, grad_tensors, run.scale), *args, **kwargs)
+            elif casting is not None and casting.table is not None:
+                with self._under_policy():
+                    run_engine(outputs, grad_tensors, *args, **kwargs)
+            else:  # nothing to set: three contexts less to enter
+                run.in_backward = True
+                try:
+                    run_engine(outputs, grad_tensors, *args, **kwargs)
+                finally:
+                    self._end()
+            run.lint.backward_ended()
+            if by_hand:
+                self._update_by_hand([p.grad for p in by_hand if p.grad is not None])
+
+        return backward
+
+    def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        run_engine = ENTERED.get(original, original)
+
+        @functools.wraps(original)
+        def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+            roots, leaves = _listed(outputs), _listed(inputs)
+            tracing = torch._guards.TracingContext.try_get() is not None  # torch.compile derives a backward pass
+            if tracing or self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
+                with self._inside_node():
+                    return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
+            if not self._trains(leaves, args, kwargs):
+                return self._inner_gradients(run_engine, roots, inputs, grad_outputs, *args, **kwargs)
+            self._begin(roots)
+            with self._under_policy():
+                found = run_engine(roots, inputs, self._scaled(roots, grad_outputs, self._run.scale), *args, **kwargs)
+            found = self._unscaled(found, self._run.scale)
+            if not self._run.optimizers:
+                self._update_by_hand([g for g in _listed(found) if g is not None])
+            return found
+
+        return grad
+
+    def _inner_gradients(
+        self, run_engine: Callable[..., Any], roots: list[Tensor], inputs: Any, given: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return gradients that the script computes with, as a penalty does.
+
+        One that overflows would make the loss itself infinite, where no skipped update can help. So these passes have
+        a loss scale of their own, and one that overflows is made again with a smaller one.
+        """
+        scale = self._run.inner_scale
+        if not scale.checks or kwargs.get("is_grads_batched"):
+            with self._under_policy():
+                return run_engine(roots, inputs, given, *args, **kwargs)
+        kwargs.pop("retain_graph", None)  # kept, so that the pass can be made again
+        while True:
+            with self._under_policy():
+                found = run_engine(roots, inputs, self._scaled(roots, given, scale), True, *args[1:], **kwargs)
+            found = self._unscaled(found, scale)
+            overflow = not all_finite(g.detach() for g in _listed(found) if g is not None)
+            if not overflow or scale.at_floor() or not all_finite(roots):
+                return found
+            self._run.back_off_or_grow(torch.ones(()), scale)
+
+    @contextmanager
+    def _scaling(self, outputs: Sequence[Tensor], inputs: Any) -> Iterator[None]:
+        self._hook_leaves(leaves_of(outputs))
+        self._inverse = self._run.scale.inverse()
+        try:
+            with self._views.of_inner_gradients(inputs):
+                yield
+        finally:
+            self._inverse = None
+
+    @contextmanager
+    def _under_policy(self) -> Iterator[None]:
+        self._run.in_backward = True
+        casting = self._run.main_casting
+        try:
+            if casting is None:
+                yield
+            else:
+                with casting.backward():
+                    yield
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._run.in_backward = False
+        for watcher in self._run.watchers:
+            watcher.backward_ended()
+
+    @contextmanager
+    def _inside_node(self) -> Iterator[None]:
+        """Tell watchers which node of the graph makes a backward pass of its own."""
+        node = torch._C._current_autograd_node()
+        before = self._run.inside
+        self._run.inside = node if before is None else before
+        try:
+            yield
+        finally:
+            self._run.inside = before
+
+    def _begin(self, outputs: Sequence[Tensor]) -> None:
+        run = self._run
+        run.close_update()
+        for watcher in run.watchers:
+            watcher.backward_begins()
+        recorder = run.recorder
+        needs_reach = recorder.apart.needs_reach or run.owners.may_need_reach(len(recorder))
+        reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
+        for loss in outputs:
+            if loss.numel() == 1:
+                if not recorder.has_any_loss and not run.scaled_by_script:
+                    _refuse_infinite(loss)
+                recorder.loss(self._true_loss(loss) if run.scaled_by_script else loss, reached=reached)
+
+    def _true_loss(self, loss: Tensor) -> Tensor:
+        """Return a loss that the script's scaler has scaled as it was before."""
+        scale = scale_on_device(self._run.script_scaler)
+        return loss.detach() / (scale.to(loss.device) if isinstance(scale, Tensor) else scale)
+
+    def _scaled(self, outputs: Sequence[Tensor], given: Any, scale: Scale) -> Any:
+        if not scale.checks:
+            return given
+        gradients = [None] * len(outputs) if given is None else _listed(given)
+        pairs = zip(outputs, gradients, strict=True)
+        return [self._run.scaled(torch.ones_like(t) if g is None else g, scale).to(t) for t, g in pairs]
+
+    def _unscaled(self, found: Any, scale: Scale) -> Any:
+        if not scale.checks:
+            return found
+        change = functools.partial(unscaled, inverse=scale.inverse())
+        if isinstance(found, dict):
+            return {key: None if g is None else change(g) for key, g in found.items()}
+        return tuple(None if g is None else change(g) for g in found)
+
+    # --- leaves ----------------------------------------------------------------------------------------------------------------
+
+    def _hook_leaves(self, leaves: Sequence[Tensor]) -> None:
+        for leaf in leaves:
+            hooks = leaf._backward_hooks
+            if hooks is None or self._hook_numbers.isdisjoint(hooks):
+                earlier = dict(hooks or {})
+                if hooks is not None:
+                    hooks.clear()  # of its order, autograd looks at that of insertion only
+                handle = self._hooked[leaf] = leaf.register_hook(self._unscale)
+                self._hook_numbers.add(handle.id)
+                if hooks is not None:  # after ours: a hook that clips has to see what it would see without a scale
+                    hooks.update(earlier)
+
+    def _hook_recomputed(self, outputs: Sequence[Any]) -> None:
+        """Hook the leaves of a backward pass inside a backward pass, which the walk through the outer graph does not meet.
+
+        Its other leaves are detached inputs: their gradients go on into the outer graph and must stay scaled.
+        """
+        if self._inverse is None:
+            return
+        leaves = leaves_of([t for t in outputs if isinstance(t, Tensor)])
+        self._hook_leaves([t for t in leaves if isinstance(t, torch.nn.Parameter) or self._run.owns([t])])
+
+    def _unhook(self) -> None:
+        for handle in self._hooked.values():
+            handle.remove()
+
+    @unserializable_hook  # type: ignore[untyped-decorator] # torch.save of a whole tensor would warn about it
+    def _unscale(self, gradient: Tensor) -> Tensor | None:
+        return None if self._inverse is None else unscaled(gradient, self._inverse)
+
+    # --- scripts without an optimizer ------------------------------------------------------------------------------------------
+
+    def _leaves_updated_by_hand(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the leaves of a script without any optimizer: it updates them itself, every backward pass is an update."""
+        return [leaf for leaf in leaves_of(outputs) if leaf.requires_grad]
+
+    def _trains(self, leaves: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether gradients asked for by ``torch.autograd.grad`` are those of an update."""
+        if kwargs.get("create_graph") or True in args[1:2] or torch.compiler.is_compiling():
+            return False
+        return self._run.owns(leaves) if self._run.optimizers else all(t.is_leaf for t in leaves)
+
+    def _update_by_hand(self, gradients: list[Tensor]) -> None:
+        self._run.leave("update", "by hand", "no optimizer object: every backward pass counts as an update")
+        if gradients and self._run.updated(total_norm(gradients)):
+            torch._foreach_zero_(gradients)  # the script's own update then changes nothing
+        self._run.update_made(None)
+
+
+def _refuse_infinite(loss: Tensor) -> None:
+    if not bool(loss.detach().isfinite()):
+        raise NonFiniteLossError(
+            f"the loss is {loss.item()} before the first update",
+            hint="no loss scale can help: look at the data and at the forward pass; compare with --policy fp32",
+        )
+
+
+def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that a backward pass from ``outputs`` reaches."""
+    leaves = [t for t in outputs if t.grad_fn is None and t.requires_grad]
+    waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            leaves.append(variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return leaves
+
+
+def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
+    """Return ``gradient * inverse``, with NaN for infinity: an overflow must outlive a script's clamp of its gradients."""
+    if inverse is None:
+        return gradient
+    result = gradient * (inverse if inverse.device == gradient.device else inverse.to(gradient.device))
+    return result.add_(gradient, alpha=0) if result.layout is torch.strided else result
+
+
+def _keeps_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return bool(args[0] if args else kwargs.get("retain_graph") or kwargs.get("create_graph"))
+
+
+def _listed(values: Any) -> list[Any]:
+    if isinstance(values, dict):
+        return list(values.values())
+    return list(values) if isinstance(values, (list, tuple)) else [values]

@@ -1,0 +1,190 @@
+"""Look closely at the second step of a run: which formats its operations ran in, and the bytes of each kind.
+
+The second step, because in the first the optimizer has no state yet; and one step, because a look costs time (the
+first tenth of the steps is left out of all timing). Compiled code is run eagerly for that step: what happens inside
+compiled kernels cannot be counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.state import Run
+from mezzo.measure import memory
+from mezzo.measure.cudapeaks import CudaPeaks
+from mezzo.measure.flops import FlopCounter, lowered
+from mezzo.records import Effective, Memory
+
+_UPDATES_WEIGHED = 2  # the first one that is made leaves the optimizer's state behind
+
+
+class CloseLook:
+    """Count one step's operations and bytes."""
+
+    def __init__(self, run: Run, *, in_region: Callable[[], bool]) -> None:
+        self._run, self._in_region = run, in_region
+        self._saved = memory.SavedTensors()
+        self._peaks = CudaPeaks()
+        self._flops: FlopCounter | None = None
+        self._stack: contextlib.ExitStack | None = None
+        self._due = self._over = self._forced_eager = False
+        self._watched: int | None = None
+        """Number of the step that is looked at."""
+        self._weighed: Counter[int] = Counter()
+        """How many updates that were made were weighed, by the identity of the optimizer."""
+        self._when_over: list[Callable[[], Any]] = []
+        self._by_format: dict[str, int] = {}
+        self._outside_region = 0
+        self._bytes: dict[str, int] = {}
+        """By kind; empty until an update was weighed."""
+
+    def install(self, patches: Patches) -> None:
+        """Watch until ``patches`` are undone."""
+        self._run.watchers.append(self)
+        patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
+        patches.on_undo(self._end)
+
+    def when_over(self, action: Callable[[], Any]) -> None:
+        """Call ``action`` when nothing more is to be counted in this run."""
+        self._when_over.append(action)
+
+    def done(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether nothing more is to be counted in this run, whose one optimizer this is."""
+        looked = self._flops is not None and self._stack is None
+        return looked and not self._when_over and self._weighed[id(optimizer)] >= _UPDATES_WEIGHED
+
+    def step_closed(self, num_steps: int) -> None:
+        """End the look after the watched step."""
+        self._over = self._watched is not None and num_steps >= self._watched
+        self._go_on()
+
+    def backward_begins(self) -> None:
+        """Take the count of what the forward pass kept."""
+        if self._stack is not None:
+            self._saved.backward_begins()
+
+    def backward_ended(self) -> None:
+        """Forget what the backward pass freed; begin the look if the first update was made inside it."""
+        if self._stack is not None:
+            self._saved.backward_ended()
+        self._go_on()
+
+    def compiled_ended(self) -> None:
+        """Begin or end the look if it was to happen inside a compiled function."""
+        self._go_on()
+
+    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Begin the look after the first update; take the counts at the next ones until the step closes.
+
+        A step closes at the next backward pass: what runs until then is the next step's forward pass, or an evaluation.
+        """
+        self._weigh(id(optimizer))
+        if self._flops is None:
+            self._due = True
+            self._go_on()
+        elif self._stack is not None and not self._over:
+            self._by_format = dict(self._flops.by_format)
+            self._outside_region = self._flops.outside_region
+
+    def memory(self) -> Memory:
+        """Return the bytes of the inspected step, and the allocator's peaks over the run, all devices together."""
+        peaks = self._peaks.read(self._run.num_updates)
+        several = sum(size > 0 for size in peaks.allocated) > 1
+        return Memory(
+            parameters_bytes=self._bytes.get("parameters"),
+            gradients_bytes=self._bytes.get("gradients"),
+            optimizer_bytes=self._bytes.get("optimizer"),
+            activations_bytes=self._saved.peak_bytes,
+            cuda_allocated_bytes=sum(peaks.allocated) if peaks.allocated else None,
+            cuda_reserved_bytes=sum(peaks.reserved) if peaks.reserved else None,
+            cuda_allocated_bytes_by_device=list(peaks.allocated) if several else [],
+        )
+
+    def effective(self) -> Effective:
+        """Return what the watched step ran in, and what could not be switched."""
+        lowers = self._run.applied is not None and self._run.applied.lowers
+        if lowers and self._outside_region:
+            share = f"{self._outside_region / sum(self._by_format.values()):.0%} of FLOPs and their backward pass"
+            why = "forward code outside any module: only modules, autocast regions and compiled functions are switched"
+            self._run.leave("FP32 code", share, why)
+        return Effective(
+            flops_by_format=self._by_format,
+            emulated=self._run.emulates and (lowered(self._by_format) or not self._by_format),
+            counted_on_step=self._watched if self._by_format else None,
+            left_alone=list(self._run.left_alone.values()),
+        )
+
+    def _parameters(self) -> Iterable[Tensor]:
+        for root in list(self._run.roots):
+            yield from root.parameters()
+        for optimizer in list(self._run.optimizers):
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _weigh(self, stepped: int) -> None:
+        """Take the bytes of parameters, gradients and optimizer state at the first updates that each optimizer makes.
+
+        Each, because a loss scale that skips one optimizer's first updates leaves it without a state for longer than the others.
+        """
+        looked = self._flops is not None and self._stack is None
+        if looked and self._weighed[stepped] >= _UPDATES_WEIGHED:
+            while self._when_over:
+                self._when_over.pop()()
+            return
+        self._weighed[stepped] += not self._run.skips
+        parameters = list(self._parameters())
+        optimizers = list(self._run.optimizers)
+        found = {
+            "parameters": memory.total_bytes(parameters),
+            "gradients": memory.total_bytes(p.grad for p in parameters if p.grad is not None),
+            "optimizer": sum(memory.optimizer_bytes(optimizer) for optimizer in optimizers),
+        }
+        self._bytes = {kind: max(found[kind], self._bytes.get(kind, 0)) for kind in found}
+
+    def _go_on(self) -> None:
+        """Begin or end the look where that is due, and possible at this place."""
+        # The engine puts back the modes that it found, and so does compiled code, which cannot be told to run eagerly.
+        if self._run.in_backward or self._run.in_compiled:
+            return
+        if self._over:
+            self._end()
+        elif self._due:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._due, self._watched = False, self._run.num_updates + 1
+        self._flops = FlopCounter(in_region=self._in_region, inside=lambda: self._run.inside)
+        self._stack = contextlib.ExitStack()
+        if "torch._dynamo" in sys.modules:
+            self._forced_eager = self._run.compiles
+            torch.compiler.set_stance("force_eager")
+            self._stack.callback(torch.compiler.set_stance, "default")
+        self._stack.enter_context(self._flops)
+        self._saved.start(self._parameters())
+        self._stack.callback(self._saved.stop)
+
+    def _end(self) -> None:
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+            if self._forced_eager:
+                self._peaks.reset(self._run.num_updates)
+
+    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._stack is not None and torch.is_grad_enabled():
+                self._saved.keep(args)
+            return original(function, *args, **kwargs)
+
+        return checkpoint

@@ -1,0 +1,89 @@
+"""Show a script unscaled gradients inside the graph too: in its tensor hooks, its module hooks, and where it retains them.
+
+A gradient inside the graph is scaled while the backward pass runs. What a script's hook gets is divided by the scale,
+what it returns is multiplied again; gradients that the script retains are divided once the pass is over.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.direct_calls import ENTERED
+
+
+class UnscaledViews:
+    """Stand before a script's hooks on gradients, and note which tensors inside a graph get a ``.grad``."""
+
+    def __init__(self, inverse: Callable[[], Tensor | None]) -> None:
+        """Begin; ``inverse`` gives what unscales at the moment, None where nothing is scaled."""
+        self._inverse = inverse
+        self._retained = WeakTensorKeyDictionary()
+
+    def install(self, patches: Patches) -> None:
+        """Watch until ``patches`` are undone."""
+        patches.wrap(Tensor, "register_hook", self._on_tensor)
+        patches.wrap(Tensor, "retain_grad", self._retaining)
+        for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+            patches.wrap(nn.Module, name, self._on_module)
+
+    @contextmanager
+    def of_inner_gradients(self, inputs: Any) -> Iterator[None]:
+        """Unscale what the backward pass inside leaves in ``.grad`` of tensors that are no leaves."""
+        asked = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and not t.is_leaf]
+        with warnings.catch_warnings():
+            if asked:
+                warnings.simplefilter("ignore")  # of reading the .grad of a tensor that does not retain it
+            before = {id(t): (t, t.grad) for t in (*self._retained.keys(), *asked)}
+        for tensor, _ in before.values():
+            tensor.grad = None
+        inverse = self._inverse()
+        yield
+        for tensor, earlier in before.values():
+            found = tensor.grad if tensor.grad is None or inverse is None else tensor.grad * inverse
+            tensor.grad = earlier if found is None else found if earlier is None else earlier + found
+
+    def _on_tensor(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        # torch's own function would come back here by its name if a function mode saw it.
+        register = ENTERED.get(original, original)
+
+        @functools.wraps(original)
+        def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+            return register(tensor, hook if tensor.is_leaf else self._seeing_unscaled(hook))
+
+        return register_hook
+
+    def _on_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def register(module: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return original(module, self._seeing_unscaled(hook), *args, **kwargs)
+
+        return register
+
+    def _seeing_unscaled(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def call(*args: Any) -> Any:
+            inverse = self._inverse()
+            if inverse is None:
+                return hook(*args)
+            result = hook(*tree_map_only(Tensor, lambda g: g * inverse, args))
+            return tree_map_only(Tensor, lambda g: g / inverse, result)
+
+        return call
+
+    def _retaining(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def retain_grad(tensor: Tensor) -> None:
+            original(tensor)
+            if not tensor.is_leaf:
+                self._retained[tensor] = None
+
+        return retain_grad

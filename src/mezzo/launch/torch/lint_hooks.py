@@ -1,0 +1,203 @@
+"""Let the lint hear a script's calls: of its GradScaler and its autocast, of torch's clipping, of what clears gradients.
+
+What stands before optimizers, schedulers, backward passes and modules is elsewhere in this folder and tells the lint itself. Nothing is
+changed here: every call goes on as it was made.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.autocast_mode import autocast
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim.swa_utils import AveragedModel
+
+from mezzo.launch.patches import Patches
+from mezzo.observe.lint.observer import Lint
+
+_ENABLED = 5
+"""Place of GradScaler's argument ``enabled``, from 0."""
+
+_LIMITS = ("max_norm", "clip_value")
+
+Listener = Callable[..., Any]
+
+
+def listen(lint: Lint, patches: Patches, *, as_is: bool) -> None:
+    """Let ``lint`` hear a script until ``patches`` are undone."""
+    listeners: dict[str, Callable[[Lint, Listener], Listener]] = {
+        "__init__": _made,
+        "scale": _scale,
+        "unscale_": _unscale,
+        "step": _step,
+        "update": _update,
+        "get_scale": _get_scale,
+    }
+    for name, listener in listeners.items():
+        patches.wrap(GradScaler, name, functools.partial(listener, lint))
+    patches.wrap(autocast, "__init__", _asking)
+    patches.wrap(autocast, "__enter__", functools.partial(_entering, lint, as_is))
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        home = vars(clip_grad).get(name) or getattr(torch.nn.utils, name)
+        heard = _clipping(lint, home)
+        for owner in (clip_grad, torch.nn.utils):
+            if hasattr(owner, name):
+                patches.replace(owner, name, heard)
+    patches.wrap(torch.optim.Optimizer, "zero_grad", functools.partial(_clearing, lint))
+    patches.wrap(nn.Module, "zero_grad", functools.partial(_clearing_model, lint))
+    patches.wrap(AveragedModel, "update_parameters", functools.partial(_averaging, lint))
+    patches.on_undo(lint.close)
+
+
+# --- GradScaler --------------------------------------------------------------------------------------------------------------
+
+
+def _made(lint: Lint, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        lint.scalers.asked(self, enabled=bool(kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)))
+
+    return init
+
+
+def _scale(lint: Lint, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if not torch.compiler.is_compiling():
+            lint.scalers.scale(self, scaled)
+        return scaled
+
+    return scale
+
+
+def _unscale(lint: Lint, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def unscale_(self: Any, optimizer: Any) -> Any:
+        with lint.scaler_unscales(self, optimizer):
+            return original(self, optimizer)
+
+    return unscale_
+
+
+def _step(lint: Lint, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        with lint.scaler_steps(self, optimizer):
+            return original(self, optimizer, *args, **kwargs)
+
+    return step
+
+
+def _update(lint: Lint, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def update(self: Any, new_scale: Any = None) -> Any:
+        lint.scalers.update(self, new_scale)
+        return original(self, new_scale)
+
+    return update
+
+
+def _get_scale(lint: Lint, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def get_scale(self: Any) -> Any:
+        value = original(self)
+        lint.scalers.get_scale(self, value)
+        return value
+
+    return get_scale
+
+
+# --- autocast ----------------------------------------------------------------------------------------------------------------
+
+
+def _asking(original: Listener) -> Listener:
+    """Keep what the script asks for: a policy may open another region in its place."""
+
+    @functools.wraps(original)
+    def init(
+        self: Any,
+        device_type: str,
+        dtype: Any = None,
+        enabled: bool = True,
+        cache_enabled: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        # On a CPU the default is BF16, and FP16 on the device that the script is meant for.
+        default = None if device_type == "cpu" else torch.get_autocast_dtype(device_type)
+        self._mezzo_asked = default if dtype is None else dtype, enabled
+        original(self, device_type, dtype, enabled, cache_enabled, **kwargs)
+
+    return init
+
+
+def _entering(lint: Lint, as_is: bool, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        result = original(self)
+        if not torch.compiler.is_compiling():
+            dtype, on = getattr(self, "_mezzo_asked", (self.fast_dtype, self._enabled))
+            lint.region_begins(dtype, on=self._enabled if as_is else on)
+        return result
+
+    return enter
+
+
+# --- gradients and weights ---------------------------------------------------------------------------------------------------
+
+
+def _clipping(lint: Lint, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(parameters, *args, **kwargs)
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        owners = lint.clip(listed, _number(args[0] if args else next((kwargs[n] for n in _LIMITS if n in kwargs), 0.0)))
+        again = (p for p in listed) if isinstance(parameters, types.GeneratorType) else listed
+        result = original(again, *args, **kwargs)
+        lint.clipped(owners)
+        return result
+
+    return clip
+
+
+def _number(limit: Any) -> float:
+    """Return a limit as a number; NaN of one on a device, which is not read."""
+    return math.nan if isinstance(limit, Tensor) and limit.device.type != "cpu" else float(limit)
+
+
+def _clearing(lint: Lint, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        if not torch.compiler.is_compiling():
+            lint.cleared([self])
+
+    return zero_grad
+
+
+def _clearing_model(lint: Lint, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        if not torch.compiler.is_compiling():
+            lint.model_cleared(self)
+
+    return zero_grad
+
+
+def _averaging(lint: Lint, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def update_parameters(self: Any, model: Any) -> Any:
+        with lint.averages(self.module, model):
+            return original(self, model)
+
+    return update_parameters

@@ -1,0 +1,165 @@
+"""Take over a script's own mixed precision: its ``torch.autocast`` and its ``GradScaler``.
+
+Under ``fp32`` both are turned off. Under another policy an ``autocast`` of the script is a region of that policy, an
+``autocast(enabled=False)`` stays what it is, and the scaler is turned off, because the policy scales the loss itself.
+A scaler that is off passes losses and steps through, so the script's calls stay valid. With ``as-is`` both are only
+listened to.
+
+Inside an autocast that was turned off, modules get their 16-bit arguments in FP32: a library that turns autocast on may cast the
+inputs as well (Lightning's Fabric does), and FP32 weights would refuse them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.autocast_mode import autocast
+from torch.amp.grad_scaler import GradScaler
+
+from mezzo.engine.autocast_kernels import open_table
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.state import Run
+
+
+def take_over(run: Run, patches: Patches) -> None:
+    """Replace what the script's autocast and GradScaler do until ``patches`` are undone."""
+    if run.applied is None:
+        for name, listener in (("scale", _hear_scale), ("step", _hear_step), ("update", _hear_update)):
+            patches.wrap(GradScaler, name, functools.partial(listener, run))
+        patches.wrap(GradScaler, "_maybe_opt_step", _hear_decision)
+        return
+    dtype = run.applied.storage.dtype if run.applied.lowers else None
+    patches.wrap(autocast, "__init__", lambda original: _in_policy(original, dtype))
+    patches.wrap(autocast, "__enter__", lambda original: _with_table(run, original))
+    patches.wrap(autocast, "__exit__", lambda original: _without_table(run, original))
+    patches.wrap(GradScaler, "__init__", _turned_off)
+
+
+def _in_policy(original: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(
+        self: Any,
+        device_type: str,
+        dtype_asked: Any = None,
+        enabled: bool = True,
+        cache_enabled: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        asked = kwargs.pop("dtype", dtype_asked)
+        on = enabled and dtype is not None
+        self._mezzo_turned_off = enabled and not on
+        original(self, device_type, dtype=dtype if on else asked, enabled=on, cache_enabled=cache_enabled, **kwargs)
+
+    return init
+
+
+def _with_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        result = original(self)
+        self._mezzo_region = None
+        run.local.autocasts_off += getattr(self, "_mezzo_turned_off", False)
+        if self._enabled and not torch.compiler.is_compiling():
+            casting = run.casting(self.device)
+            if casting is not None and casting.table is not None and open_table() is None:
+                self._mezzo_region = casting.region()
+                self._mezzo_region.__enter__()
+        return result
+
+    return enter
+
+
+def _without_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def leave(self: Any, *error: Any) -> Any:
+        region = getattr(self, "_mezzo_region", None)
+        if region is not None:
+            region.__exit__(None, None, None)
+        run.local.autocasts_off -= getattr(self, "_mezzo_turned_off", False)
+        return original(self, *error)
+
+    return leave
+
+
+def _turned_off(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args[:5], **{**kwargs, "enabled": False})
+
+    return init
+
+
+def _hear_scale(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        if self.is_enabled():
+            run.meet_scaler(self)
+        return original(self, outputs)
+
+    return scale
+
+
+def _hear_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        heard = _Heard(optimizer)
+        self._mezzo_heard = heard
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        finally:
+            del self._mezzo_heard
+        if self.is_enabled():
+            skipped = _skipped(self, optimizer, heard)
+            if skipped is True:
+                run.lint.skipped()
+            run.script_stepped(self, optimizer, skipped=skipped)
+        return result
+
+    return step
+
+
+class _Heard:
+    """Stand before an optimizer where torch's scaler has read whether to skip: reading the flag again would make the host wait twice."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.decided = self.stepped = False
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer's step."""
+        self.stepped = True
+        return self._optimizer.step(*args, **kwargs)
+
+
+def _hear_decision(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step_or_skip(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        heard = getattr(self, "_mezzo_heard", None)
+        if heard is None:
+            return original(self, optimizer, *args, **kwargs)
+        heard.decided = True
+        return original(self, heard, *args, **kwargs)
+
+    return step_or_skip
+
+
+def _skipped(scaler: Any, optimizer: Any, heard: _Heard) -> bool | Tensor:
+    """Return whether a step was skipped: as the host knows, or what the device knows where the optimizer itself skips."""
+    if heard.decided:
+        return not heard.stepped
+    found = [*scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
+    flag = sum((other.to(found[0].device) for other in found[1:]), start=found[0])
+    return flag if getattr(optimizer, "_step_supports_amp_scaling", False) else bool(flag)
+
+
+def _hear_update(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run.scaled_by_script = False
+        return original(self, *args, **kwargs)
+
+    return update

@@ -1,0 +1,71 @@
+"""Number a script's optimizers, and find what the script calls what they train.
+
+An optimizer that is made anew for the same parameters keeps its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mezzo.launch.model_names import name_at_hand
+from mezzo.measure.apart import Owners
+
+_WALKED_UPDATES = 3
+
+
+class OptimizerOwners:
+    """Know the optimizers of a script by number and by name."""
+
+    def __init__(self) -> None:
+        self._numbers = WeakTensorKeyDictionary()
+        """The number of the optimizer that holds a parameter."""
+        self._known: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        """The number of each optimizer."""
+        self._num = 0
+        self.names: dict[int, str] = {}
+
+    def number(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Return an optimizer's number; None for one without parameters."""
+        if (known := self._known.get(optimizer)) is not None:
+            return known
+        parameters = _parameters(optimizer)
+        if not parameters:
+            return None
+        self._add(optimizer, parameters)
+        found: int = self._numbers[parameters[0]]
+        self._known[optimizer] = found
+        return found
+
+    def made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of an optimizer that is being made, in the frames above this one."""
+        number = self.number(optimizer)
+        if number is not None and number not in self.names:
+            held = set(map(id, _parameters(optimizer)))
+            name = name_at_hand(held, nn.Module, libraries=("torch", "mezzo"))
+            if name is not None:
+                self.names[number] = name
+
+    def _add(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+        held = [self._numbers[p] for p in parameters if p in self._numbers]
+        same = max(set(held), key=held.count, default=None)
+        if same is None or 2 * held.count(same) < len(parameters):
+            same = self._num
+            self._num += 1
+        self._numbers.update(dict.fromkeys(parameters, same))
+
+    def may_need_reach(self, num_steps: int) -> bool:
+        """Return whether it may matter which optimizers a backward pass reaches: several exist, and too few updates are known to tell."""
+        return self._num > 1 and num_steps < _WALKED_UPDATES
+
+    def reached(self, leaves: Iterable[Tensor]) -> Owners:
+        """Return the optimizers that hold one of ``leaves``."""
+        return frozenset(number for leaf in leaves if (number := self._numbers.get(leaf)) is not None)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

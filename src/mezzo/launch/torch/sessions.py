@@ -1,0 +1,77 @@
+"""Scripts that train with ``mezzo.Session``: recorded as others are, and under the policy that the command names.
+
+A session scales its loss, weighs micro-batches and skips updates by itself. With ``as-is`` it goes on to, and the record gets the
+losses without the scale, averaged over what each window really held. Under another policy the session's own gives way: it becomes
+FP32, and the policy is applied as to any other script.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mezzo.engine.firstwindows import NoWatch
+from mezzo.engine.session import Session
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.state import Run
+
+
+def hear_sessions(run: Run, patches: Patches) -> None:
+    """Record what sessions do until ``patches`` are undone."""
+    if run.applied is not None:
+        patches.wrap(Session, "__init__", _in_fp32)
+    patches.wrap(Session, "_differentiate", functools.partial(_hear_backward, run))
+    patches.wrap(Session, "_close", functools.partial(_hear_update, run))
+
+
+class _ScaleOfLoss:
+    """Stand for a script's GradScaler where a session scales a loss."""
+
+    def __init__(self, session: Session, loss_id: int) -> None:
+        self._of_session = session.scales[loss_id]
+
+    @property
+    def _scale(self) -> Any:
+        """Return the loss scale where a GradScaler has it, on the device."""
+        return self._of_session.on_device()
+
+    def get_scale(self) -> float:
+        """Return the loss scale; waits for the device."""
+        return self._of_session.value()
+
+
+def _in_fp32(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Session, *args: Any, **settings: Any) -> None:
+        original(self, *args, **{**settings, "policy": "fp32"})
+        self._watch = NoWatch()  # the autocast that it would find is the command's
+
+    return init
+
+
+def _hear_backward(run: Run, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def differentiate(self: Session, loss: Any, share: float, *, loss_id: int = 0, **how: Any) -> None:
+        run.steady.end()
+        if self.scales[loss_id].checks:
+            run.script_scaler, run.scaled_by_script = _ScaleOfLoss(self, loss_id), True
+        try:
+            original(self, loss, share, loss_id=loss_id, **how)
+        finally:
+            run.scaled_by_script = False
+
+    return differentiate
+
+
+def _hear_update(run: Run, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def close(self: Session, chosen: Any, skipped: Any, **how: Any) -> None:
+        total = self._window.total()
+        if total is not None:
+            run.recorder.weigh(1.0 / float(total))
+        for optimizer in chosen:
+            run.script_stepped(self, optimizer, skipped=skipped)
+        original(self, chosen, skipped, **how)
+
+    return close

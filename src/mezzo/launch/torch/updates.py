@@ -1,0 +1,232 @@
+"""Watch a script's optimizers and schedulers: skip an update that overflowed, hold the schedule, run closures again.
+
+A hook before every optimizer step takes the norm of its gradients and, where the loss is scaled, reads one flag: on
+overflow the gradients are set to None while the optimizer steps, so that any torch optimizer does nothing, its step
+count included.
+
+An optimizer of torch calls its closure once, before it reads the gradients: so the closure runs before the step, and the look
+is taken between the two. A closure that draws random numbers, accumulates or logs (Lightning's does all three) goes the way
+that it would go without a loss scale. LBFGS and optimizers that are not torch's call it when they like; an evaluation
+of theirs that overflows is made again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mezzo.engine.gradients import all_finite, set_aside, total_norm
+from mezzo.launch.patches import Patches
+from mezzo.launch.schedules import Schedules
+from mezzo.launch.torch.state import Run
+from mezzo.observe.skips import Update
+
+Optimizer = torch.optim.Optimizer
+_MAX_EVALUATIONS = 64  # halving from 2**24 reaches the smallest floor sooner
+
+
+class Evaluated:
+    """Stand in for a closure that has run."""
+
+    evaluated = True
+    """Tells watchers that the step itself makes no passes."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def __call__(self) -> Any:
+        """Return what the closure returned."""
+        return self._result
+
+
+class Updates:
+    """Stand before and after every optimizer step of a script."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._stepping: Optimizer | None = None
+        self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
+        self._made: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
+        """How many updates each optimizer made, and how many of them were skipped."""
+        self._schedules = Schedules(self._updates_of, hear=run.lint.scheduled)
+        self._first: set[type] = set()
+        """Classes of optimizers whose closures run before the step."""
+
+    def install(self, patches: Patches) -> None:
+        """Set the hooks until ``patches`` are undone."""
+        handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        def shield() -> None:  # a compiled optimizer must not trace the hooks: they read the device
+            remove()
+            handles[:] = [
+                register_optimizer_step_pre_hook(torch.compiler.disable(self._before)),
+                register_optimizer_step_post_hook(torch.compiler.disable(self._after)),
+            ]
+
+        patches.on_undo(remove)
+        self._run.before_compiling.append(shield)
+        patches.wrap(Optimizer, "__init__", functools.partial(self._noting, patches))
+        if self._run.applied is not None and self._run.applied.loss_scale != "none":
+            patches.wrap(clip_grad, "_get_total_norm", _bearing_overflow)
+        self._schedules.install(patches, LRScheduler)
+
+    def _noting(self, patches: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._run.steady.end()
+            self._run.optimizers[optimizer] = None
+            original(optimizer, *args, **kwargs)
+            self._run.owners.made(optimizer)
+            stepping = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+            if stepping not in self._first and _calls_its_closure_once(optimizer):
+                self._first.add(stepping)
+                patches.wrap(stepping, "step", _closure_first)
+
+        return init
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._stepping not in (None, optimizer):  # an optimizer around others steps them: one update
+            return None
+        self._stepping = optimizer
+        if args[1:] in ((), (None,)) and not kwargs and self._run.steady.steps(optimizer):
+            self._made[optimizer][0] += 1
+            return None
+        if optimizer not in self._made:
+            self._run.steady.end()
+            self._run.optimizers[optimizer] = None  # a copy or an unpickled one was never constructed
+            self._made[optimizer] = [0, 0]
+        closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
+        if closure is None or isinstance(closure, Evaluated):
+            self._run.lint.step_begins(optimizer)
+            self._decide(optimizer)
+            self._run.stepping()
+            return None
+        self._run.close_update()
+        self._run.in_closure = True
+        again = self._until_finite(optimizer, closure)
+        rest = tuple(again if a is closure else a for a in args)
+        self._run.stepping()
+        return rest, {k: again if v is closure else v for k, v in kwargs.items()}
+
+    def _decide(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer's gradients, and take them away where the update is one to skip."""
+        skip = self._run.updated(_norm(optimizer) if self._run.takes_norm else None)
+        if skip:
+            self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
+        if self._run.diagnosis is not None:
+            self._run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
+        made = self._made[optimizer]
+        made[0] += 1
+        made[1] += skip
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        if not self._run.in_closure and self._run.steady.stepped(optimizer):
+            return
+        if self._run.in_closure:
+            self._run.lint.closure_ended(optimizer)
+        self._run.in_closure = False
+        self._run.recorder.measures = True
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside = []
+        self._run.lint.step_ended(optimizer)
+        self._run.update_made(optimizer)
+
+    def _until_finite(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that lowers the loss scale and evaluates again until the gradients are finite.
+
+        What is taken down for the update is the first evaluation that counts, as an optimizer returns it.
+        """
+        run = self._run
+
+        def evaluate() -> Any:
+            for _ in range(_MAX_EVALUATIONS):
+                if run.recorder.measures:
+                    run.recorder.forget()
+                loss = closure()
+                # A loss that is infinite itself is the optimizer's own affair: a line search went too far.
+                lost = isinstance(loss, Tensor) and not bool(loss.isfinite().all())
+                gradients = _gradients(optimizer)
+                if not run.scale.checks or lost or all_finite(gradients):
+                    break
+                if run.scale.at_floor():
+                    raise run.floor_error()
+                run.back_off_or_grow(torch.ones((), device=gradients[0].device))
+            if run.recorder.measures:
+                note = run.evaluated if lost else run.updated
+                note(_norm(optimizer))
+                run.recorder.measures = False
+            return loss
+
+        return evaluate
+
+    def _updates_of(self, scheduler: Any) -> tuple[int, int]:
+        """Return how many updates a scheduler's optimizer made and skipped, also where another library wrapped the optimizer."""
+        optimizer: Any = getattr(scheduler, "optimizer", None)
+        while optimizer not in self._made and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = optimizer.optimizer  # what Fabric's and Accelerate's wrappers call it
+        if optimizer not in self._made:
+            return 0, 0
+        made, skipped = self._made[optimizer]
+        return made, skipped
+
+
+def _calls_its_closure_once(optimizer: Optimizer) -> bool:
+    """Return whether ``step`` is one of torch's that evaluates its closure first and once."""
+    stepping = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    return stepping.__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a closure before the step. Not in a hook before it: what the closure does may set hooks as well."""
+
+    @functools.wraps(original)
+    def step(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if closure is None or isinstance(closure, Evaluated) or torch.compiler.is_compiling():
+            return original(optimizer, closure, *args, **kwargs)
+        with torch.enable_grad():
+            result = closure()
+        return original(optimizer, Evaluated(result), *args, **kwargs)
+
+    return step
+
+
+def _bearing_overflow(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Clip gradients that overflowed without the error that a script may ask for: the update is skipped."""
+
+    @functools.wraps(original)
+    def norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
+        return original(tensors, norm_type, False, foreach)
+
+    return norm
+
+
+def _norm(optimizer: Optimizer) -> Tensor | None:
+    """Return the norm of an optimizer's gradients, unscaled where a fused optimizer is to unscale them itself."""
+    gradients = _gradients(optimizer)
+    if not gradients:
+        return None
+    norm, scale = total_norm(gradients), getattr(optimizer, "grad_scale", None)
+    return norm if scale is None else norm / scale
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    found = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+    if True in [g.is_sparse for g in found]:
+        return [g.coalesce().values() if g.is_sparse else g for g in found]
+    return found

@@ -1,0 +1,100 @@
+"""Say why a matrix product or convolution ran in FP32 or wider.
+
+``off``        no autocast was on around it
+``excluded``   autocast was on when a module began, and off at the operation inside it
+``list``       a rule of an op list puts it in FP32, or the operation that it is a part of: torch's attention widens 16-bit
+               operands by itself where no fused kernel takes them, as with dropout on a CPU
+``promotion``  it met FP32 operands: a rule that takes the widest, or a value that became FP32 by meeting FP32
+``no rule``    autocast was on and has no rule for it: it has none for operations that write into given memory
+``float64``    its operands are FP64, which autocast never casts
+
+Below autocast its state is always off. What is known is whether it was on when the module began, and in how many
+autocast contexts the operation ran: one more than the module began in is the script's own ``autocast(enabled=False)``,
+as many is a rule. What a policy of Mezzo's lists, the policy says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mezzo import oplists
+from mezzo.formats import FP32, FP64, TF32
+from mezzo.observe.audit.operations import Seen, calls_of
+from mezzo.observe.module_names import Names
+from mezzo.observe.trace import Product
+from mezzo.policy import Policy
+from mezzo.records import Cause
+
+WIDE = (FP32.name, TF32.name, FP64.name)
+_PROMOTING = ("tensordot", "bilinear", "dot", "vdot")
+_FAMILY = {
+    "convolution": "conv",
+    "mkldnn_rnn_layer": "rnn",
+    "_cudnn_rnn": "rnn",
+}
+
+
+@dataclass(frozen=True)
+class Why:
+    """Hold the cause of a wide product, the module that it lies in, and a sentence."""
+
+    cause: Cause
+    module: str
+    reason: str
+
+
+def why_wide(seen: Seen, *, policy: Policy | None, lowers_elsewhere: bool, name: Names) -> Why:
+    """Return why the forward product ``seen`` ran in FP32 or wider.
+
+    Args:
+        seen: the product.
+        policy: the policy that the run is under, if one is.
+        lowers_elsewhere: whether other products of the step ran in 16 bits.
+        name: gives a module's path.
+    """
+    product = seen.product
+    assert product is not None
+    if product.format == FP64.name:
+        return Why("float64", seen.module, "its operands are FP64, and FP64 is never cast")
+    calls = calls_of(seen)
+    on = next((call for call in calls if call.autocast), None)
+    if on is not None and on is calls[0] and product.nesting <= on.nesting:
+        return _ruled(seen, product, policy)
+    if on is not None:
+        where = name.of(on.module)
+        return Why("excluded", where, f"autocast is on when {where} begins and off at this operation")
+    if seen.promoted_in:
+        return Why("promotion", seen.promoted_in, "it reads a value that became FP32 by meeting FP32 operands")
+    reason = (
+        "autocast is off around it, and on elsewhere" if lowers_elsewhere else "nothing in the step lowers precision"
+    )
+    return Why("off", seen.module, reason)
+
+
+def _listed(policy: Policy | None, seen: Seen) -> oplists.Precision | None:
+    if policy is None or not policy.lowers:
+        return None
+    chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
+    family = _FAMILY.get(seen.op) or ("attention" if "attention" in seen.op else "matmul")
+    precisions: set[oplists.Precision] = {chosen[op] for op in oplists.BY_NAME[family].ops}
+    return next((p for p in ("fp32", "widest") if p in precisions), "lower")
+
+
+def _ruled(seen: Seen, product: Product, policy: Policy | None) -> Why:
+    if "out" in seen.noted.func._overloadname:
+        return Why("no rule", seen.module, f"autocast has no rule for {seen.op} that writes into given memory (out=)")
+    called = next((c for c in product.callers if c in _PROMOTING), "")
+    listed = _listed(policy, seen)
+    if called or listed == "widest":
+        return Why("promotion", seen.module, f"{called or seen.op} takes the widest of its operands' formats, FP32")
+    if listed == "fp32":
+        return Why("list", seen.module, f"the policy lists the family of {seen.op} in FP32")
+    around = f"the operation around {seen.op} computes in FP32"
+    return Why(
+        "list", seen.module, f"{around}: autocast's lists keep it there, or it is attention without a fused kernel"
+    )
+
+
+def is_wide(seen: Seen) -> bool:
+    """Return whether ``seen`` is a product in FP32 or wider."""
+    return seen.product is not None and seen.format in WIDE

@@ -1,0 +1,375 @@
+"""What is worth changing in the steps that an audit watched: one rule a code, each with its page in ``docs/findings``.
+
+A rule returns the part of the step that it concerns, or nothing. What a change would gain is an upper bound in plain
+numbers (FLOPs that would run in another format, bytes that would not move); what it gives in time depends on the device
+and is measured with ``mezzo compare``.
+
+FLOPs and bytes below a hundredth of the step's are not worth a finding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mezzo.formats import BF16, FP16, FP32
+from mezzo.observe.audit.causes import WIDE, is_wide
+from mezzo.observe.audit.operations import Seen, listed_precision
+from mezzo.records import Cause, Finding, Product, RoundTrip, WideProduct
+
+MIN_SHARE = 0.01
+MUCH_CAST = 0.25
+_MOST_MODULES = 12
+_HALF = (FP16.name, BF16.name)
+_AMPERE = (8, 0)
+
+
+@dataclass
+class Watched:
+    """Hold what the rules look at."""
+
+    seen: Sequence[Seen]
+    wide: Sequence[WideProduct]
+    trips: Sequence[RoundTrip]
+    products: Sequence[Product]
+    device_type: str = "cpu"
+    capability: tuple[int, int] | None = None
+    """Compute capability of a CUDA device."""
+
+    @property
+    def flops(self) -> int:
+        """Return the FLOPs of all products."""
+        return sum(one.flops for one in self.seen)
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all operations."""
+        return sum(one.bytes for one in self.seen)
+
+    @property
+    def lowers(self) -> bool:
+        """Return whether any product ran in fewer than 32 bits."""
+        return any(one.product is not None and not is_wide(one) for one in self.seen)
+
+
+@dataclass
+class Part:
+    """Hold the part of a step that a finding concerns."""
+
+    modules: Iterable[str]
+    detail: str
+    flops: int = 0
+    bytes: int = 0
+    lines: Iterable[str] = ()
+    gain: str = ""
+    always: bool = field(default=False, kw_only=True)
+    """Whether it counts however small it is."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Hold one code: what it is called, what mends it, and how it is found."""
+
+    code: str
+    title: str
+    fix: str
+    find: Callable[[Watched], Part | None]
+
+
+def findings(watched: Watched) -> list[Finding]:
+    """Return what every rule finds, the largest share first."""
+    found = [_finding(rule, part, watched) for rule in RULES if (part := rule.find(watched)) is not None]
+    return sorted((f for f in found if f is not None), key=lambda f: -f.share)
+
+
+def _finding(rule: Rule, part: Part, watched: Watched) -> Finding | None:
+    whole, size = (watched.flops, part.flops) if part.flops else (watched.bytes, part.bytes)
+    share = size / whole if whole else 0.0
+    if share < MIN_SHARE and not part.always:
+        return None
+    modules = list(dict.fromkeys(part.modules))
+    more = f" and {len(modules) - _MOST_MODULES} more modules" if len(modules) > _MOST_MODULES else ""
+    return Finding(
+        code=rule.code,
+        title=rule.title,
+        modules=modules[:_MOST_MODULES],
+        detail=f"{part.detail}{more}",
+        gain=part.gain or _gain(part, share),
+        fix=rule.fix,
+        share=share,
+        flops=part.flops,
+        bytes=part.bytes,
+        lines=[line for line in dict.fromkeys(part.lines) if line][:_MOST_MODULES],
+    )
+
+
+def _gain(part: Part, share: float) -> str:
+    if part.flops:
+        return (
+            f"{share:.1%} of the step's product FLOPs would run in 16 bits: on Tensor Cores up to 2 times as fast as in "
+            "TF32 and 16 times as fast as in FP32 (NVIDIA A100: 312, 156 and 19.5 TFLOPS), with half the bytes"
+        )
+    return f"{part.bytes / 1e6:.3g} MB a watched step need not move: {share:.1%} of all bytes"
+
+
+# --- products in FP32 or wider -----------------------------------------------------------------------------------------------
+
+
+def _wide(cause: Cause, *, lowers: bool | None = None) -> Callable[[Watched], Part | None]:
+    def find(watched: Watched) -> Part | None:
+        own = [p for p in watched.wide if p.cause == cause]
+        if not own or lowers not in (None, watched.lowers):
+            return None
+        flops = sum(p.flops for p in own)
+        detail = f"{own[0].reason}; most of it: {own[0].op} in {own[0].module}, {own[0].format}"
+        return Part([p.module for p in own], detail, flops, lines=[p.line for p in own])
+
+    return find
+
+
+def _tf32_off(watched: Watched) -> Part | None:
+    capable = watched.device_type == "cuda" and watched.capability is not None and watched.capability >= _AMPERE
+    own = [one for one in watched.seen if one.product is not None and one.format == FP32.name]
+    if not capable or not own:
+        return None
+    gain = "what stays in FP32 would run on Tensor Cores: up to 8 times as fast (NVIDIA A100: 156 against 19.5 TFLOPS)"
+    return Part([one.module for one in own], "FP32 products ran without TF32", sum(o.flops for o in own), gain=gain)
+
+
+# --- Tensor Cores ------------------------------------------------------------------------------------------------------------
+
+
+def _problem(*kinds: str) -> Callable[[Watched], Part | None]:
+    def find(watched: Watched) -> Part | None:
+        own = [
+            p for p in watched.products if p.format not in WIDE and any(s.split(":")[0] in kinds for s in p.problems)
+        ]
+        if not own:
+            return None
+        problem = next(s for s in own[0].problems if s.split(":")[0] in kinds)
+        detail = f"most of it: {own[0].op} in {own[0].module} ({own[0].phase}), {problem}"
+        flops = sum(p.flops for p in own)
+        whole = watched.flops or 1
+        gain = f"{flops / whole:.1%} of the step's product FLOPs would run in kernels with full-width loads"
+        return Part([p.module for p in own], detail, flops, gain=gain)
+
+    return find
+
+
+def _off_tensor_cores(watched: Watched) -> Part | None:
+    own = [p for p in watched.products if p.eligible and p.format not in WIDE and p.on_tensor_cores is False]
+    if not own:
+        return None
+    detail = f"most of it: {own[0].op} in {own[0].module} ran {', '.join(own[0].kernels)}"
+    gain = (
+        "up to 16 times the multiplication rate of a kernel without Tensor Cores (NVIDIA A100: 312 against 19.5 TFLOPS)"
+    )
+    return Part([p.module for p in own], detail, sum(p.flops for p in own), gain=gain)
+
+
+# --- casts -------------------------------------------------------------------------------------------------------------------
+
+
+def _needless_trips(watched: Watched) -> Part | None:
+    own = [t for t in watched.trips if t.needless]
+    if not own:
+        return None
+    detail = f"{sum(t.count for t in own)} times; most of it: {own[0].formats} in {own[0].module} ({own[0].phase})"
+    return Part(
+        [t.module for t in own], detail, bytes=sum(t.bytes for t in own), lines=[t.line for t in own], always=True
+    )
+
+
+def _cast_again(watched: Watched) -> Part | None:
+    groups: dict[tuple[int, str, int], list[Seen]] = defaultdict(list)
+    for one in watched.seen:
+        if one.cast is not None and one.cast.of == "weight" and one.reads_parameter and one.phase == "forward":
+            calls = one.noted.entry.calls
+            groups[one.cast.storage, one.cast.target, id(calls[-1])].append(one)
+    again = [one for group in groups.values() for one in group[1:]]
+    if not again:
+        return None
+    detail = f"{len(again)} casts of weights that the same forward pass had cast before"
+    lines = [one.noted.line for one in again]
+    return Part([one.module for one in again], detail, bytes=sum(one.bytes for one in again), lines=lines, always=True)
+
+
+def _many_casts(watched: Watched) -> Part | None:
+    own = [one for one in watched.seen if one.cast is not None]
+    size = sum(one.bytes for one in own)
+    if not watched.bytes or size < MUCH_CAST * watched.bytes:
+        return None
+    by_module: Counter[str] = Counter()
+    size_left = size / 2
+    for one in own:
+        by_module[one.module] += one.bytes
+    order: list[str] = []
+    for module, moved in by_module.most_common():  # those that make up half of it
+        order.append(module)
+        size_left -= moved
+        if size_left <= 0:
+            break
+    return Part(order, f"{len(own)} casts move {size / watched.bytes:.0%} of all bytes, most in {order[0]}", bytes=size)
+
+
+def _promoted(watched: Watched) -> Part | None:
+    own = [one for one in watched.seen if one.promotes]
+    if not own:
+        return None
+    detail = f"{own[0].op} in {own[0].module} mixes {' and '.join(own[0].inputs)}, so its result is FP32"
+    size = sum(meta[2] // 2 for one in own for meta in one.noted.outs)
+    return Part([one.module for one in own], detail, bytes=size)
+
+
+# --- accuracy ----------------------------------------------------------------------------------------------------------------
+
+
+def _no_masters(watched: Watched) -> Part | None:
+    updates = [one for one in watched.seen if one.noted.stepping and one.cast is None and one.reads_parameter]
+    own = [one for one in updates if one.outputs[:1] and one.outputs[0] in _HALF] or [
+        one for one in updates if not one.outputs and one.inputs[:1] and one.inputs[0] in _HALF
+    ]
+    if not own:
+        return None
+    detail = f"{own[0].op} updates {own[0].inputs[0]} parameters in place"
+    gain = "updates smaller than half a unit in a weight's last place (2^-9 of it in BF16, 2^-12 in FP16) would not be lost"
+    return Part([], detail, bytes=sum(one.bytes for one in own), gain=gain, always=True)
+
+
+def _sensitive(watched: Watched) -> Part | None:
+    own = [
+        one
+        for one in watched.seen
+        if one.phase == "forward"
+        and one.product is None
+        and not one.noted.stepping
+        and listed_precision(one.op) == "fp32"
+        and any(name in _HALF for name in one.inputs[:1])
+        and any(meta[2] > 2 for meta in one.noted.ins)
+    ]
+    if not own:
+        return None
+    ops = ", ".join(dict.fromkeys(one.op for one in own))
+    detail = f"{ops} ran on {own[0].inputs[0]} operands; the portable op lists keep them in FP32"
+    gain = "no speed: what leaves FP16's range here becomes infinite or zero, and long sums lose their small terms"
+    return Part([one.module for one in own], detail, bytes=sum(one.bytes for one in own), gain=gain, always=True)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "A101",
+        "no mixed precision",
+        "run it under a policy: mezzo run --policy bf16 (or fp16), or mezzo.Session in the script",
+        _wide("off", lowers=False),
+    ),
+    Rule(
+        "A102",
+        "autocast is off around products",
+        "move this code into the autocast region, or into a module that is called there",
+        _wide("off", lowers=True),
+    ),
+    Rule(
+        "A103",
+        "a module leaves autocast",
+        "take the module out of fp32_modules, or its autocast(enabled=False) away, if FP32 is not needed there",
+        _wide("excluded"),
+    ),
+    Rule(
+        "A104",
+        "an op list or operation keeps products in FP32",
+        "list the family in lower precision (policy field lower), or write the operation as matmul or linear; attention needs a mask, "
+        "dropout and device that a fused kernel takes",
+        _wide("list"),
+    ),
+    Rule(
+        "A105",
+        "products became FP32 by promotion",
+        "cast the FP32 operand (a buffer, a mask, a scale) to the format of the others where they meet",
+        _wide("promotion"),
+    ),
+    Rule(
+        "A106",
+        "autocast has no rule for a product",
+        "cast its operands by hand inside the region, or register an autocast rule for a custom operation",
+        _wide("no rule"),
+    ),
+    Rule(
+        "A107",
+        "products in FP64",
+        "find where float64 comes in (numpy arrays, torch.set_default_dtype) and cast to float32 there",
+        lambda watched: _always(_wide("float64")(watched)),
+    ),
+    Rule(
+        "A201",
+        "dimensions that Tensor Cores take badly",
+        "pad to a multiple of 8 (vocabulary, channels, head width); give groups at least 8 channels each",
+        _problem("dimension", "groups"),
+    ),
+    Rule(
+        "A202",
+        "operands that begin or lie at odd addresses",
+        "make the slice contiguous, or slice at multiples of 8",
+        _problem("alignment"),
+    ),
+    Rule(
+        "A203",
+        "convolutions on channels-first tensors",
+        "model.to(memory_format=torch.channels_last), and the images too",
+        _problem("layout"),
+    ),
+    Rule(
+        "A204",
+        "TF32 is off",
+        'torch.set_float32_matmul_precision("high"), torch.backends.cudnn.allow_tf32 = True, or --policy tf32',
+        _tf32_off,
+    ),
+    Rule(
+        "A301",
+        "casts that are taken back",
+        "leave out both casts, or make one around all of the code between",
+        _needless_trips,
+    ),
+    Rule(
+        "A302",
+        "weights cast more than once",
+        "let autocast keep its casts (cache_enabled=True, not under no_grad), or cast once before the loop",
+        _cast_again,
+    ),
+    Rule(
+        "A303",
+        "casts move much of the step's bytes",
+        "keep neighbours in one format: a -master policy, or one FP32 module around several small ones",
+        _many_casts,
+    ),
+    Rule(
+        "A304",
+        "16-bit and FP32 operands mixed",
+        "cast the FP32 operand to the format of the other, or register the buffer in it",
+        _promoted,
+    ),
+    Rule(
+        "A401",
+        "16-bit weights updated without FP32 masters",
+        "keep FP32 masters (fp16-master, bf16-master, mezzo.AdamW), or train FP32 weights under autocast",
+        _no_masters,
+    ),
+    Rule(
+        "A402",
+        "range-sensitive operations in 16 bits",
+        "run under a policy with portable op lists, or call .float() before the operation",
+        _sensitive,
+    ),
+    Rule(
+        "A501",
+        "eligible products ran without Tensor Cores",
+        "look at the kernel's name in the record; check the library versions and torch.backends settings",
+        _off_tensor_cores,
+    ),
+)
+
+
+def _always(part: Part | None) -> Part | None:
+    if part is not None:
+        part.always = True
+    return part

@@ -1,0 +1,150 @@
+"""Take from torch's profiler which kernels the products of a step really ran, as proof that Tensor Cores did the work.
+
+The profiler numbers every operation that the host calls and every kernel that follows from it. The products that the
+trace saw and those that the profiler saw are the same ones in the same order, so the n-th ``mm`` of one is the n-th of the
+other. Whether a kernel uses Tensor Cores is read from its name: NVIDIA's libraries put the instruction's tile into it
+(``s16816``, ``h884``), or the class of kernel (``tensorop``, ``xmma``, ``wgmma``, ``nvjet``, flash attention). CUTLASS 3 names
+the instruction (``Gmma`` on Hopper, ``Umma`` or ``tcgen05`` on Blackwell), AMD's libraries the matrix instruction's tile
+(``_MI32x32x8``) or its class (``mfma``, ``wmma``), and torch.compile calls its own templates of products ``triton_tem_``.
+
+A kernel whose name has none of these words counts as one without: a library to come may name its kernels otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzo.observe.audit.operations import Seen
+from mezzo.records import Kernel, Product
+
+_TENSOR_CORE_NAMES = re.compile(
+    r"[his](884|1688|16816|16832|161616|1688tf32)|tensorop|tensor_?core|[hi]mma|xmma|gmma|umma|wmma|mfma|tcgen05|nvjet"
+    r"|fmha|flash_(fwd|bwd)|pytorch_flash|cudnn_generated_fort_native_sdpa|triton_tem_|_MI\d+x\d+",
+    re.IGNORECASE,
+)
+_SIMT_NAMES = re.compile(r"simt|_sgemm|_dgemm|ffma", re.IGNORECASE)
+_CALLED = {"convolution": "aten::convolution", "convolution_backward": "aten::convolution_backward"}
+
+
+def uses_tensor_cores(name: str) -> bool:
+    """Return whether a kernel of this name uses Tensor Cores."""
+    return bool(_TENSOR_CORE_NAMES.search(name)) and not _SIMT_NAMES.search(name)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Hold one kernel that ran for one operation."""
+
+    op: str
+    """The operation, as the profiler names it (``aten::mm``)."""
+    call: int
+    """Which call of this operation it was, from 0."""
+    kernel: str
+    time_us: float
+
+
+class KernelWatch:
+    """Profile a device while a step runs."""
+
+    def __init__(self) -> None:
+        self._profiler: Any = None
+
+    def start(self) -> None:
+        """Begin; what ran before is forgotten."""
+        self.drop()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.__enter__()
+
+    def drop(self) -> None:
+        """End without a result."""
+        if self._profiler is not None:
+            self._profiler.__exit__(None, None, None)
+            self._profiler = None
+
+    def stop(self) -> list[Launch]:
+        """End and return the kernels that ran."""
+        if self._profiler is None:
+            return []
+        torch.cuda.synchronize()
+        profiler = self._profiler
+        self.drop()
+        return launches(profiler.events())
+
+
+def launches(events: Iterable[Any]) -> list[Launch]:
+    """Return the kernels of a profile by the call of the operation that launched them, directly or through others."""
+    return [
+        Launch(event.name, number, kernel.name, kernel.duration)
+        for event, number in calls(events)
+        if event.name.startswith("aten::")
+        for kernel in _kernels_below(event)
+    ]
+
+
+def calls(events: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Yield every call of an operation in a profile, with its number among the calls of that operation.
+
+    A dispatch mode that is on calls each operation a second time, inside the first.
+    """
+    numbers: dict[str, int] = defaultdict(int)
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        outer = event.cpu_parent
+        while outer is not None and outer.name != event.name:
+            outer = outer.cpu_parent
+        if outer is None:
+            yield event, numbers[event.name]
+            numbers[event.name] += 1
+
+
+def _kernels_below(event: Any) -> list[Any]:
+    return [*event.kernels, *(kernel for child in event.cpu_children for kernel in _kernels_below(child))]
+
+
+def totals(found: Sequence[Launch], seen: Sequence[Seen]) -> list[Kernel]:
+    """Return the kernels of the products in ``seen``, the longest first."""
+    names = {_called(one) for one in seen if one.product is not None}
+    times: dict[str, list[float]] = defaultdict(list)
+    for launch in found:
+        if launch.op in names:
+            times[launch.kernel].append(launch.time_us)
+    kernels = [
+        Kernel(name=name, count=len(us), time_ms=sum(us) / 1e3, tensor_cores=uses_tensor_cores(name))
+        for name, us in times.items()
+    ]
+    return sorted(kernels, key=lambda kernel: -kernel.time_ms)
+
+
+def prove(products: Sequence[Product], seen: Sequence[Seen], found: Sequence[Launch]) -> list[Product]:
+    """Return ``products`` with the kernels that ran for each."""
+    by_call: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for launch in found:
+        by_call[launch.op, launch.call].append(launch.kernel)
+    names: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    number: dict[str, int] = defaultdict(int)
+    last = None
+    for one in seen:
+        if one.product is None:
+            continue
+        called = _called(one)
+        number[called] += one.noted is not last  # both gradients of a convolution come from one call
+        last = one.noted
+        names[one.op, one.module, one.phase] |= set(by_call[called, number[called] - 1])
+    return [_proven(product, names[product.op, product.module, product.phase]) for product in products]
+
+
+def _proven(product: Product, kernels: set[str]) -> Product:
+    if not kernels:
+        return product
+    proof = any(uses_tensor_cores(name) for name in kernels)
+    return product.model_copy(update={"kernels": sorted(kernels), "on_tensor_cores": proof})
+
+
+def _called(seen: Seen) -> str:
+    return _CALLED.get(seen.op, f"aten::{seen.op}")

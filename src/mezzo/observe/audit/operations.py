@@ -1,0 +1,326 @@
+"""Work out what the noted operations of a step mean: module, phase, format, FLOPs, bytes, and where their values came from.
+
+Phases are ``forward``, ``recompute`` (a forward pass made again by activation checkpointing), ``dgrad`` and ``wgrad``
+(gradients with respect to activations and to weights) and ``optimizer`` (everything after the last backward pass that
+no module does: unscaling, clipping, the update).
+
+Which of a product's two gradients an operation computes shows in its operands: the gradient of the input reads the
+weight, the gradient of the weight does not. Weights are known by their storage, and so are their casts. Other
+operations of a backward pass count as ``wgrad`` if their first result, cast or not, is added to a parameter's gradient; the
+rest counts as ``dgrad``, also a norm's backward kernel, which computes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from mezzo import oplists
+from mezzo.formats import format_of
+from mezzo.observe.module_names import Names
+from mezzo.observe.tensors import storage_of
+from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Noted, Product, Trace
+from mezzo.records import Phase
+
+_PRECISION = {oplists.python_name(op).strip("_"): f.precision for f in oplists.FAMILIES for op in f.ops}
+_BEFORE = ("native_", "linalg_", "special_", "cudnn_", "miopen_", "fused_")
+_AFTER = ("_backward_data", "_backward", "_forward", "_with_flatten")
+
+
+def listed_precision(op: str) -> str:
+    """Return in which precision the op lists put the operation that torch's dispatcher calls ``op``; ``follow`` for unlisted ones."""
+    name = op.strip("_")
+    for before in _BEFORE:
+        name = name.removeprefix(before)
+    for after in _AFTER:
+        name = name.removesuffix(after)
+    return _PRECISION.get(name.strip("_"), "follow")
+
+
+@dataclass
+class Seen:
+    """Hold one operation with its meaning."""
+
+    op: str
+    module: str
+    phase: Phase
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    bytes: int
+    noted: Noted
+    flops: int = 0
+    format: str = ""
+    """The format that a product multiplies in."""
+    product: Product | None = None
+    reads_parameter: bool = False
+    cast: Cast | None = None
+    promoted_in: str = ""
+    """The module that mixed 16-bit and FP32 operands, of a value that this product reads."""
+    promotes: bool = False
+    """Whether 16-bit and FP32 operands give an FP32 result here."""
+
+
+@dataclass
+class Cast:
+    """Hold one change of format of a tensor."""
+
+    source: str
+    target: str
+    bytes: int
+    of: Literal["weight", "activation", "gradient"]
+    """``weight``, ``activation`` or ``gradient``."""
+    storage: int
+    """Where the value that is cast lies."""
+    back_to: Seen | None = None
+    """The cast that this one takes back, if the value came from this format."""
+    needless: bool = False
+    """Whether nothing between the two casts needs the other format."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the format's name, or the dtype's where it holds no floating-point numbers."""
+    known = format_of(dtype)
+    return known.name if known is not None else str(dtype).removeprefix("torch.")
+
+
+def understand(trace: Trace, names: Names, parameters: set[int]) -> list[Seen]:
+    """Return the meaning of what was noted in one step; ``parameters`` are the storages that hold weights."""
+    return list(_Reader(trace, names, parameters).read())
+
+
+class _Reader:
+    """Read a trace from its first operation to its last."""
+
+    def __init__(self, trace: Trace, names: Names, parameters: set[int]) -> None:
+        self._trace, self._names = trace, names
+        self._parameters = parameters
+        self._weights = set(parameters)
+        """Storages that hold weights, or weights cast to another format."""
+        self._weight_nodes: set[int] = set()
+        self._flow = _Flow(self._parameters)
+        self._makers: dict[int, Entry] = {}
+        self._operations = [Noted._make(values) for values in trace.operations]
+        self._to_parameters = _to_parameters(self._operations)
+        backward = [i for i, noted in enumerate(self._operations) if noted.node is not None]
+        self._last_backward = backward[-1] if backward else len(self._operations)
+
+    def read(self) -> Iterator[Seen]:
+        for index, noted in enumerate(self._operations):
+            if noted.hidden:
+                self._follow_weights(noted)
+                self._flow.forget(noted)
+                continue
+            parts = list(self._parts(index, noted))
+            self._flow.follow(parts[0])
+            self._follow_weights(noted)
+            yield from parts
+
+    def _parts(self, index: int, noted: Noted) -> Iterator[Seen]:
+        """Yield the operation, as two where it computes both gradients of a product."""
+        entry = self._owner(noted)
+        op, product = noted.func.overloadpacket.__name__, noted.product
+        size = sum(meta[2] for meta in (*noted.ins, *noted.outs))
+        shares = self._shares(index, noted, op)
+        for number, (phase, parts) in enumerate(shares):
+            yield Seen(
+                op=op,
+                module=self._module(noted, entry),
+                phase=phase,
+                inputs=_dtypes(noted.ins),
+                outputs=_dtypes(noted.outs),
+                bytes=0 if number else size,
+                noted=noted,
+                flops=product.flops // parts if product is not None else 0,
+                format=product.format if product is not None else "",
+                product=product,
+                reads_parameter=any(meta[0] in self._parameters for meta in noted.ins),
+                cast=None if product is not None else self._cast(noted, op, phase),
+            )
+
+    # --- module ----------------------------------------------------------------------------------------------------------------
+
+    def _owner(self, noted: Noted) -> Entry:
+        """Return the innermost call of a module that an operation belongs to."""
+        if noted.node is None or ((noted.again or noted.entry.again) and noted.entry is not NOWHERE):
+            return noted.entry
+        number = noted.node.number
+        if number not in self._makers:
+            self._makers[number] = self._trace.maker(noted.node)
+        return self._makers[number]
+
+    def _module(self, noted: Noted, entry: Entry) -> str:
+        node = noted.node
+        if node is not None and node.number == LAST_NUMBER:
+            return self._names.of_parameter(node.parameter)
+        return self._names.of(entry.module)
+
+    # --- phase -----------------------------------------------------------------------------------------------------------------
+
+    def _shares(self, index: int, noted: Noted, op: str) -> list[tuple[Phase, int]]:
+        """Return the phases of an operation, each with the number of equal parts that its FLOPs fall into."""
+        node = noted.node
+        if node is None:
+            updates = noted.stepping or (index > self._last_backward and noted.entry is NOWHERE)
+            return [("optimizer" if updates else "forward", 1)]
+        if noted.again or noted.entry.again:
+            return [("recompute", 1)]
+        if noted.product is None:
+            return [("wgrad" if index in self._to_parameters else "dgrad", 1)]
+        if op == "convolution_backward":
+            mask = noted.product.arguments[-1][:2]
+            return [(p, sum(mask)) for p, wanted in zip(_BOTH, mask, strict=True) if wanted] or [("wgrad", 1)]
+        if "rnn" in op:
+            return [(p, 2) for p in _BOTH]
+        if op.endswith("_backward") or any(meta[0] in self._weights for meta in noted.ins):
+            return [("dgrad", 1)]
+        return [("wgrad" if node.number in self._weight_nodes else "dgrad", 1)]
+
+    def _follow_weights(self, noted: Noted) -> None:
+        """Keep account of which storages hold weights."""
+        product = noted.product
+        reads = any(meta[0] in self._weights for meta in noted.ins)
+        if product is not None and reads and (noted.node is None or noted.again):
+            self._weight_nodes.add(product.number)
+        made = {meta[0] for meta in noted.outs} - self._parameters
+        if reads and noted.func.overloadpacket.__name__ in (*CASTS, "clone"):
+            self._weights |= made
+        else:
+            self._weights -= made
+
+    # --- casts -----------------------------------------------------------------------------------------------------------------
+
+    def _cast(self, noted: Noted, op: str, phase: Phase) -> Cast | None:
+        if op not in CASTS or not noted.ins or not noted.outs:
+            return None
+        source, target = noted.ins[1] if op.startswith("copy") and len(noted.ins) > 1 else noted.ins[0], noted.outs[0]
+        if source[1] == target[1] or not (source[1].is_floating_point and target[1].is_floating_point):
+            return None
+        weight = source[0] in self._weights or target[0] in self._parameters
+        of: Literal["weight", "activation", "gradient"]
+        of = "weight" if weight else "gradient" if phase in _BOTH else "activation"
+        return Cast(dtype_name(source[1]), dtype_name(target[1]), source[2] + target[2], of, source[0])
+
+
+@dataclass
+class _Came:
+    """Hold where a value came from: the cast that gave it its format."""
+
+    source: str
+    format: str
+    cast: Seen
+    backward: bool
+    needed: bool
+
+
+class _Flow:
+    """Follow values through the step: which were cast, which became FP32 because they met FP32."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        self._parameters = parameters
+        self._came: dict[int, _Came] = {}
+        self._promoted: dict[int, str] = {}
+
+    def follow(self, seen: Seen) -> None:
+        """Take an operation's effect on where its results came from."""
+        noted, backward = seen.noted, seen.phase in _BOTH
+        promoted = [self._promoted[m[0]] for m in noted.ins if m[0] in self._promoted]
+        came = [self._came[m[0]] for m in noted.ins if m[0] in self._came]
+        kept: dict[int, _Came] = {}
+        if seen.cast is not None:
+            kept = self._follow_cast(seen, seen.cast, came, backward=backward)
+        elif seen.product is None and noted.outs:
+            kept = self._passed_on(seen, came, backward=backward)
+        promoted_in = next(iter(promoted), "")
+        seen.promotes = seen.product is None and seen.cast is None and not backward and _mixes(noted)
+        self.forget(noted)
+        self._came.update(kept)
+        if seen.product is not None:
+            seen.promoted_in = promoted_in
+        elif (seen.promotes or promoted_in) and noted.outs and noted.outs[0][1].itemsize == 4:
+            self._promoted[noted.outs[0][0]] = promoted_in or seen.module
+
+    def forget(self, noted: Noted) -> None:
+        """Forget what lay in the memory that an operation writes: it may be another value's by now."""
+        for meta in noted.outs:
+            self._came.pop(meta[0], None)
+            self._promoted.pop(meta[0], None)
+
+    def _follow_cast(self, seen: Seen, cast: Cast, came: list[_Came], *, backward: bool) -> dict[int, _Came]:
+        earlier = next((c for c in came if c.source == cast.target and c.backward == backward), None)
+        if earlier is not None:
+            cast.back_to, cast.needless = earlier.cast, not earlier.needed
+        elif cast.of != "weight":
+            # Only the script's own casts can be left out; a backward pass casts because its forward pass did.
+            needed = backward or seen.noted.by_policy
+            return {seen.noted.outs[0][0]: _Came(cast.source, cast.target, seen, backward, needed)}
+        return {}
+
+    def _passed_on(self, seen: Seen, came: list[_Came], *, backward: bool) -> dict[int, _Came]:
+        first = seen.noted.outs[0]
+        made = dtype_name(first[1])
+        earlier = next((c for c in came if c.format == made and c.backward == backward), None)
+        if earlier is None or not self._alone(seen.noted, earlier.cast):
+            return {}
+        needed = earlier.needed or listed_precision(seen.op) in ("fp32", "widest")
+        return {first[0]: _Came(earlier.source, made, earlier.cast, backward, needed)}
+
+    def _alone(self, noted: Noted, cast: Seen) -> bool:
+        """Return whether all values that an operation reads, parameters left out, come from one cast."""
+        others = (m for m in _floats(noted) if m[0] not in self._parameters)
+        return all(m[0] in self._came and self._came[m[0]].cast is cast for m in others)
+
+
+_BOTH: tuple[Phase, Phase] = ("dgrad", "wgrad")
+
+
+def _to_parameters(operations: list[Noted]) -> set[int]:
+    """Return the indices of the operations of backward passes whose first result becomes a parameter's gradient.
+
+    Read backwards, from what is added to gradients to where it was made, through casts and copies.
+    """
+    gradients: set[int] = set()
+    found: set[int] = set()
+    for index in range(len(operations) - 1, -1, -1):
+        noted = operations[index]
+        if noted.node is None:
+            continue
+        if noted.node.number == LAST_NUMBER:
+            gradients.update(meta[0] for meta in (*noted.ins, *noted.outs))
+            found.add(index)
+        elif noted.outs and noted.outs[0][0] in gradients:
+            found.add(index)
+            gradients.discard(noted.outs[0][0])
+            if noted.func.overloadpacket.__name__ in (*CASTS, "clone"):
+                gradients.update(meta[0] for meta in noted.ins)
+    return found
+
+
+def _dtypes(metas: list[Meta]) -> tuple[str, ...]:
+    """Return the formats without repetition: lists of tensors repeat the same ones."""
+    return tuple(dict.fromkeys(dtype_name(meta[1]) for meta in metas))
+
+
+def _floats(noted: Noted) -> list[Meta]:
+    return [m for m in noted.ins if m[1].is_floating_point and m[2] > m[1].itemsize]
+
+
+def _mixes(noted: Noted) -> bool:
+    """Return whether 16-bit and FP32 tensors give an FP32 one; numbers and tensors of one number promote nothing."""
+    sizes = {m[1].itemsize for m in _floats(noted)}
+    out = noted.outs[0][1] if noted.outs else torch.bool
+    return sizes >= {2, 4} and out.is_floating_point and out.itemsize == 4
+
+
+def calls_of(seen: Seen) -> list[Entry]:
+    """Return the calls of modules that a forward operation runs in, the innermost first."""
+    return [] if seen.noted.entry is NOWHERE else seen.noted.entry.calls
+
+
+def weights_of(roots: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """Return the storages of the parameters that modules and optimizers hold."""
+    held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return {storage_of(p) for p in [*(p for root in roots for p in root.parameters()), *held]}

@@ -1,0 +1,294 @@
+"""Measure the error that every module makes by itself in a lower precision, from one step computed in FP32.
+
+Comparing a low-precision run with an FP32 run module by module blames everything behind the culprit. So the step runs
+in FP32, the inputs and output gradients of each module's first call are kept, and afterwards each module is run on
+them alone: in FP32, under the policy, and under the policy with its inputs rounded as well (an operation that follows
+its input's format loses bits only then). Children of a container run in FP32 meanwhile: the container answers for what
+it computes itself. Each of the three runs draws the same dropout masks.
+
+Limits: the first call of a module stands for all of its calls; code outside modules has no error here. Costs: a copy of
+every module's inputs and output gradients, and about five steps of time a level of the module tree.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mezzo.engine.casting import Casting
+from mezzo.engine.conversion import to_format, wrap
+from mezzo.formats import FP32
+from mezzo.measure.flops import FlopCounter
+from mezzo.observe.fallback.evidence import Local, fitting_scale
+from mezzo.observe.tensors import norm
+from mezzo.policy import Policy
+
+_FITTING = 0.9  # the share of modules whose gradients the loss scale of these runs fits; an outlier must show as one
+_LEFT = ("lower", "fp32", "widest", "arithmetic", "op_lists", "loss_scale", "init_scale")
+
+
+@dataclass(eq=False)
+class Call:
+    """Hold the inputs of a module's first call, and the gradients that came back to its outputs."""
+
+    module: nn.Module
+    args: Any
+    kwargs: Any = field(default_factory=dict)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    """One for each output that has a gradient, in order."""
+
+
+class Calls:
+    """Keep the first call of every module."""
+
+    def __init__(self) -> None:
+        self.first: dict[nn.Module, Call] = {}
+        self._open = threading.local()
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def entering(self, module: nn.Module, args: Any) -> None:
+        """Copy a module's inputs before the module can change them in place."""
+        if module not in self.first and torch.is_grad_enabled():
+            waiting = self._open.__dict__.setdefault("calls", {})
+            waiting.setdefault(module, Call(module, self._copied(args)))
+
+    def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Wait for the gradients of a module's outputs."""
+        call = self._open.__dict__.get("calls", {}).pop(module, None)
+        if call is None or module in self.first:
+            return
+        call.kwargs = self._copied(kwargs)
+        outputs = differentiable(output)
+        if any(not tensor.is_leaf for tensor in outputs):
+            self.first[module] = call
+            call.gradients = [None] * len(outputs)
+            for place, tensor in enumerate(outputs):
+                tensor.register_hook(functools.partial(_arrived, call, place))
+
+    def forget_copies(self) -> None:
+        """Let go of tensors that were only kept so that no copy is made twice."""
+        self._copies = {}
+
+    def _copied(self, values: Any) -> Any:
+        def copy(tensor: Tensor) -> Tensor:
+            known = self._copies.get(id(tensor))
+            if known is None or known[1] != tensor._version:
+                clone = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                known = self._copies[id(tensor)] = (tensor, tensor._version, clone)
+            return known[2]
+
+        return tree_map_only(Tensor, copy, values)
+
+
+def _arrived(call: Call, place: int, gradient: Tensor) -> None:
+    if call.gradients[place] is None:
+        call.gradients[place] = gradient.detach().clone()
+
+
+def differentiable(values: Any) -> list[Tensor]:
+    """Return the tensors in ``values`` that a backward pass can begin at."""
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.requires_grad]
+
+
+def for_single_modules(policy: Policy) -> Policy:
+    """Return ``policy`` as it is applied to one module by itself: operations cast, weights left alone."""
+    kept = {name: getattr(policy, name) for name in _LEFT}
+    if policy.compute == "fp8":
+        kept["arithmetic"] = "emulated"  # native FP8 layers are modules of their own, not operations
+    return Policy.parse(policy.compute).replace(**kept)
+
+
+@dataclass(kw_only=True)
+class Grads:
+    """Hold what one run of a module gave: tensors of three kinds."""
+
+    output: list[Tensor]
+    dgrad: list[Tensor]
+    wgrad: list[Tensor]
+
+
+class Bench:
+    """Run modules by themselves."""
+
+    def __init__(self, policy: Policy, device_type: str) -> None:
+        self._device_type = device_type
+        self._casting = Casting.of(for_single_modules(policy), device_type)
+        self._low = policy.storage.dtype
+        self._policy, self._scale = policy, 1.0
+
+    def measure(self, calls: Sequence[Call], names: dict[nn.Module, tuple[str, bool]]) -> list[Local]:
+        """Return the errors of the modules of ``calls``.
+
+        Args:
+            calls: each with its inputs and gradients.
+            names: each module's name, and whether it is a whole model, which no pattern can name.
+        """
+        self._choose_scale(calls)
+        found = []
+        for call in calls:
+            name, unnamed = names.get(call.module, (type(call.module).__name__, True))
+            found.append(self._local(call, name).model_copy(update={"unnamed": unnamed}))
+        return found
+
+    def _choose_scale(self, calls: Sequence[Call]) -> None:
+        if self._policy.loss_scale == "none":
+            return
+        self._scale = self._policy.init_scale
+        if self._policy.loss_scale != "dynamic":
+            return
+        finite = sorted(top for call in calls if 0 < (top := self._largest(call)) < math.inf)
+        if finite:
+            self._scale = fitting_scale(finite[int(_FITTING * (len(finite) - 1))], self._scale)
+
+    def _largest(self, call: Call) -> float:
+        """Return the largest gradient that a module sees or makes; 0 of one that cannot be run by itself."""
+        try:
+            with _as_it_was(call.module):
+                exact = self._run(call)
+        except Exception:  # it is run again below, and the reason kept
+            return 0.0
+        return _largest([*(g for g in call.gradients if g is not None), *exact.dgrad, *exact.wgrad])
+
+    def _local(self, call: Call, name: str) -> Local:
+        kind = type(call.module).__name__
+        counter = FlopCounter(in_region=lambda: True)
+        try:
+            with _as_it_was(call.module):
+                with counter:
+                    exact = self._run(call)
+                low = self._run_low(call, rounds=False)
+                rounded = self._run_low(call, rounds=True)
+        except Exception as error:  # somebody's module: what it cannot do by itself is its own affair
+            return Local(module=name, type=kind, reason=f"{type(error).__name__}: {error}".splitlines()[0])
+        pairs = [(exact.output, low.output), (exact.dgrad, low.dgrad), (exact.wgrad, low.wgrad)]
+        output, dgrad, wgrad = (relative_error(a, b) if a else None for a, b in pairs)
+        also = [(exact.output, rounded.output), (exact.dgrad, rounded.dgrad), (exact.wgrad, rounded.wgrad)]
+        arrived = [g for g in call.gradients if g is not None]
+        return Local(
+            module=name,
+            type=kind,
+            output=output,
+            dgrad=dgrad,
+            wgrad=wgrad,
+            rounded=max((relative_error(a, b) for a, b in also if a), default=0.0),
+            flops=sum(counter.by_format.values()),
+            largest=_largest([*arrived, *exact.dgrad, *exact.wgrad]),
+        )
+
+    def _run_low(self, call: Call, *, rounds: bool) -> Grads:
+        with _children_in_fp32(call.module, self._device_type, self._low if rounds else None):
+            return self._run(call, low=True, rounds=rounds)
+
+    def _run(self, call: Call, *, low: bool = False, rounds: bool = False) -> Grads:
+        scale = self._scale if low else 1.0
+        region = self._casting.region() if low else nullcontext()
+        backward = self._casting.backward() if low else nullcontext()
+        inputs = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+        weights = [p for p in call.module.parameters() if p.requires_grad]
+        args, kwargs = call.args, call.kwargs
+        with torch.enable_grad(), _same_random_numbers():
+            if rounds:
+                args, kwargs = to_format(args, self._low), to_format(kwargs, self._low)
+            args, kwargs = tree_map_only(Tensor, _unaliased, (args, kwargs))
+            with region:
+                output = call.module(*args, **kwargs)
+            outputs = differentiable(output)
+            pairs = [(t, g) for t, g in zip(outputs, call.gradients, strict=True) if g is not None]
+            with backward:
+                found = torch.autograd.grad(
+                    [t for t, _ in pairs],
+                    [*inputs, *weights],
+                    [(g * scale).to(t.dtype) for t, g in pairs],
+                    allow_unused=True,
+                )
+        gradients = [
+            torch.zeros_like(t) if g is None else g.float() / scale for t, g in _zipped(inputs, weights, found)
+        ]
+        values = [t.detach().float() for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        return Grads(output=values, dgrad=gradients[: len(inputs)], wgrad=gradients[len(inputs) :])
+
+
+def relative_error(exact: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Return the norm of the difference over the norm of ``exact``, over all tensors together; waits for the device.
+
+    Infinite where ``found`` is not finite, or differs from an ``exact`` that is zero.
+    """
+    norms = [norm(t) for t in exact]
+    apart = [norm(b - a) for a, b in zip(exact, found, strict=True)]
+    whole, difference = math.hypot(*norms), math.hypot(*apart)
+    if not math.isfinite(difference):
+        return math.inf
+    if whole == 0.0:
+        return 0.0 if difference == 0.0 else math.inf
+    return difference / whole
+
+
+def _zipped(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], found: Sequence[Tensor | None]
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    yield from zip([*inputs, *weights], found, strict=True)
+
+
+def _largest(tensors: Sequence[Tensor]) -> float:
+    return max((t.detach().abs().max().item() for t in tensors if t.numel()), default=0.0)
+
+
+def _unaliased(tensor: Tensor) -> Tensor:
+    """Return a copy in the graph: a module that works in place must not change the kept inputs, or a leaf."""
+    return tensor.clone()
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.default_generator.manual_seed(0)
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(0)
+        yield
+
+
+@contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Run with copies of the buffers: a graph of the script's next step may have saved the running statistics."""
+    own = [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+    try:
+        for buffers, name, buffer in own:
+            buffers[name] = buffer.detach().clone()
+        yield
+    finally:
+        for buffers, name, buffer in own:
+            buffers[name] = buffer
+
+
+@contextmanager
+def _children_in_fp32(module: nn.Module, device_type: str, low: torch.dtype | None) -> Iterator[None]:
+    """Run the modules inside a container in FP32; ``low`` is the format that they hand on, None for FP32."""
+    own = [(child, child.__dict__.get("forward")) for child in module.modules() if child is not module]
+    try:
+        for child, _ in own:
+            wrap(child, _exactly, device_type, low)
+        yield
+    finally:
+        for child, forward in own:
+            if forward is None:
+                del child.forward
+            else:
+                child.forward = forward
+
+
+def _exactly(call: Any, device_type: str, low: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_autocast_enabled(device_type):  # inside a child already: only what the container sees is rounded
+        return call(*args, **kwargs)
+    with torch.autocast(device_type, enabled=False):
+        output = call(*to_format(args, FP32.dtype), **to_format(kwargs, FP32.dtype))
+    return output if low is None else to_format(output, low)

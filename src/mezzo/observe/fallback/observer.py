@@ -1,0 +1,238 @@
+"""Compare the gradients of a script's first steps between precisions: one run of a fallback search.
+
+Updates are held back (every optimizer finds no gradients), so that all steps have the weights that the script begins
+with: step k is then the same computation in every run, on batch k, whatever the runs before it overflowed. Taken are
+the gradients that stand in the parameters after a step's last backward pass: unscaled, before any clipping.
+
+Three kinds of runs. The ``reference`` is in FP32: it keeps its gradients and measures every module by itself. The
+``noise`` run is in FP32 with every module's output rounded another way, by one unit in the last place: where that
+alone moves a gradient (a bias before a norm, whose true gradient is zero; data in another order), no precision can be
+judged by it. A ``check`` is in lower precision and is compared with the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from mezzo.engine.conversion import module_names
+from mezzo.engine.gradients import put_back, set_aside
+from mezzo.formats import FP32
+from mezzo.observe.fallback.evidence import Local, Measured, StepErrors
+from mezzo.observe.fallback.local_errors import Bench, Calls
+from mezzo.observe.observer import Diagnosis, Running, Watched
+from mezzo.observe.settings import FallbackSettings
+from mezzo.policy import Policy
+from mezzo.records import RunRecord
+
+REFERENCE = "reference.pt"
+MEASURED = "measured.json"
+_COMPILED = "_orig_mod"
+
+
+class Fallback(Diagnosis):
+    """Take the gradients of the first steps, with updates held back."""
+
+    def __init__(self, settings: FallbackSettings, run: Running) -> None:
+        super().__init__(run, steps=settings.steps)
+        self._settings = settings
+        self._handles: list[Any] = []
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._fresh: dict[str, Tensor] = {}
+        """Gradients of the step that is watched, by parameter."""
+        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._reference: dict[int, dict[str, Tensor]] = {}
+        self._compared: list[StepErrors] = []
+        self._local: list[Local] = []
+        self._calls = Calls()
+        self._signs: dict[torch.device, torch.Generator] = {}
+        self._problem = ""
+        self._probing = False
+
+    # --- the look --------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin at once: there are hooks to set and no modes to enter."""
+        if self._settings.role != "reference":
+            path = Path(self._settings.folder) / REFERENCE
+            self._reference = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        self.run.before_compiling.append(self._eager_from_here)
+        self._begin()
+
+    def _eager_from_here(self) -> None:
+        if self._looking is not None:
+            torch.compiler.set_stance("force_eager")
+            self._eager = self.forced_eager = True
+
+    def begin(self, step: int) -> None:
+        """Set the hooks."""
+        self._handles = [
+            register_optimizer_step_pre_hook(self._hold_back),
+            register_optimizer_step_post_hook(self._let_go),
+        ]
+        if self._settings.role == "reference":
+            self._handles += [
+                register_module_forward_pre_hook(self._entering),
+                register_module_forward_hook(self._returned, with_kwargs=True),
+            ]
+        if self._settings.role == "noise":
+            self._handles.append(register_module_forward_hook(self._perturbed))
+
+    def restart(self) -> None:
+        """Forget the gradients: they belonged to the step before."""
+        self._fresh = {}
+
+    def mark(self) -> None:
+        """Take note of nothing: a step's gradients are those after its last backward pass."""
+
+    def turn(self, step: int) -> None:
+        """Keep the step's gradients; end the script where no more are needed."""
+        self._keep(step - 1)
+        if self._settings.role == "check" and not self._settings.all_steps and self._judged():
+            self.close()
+            raise Watched
+
+    def end(self) -> None:
+        """Remove the hooks and keep the last step's gradients."""
+        for handle in self._handles:
+            handle.remove()
+            # torch's remove() leaves the note that the hook takes keywords, and torch.compile takes that for a hook.
+            torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+        self._handles = []
+        if self._fresh and self._looking is not None and self._looking in self.watched:
+            self._keep(self._looking)
+
+    def record(self, run: RunRecord) -> RunRecord:
+        """Write what was measured into the folder; return the run's own record."""
+        folder = Path(self._settings.folder)
+        if self._settings.role == "reference":
+            torch.save(self._kept, folder / REFERENCE)
+        measured = Measured(local=self._local, steps=self._compared, problem=self._problem)
+        (folder / f"{self._settings.name}.{MEASURED}").write_text(measured.model_dump_json(), encoding="utf-8")
+        return run
+
+    # --- gradients -------------------------------------------------------------------------------------------------------------
+
+    def backward_ended(self) -> None:
+        """Take the gradients as they stand."""
+        if self._looking is not None and not self._probing:
+            for name, parameter in self._parameters().items():
+                if parameter.grad is not None:
+                    self._fresh[name] = _plain(parameter.grad)
+            if not list(self.run.optimizers):  # the script updates its weights itself, from gradients that are zero now
+                torch._foreach_zero_([p.grad for p in self._parameters().values() if p.grad is not None])
+        super().backward_ended()
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the script's models by name, which is the same in every run."""
+        found: dict[str, nn.Parameter] = {}
+        seen: set[nn.Parameter] = set()
+        models = [root for root in self.run.roots if any(True for _ in root.parameters())]
+        for number, root in enumerate(models):
+            label = "" if number == 0 else f"{type(root).__name__}#{number + 1}."
+            for path, module in {"": root, **module_names(root)}.items():
+                for name, parameter in module.named_parameters(recurse=False):
+                    if parameter not in seen:
+                        seen.add(parameter)
+                        found[f"{label}{path}.{name}" if path else f"{label}{name}"] = parameter
+        return found
+
+    def _keep(self, step: int) -> None:
+        fresh, self._fresh = self._fresh, {}
+        if self._settings.role == "reference":
+            self._kept[step] = {name: gradient.cpu() for name, gradient in fresh.items()}
+            errors = {name: 0.0 if bool(g.isfinite().all()) else math.inf for name, g in fresh.items()}
+            if not self._compared:
+                self._measure_modules()
+        else:
+            errors = _errors(fresh, self._reference.get(step, {}), without=self._settings.ignored)
+        self._compared.append(StepErrors(step=step, errors=errors))
+
+    def _judged(self) -> bool:
+        """Return whether the last step says what there is to know: one that overflowed is tried again with a smaller scale."""
+        return math.isfinite(self._compared[-1].worst[0])
+
+    def _hold_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        closures = [a for a in (*args[1:], *kwargs.values()) if callable(a)]
+        if any(not getattr(closure, "evaluated", False) for closure in closures):
+            self._problem = f"{type(optimizer).__name__} moves the weights inside its step, which calls a closure"
+        self._aside += set_aside(p for group in optimizer.param_groups for p in group["params"])
+
+    def _let_go(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        aside, self._aside = self._aside, []
+        put_back(aside)
+
+    # --- modules ---------------------------------------------------------------------------------------------------------------
+
+    def _entering(self, module: nn.Module, args: Any) -> None:
+        if not (self._probing or self._compared or torch.compiler.is_compiling()):
+            self._calls.entering(module, args)
+
+    def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not (self._probing or self._compared or torch.compiler.is_compiling()):
+            self._calls.returned(module, args, kwargs, output)
+
+    def _measure_modules(self) -> None:
+        """Run every module of the first step by itself, as if in a backward pass: the launcher then takes no note."""
+        calls = [c for c in self._calls.first.values() if any(g is not None for g in c.gradients)]
+        self._calls.forget_copies()
+        roots, was_backward = list(self.run.roots), self.run.in_backward
+        names: dict[nn.Module, tuple[str, bool]] = {}
+        for root in roots:
+            for name, module in module_names(root).items():
+                if name != _COMPILED:  # the model again, inside what torch.compile made of it
+                    names.setdefault(module, (name, False))
+        for root in roots:
+            names.setdefault(root, (type(root).__name__, True))
+        self.run.in_backward = self._probing = True
+        try:
+            bench = Bench(Policy.parse(self._settings.policy), self.run.device_type or "cpu")
+            self._local = bench.measure(calls, names)
+        finally:
+            self.run.in_backward, self._probing = was_backward, False
+            for met in [root for root in self.run.roots if root not in roots]:
+                del self.run.roots[met]
+            self._calls = Calls()
+
+    def _perturbed(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        return tree_map_only(Tensor, self._moved, output)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` with every element moved by about one unit in its last place, up or down."""
+        if not tensor.is_floating_point() or tensor.dtype is not FP32.dtype:
+            return tensor
+        if tensor.device not in self._signs:  # of its own, so that the script's random numbers stay as they are
+            self._signs[tensor.device] = torch.Generator(tensor.device)
+        signs = torch.empty_like(tensor).bernoulli_(generator=self._signs[tensor.device]).mul_(2).sub_(1)
+        return tensor * signs.mul_(FP32.eps).add_(1)
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    dense = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach().clone()
+    return dense.float()
+
+
+def _errors(found: dict[str, Tensor], reference: dict[str, Tensor], *, without: tuple[str, ...]) -> dict[str, float]:
+    """Return the relative error of every gradient that the reference has, and that is not zero there; waits for the device."""
+    errors = {}
+    for name, exact in reference.items():
+        if name in without:
+            continue
+        if name not in found or found[name].shape != exact.shape:
+            errors[name] = math.inf
+            continue
+        whole = torch.linalg.vector_norm(exact.double())
+        apart = torch.linalg.vector_norm(found[name].cpu().double() - exact.double())
+        if float(whole) > 0:
+            error = float(apart / whole)
+            errors[name] = error if math.isfinite(error) else math.inf
+    return errors

@@ -1,0 +1,92 @@
+"""Tell from the backward passes of one update whether the loss was divided for accumulation: twice, once or not at all."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.observe.lint.gradients import Held, Pass, parameters_of
+from mezzo.observe.lint.noticed import Noticed
+
+_ENOUGH = 2
+"""Updates that have to look alike before anything is said."""
+_INVARIANT = (
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "AdamP",
+    "Lion",
+    "Adagrad",
+    "RMSprop",
+    "Adafactor",
+    "LAMB",
+    "Muon",
+)
+
+
+class Accumulation:
+    """Look at the windows of each optimizer."""
+
+    def __init__(self, noticed: Noticed) -> None:
+        self._noticed = noticed
+        self._bare: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """Windows in a row without any division; -1 once it was noticed, or once one was divided."""
+
+    def in_session(self, one: Pass, parameters: list[Tensor]) -> None:
+        """Take note of a backward pass that a session makes; one of the factors is the session's own."""
+        count, near = one.divides_by, one.loss.near(one.divides_by)
+        if len(near) > 1 and (count > 2 or any(f.divides for f in near)) and not _averages(one, count):
+            detail = f"the script divides the loss by {count}, and mezzo.Session(accumulate={count}) averages over {count} passes"
+            self._noticed.add("A607", detail, parameters=parameters, line=one.line)
+
+    def closed(self, optimizer: Optimizer, held: Held, *, step: int) -> None:
+        """Take note of the backward passes of an update that is about to be made in step number ``step``."""
+        passes = held.passes
+        if (
+            len(passes) < 2 or held.by_hand or passes[0].divides_by > 1
+        ):  # who changes gradients by hand may divide them so
+            return
+        count = len(passes)
+        if all(_divided_twice(p, count) for p in passes):
+            whom = ", the second time by the library that calls backward()" if passes[0].library else ""
+            detail = f"{count} backward passes precede an update, and the loss is divided by {count} twice{whom}"
+            self._noticed.add("A607", detail, parameters=parameters_of(optimizer), line=passes[0].line)
+        elif _not_divided(passes):
+            self._bare[optimizer] = seen = self._bare.get(optimizer, 0) + 1
+            if seen >= _ENOUGH:
+                first = step - 1 if seen == _ENOUGH else step
+                detail = f"{count} backward passes of a mean loss precede each update, and none is divided by {count}"
+                detail += _of_invariant(optimizer)
+                self._noticed.add("A608", detail, parameters=parameters_of(optimizer), line=passes[0].line, step=first)
+        else:
+            self._bare[optimizer] = -1_000_000
+
+
+def _divided_twice(one: Pass, count: int) -> bool:
+    """Return whether a loss was divided by the number of backward passes twice."""
+    half_a_square = count == 2 and one.loss.squares and not one.library
+    return one.loss.divided_by(count) == 2 and not _averages(one, count) and not half_a_square
+
+
+def _averages(one: Pass, count: int) -> bool:
+    """Return whether the loss is a sum of as many losses, so that dividing it makes their average."""
+    return one.loss.end == "terms" and len(one.loss.terms) == count
+
+
+def _not_divided(passes: list[Pass]) -> bool:
+    """Return whether micro-batches were added up: passes of one line, each of a mean over a batch, to the same weights."""
+    first = passes[0]
+    alike = all((p.place, p.touched, p.library) == (first.place, first.touched, False) for p in passes)
+    means = all(p.loss.is_mean(undivided_by=len(passes)) and p.batch > 1 for p in passes)
+    return alike and means and all(p.known and not p.keeps_graph for p in passes)
+
+
+def _of_invariant(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    if name not in _INVARIANT:
+        return ""
+    return f" ({name}'s update hardly depends on it; clipping, L2 penalties and logged norms do)"

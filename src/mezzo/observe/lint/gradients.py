@@ -1,0 +1,178 @@
+"""What lies in the gradients of an optimizer: which backward passes added to them, scaled by what, and what was done to them since.
+
+Nothing is read from a device. A gradient that changed is told by its identity and its version, two numbers that torch keeps
+on the host anyway: 0.3 us a parameter, twice a backward pass, in the first steps only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.observe.lint.losses import Loss
+
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Hold which GradScaler multiplied a loss, and how many updates it had made by then."""
+
+    scaler: Any
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Hold what one backward pass added."""
+
+    scaled: Scaled | None
+    """What scaled it; None for nothing, as far as is known."""
+    known: bool
+    """Whether it is known what scaled it: a script may multiply a loss by hand."""
+    loss: Loss
+    line: str
+    place: int
+    """Stands for the script's calls that led to it."""
+    library: bool
+    """Whether a library called it."""
+    divides_by: int
+    """By how much a session divides the gradients of this pass; 1 where there is none."""
+    batch: int
+    """First dimension of what the model was last called with; 0 where it is not known."""
+    keeps_graph: bool
+    fp16: bool
+    """Whether it is known to compute FP16 gradients that nothing multiplied."""
+    touched: int = 0
+    """Stands for the set of parameters that it reached."""
+
+
+@dataclass
+class Held:
+    """Hold what is known of one optimizer's gradients."""
+
+    passes: list[Pass] = field(default_factory=list)
+    """Since they were cleared or used."""
+    unscaled: bool = False
+    late: bool = False
+    """Whether a scaled backward pass came after they were unscaled."""
+    by_hand: bool = False
+    """Whether the script changed them itself."""
+    clipped: bool = False
+    """Whether a clipping of these was noticed."""
+    norm_read: str = ""
+    """The script's line that read the norm of these while they were scaled."""
+    limit_read: str = ""
+    """The script's line that computed clamped copies of these while they were scaled."""
+    dropped: int = 0
+    """How many backward passes were cleared since the last step."""
+    num_steps: int = 0
+    num_empty: int = 0
+    """How many steps had nothing but cleared gradients."""
+    first_empty: tuple[int, str] = (0, "")
+    made: int = 0
+    skipped: int = 0
+    """Steps since a scheduler of it moved on."""
+    early: str = ""
+    """The line that stepped a scheduler between the last backward pass and the step."""
+    marks: list[int] = field(default_factory=list)
+
+    @property
+    def scaled(self) -> bool:
+        """Return whether they are known to be multiplied by a loss scale now."""
+        return not self.unscaled and not self.by_hand and any(p.scaled is not None for p in self.passes)
+
+    def clear(self) -> None:
+        """Take note that they are None or zero."""
+        self.dropped += len(self.passes)
+        self._forget()
+
+    def use(self) -> None:
+        """Take note that a step used them."""
+        self.dropped = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.passes = []
+        self.unscaled = self.late = self.by_hand = self.clipped = False
+        self.norm_read = self.limit_read = self.early = ""
+
+
+class Gradients:
+    """Hold what is known of every optimizer's gradients."""
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
+        self._before: dict[int, list[int]] = {}
+
+    def of(self, optimizer: Optimizer) -> Held:
+        """Return what is known of an optimizer's gradients."""
+        held = self._held.get(optimizer)
+        if held is None:
+            held = self._held[optimizer] = Held(marks=marks_of(optimizer))
+        return held
+
+    def look(self, optimizer: Optimizer) -> Held:
+        """Return the same after a look at what the script did to them since they were last looked at."""
+        held, now = self.of(optimizer), marks_of(optimizer)
+        if now != held.marks:
+            if all(mark == _NONE for mark in now):
+                held.clear()
+            else:
+                held.by_hand = bool(held.passes)
+            held.marks = now
+        return held
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Take the gradients as they are: what changed them is known."""
+        self.of(optimizer).marks = marks_of(optimizer)
+
+    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+        """Look at all gradients before a backward pass."""
+        self._before = {id(optimizer): list(self.look(optimizer).marks) for optimizer in optimizers}
+
+    def touched(self, optimizers: Iterable[Optimizer]) -> list[tuple[Optimizer, int]]:
+        """Return the optimizers whose gradients a backward pass changed, each with what stands for the parameters."""
+        found = []
+        for optimizer in optimizers:
+            held, now = self.of(optimizer), marks_of(optimizer)
+            before = self._before.get(id(optimizer), held.marks)
+            places = tuple(k for k, (a, b) in enumerate(zip(before, now, strict=False)) if a != b)
+            if places:
+                found.append((optimizer, hash(places)))
+            held.marks = now
+        return found
+
+    def scaled_among(
+        self, parameters: Iterable[Tensor], owners: Iterable[Optimizer]
+    ) -> tuple[list[Optimizer], list[Tensor]]:
+        """Return those of ``owners`` whose gradients are scaled, and theirs of ``parameters``; of two owners one may have unscaled."""
+        looked = [(o, self.look(o)) for o in owners]
+        unscaled = {id(p) for o, held in looked if held.unscaled for p in parameters_of(o)}
+        left = {id(p): p for p in parameters if p.grad is not None and id(p) not in unscaled}
+        scaled = [o for o, held in looked if held.scaled and any(id(p) in left for p in parameters_of(o))]
+        own = {id(p) for o in scaled for p in parameters_of(o)}
+        return scaled, [p for key, p in left.items() if key in own]
+
+    @staticmethod
+    def owners(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+        """Return the optimizers that hold any of ``parameters`` that has a gradient."""
+        given = {id(p) for p in parameters if p.grad is not None}
+        return [o for o in optimizers if any(id(p) in given for p in parameters_of(o))]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the leaves that an optimizer trains."""
+    groups = getattr(optimizer, "param_groups", ())  # it has none if its constructor failed
+    return [p for group in groups for p in group["params"] if p.is_leaf]
+
+
+def marks_of(optimizer: Optimizer) -> list[int]:
+    """Return a number for each gradient that changes with the gradient."""
+    gradients = (p.grad for p in parameters_of(optimizer))
+    return [_NONE if g is None else (id(g) << 24) + g._version for g in gradients]

@@ -1,0 +1,133 @@
+"""Judge what a script does by hand to scaled gradients and to averages of weights, as ``byhand`` sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.observe.lint.by_hand import AverageView, ByHand, GradientView
+from mezzo.observe.lint.gradients import Gradients, Held, parameters_of
+from mezzo.observe.lint.noticed import Noticed, here
+from mezzo.observe.lint.scalers import Scalers
+from mezzo.observe.observer import Running
+
+_LOOKED_AT = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
+"""The updates that are looked at: averages may be taken every tenth update."""
+
+
+class HandWork:
+    """Look at a script's own work on gradients and averages in chosen updates."""
+
+    def __init__(self, run: Running, gradients: Gradients, scalers: Scalers, noticed: Noticed) -> None:
+        self._run, self._gradients, self._scalers, self._noticed = run, gradients, scalers, noticed
+        self._mode = ByHand()
+        self._watched: list[tuple[Optimizer, Held]] = []
+        self._view: GradientView | None = None
+        """What sees those."""
+        self._averages: list[Tensor] = []
+        """The parameters whose averages were seen since the last update."""
+        self._average_at = 0, ""
+        """The step and the first line that took one."""
+        self._first_average: int | None = None
+        """The first step in which weights were averaged."""
+
+    @property
+    def _looks(self) -> bool:
+        return len(self._run.recorder) + 1 in _LOOKED_AT
+
+    @property
+    def over(self) -> bool:
+        """Return whether no more updates are to be looked at, and none is."""
+        return len(self._run.recorder) > max(_LOOKED_AT) and not (self._mode.on or self._watched or self._averages)
+
+    def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:
+        """Look at what is done to gradients that are scaled, from now on."""
+        if not self._looks:
+            return
+        self._watched = [(o, held) for o in optimizers if (held := self._gradients.of(o)).scaled]
+        if self._watched:
+            gradients = [p.grad for o, _ in self._watched for p in parameters_of(o) if p.grad is not None]
+            self._view = GradientView(gradients, norm_read=self._norm_read, limited=self._limited)
+            self._mode.start(self._view)
+
+    def watch_averages(self, optimizers: Sequence[Optimizer]) -> None:
+        """Look at averages of the weights that were updated, from now on."""
+        if self._looks:
+            weights = [p for o in optimizers for p in parameters_of(o)]
+            self._mode.start(AverageView(weights, averaged=self._averaged))
+
+    def rest(self) -> None:
+        """Take a mode off the stack that shows nothing any more. Call this outside of any call that it could be showing."""
+        if not self._mode.on:
+            self._mode.stop()
+
+    def stop(self) -> None:
+        """Look no more, and take note of averages that were seen."""
+        self._mode.stop()
+        averaged, self._averages = self._averages, []
+        if not averaged:
+            return
+        step, line = self._average_at
+        if self._first_average is None:  # models may be merged once
+            self._first_average = step
+            return
+        detail = f"{len(averaged)} weights are averaged by hand into 16-bit tensors"
+        count = 1 if "A612" in self._noticed else 2
+        self._noticed.add("A612", detail, parameters=averaged, line=line, step=self._first_average, count=count)
+
+    def judge(self) -> None:
+        """Tell from what the script did to scaled gradients whether it clipped them or only took their norm."""
+        if not self._watched:
+            return
+        watched, self._watched = self._watched, []
+        changed = self._view is not None and self._view.changed
+        self.stop()
+        for optimizer, held in watched:
+            self._gradients.look(optimizer)
+            held.by_hand = held.by_hand or (changed and bool(held.passes))
+            norm_read, limit_read = held.norm_read, held.limit_read
+            held.norm_read = held.limit_read = ""
+            if held.clipped or self._scalers.may_undo(held):
+                continue
+            if held.by_hand and norm_read:
+                detail = "their norm is taken and they are changed by hand before unscale_"
+                self.clipped([optimizer], detail, norm_read)
+            elif held.by_hand and limit_read:
+                self.clipped([optimizer], "gradients are clamped before unscale_", limit_read)
+            elif norm_read:
+                self.read(parameters_of(optimizer), norm_read)
+
+    def clipped(self, optimizers: Sequence[Optimizer], detail: str, line: str, of: Sequence[Tensor] = ()) -> None:
+        """Take note that scaled gradients of ``optimizers`` are clipped; ``of`` are the parameters, all where left out."""
+        for optimizer in optimizers:
+            self._gradients.of(optimizer).clipped = True
+        parameters = of or [p for o in optimizers for p in parameters_of(o)]
+        self._noticed.add("A601", detail, parameters=parameters, line=line)
+
+    def read(self, parameters: Sequence[Tensor], line: str) -> None:
+        """Take note that the norm of scaled gradients is taken."""
+        detail = "the norm of gradients is taken between backward() and unscale_"
+        self._noticed.add("A602", detail, parameters=parameters, line=line)
+
+    # --- what the mode tells -----------------------------------------------------------------------------------------------------
+
+    def _norm_read(self) -> None:
+        for _, held in self._watched:
+            if not held.norm_read and not held.by_hand:
+                held.norm_read = here()
+
+    def _limited(self, in_place: bool) -> None:
+        if not in_place:
+            for _, held in self._watched:
+                held.limit_read = held.limit_read or here()
+            return
+        known = any(held.clipped or held.by_hand or self._scalers.may_undo(held) for _, held in self._watched)
+        if not known:
+            self.clipped([o for o, _ in self._watched], "gradients are clamped before unscale_", here())
+
+    def _averaged(self, parameter: Tensor) -> None:
+        if not self._averages:
+            self._average_at = len(self._run.recorder) + 1, here()
+        self._averages.append(parameter)

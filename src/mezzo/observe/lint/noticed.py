@@ -1,0 +1,116 @@
+"""Collect misuse while a script runs: what was seen first, where, and how often."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mezzo.observe.lint.rules import BY_CODE
+from mezzo.observe.module_names import Names
+from mezzo.observe.observer import Running
+from mezzo.observe.source_lines import own_line
+from mezzo.records import Finding
+
+_MOST_LINES = 4
+_MOST_MODULES = 12
+_ORDER = ("error", "warning", "info", "")
+
+
+@dataclass
+class _Seen:
+    """Hold the first time that a misuse was seen, and how often it was."""
+
+    step: int
+    detail: str
+    modules: list[str]
+    lines: list[str]
+    count: int = 1
+
+
+class Noticed:
+    """Hold what was noticed in a run, one entry a code."""
+
+    def __init__(self, run: Running) -> None:
+        self._run = run
+        self._seen: dict[str, _Seen] = {}
+
+    def add(
+        self,
+        code: str,
+        detail: str,
+        *,
+        parameters: Iterable[Tensor] = (),
+        modules: Iterable[nn.Module] = (),
+        line: str | None = None,
+        step: int | None = None,
+        count: int = 1,
+    ) -> None:
+        """Take note of a misuse.
+
+        Args:
+            code: which one.
+            detail: what was seen, in a sentence; that of the first time stays.
+            parameters: the weights that it concerns, for their modules' names.
+            modules: the modules that it concerns.
+            line: where; the script's line that runs now if left out.
+            step: the number of the step; the one that runs now if left out.
+            count: how often it happened.
+        """
+        line = here() if line is None else line
+        seen = self._seen.get(code)
+        if seen is None:
+            step = len(self._run.recorder) + 1 if step is None else step
+            names = _named(self._run.roots, parameters, modules)
+            self._seen[code] = _Seen(step, detail, names, [line] if line else [], count)
+            return
+        seen.count += count
+        if line and line not in seen.lines and len(seen.lines) < _MOST_LINES:
+            seen.lines.append(line)
+
+    def __contains__(self, code: str) -> bool:
+        return code in self._seen
+
+    def findings(self) -> list[Finding]:
+        """Return everything that was noticed, the gravest first."""
+        found = [_finding(code, seen) for code, seen in self._seen.items()]
+        return sorted(found, key=lambda f: (_ORDER.index(f.severity), f.code))
+
+
+def here() -> str:
+    """Return the script's own line that runs now."""
+    return own_line(sys._getframe(1))[0]
+
+
+def _finding(code: str, seen: _Seen) -> Finding:
+    misuse = BY_CODE[code]
+    return Finding(
+        code=code,
+        title=misuse.title,
+        severity=misuse.severity,
+        modules=seen.modules,
+        detail=seen.detail,
+        gain=misuse.harm,
+        fix=misuse.fix,
+        lines=seen.lines,
+        step=seen.step,
+        count=seen.count,
+    )
+
+
+def _named(roots: Iterable[nn.Module], parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[str]:
+    """Return the names of modules: of a model whose parameters are all among ``parameters``, its class alone."""
+    known, held = list(roots), {id(p) for p in parameters}
+    names = Names(known)
+    whole = [root for root in known if (own := [id(p) for p in root.parameters()]) and held.issuperset(own)]
+    covered = {id(p) for root in whole for p in root.parameters()}
+    found = [type(getattr(root, "_orig_mod", root)).__name__ for root in whole]  # of a compiled model, its own class
+    found += [names.of_parameter(p) for p in (id(q) for q in _listed(parameters)) if p not in covered]
+    found += [names.of(module) for module in modules]
+    return list(dict.fromkeys(found))[:_MOST_MODULES]
+
+
+def _listed(parameters: Iterable[Tensor]) -> Sequence[Tensor]:
+    return parameters if isinstance(parameters, Sequence) else list(parameters)

@@ -1,0 +1,351 @@
+"""Hear what happens in a script's training loop and tell misuse of its own mixed precision from it.
+
+Everything is told from calls, identities and versions on the host: no device is read. What has to look at every gradient's identity is on
+in the first updates only, since a loop does the same in each; the order of a scaler's calls and the schedule are watched to the end.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from mezzo.engine.session import Session
+from mezzo.formats import BF16, FP16
+from mezzo.observe.lint.accumulation import Accumulation
+from mezzo.observe.lint.gradients import Gradients, Held, Pass, parameters_of
+from mezzo.observe.lint.handwork import HandWork
+from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
+from mezzo.observe.lint.noticed import Noticed, here
+from mezzo.observe.lint.scalers import Scalers
+from mezzo.observe.lint.schedules import LearningRates
+from mezzo.observe.lint.weights import Statistics, check_average
+from mezzo.observe.observer import Running
+from mezzo.observe.source_lines import own_line, own_place
+from mezzo.records import Finding
+
+_AWAKE_UPDATES = 64
+_AWAKE_PASSES = 4096
+"""Backward passes: a script may make its updates where they are not seen."""
+_WALKS = 2
+"""How often the whole graph is searched for FP16 gradients."""
+
+
+class Lint:
+    """Watch one run. The launcher calls these methods where it stands anyway."""
+
+    def __init__(self, run: Running) -> None:
+        self._run = run
+        self._noticed = Noticed(run)
+        self._gradients = Gradients()
+        self.scalers = Scalers(run, self._gradients, self._noticed)
+        self._rates = LearningRates(self._gradients, self._noticed)
+        self._accumulation = Accumulation(self._noticed)
+        self._hands = HandWork(run, self._gradients, self.scalers, self._noticed)
+        self._formats: Counter[torch.dtype] = Counter()
+        """How many autocast regions with gradients were opened in each format."""
+        self._pass: Pass | None = None
+        self._batch = 0
+        self._num_passes = 0
+        self._walks = _WALKS
+        self._in_scaler = 0
+        self._skipped = False
+        self._needless: tuple[int, str] | None = None
+        """Step and line of the first step of a scaler that is on."""
+        self._statistics = Statistics(self._noticed)
+        self._over = False
+        """Whether only scalers and schedules are watched from now on: nothing else may cost a long run's steps time."""
+        self._called_at = ""
+        """The script's line that called a model in training."""
+
+    @property
+    def awake(self) -> bool:
+        """Return whether gradients are watched."""
+        return len(self._run.recorder) < _AWAKE_UPDATES and self._num_passes < _AWAKE_PASSES
+
+    @property
+    def hears_calls(self) -> bool:
+        """Return whether it still matters that modules are called."""
+        return not self._over  # the view of work by hand can be taken out there, and not inside a backward pass
+
+    @property
+    def _step(self) -> int:
+        return len(self._run.recorder) + 1
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        return list(self._run.optimizers)
+
+    # --- forward -----------------------------------------------------------------------------------------------------------------
+
+    def called(self, args: Any, kwargs: Any) -> None:
+        """Hear that a module is called from outside any module."""
+        if self._over:
+            return
+        self._hands.stop()
+        if not self._statistics.done and torch.is_grad_enabled():
+            self._called_at = here()
+        if self.awake:
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self._batch = next((t.shape[0] for t in tensors if t.dim() > 1), 0)
+
+    def compiled_called(self) -> None:
+        """Hear that compiled code is called."""
+        self._hands.stop()
+
+    def region_begins(self, dtype: torch.dtype | None, *, on: bool) -> None:
+        """Hear that the script opens an autocast region; ``dtype`` is None where it leaves that to the device."""
+        if on and dtype is not None and torch.is_grad_enabled():
+            self._formats[dtype] += 1
+
+    # --- backward ----------------------------------------------------------------------------------------------------------------
+
+    def backward_begins(self, roots: list[Tensor], given: Any, *, keeps_graph: bool) -> None:
+        """Hear that a backward pass begins at ``roots``; ``given`` are the gradients that it starts from."""
+        if not self._over:
+            self._hands.judge()
+            self._hands.stop()
+        self._pass = None
+        self.scalers.backward_begins()
+        if self._over or not self.awake:
+            return
+        self._num_passes += 1
+        frame = sys._getframe(1)
+        line, library = own_line(frame)
+        self._gradients.begin(self._optimizers)
+        scaled = self.scalers.scaled_by(roots)
+        loss = loss_of(roots[0], self.scalers.multiplications) if len(roots) == 1 else UNKNOWN
+        known = scaled is not None or (given is None and not loss.may_be_scaled)
+        fp16 = False
+        if scaled is None and known and self._walks and self._may_be_fp16():
+            self._walks -= 1
+            fp16 = has_fp16_gradients(roots)
+        self._pass = Pass(
+            scaled=scaled,
+            known=known,
+            loss=loss,
+            line=line,
+            place=own_place(frame),
+            library=library,
+            divides_by=_session_divides_by(),
+            batch=self._batch,
+            keeps_graph=keeps_graph,
+            fp16=fp16,
+        )
+
+    def _may_be_fp16(self) -> bool:
+        """Return whether the script's own precision is FP16 somewhere, so that its graph is worth a walk."""
+        if self._run.applied is not None:
+            return False
+        first = len(self._run.recorder) < _WALKS
+        weights = (p for o in self._optimizers for p in parameters_of(o)) if first else ()
+        return self._formats[FP16.dtype] > 0 or any(p.dtype == FP16.dtype for p in weights)
+
+    def backward_ended(self) -> None:
+        """Hear that it has ended."""
+        if self._pass is None:
+            return
+        touched = self._gradients.touched(self._optimizers)
+        for optimizer, places in touched:
+            held = self._gradients.of(optimizer)
+            held.late = held.late or (held.unscaled and self._pass.scaled is not None)
+            held.early = ""
+            held.passes.append(replace(self._pass, touched=places))
+        if self._pass.divides_by > 1:
+            self._accumulation.in_session(self._pass, [p for o, _ in touched for p in parameters_of(o)])
+        self._pass = None
+        self._hands.watch_gradients([optimizer for optimizer, _ in touched])
+
+    # --- between backward pass and update ----------------------------------------------------------------------------------------
+
+    def clip(self, parameters: list[Tensor], limit: float) -> list[Optimizer]:
+        """Hear that torch is to clip gradients; return the optimizers that they belong to."""
+        if not self.awake or self._in_scaler or self._run.in_backward:
+            return []
+        self._hands.judge()
+        owners = self._gradients.owners(parameters, self._optimizers)
+        scaled, of = self._gradients.scaled_among(parameters, owners)
+        known = any(self.scalers.may_undo(self._gradients.of(o), limit=limit) for o in scaled)
+        if scaled and math.isinf(limit):
+            self._hands.read(of, here())
+        elif scaled and not known:
+            self._hands.clipped(scaled, "torch's clipping is called before unscale_", here(), of)
+        return owners
+
+    def clipped(self, owners: Iterable[Optimizer]) -> None:
+        """Hear that torch has clipped gradients."""
+        for optimizer in owners:
+            self._gradients.settle(optimizer)
+
+    def cleared(self, optimizers: Iterable[Optimizer]) -> None:
+        """Hear that the script has cleared the gradients of optimizers."""
+        if self.awake:
+            self._hands.judge()
+            for optimizer in optimizers:
+                self._gradients.of(optimizer).clear()
+                self._gradients.settle(optimizer)
+
+    def model_cleared(self, model: nn.Module) -> None:
+        """Hear that the script has cleared the gradients of a model."""
+        if self.awake:
+            own = {id(p) for p in model.parameters()}
+            self.cleared(o for o in self._optimizers if all(id(p) in own for p in parameters_of(o)))
+
+    # --- the update --------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scaler_unscales(self, scaler: Any, optimizer: Optimizer) -> Iterator[None]:
+        """Hear a call of ``GradScaler.unscale_``."""
+        own = not self._in_scaler  # ``step`` calls it, too
+        if own:
+            self._hands.judge()
+            self.scalers.unscale(scaler, optimizer, awake=self.awake)
+        yield
+        if own:
+            self.scalers.unscaled(scaler, optimizer, awake=self.awake)
+
+    @contextmanager
+    def scaler_steps(self, scaler: Any, optimizer: Optimizer) -> Iterator[None]:
+        """Hear a call of ``GradScaler.step``."""
+        if self.scalers.known(scaler) is None:
+            yield
+            return
+        self._hands.judge()
+        self.scalers.step(scaler, optimizer, awake=self.awake)
+        self._begins(optimizer, raises=self._run.applied is None)
+        self._needless = self._needless or (self._step, here())
+        self._skipped = False
+        self._in_scaler += 1
+        try:
+            yield
+        finally:
+            self._in_scaler -= 1
+        self.scalers.stepped(scaler, optimizer)
+        self._ended(optimizer, skipped=self._skipped)
+
+    def skipped(self) -> None:
+        """Hear that the script's GradScaler, which runs, has found gradients that are not finite."""
+        self._skipped = True
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Hear that an optimizer is to step with the gradients that are there."""
+        if self._over or self._in_scaler or self._run.in_backward:
+            return
+        self._hands.judge()
+        self._check_used(optimizer)
+        self._begins(optimizer, raises=False)
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """Hear that an optimizer has stepped with gradients that its closure computed."""
+        if not self._in_scaler and not self._run.in_backward:
+            self._check_used(optimizer)
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Hear that an optimizer has stepped."""
+        if not self._in_scaler and not self._run.in_backward:
+            self._ended(optimizer, skipped=False)
+
+    def _check_used(self, optimizer: Optimizer) -> None:
+        """Look at gradients that an optimizer uses without a GradScaler."""
+        if not self.awake:
+            return
+        held = self._gradients.look(optimizer)
+        if held.scaled and not self.scalers.may_undo(held):
+            detail = f"{type(optimizer).__name__}.step() uses gradients that are multiplied by the loss scale"
+            self._noticed.add("A603", detail, parameters=parameters_of(optimizer))
+        bare = next((p for p in held.passes if p.fp16), None)
+        if bare is not None:
+            detail = "the backward pass computes FP16 gradients, and nothing multiplied the loss"
+            self._noticed.add("A609", detail, parameters=parameters_of(optimizer), line=bare.line)
+
+    def _begins(self, optimizer: Optimizer, *, raises: bool) -> None:
+        self._hands.stop()
+        if not self.awake:
+            return
+        held = self._gradients.look(optimizer)
+        self._rates.stepping(optimizer, held, step=self._step)
+        self._accumulation.closed(optimizer, held, step=self._step)
+        if held.dropped and not held.passes and not held.by_hand:
+            self._without_gradients(optimizer, held, raises=raises)
+
+    def _without_gradients(self, optimizer: Optimizer, held: Held, *, raises: bool) -> None:
+        """Tell a step whose gradients were always cleared from one where a script gave up a bad batch."""
+        held.num_empty += 1
+        if held.num_empty == 1:
+            held.first_empty = self._step, here()
+        if raises or (held.num_empty >= 2 and 2 * held.num_empty > held.num_steps):
+            step, line = held.first_empty
+            detail = f"{type(optimizer).__name__} steps after zero_grad(), with no backward pass between"
+            count = held.num_empty if held.num_empty <= 2 else 1
+            self._noticed.add("A614", detail, parameters=parameters_of(optimizer), step=step, line=line, count=count)
+
+    def _ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        held = self._gradients.of(optimizer)
+        held.num_steps += 1
+        held.skipped, held.made = held.skipped + skipped, held.made + (not skipped)
+        held.use()
+        if self._over:
+            return
+        if self.awake:
+            self._gradients.settle(optimizer)
+        if not skipped and not self._casts_model:
+            self._watch_averages()
+        if not self.awake:
+            self._hands.rest()
+        self._over = not self.awake and self._statistics.done and self._hands.over
+
+    # --- the schedule, and what is kept beside the weights -----------------------------------------------------------------------
+
+    def scheduled(self, scheduler: Any) -> None:
+        """Hear that the script steps a scheduler."""
+        self._rates.moved(scheduler)
+
+    @contextmanager
+    def averages(self, average: nn.Module, model: nn.Module) -> Iterator[None]:
+        """Hear that ``AveragedModel`` takes up a model's weights."""
+        self._hands.stop()
+        if self.awake and not self._casts_model:
+            check_average(self._noticed, average, model)
+        yield
+
+    @property
+    def _casts_model(self) -> bool:
+        """Return whether the policy keeps the weights in 16 bits, and not the script."""
+        return self._run.applied is not None and self._run.applied.casting == "model"
+
+    def _watch_averages(self) -> None:
+        self._statistics.look(self._run.roots, line=self._called_at)
+        self._hands.watch_averages(self._optimizers)
+
+    # --- the end -----------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._hands.stop()
+
+    def findings(self) -> list[Finding]:
+        """Return what was found."""
+        if self._needless is not None and self._formats[BF16.dtype] and not self._formats[FP16.dtype]:
+            (step, line), self._needless = self._needless, None
+            detail = "every autocast region with gradients is BF16, and a GradScaler is on"
+            self._noticed.add("A615", detail, step=step, line=line, count=self.scalers.num_steps)
+        return self._noticed.findings()
+
+
+def _session_divides_by() -> int:
+    """Return by how much the ``mezzo.Session`` that runs divides gradients, 1 where none runs."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is Session.backward.__code__:
+            return int(frame.f_locals["self"].accumulate)
+    return 1

@@ -1,0 +1,213 @@
+"""Watch the calls of a script's GradScaler: their order, and what lies in the gradients at each.
+
+A scaler that is off because the script turned it off is not watched. One that a policy turned off in place of the script's is: its calls
+are those that the script makes without Mezzo. Of a class that overrides these calls (as FSDP's ShardedGradScaler does) only a
+part would be heard, so it is not watched either.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from mezzo.formats import FP16
+from mezzo.observe.lint.gradients import Gradients, Held, Scaled, parameters_of
+from mezzo.observe.lint.losses import found_in, sequences_of
+from mezzo.observe.lint.noticed import Noticed
+from mezzo.observe.observer import Running
+
+_METHODS = ("scale", "unscale_", "step", "update")
+_MOST_PRODUCTS = 64
+_NEAR = 1e-2
+"""A limit of at least this many loss scales was meant for scaled gradients."""
+
+
+@dataclass
+class _Known:
+    """Hold what is known of one GradScaler."""
+
+    epoch: int = 0
+    """How many updates it made."""
+    stages: WeakKeyDictionary[Optimizer, Literal["unscaled", "stepped"]] = field(default_factory=WeakKeyDictionary)
+    """By optimizer, since the last update."""
+    checked: bool = False
+    """Whether anything was unscaled or stepped since the last update."""
+    read: float | None = None
+    """The scale as the script read it last."""
+    fresh: bool = False
+    """Whether it read it since the last backward pass."""
+
+
+class Scalers:
+    """Hear the calls of all GradScalers of a script."""
+
+    def __init__(self, run: Running, gradients: Gradients, noticed: Noticed) -> None:
+        self._run, self._gradients, self._noticed = run, gradients, noticed
+        self._known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._products: OrderedDict[int, Scaled] = OrderedDict()
+        """By the sequence number of what ``scale`` returned."""
+        self.num_steps = 0
+        """Steps of scalers that are on."""
+
+    def asked(self, scaler: Any, *, enabled: bool) -> None:
+        """Take note of whether the script wants a scaler that it makes to be on."""
+        self._asked[scaler] = enabled
+
+    def known(self, scaler: Any) -> _Known | None:
+        """Return what is known of a scaler that is on and fully heard, None of another."""
+        as_is = self._run.applied is None
+        on = scaler.is_enabled() if as_is else self._asked.get(scaler, scaler.is_enabled())
+        if not on or any(getattr(type(scaler), name) is not getattr(GradScaler, name) for name in _METHODS):
+            return None
+        return self._known.setdefault(scaler, _Known())
+
+    # --- what scaled a loss ------------------------------------------------------------------------------------------------------
+
+    @property
+    def multiplications(self) -> list[int]:
+        """Return the sequence numbers of the products that are products indeed: a scaler that is off returns the loss itself."""
+        return [number for number, scaled in self._products.items() if scaled.scaler.is_enabled()]
+
+    def scaled_by(self, roots: list[Tensor]) -> Scaled | None:
+        """Return what multiplied the losses that a backward pass starts from; None unless all of them."""
+        found = [found_in([root], self._products) for root in roots]
+        return None if None in found or not found else self._products[found[0]]  # type: ignore[index]
+
+    def scale(self, scaler: Any, result: Any) -> None:
+        """Take note of what ``scale`` returned."""
+        known = self.known(scaler)
+        if known is None:
+            return
+        for number in sequences_of(result):
+            self._products[number] = Scaled(scaler, known.epoch)
+        while len(self._products) > _MOST_PRODUCTS:
+            self._products.popitem(last=False)
+
+    def get_scale(self, scaler: Any, value: float) -> None:
+        """Take note that the script read the scale: it may do something with it by hand."""
+        known = self.known(scaler)
+        if known is not None:
+            known.read, known.fresh = value, True
+
+    def backward_begins(self) -> None:
+        """Forget which scales were read."""
+        for known in self._known.values():
+            known.fresh = False
+
+    def may_undo(self, held: Held, *, limit: float | None = None) -> bool:
+        """Return whether the script may take the scale out by hand: it has just read it, or its limit is of that size."""
+        scalers = [self._known.get(p.scaled.scaler) for p in held.passes if p.scaled is not None]
+        as_is = self._run.applied is None  # else every scale is read as 1
+        sized = [k for k in scalers if k is not None and k.read is not None and as_is and limit is not None]
+        return any(k is not None and k.fresh for k in scalers) or any(limit >= _NEAR * k.read for k in sized)  # type: ignore[operator]
+
+    # --- the calls ---------------------------------------------------------------------------------------------------------------
+
+    def unscale(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
+        """Hear that the script calls ``unscale_``."""
+        known = self.known(scaler)
+        if known is None:
+            return
+        name, stage = type(optimizer).__name__, known.stages.get(optimizer)
+        if stage == "unscaled":
+            self._noticed.add("A605", f"unscale_({name}) twice before update()", parameters=parameters_of(optimizer))
+        elif stage == "stepped":
+            self._noticed.add("A605", f"unscale_({name}) after step({name})", parameters=parameters_of(optimizer))
+        elif awake:
+            held = self._gradients.look(optimizer)
+            self._check_formats(optimizer)
+            self._check_epoch(scaler, optimizer, held, "unscale_")
+
+    def unscaled(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
+        """Hear that ``unscale_`` returned."""
+        known = self.known(scaler)
+        if known is None:
+            return
+        known.stages[optimizer], known.checked = "unscaled", True
+        if awake:
+            self._gradients.of(optimizer).unscaled = True
+            self._gradients.settle(optimizer)
+
+    def step(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
+        """Hear that the script calls ``step``."""
+        known = self.known(scaler)
+        if known is None:
+            return
+        if known.stages.get(optimizer) == "stepped":
+            name = type(optimizer).__name__
+            self._noticed.add("A605", f"step({name}) twice without update()", parameters=parameters_of(optimizer))
+        elif awake:
+            held = self._gradients.look(optimizer)
+            if known.stages.get(optimizer) is None:
+                self._check_formats(optimizer)
+            self._check_epoch(scaler, optimizer, held, "step")
+            self._check_scaled(scaler, optimizer, held)
+            self._check_order(known, optimizer, held)
+
+    def stepped(self, scaler: Any, optimizer: Optimizer) -> None:
+        """Hear that ``step`` returned."""
+        known = self.known(scaler)
+        if known is None:
+            return
+        known.stages[optimizer], known.checked = "stepped", True
+        self.num_steps += 1
+
+    def update(self, scaler: Any, new_scale: Any) -> None:
+        """Hear that the script calls ``update``."""
+        known = self.known(scaler)
+        if known is None:
+            return
+        if not known.checked and new_scale is None:
+            self._noticed.add("A605", "update() before any step() or unscale_() since the last one")
+            return
+        known.epoch, known.checked = known.epoch + 1, False
+        known.stages.clear()
+
+    # --- what lies in the gradients ------------------------------------------------------------------------------------------------
+
+    def _check_formats(self, optimizer: Optimizer) -> None:
+        narrow = [p for p in parameters_of(optimizer) if p.grad is not None and p.grad.dtype == FP16.dtype]
+        ours = self._run.applied is not None and self._run.applied.casting == "model"
+        if narrow and not ours:
+            self._noticed.add("A616", f"{len(narrow)} gradients are FP16, as their weights are", parameters=narrow)
+
+    def _check_epoch(self, scaler: Any, optimizer: Optimizer, held: Held, call: str) -> None:
+        known = self._known[scaler]
+        own = [p.scaled for p in held.passes if p.scaled is not None and p.scaled.scaler is scaler]
+        late = [scaled for scaled in own if scaled.epoch < known.epoch]
+        if not late or held.by_hand:
+            return
+        name = type(optimizer).__name__
+        detail = f"update() came between scale() and {call}({name})"
+        if held.unscaled and known.stages.get(optimizer) is None:
+            detail += ", and made the scaler forget that unscale_ had been called: the gradients are divided twice"
+        elif len(late) < len(held.passes):
+            detail += f" for {len(late)} of {len(held.passes)} backward passes"
+        self._noticed.add("A606", detail, parameters=parameters_of(optimizer))
+
+    def _check_scaled(self, scaler: Any, optimizer: Optimizer, held: Held) -> None:
+        bare = [p for p in held.passes if p.scaled is None]
+        foreign = [p for p in held.passes if p.scaled is not None and p.scaled.scaler is not scaler]
+        if held.by_hand or not all(p.known for p in bare):
+            return
+        if bare or foreign:
+            part = "" if len(bare or foreign) == len(held.passes) else f"{len(bare or foreign)} of "
+            what = "not scaled" if bare else "scaled by another GradScaler"
+            passes = f"{len(held.passes)} backward pass{'es' if len(held.passes) > 1 else ''}"
+            detail = f"step({type(optimizer).__name__}) after {part}{passes} {what}"
+            line = (bare or foreign)[0].line
+            self._noticed.add("A604", detail, parameters=parameters_of(optimizer), line=line)
+
+    def _check_order(self, known: _Known, optimizer: Optimizer, held: Held) -> None:
+        if known.stages.get(optimizer) != "unscaled" or held.by_hand or not held.late:
+            return
+        name = type(optimizer).__name__
+        detail = f"a scaled backward pass between unscale_({name}) and step({name}): its gradients stay scaled"
+        self._noticed.add("A605", detail, parameters=parameters_of(optimizer))

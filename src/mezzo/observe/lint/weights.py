@@ -1,0 +1,74 @@
+"""Find 16-bit copies that a script keeps of what must change slowly: averages of weights, running statistics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from mezzo.formats import BF16, FP16, format_of
+from mezzo.observe.lint.noticed import Noticed
+
+_HALF = (FP16.dtype, BF16.dtype)
+_STATISTIC = re.compile(r"(^|_)(running|moving|ema|avg|average|mean|var|std|momentum)(_|$)")
+"""Buffers are told by name: that one changes makes it no statistic, it may be a cache, a queue or a seed."""
+
+
+class Statistics:
+    """Look for running statistics in 16 bits: those of torch's norms, and buffers of such a name that training changes."""
+
+    def __init__(self, noticed: Noticed) -> None:
+        self._noticed = noticed
+        self._num_looks = 0
+        self._marks: dict[tuple[nn.Module, str], tuple[int, int]] = {}
+
+    @property
+    def done(self) -> bool:
+        """Return whether there is nothing more to look at."""
+        return self._num_looks == 2
+
+    def look(self, roots: Iterable[nn.Module], *, line: str) -> None:
+        """Look at all modules, called in ``line``, after an update; what changed is seen at the second one."""
+        if self.done:
+            return
+        self._num_looks += 1
+        modules = [module for root in roots for module in root.modules() if module.training]
+        norms = [module for module in modules if isinstance(module, _NormBase) and _is_half(module.running_mean)]
+        if self._num_looks == 1 and norms:
+            mean = norms[0].running_mean
+            assert mean is not None
+            whose = f"{len(norms)} module{'s' if len(norms) > 1 else ''}"
+            detail = f"running_mean and running_var of {whose} are {_name(mean)}, and training updates them"
+            self._noticed.add("A613", detail, modules=norms, line=line)
+        before, self._marks = self._marks, {}
+        changed = []
+        for module in modules:
+            for name, buffer in () if isinstance(module, _NormBase) else module.named_buffers(recurse=False):
+                if _is_half(buffer) and _STATISTIC.search(name):
+                    mark = self._marks[module, name] = id(buffer), buffer._version
+                    if before.get((module, name), mark) != mark:
+                        changed.append((module, name, buffer))
+        if changed:
+            module, name, buffer = changed[0]
+            detail = f"{name} of {type(module).__name__} is {_name(buffer)}, and training updates it"
+            self._noticed.add("A613", detail, modules=[module for module, _, _ in changed], line=line)
+
+
+def check_average(noticed: Noticed, average: nn.Module, model: nn.Module) -> None:
+    """Look at the weights that ``torch.optim.swa_utils.AveragedModel`` averages into."""
+    pairs = zip(average.parameters(), model.parameters(), strict=False)
+    found = [(mean, weight) for mean, weight in pairs if _is_half(mean)]
+    if found:
+        detail = f"AveragedModel keeps {len(found)} averages in {_name(found[0][0])}"
+        noticed.add("A612", detail, parameters=[weight for _, weight in found])
+
+
+def _is_half(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.dtype in _HALF
+
+
+def _name(tensor: Tensor) -> str:
+    form = format_of(tensor.dtype)
+    return str(tensor.dtype) if form is None else form.name.upper()

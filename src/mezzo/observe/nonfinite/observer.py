@@ -1,0 +1,338 @@
+"""Find the first value of a training run that left its format's range, at little cost until there is one.
+
+After every step two flags are read: is the loss finite, are the gradients. Operations are inspected in chosen steps only
+(``mezzo.observe.nonfinite.propagation``). A step that was not finite and was not inspected is a suspect: the script is run again
+with that step among the chosen ones, or, where it cannot be, every step is chosen.
+
+A skipped update is no fault where dynamic loss scaling skips it on purpose (``mezzo.observe.skips``).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from mezzo.engine.scaling import DynamicScale, StaticScale
+from mezzo.measure.flops import OperandFormats
+from mezzo.observe.module_names import Names
+from mezzo.observe.nonfinite import ranks, words
+from mezzo.observe.nonfinite.blame import Fault, Look, blamed, seen_of
+from mezzo.observe.nonfinite.keep_fp32 import keep_fp32
+from mezzo.observe.nonfinite.propagation import InfinityTracer
+from mezzo.observe.nonfinite.verdicts import Circumstances, located, verdict_record
+from mezzo.observe.observer import Diagnosis, Running, Watched
+from mezzo.observe.settings import DiagnoseSettings
+from mezzo.observe.skips import Rule, Skips, Update
+from mezzo.records import DiagnoseRecord, Reason, RunRecord
+
+_LISTED = 3
+"""Harmless values that a record names."""
+
+
+@dataclass
+class _Closed:
+    """Hold a step that is over, its flags perhaps still on their way from the device."""
+
+    step: int
+    flags: Tensor
+    skipped: bool
+    updates: list[Update]
+    look: Look | None
+    arrived: torch.cuda.Event | None = None
+
+
+class NonFinite(Diagnosis):
+    """Watch a run for values that are not finite, and for those that no longer look so."""
+
+    def __init__(self, settings: DiagnoseSettings, run: Running) -> None:
+        super().__init__(run, steps=settings.steps)
+        self._until = settings.steps[-1]
+        self._settings = settings
+        self._lowering: RemovableHandle | None = None
+        self._keeping: RemovableHandle | None = None
+        self._unfinished: Look | None = None
+        """What was seen of a step that never ended."""
+        self._met = False
+        """Whether every suspect was met again."""
+        self._suspects = list(settings.suspects)
+        self._tracer: InfinityTracer | None = None
+        self._marked = 0
+        self._look: Look | None = None
+        self._late: _Closed | None = None
+        self._thread = 0
+        self._skips = Skips()
+        self.bad_steps: list[int] = []
+        self.faults: list[Fault] = []
+        """What was located, by step."""
+        self._open: list[Fault] = []
+        """Where gradients overflowed in updates that the loss scale skipped: a fault only if it does not find its way."""
+        self._harmless: dict[str, Reason] = {}
+        """Values that left their format and made no difference, by line."""
+        self._problems: dict[str, str] = {}
+        """Operations that could not be inspected, and why."""
+        self._gave_up = False
+        self._elsewhere: tuple[int, dict[str, Any] | None] = (-1, None)
+        """The rank of the process that found a fault, and what it found."""
+        self._lost: int | None = None
+        """The step whose loss was not finite."""
+
+    # --- the look --------------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Enter the tracer."""
+        formats = OperandFormats(inside=lambda: self.run.inside)
+        device_type = self.run.device_type or "cpu"
+        self._tracer = InfinityTracer(
+            formats, device_type=device_type, flags=self.run, scale=self._loss_scale, weights=self._weights
+        )
+        self._tracer.problems = self._problems
+        self._marked = 0
+        self._tracer.start(told_of_steps=True)
+        self._thread = threading.get_ident()
+        if self._settings.loss_scale is not None:  # not now: the step before may still have to divide by its own
+            self._lowering = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
+
+    def stepping(self) -> None:
+        """Let the tracer tell the operations of an update apart; weigh the gradients as the update finds them."""
+        if self._tracer is None:
+            return
+        if self._looking is not None and not self.run.skips:
+            self._tracer.weigh()
+        self._tracer.stepping(True)
+
+    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Take note of an optimizer's update."""
+        if self._tracer is not None:
+            self._tracer.stepping(False)
+        super().updated(optimizer)
+
+    def restart(self) -> None:
+        """Forget what was seen."""
+        assert self._tracer is not None
+        self._tracer.forget()
+
+    def mark(self) -> None:
+        """Take note that what was seen until now belongs to the step."""
+        assert self._tracer is not None
+        self._marked = self._tracer.mark()
+
+    def turn(self, step: int) -> None:
+        """Keep the step and go on with the next one."""
+        assert self._tracer is not None
+        self._look = seen_of(self._tracer, self._marked)
+        self._tracer.keep_after(self._marked)
+        self._marked = 0
+
+    def end(self) -> None:
+        """Leave the tracer and keep the step."""
+        assert self._tracer is not None
+        if self._thread == threading.get_ident():
+            self._tracer.stop()
+        else:  # a script that trained in a thread has ended
+            self._tracer.leave_behind()
+        finished = self._looking is not None and self._num_closed >= self._looking
+        everything = len(self._tracer.trace.operations) + 1  # with one that raised, which was not noted
+        self._look = seen_of(self._tracer, self._marked if finished else everything)
+
+    def start(self) -> None:
+        """Get ready; a look at step 1 begins inside the first call of a module, which has to be known."""
+        if self._settings.fp32_modules:
+            self._keeping = keep_fp32(self._settings.fp32_modules)
+        if self._waiting[:1] == [1]:
+            self._first = register_module_forward_pre_hook(self._first_called)
+
+    def _first_called(self, module: nn.Module, args: object) -> None:
+        self._look_from_first_call()
+        if self._tracer is not None:
+            self._tracer.enter(module, args)
+
+    def backward_begins(self) -> None:
+        """Set the policy's loss scale where that was asked for: the step before has closed by now."""
+        if self._settings.loss_scale is not None and self._looking is not None:
+            self.run.scale.load_state_dict({"scale": self._settings.loss_scale})
+
+    def backward_ended(self) -> None:
+        """Weigh the gradients as they stand."""
+        if self._tracer is not None and self._looking is not None:
+            self._tracer.weigh()
+        super().backward_ended()
+
+    def scaler_met(self, scaler: Any) -> None:
+        """Set the loss scale of a script's own scaler where that was asked for from the first step on."""
+        if self._settings.loss_scale is not None and (self._settings.steps[0] == 1 or self._looking is not None):
+            _set_scale(scaler, self._settings.loss_scale)
+
+    # --- steps -----------------------------------------------------------------------------------------------------------------
+
+    def step_closed(self, num_steps: int) -> None:
+        """Judge the step that is over; end the script where enough is known."""
+        self._look = None
+        over = False
+        try:
+            super().step_closed(num_steps)
+        except Watched:
+            over = True
+        self._judge(num_steps)
+        over = over or self._known()
+        if ranks.several():
+            over = self._together(over)
+        if over:
+            raise Watched
+
+    def _known(self) -> bool:
+        return self._gave_up or self._met or bool(self.faults)
+
+    def _together(self, over: bool) -> bool:
+        """Return whether any process is at its end; take over the fault of the one where it began."""
+        if not ranks.any_process(over, self.run.device_type or "cpu"):
+            return False
+        own = self._fault()
+        found = None if own is None else located(own, self._circumstances())
+        rank, began = ranks.first_of_all(found, arrived=own is not None and own.arrived)
+        if rank != ranks.own_rank():
+            self._elsewhere = rank, began
+        return True
+
+    def close(self) -> None:
+        """Stop looking, wherever the script ended, and judge what was seen of a step that never ended."""
+        self._look = None
+        for hook in (self._lowering, self._keeping):
+            if hook is not None:
+                hook.remove()
+        self._decide_late()
+        super().close()
+        if self._look is not None and self._num_closed + 1 not in self.watched:
+            self._unfinished = self._look
+
+    def _judge(self, step: int) -> None:
+        recorder = self.run.recorder
+        flags = recorder.finite_flags()
+        self._decide_late()
+        closed = _Closed(step, flags, recorder.last_skipped(), list(self.run.updates), self._look)
+        if self._look is None and flags.device.type == "cuda":
+            # Read at the next step's end: by then it has long been copied, and nobody waits.
+            closed.flags, closed.arrived = flags.to("cpu", non_blocking=True), torch.cuda.Event()
+            closed.arrived.record(torch.cuda.current_stream(flags.device))
+            self._late = closed
+            return
+        self._decide(closed)
+
+    def _decide_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None and late.arrived is not None:
+            late.arrived.synchronize()
+            self._decide(late)
+
+    def _decide(self, closed: _Closed) -> None:
+        step = closed.step
+        loss_finite, gradients_finite = (bool(f) for f in closed.flags.tolist())
+        bad = not (loss_finite and gradients_finite) or closed.skipped
+        fault = None
+        if closed.look is not None:
+            loss_bad = not loss_finite
+            fault = blamed(closed.look, step, self._names(), loss_bad=loss_bad, bad=bad, before=self._largest_norm)
+        if fault is not None:
+            curable = closed.skipped and loss_finite and fault.verdict in ("scale_overflow", "range_overflow")
+            (self._open if curable else self.faults).append(fault)
+        elif closed.look is not None and not bad:
+            self._harmless |= {
+                s.line: words.harmless(s) for s in closed.look.sources if s.absorbed and s.wide and not s.swallowed
+            }
+        if loss_finite:  # a loss that is infinite is not skipped because of its scale
+            self._skips.closed(step, closed.updates, skipped=closed.skipped, rule=self._rule())
+        if bad:
+            self.bad_steps.append(step)
+            self._lost = step if not loss_finite else self._lost
+            self._gave_up |= not loss_finite or not closed.skipped or self._endless() or not self._rule().dynamic
+        if self._suspects and step == self._suspects[0]:
+            self._suspects.pop(0)
+            self._met = not self._suspects and (bad or fault is not None)
+            if not bad and fault is None:  # the script went another way this time: inspect all that follows
+                self._suspects = []
+                self._waiting = list(range(max(step + 1, self._waiting[0] if self._looking else 0), self._until + 1))
+
+    def _endless(self) -> bool:
+        """Return whether the scale is below 1 and no update was ever made: at a scale of 1 that is no matter of the scale."""
+        return not self._skips.settled() and self._loss_scale() < 1
+
+    def _rule(self) -> Rule:
+        scaler, scale = self.run.script_scaler, self.run.scale
+        if scaler is not None:
+            return Rule(dynamic=True, growth_interval=scaler.get_growth_interval())
+        if isinstance(scale, DynamicScale):
+            return Rule(dynamic=True, growth_interval=scale.growth_interval, hysteresis=scale.hysteresis)
+        return Rule(dynamic=not isinstance(scale, StaticScale))
+
+    def _names(self) -> Names:
+        return Names([*self.run.roots, *(self._tracer.trace.roots if self._tracer is not None else ())])
+
+    def _largest_norm(self) -> float:
+        """Return the largest norm of gradients in the steps so far, the loss scale taken out."""
+        norms = self.run.recorder.steps().grad_norm[:-1]
+        scale = self._loss_scale() if self.run.script_scaler is not None else 1.0
+        return max((norm * scale for norm in norms if 0 < norm < float("inf")), default=0.0)
+
+    def _set_scale_of_script(self) -> None:
+        if self._lowering is not None:
+            self._lowering.remove()
+            self._lowering = None
+        if self.run.script_scaler is not None and self._settings.loss_scale is not None:
+            _set_scale(self.run.script_scaler, self._settings.loss_scale)
+
+    def _weights(self) -> list[Tensor]:
+        held = [p for optimizer in self.run.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return held or [p for root in self.run.roots for p in root.parameters()]
+
+    def _loss_scale(self) -> float:
+        scaler = self.run.script_scaler
+        return float(scaler.get_scale()) if scaler is not None else self.run.scale.value()
+
+    # --- the record ------------------------------------------------------------------------------------------------------------------
+
+    def _fault(self) -> Fault | None:
+        """Return what is to blame for the run so far: a loss scale that overflows only where it does not find its way."""
+        if self.faults:
+            return self.faults[0]
+        wanted = {*self._skips.steps(), *self._settings.suspects}
+        return next((fault for fault in self._open if fault.step in wanted), None)
+
+    def _circumstances(self) -> Circumstances:
+        return Circumstances(
+            own_scaler=self.run.script_scaler is not None,
+            scaled=self.run.scale.checks or self.run.script_scaler is not None,
+            forced_eager=self.forced_eager,
+            problems=tuple(self._problems.items()),
+        )
+
+    def _faulty_steps(self, run: RunRecord) -> list[int]:
+        """Return the bad steps that are no normal skips."""
+        unskipped = [step for step in self.bad_steps if not run.steps.skipped[step - 1]]
+        return sorted({*self._skips.steps(), *unskipped, *([self._lost] if self._lost else [])})
+
+    def record(self, run: RunRecord) -> DiagnoseRecord:
+        """Return what was found."""
+        fault, watched, last = self._fault(), list(self.watched), len(run.steps) + 1
+        if fault is None and run.error is not None and self._unfinished is not None:
+            fault = blamed(self._unfinished, last, self._names(), loss_bad=True, bad=True, before=None)
+            watched.append(last)
+        return verdict_record(
+            run,
+            fault=fault,
+            bad_steps=self.bad_steps,
+            faulty_steps=self._faulty_steps(run),
+            watched=watched,
+            lost=self._lost,
+            circumstances=self._circumstances(),
+            elsewhere=self._elsewhere,
+            harmless=list(self._harmless.values())[:_LISTED],
+        )
+
+
+def _set_scale(scaler: Any, value: float) -> None:
+    scaler.load_state_dict({**scaler.state_dict(), "scale": value})

@@ -1,0 +1,306 @@
+"""Watch where the values of training steps lie: activations, their gradients, weights, weight gradients and updates.
+
+The script runs in FP32, its own mixed precision taken off: in a run in FP16 what became zero is gone and what overflowed is
+infinite, so neither can be counted. Hooks on modules see outputs, hooks on those outputs and on parameters see gradients as
+they are computed, before accumulation and clipping. Weights and updates are what an optimizer found and left behind.
+
+What activation checkpointing computes again is not counted twice. A container that hands on a module's output does not count it
+again, unless the values were changed in place. Limits: operations outside modules and between a module's parts are not seen;
+a weight that nothing but the script's own arithmetic updates has no updates here; each process of a distributed run counts
+what it computes itself.
+
+Costs, in watched steps only: one pass over each of these tensors, and a copy of the weights while an optimizer steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mezzo.engine.kernels import exponents
+from mezzo.formats import BF16, FP16
+from mezzo.observe.observer import Diagnosis, Running
+from mezzo.observe.ranges.casts import Counts
+from mezzo.observe.ranges.listed_formats import ListedFormats
+from mezzo.observe.ranges.table import Seen, ranges_record
+from mezzo.observe.settings import RangesSettings
+from mezzo.policy import Policy
+from mezzo.records import RangeKind, RangesRecord, RunRecord
+
+Key: TypeAlias = tuple[RangeKind, str]
+WEIGHT_FORMATS = (FP16, BF16)
+"""The formats in which weights are kept without master weights."""
+_REENTRANT = "CheckpointFunction"
+
+
+class Tally:
+    """Count into tables by name: what was seen since the last mark apart from what belongs to the step for sure."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Tensor] = {}
+        self._fresh: dict[Any, Tensor] = {}
+
+    def fresh(self, key: Any, like: Tensor) -> Tensor:
+        """Return the table of what is seen now under ``key``, which is made like ``like`` at first."""
+        if key not in self._fresh:
+            self._fresh[key] = torch.zeros_like(like)
+        return self._fresh[key]
+
+    def keep(self) -> None:
+        """Keep what was seen since the last mark."""
+        for key, table in self._fresh.items():
+            if key in self._kept:
+                self._kept[key] += table
+            else:
+                self._kept[key] = table
+        self._fresh = {}
+
+    def forget(self) -> None:
+        """Forget what was seen since the last mark."""
+        self._fresh = {}
+
+    def read(self) -> dict[Any, list[int]]:
+        """Return what was kept; waits for the device."""
+        return {key: table.tolist() for key, table in self._kept.items()}
+
+
+class Ranges(Diagnosis):
+    """Count values by exponent in the watched steps."""
+
+    def __init__(self, settings: RangesSettings, run: Running) -> None:
+        super().__init__(run, steps=settings.steps)
+        self._policy = settings.policy
+        self._formats = ListedFormats(Policy.of(settings.policy))
+        self._lowered: set[Key] = set()
+        """What was counted and has 16 bits under the policy; all else stays in FP32 by the op lists."""
+        self._tables, self._swallowed = Tally(), Tally()
+        self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._outermost: WeakSet[nn.Module] = WeakSet()
+        self._parameters = WeakTensorKeyDictionary()
+        self._labels: dict[str, bool] = {}
+        """What the names inside an outermost module begin with, and whether there is a module inside."""
+        self._handles: list[Any] = []
+        self._hooked = WeakTensorKeyDictionary()
+        self._counted = WeakTensorKeyDictionary()
+        """Outputs that a module inside has counted, with their version: a container hands them on."""
+        self._before: dict[Tensor, Tensor] = {}
+        """Weights as they were before the optimizers that are stepping."""
+        self._on = self._updates = False
+
+    # --- the look --------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin at once where the first step is to be watched: there are hooks to set and no modes to enter in a thread."""
+        if self._waiting[:1] == [1]:
+            self.run.before_compiling.append(self._eager_from_here)
+            self._begin()
+
+    def _eager_from_here(self) -> None:
+        if self._on:
+            torch.compiler.set_stance("force_eager")
+            self._eager = self.forced_eager = True
+
+    def begin(self, step: int) -> None:
+        """Set the hooks."""
+        self._on = True
+        self._handles = [
+            register_module_forward_pre_hook(self._entering),
+            register_module_forward_hook(self._returned),
+            register_optimizer_step_pre_hook(self._stepping),
+        ]
+
+    def restart(self) -> None:
+        """Forget what was counted since the last mark."""
+        self._tables.forget()
+        self._swallowed.forget()
+
+    def mark(self) -> None:
+        """Keep what was counted."""
+        self._tables.keep()
+        self._swallowed.keep()
+
+    def turn(self, step: int) -> None:
+        """Go on: what was counted since the mark belongs to the next step."""
+
+    def end(self) -> None:
+        """Remove the hooks and forget what lies after the last mark."""
+        self._on = False
+        for handle in [*self._handles, *self._hooked.values()]:
+            handle.remove()
+        self._handles, self._hooked, self._before = [], WeakTensorKeyDictionary(), {}
+        self.restart()
+
+    def record(self, run: RunRecord) -> RangesRecord:
+        """Return what was counted."""
+        seen = Seen(
+            counts={key: Counts(table) for key, table in self._tables.read().items()},
+            swallowed=self._swallowed.read(),
+            lowered=self._lowered,
+            steps=self.watched,
+            forced_eager=self.forced_eager,
+            updates_seen=self._updates,
+            models=[label for label, inside in self._labels.items() if inside],
+        )
+        return ranges_record(run, seen, policy=self._policy)
+
+    # --- what the launcher and the hooks call --------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Hook every parameter that is known by now: gradients arrive there before they are added up."""
+        if not self._on:
+            return
+        self._name_parameters()
+        self._formats.forget()
+        for parameter, name in list(self._parameters.items()):
+            if not self._formats.gradient_is_wide(parameter):
+                self._lowered.add(("weight gradients", name))
+            if parameter.requires_grad and parameter not in self._hooked:
+                hook = functools.partial(self._gradient, ("weight gradients", name))
+                self._hooked[parameter] = parameter.register_hook(hook)
+
+    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count weights, updates and what rounding would swallow of them, then take note of the update."""
+        before, self._before = self._before, {}
+        self._updates = self._updates or bool(before)
+        if self._on:
+            self._name_parameters()  # not before the step: with a closure, the first module may be called inside it
+            for parameter, old in before.items():
+                self._update(parameter.detach(), old, self._parameters.get(parameter, "a parameter"))
+        super().updated(optimizer)
+
+    def _entering(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._name(module)
+        if module in self._outermost and torch.is_grad_enabled() and not self._computed_again():
+            name = f"{self._names[module]} (input)"
+            self._count("activations", name, args)
+            self._lowered.add(("activations", name))  # what it meets first may be a product
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._computed_again():
+            return
+        name = self._names.get(module, type(module).__name__)
+        for tensor in self._count("activations", name, output):
+            lowered = not self._formats.is_wide(tensor)
+            if lowered:
+                self._lowered.add(("activations", name))
+            if tensor.requires_grad and not tensor.is_leaf:
+                key: Key = ("activation gradients", name)
+                tensor.register_hook(functools.partial(self._gradient, key))
+                if lowered:
+                    self._lowered.add(key)
+
+    def _computed_again(self) -> bool:
+        if not self.run.recomputing:
+            return False
+        # The reentrant way computes without gradients at first: what counts is the second time.
+        node = torch._C._current_autograd_node()
+        return node is None or not node.name().startswith(_REENTRANT)
+
+    def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._before and parameter.is_floating_point():
+                    self._before[parameter] = parameter.detach().clone()
+
+    # --- counting ----------------------------------------------------------------------------------------------------------------
+
+    def _count(self, kind: RangeKind, name: str, values: Any) -> list[Tensor]:
+        """Count the tensors in ``values`` that no module inside has counted; return them."""
+        own = []
+        for tensor in tree_leaves(values):
+            if not isinstance(tensor, Tensor) or not _countable(tensor):
+                continue
+            if self._counted.get(tensor) == tensor._version:
+                continue
+            self._counted[tensor] = tensor._version
+            self._add((kind, name), tensor)
+            own.append(tensor)
+        return own
+
+    def _gradient(self, key: Key, gradient: Tensor) -> None:
+        if self._on and _countable(gradient):
+            self._add(key, gradient)
+
+    def _add(self, key: Key, tensor: Tensor) -> None:
+        values = tensor.detach()
+        if values.layout is torch.sparse_coo:
+            values = values.coalesce().values()
+        with torch.no_grad():
+            exponents.add([values], [self._tables.fresh(key, self._zeros(values)[0])])
+
+    def _update(self, new: Tensor, old: Tensor, name: str) -> None:
+        with torch.no_grad():
+            update = new.float() - old.float()
+            self._add(("weights", name), old)
+            self._add(("updates", name), update)
+            moves = update != 0
+            numbers = [moves.sum()]
+            for target in WEIGHT_FORMATS:
+                kept = old.to(target.dtype)
+                numbers.append(((kept.float() + update).to(target.dtype) == kept).logical_and_(moves).sum())
+            table = self._swallowed.fresh(name, self._zeros(old)[1])
+            table += torch.stack(numbers)
+
+    def _zeros(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        if like.device not in self._empty:
+            numbers = torch.zeros(1 + len(WEIGHT_FORMATS), dtype=torch.int64, device=like.device)
+            self._empty[like.device] = exponents.tables(1, like.device)[0], numbers
+        return self._empty[like.device]
+
+    # --- names -------------------------------------------------------------------------------------------------------------------
+
+    def _name(self, module: nn.Module) -> None:
+        """Name a module that is new, and all inside: one that none before has inside is an outermost one."""
+        if module in self._names:
+            return
+        self._outermost.add(module)
+        label = self._label(module)
+        for name, inner in module.named_modules():
+            self._names.setdefault(inner, ".".join(part for part in (label, _plain(name)) if part))
+
+    def _label(self, module: nn.Module) -> str:
+        """Return what the names inside ``module`` begin with: its class, and a number where that is taken."""
+        children = list(module.named_children())
+        self.forced_eager = self.forced_eager or (self._eager and [name for name, _ in children] == ["_orig_mod"])
+        while len(children) == 1 and children[0][0] in ("_orig_mod", "module"):
+            module = children[0][1]
+            children = list(module.named_children())
+        own = type(module).__name__
+        numbered = (f"{own}#{number}" for number in itertools.count(2))
+        label = next(name for name in itertools.chain([own], numbered) if name not in self._labels)
+        self._labels[label] = bool(children)
+        return label
+
+    def _name_parameters(self) -> None:
+        for module, label in list(self._names.items()):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in self._parameters:
+                    self._parameters[parameter] = f"{label}.{name}"
+        for number, optimizer in enumerate(list(self.run.optimizers)):
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            for place, parameter in enumerate(held):
+                if parameter not in self._parameters:
+                    self._parameters[parameter] = f"{type(optimizer).__name__}#{number + 1}.params[{place}]"
+
+
+def _countable(tensor: Tensor) -> bool:
+    known = tensor.layout in (torch.strided, torch.sparse_coo)
+    return tensor.is_floating_point() and known and not isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def _plain(name: str) -> str:
+    """Return a module's name without what torch.compile and DistributedDataParallel put before it."""
+    return re.sub(r"^((_orig_mod|module)(\.|$))+", "", name)

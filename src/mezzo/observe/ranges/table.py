@@ -1,0 +1,246 @@
+"""Make a record of counted values: the loss of casts by format and scale, the scale window, what rounding swallows, and what follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
+from mezzo.observe.ranges.casts import LITTLE, SCALES, Counts, suggested
+from mezzo.policy import Policy
+from mezzo.records import (
+    FormatLimits,
+    KindRange,
+    RangeKind,
+    RangesRecord,
+    Reason,
+    RunRecord,
+    ScaleWindow,
+    TensorRange,
+    UpdateLoss,
+)
+
+CAST_TO = (FP16, BF16, E4M3, E5M2)
+KINDS: tuple[RangeKind, ...] = ("activations", "activation gradients", "weight gradients", "weights", "updates")
+GRADIENTS: tuple[RangeKind, ...] = ("activation gradients", "weight gradients")
+_BY_LISTS: tuple[RangeKind, ...] = ("activations", *GRADIENTS)
+_NAMED = 3  # tensors that a sentence names
+_WORST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Hold what a diagnosis counted."""
+
+    counts: Mapping[tuple[RangeKind, str], Counts]
+    lowered: Collection[tuple[RangeKind, str]]
+    """Activations and gradients that have 16 bits under the policy; the op lists keep the others in FP32."""
+    swallowed: Mapping[str, list[int]]
+    """By parameter: updates that are not zero, and how many of them each of FP16 and BF16 swallows."""
+    steps: list[int]
+    forced_eager: bool
+    updates_seen: bool
+    """Whether an optimizer object made an update."""
+    models: list[str]
+    """What the names of each model's tensors begin with."""
+
+    def name(self, full: str) -> str:
+        """Return a tensor's name as it is shown: of a single model without the model's class, as ``fp32_modules`` patterns are."""
+        return full.removeprefix(f"{self.models[0]}.") if len(self.models) == 1 else full
+
+
+def ranges_record(run: RunRecord, seen: Seen, *, policy: str) -> RangesRecord:
+    """Return the record of ``seen``, judged for ``policy``."""
+    judged = Policy.of(policy)
+    target = gradient_format(judged)
+    ordered = sorted(seen.counts.items(), key=lambda item: KINDS.index(item[0][0]))
+    tensors = [_tensor(kind, name, counts, judged, seen) for (kind, name), counts in ordered]
+    gradients = {
+        (kind, seen.name(name)): counts
+        for (kind, name), counts in ordered
+        if kind in GRADIENTS and not _kept(kind, name, judged, seen)
+    }
+    windows = [scale_window(gradients, form) for form in CAST_TO]
+    updates = update_losses({seen.name(name): row for name, row in seen.swallowed.items()})
+    record = RangesRecord(
+        run=run,
+        policy=str(judged),
+        format=target.name,
+        steps_watched=seen.steps,
+        first_scale=SCALES.start,
+        little=LITTLE,
+        limits=[_limits(form) for form in CAST_TO],
+        kinds=[_kind(kind, seen.counts) for kind in KINDS if any(k == kind for k, _ in seen.counts)],
+        tensors=tensors,
+        windows=windows,
+        updates=updates,
+    )
+    return record.model_copy(update={"notes": _notes(record, judged, target, seen)})
+
+
+def gradient_format(policy: Policy) -> Format:
+    """Return the format that gradients have under ``policy``; FP16, whose range is the question, where it lowers nothing."""
+    if policy.compute == "fp8":
+        return E5M2 if policy.fp8_recipe == "tensorwise" else E4M3
+    return policy.storage if policy.lowers else FP16
+
+
+def _limits(form: Format) -> FormatLimits:
+    smallest, normal, largest = (
+        math.frexp(number)[1] - 1 for number in (form.min_subnormal, form.min_normal, form.max)
+    )
+    return FormatLimits(format=form.name, smallest=smallest, normal=normal, largest=largest)
+
+
+def _activation_format(policy: Policy) -> Format:
+    return E4M3 if policy.compute == "fp8" else gradient_format(policy)
+
+
+def scale_window(gradients: Mapping[tuple[RangeKind, str], Counts], target: Format) -> ScaleWindow:
+    """Return the loss scales at which these gradients fit ``target``."""
+    together = Counts.together(gradients.values())
+    lowest, highest = together.lowest(target), together.highest(target)
+    chosen, reason = suggested(together, target)
+    if lowest is None or highest is None:
+        return ScaleWindow(format=target.name, reason=reason)
+    return ScaleWindow(
+        format=target.name,
+        lowest=lowest,
+        highest=highest,
+        suggested=chosen,
+        lost_unscaled=together.lost(target, 0),
+        lost=together.lost(target, highest if chosen is None else chosen),
+        reason=reason,
+        at_top=_at_top(gradients, target, highest),
+        at_bottom=_at_bottom(gradients, target, highest),
+    )
+
+
+def _at_top(gradients: Mapping[tuple[RangeKind, str], Counts], target: Format, highest: int) -> list[str]:
+    """Return the tensors that overflow at twice the highest scale, those with most such values first."""
+    over = {key: counts.overflowed(target, highest + 1) for key, counts in gradients.items()}
+    return _largest(over)
+
+
+def _at_bottom(gradients: Mapping[tuple[RangeKind, str], Counts], target: Format, highest: int) -> list[str]:
+    """Return the tensors that lose most values at the highest scale."""
+    return _largest({key: counts.zeroed(target, highest) for key, counts in gradients.items()})
+
+
+def _largest(numbers: Mapping[tuple[RangeKind, str], int]) -> list[str]:
+    ordered = sorted((key for key, number in numbers.items() if number), key=lambda key: -numbers[key])
+    return [f"{name} ({kind})" for kind, name in ordered[:_NAMED]]
+
+
+def update_losses(swallowed: Mapping[str, list[int]]) -> list[UpdateLoss]:
+    """Return how many updates FP16 and BF16 weights without masters would swallow."""
+    losses = []
+    for place, target in enumerate((FP16, BF16), start=1):
+        shares = {name: row[place] / row[0] for name, row in swallowed.items() if row[0] and row[place]}
+        worst = sorted(shares, key=lambda name: -shares[name])[:_WORST]
+        losses.append(
+            UpdateLoss(
+                format=target.name,
+                num_updates=sum(row[0] for row in swallowed.values()),
+                num_swallowed=sum(row[place] for row in swallowed.values()),
+                worst={name: shares[name] for name in worst},
+            )
+        )
+    return losses if any(row[0] for row in swallowed.values()) else []
+
+
+def _kind(kind: RangeKind, counts: Mapping[tuple[RangeKind, str], Counts]) -> KindRange:
+    own = [c for (k, _), c in counts.items() if k == kind]
+    together = Counts.together(own)
+    casts = [together.casts(target) for target in CAST_TO]
+    return KindRange(kind=kind, num_tensors=len(own), histogram=together.histogram(), casts=casts)
+
+
+def _tensor(kind: RangeKind, name: str, counts: Counts, policy: Policy, seen: Seen) -> TensorRange:
+    ends = {form.name: (counts.lowest(form), counts.highest(form)) for form in CAST_TO}
+    return TensorRange(
+        kind=kind,
+        name=seen.name(name),
+        kept_fp32=_kept(kind, name, policy, seen),
+        histogram=counts.histogram(),
+        lowest={name: low for name, (low, _) in ends.items() if low is not None},
+        highest={name: high for name, (_, high) in ends.items() if high is not None},
+    )
+
+
+def _kept(kind: RangeKind, name: str, policy: Policy, seen: Seen) -> bool:
+    """Return whether ``policy`` keeps a tensor in FP32: by the op lists, or by its module, whose names begin with the model's class."""
+    if kind in _BY_LISTS and (kind, name) not in seen.lowered:
+        return True
+    _, _, inner = name.partition(".")
+    if kind in ("weight gradients", "weights", "updates"):
+        inner = inner.rpartition(".")[0]
+    parts = inner.split(".")
+    modules = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(fnmatchcase(module, pattern) for module in modules if module for pattern in policy.fp32_modules)
+
+
+# --- what follows ----------------------------------------------------------------------------------------------------------------
+
+
+def _notes(record: RangesRecord, policy: Policy, target: Format, seen: Seen) -> list[Reason]:
+    notes = [*_forward_overflow(record, policy), *_not_finite(record), *_initial_scale(record, policy, target)]
+    if seen.forced_eager:
+        why = "inside compiled kernels a value belongs to no module; fused kernels may also round less often"
+        notes.append(Reason(what="torch.compile", value="compiled code ran eagerly in the watched steps", reason=why))
+    if not seen.updates_seen:
+        why = "the script has no torch optimizer: updates by hand are not seen"
+        notes.append(Reason(what="updates", value="not counted", reason=why))
+    if not any(t.kind == "activations" for t in record.tensors):
+        why = "the script calls no module in its training steps: values outside modules are not seen"
+        notes.append(Reason(what="activations", value="not counted", reason=why))
+    return notes
+
+
+def _forward_overflow(record: RangesRecord, policy: Policy) -> Iterable[Reason]:
+    """Say which forward values no loss scale can help."""
+    form = _activation_format(policy)
+    if policy.compute == "fp8":  # operands are scaled tensor by tensor
+        return
+    over = [t for t in record.tensors if t.kind in ("activations", "weights") and not t.kept_fp32]
+    over = [t for t in over if t.highest.get(form.name, 0) < 0]
+    if over:
+        over.sort(key=lambda t: t.highest[form.name])
+        names = ", ".join(f"{t.name} (up to 2^{t.histogram.last_exponent + 1})" for t in over[:_NAMED])
+        more = f" and {len(over) - _NAMED} more" if len(over) > _NAMED else ""
+        why = "a loss scale moves gradients only: keep these modules in FP32 (fp32_modules=...), or use bf16"
+        yield Reason(what="forward overflow", value=f"{names}{more} beyond {form.name}'s {form.max:g}", reason=why)
+
+
+def _not_finite(record: RangesRecord) -> Iterable[Reason]:
+    broken = [t for t in record.tensors if t.histogram.infinite or t.histogram.nan]
+    if broken:
+        names = ", ".join(f"{t.name} ({t.kind})" for t in broken[:_NAMED])
+        why = "no format helps against what FP32 cannot hold: look at these operations first"
+        yield Reason(what="not finite", value=f"in FP32 already: {names}", reason=why)
+
+
+def _initial_scale(record: RangesRecord, policy: Policy, target: Format) -> Iterable[Reason]:
+    """Compare the policy's own initial scale with the window."""
+    window = next(w for w in record.windows if w.format == target.name)
+    if policy.loss_scale == "none" or window.highest is None or window.lowest is None or window.empty:
+        return
+    scale = policy.init_scale
+    if scale > 2.0**window.highest:
+        how = (
+            "is lowered from there, an update lost for each halving"
+            if policy.loss_scale == "dynamic"
+            else "never changes"
+        )
+        yield Reason(
+            what="policy's loss scale",
+            value=f"{scale:g} overflows",
+            reason=f"the window ends at 2^{window.highest}; it {how}",
+        )
+    elif scale < 2.0**window.lowest:
+        why = (
+            f"the window begins at 2^{window.lowest}; pass {policy.name}:init_scale={2.0 ** (window.suggested or 0):g}"
+        )
+        yield Reason(what="policy's loss scale", value=f"{scale:g} is too small", reason=why)

@@ -1,0 +1,110 @@
+"""Find who is running: which line of the script, and whether an operation is the script's, the policy's or Mezzo's own."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from types import FrameType
+from typing import Literal, TypeAlias
+
+import torch
+
+Caller: TypeAlias = Literal["script", "policy", "mezzo"]
+Owner: TypeAlias = Literal["script", "library", "torch"]
+"""Whose file it is; ``torch`` stands for everything that is neither the script's nor a library's that trains."""
+
+_TORCH = str(Path(torch.__file__).parent)
+_MEZZO = str(Path(__file__).parents[1])
+_FOREIGN: dict[str, bool] = {}
+_INSTALLED = ("site-packages", "dist-packages")
+"""The folders of libraries; a list of paths would miss those that a ``.pth`` file adds."""
+_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_OWNERS: dict[str, Owner] = {}
+_CALLERS: dict[str, Caller | None] = {}
+_PASSED_THROUGH = (
+    *(str(Path(_TORCH, *parts)) for parts in (("_tensor.py",), ("_ops.py",), ("library.py",), ("utils", "_pytree.py"))),
+    str(Path(_MEZZO, "engine", "registration.py")),
+)
+"""Python between who calls an operation and the operation."""
+_POLICY = (
+    *("autocast_kernels.py", "conversion.py", "emulation.py", "emulation_nodes.py", "fp8_emulated.py", "fp8_torchao.py"),
+    *("onepass.py", "optimizers.py"),
+)
+"""Files of the engine whose operations a device would run, too: casts, emulated operations, updates."""
+
+
+def caller(frame: FrameType | None) -> Caller:
+    """Return whose operation runs: the file that calls it tells.
+
+    ``policy`` casts what the script computes; ``mezzo`` is the arithmetic of loss scales, norms and records. What torch's own
+    Python or C++ calls is the script's, whoever called that.
+    """
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name not in _CALLERS:
+            _CALLERS[name] = _caller_of(name)
+        found = _CALLERS[name]
+        if found is not None:
+            return found
+        frame = frame.f_back
+    return "script"
+
+
+def _caller_of(file: str) -> Caller | None:
+    if file in _PASSED_THROUGH:
+        return None
+    if not file.startswith(_MEZZO):
+        return "script"
+    kernels = file.startswith(str(Path(_MEZZO, "engine", "kernels")))
+    return "policy" if kernels or Path(file).name in _POLICY else "mezzo"
+
+
+def script_line(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
+    """Return the innermost line outside torch and Mezzo as ``file:line``, and torch's Python functions that it called."""
+    callers: list[str] = []
+    while frame is not None:
+        name = frame.f_code.co_filename
+        foreign = _FOREIGN.get(name)
+        if foreign is None:
+            foreign = _FOREIGN[name] = name.startswith((_TORCH, _MEZZO, "<frozen"))
+        if not foreign:
+            return f"{name}:{frame.f_lineno}", tuple(callers)
+        callers.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return "", tuple(callers)
+
+
+def own_line(frame: FrameType | None) -> tuple[str, bool]:
+    """Return the innermost line that is no library's as ``file:line``, and whether a library other than torch called from there.
+
+    Of a script that is itself installed as a library, the innermost line outside torch and Mezzo.
+    """
+    through = ""
+    while frame is not None:
+        owner = _owner(frame.f_code.co_filename)
+        if owner == "script":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}", bool(through)
+        if owner == "library":
+            through = through or f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return through, bool(through)
+
+
+def own_place(frame: FrameType | None) -> int:
+    """Return what stands for the calls of the script's own code that lead to ``frame``: equal where it was reached in the same way."""
+    calls = []
+    while frame is not None:
+        if _owner(frame.f_code.co_filename) == "script":
+            calls.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(calls))
+
+
+def _owner(file: str) -> Owner:
+    if file not in _OWNERS:
+        ours = file.startswith((_TORCH, _MEZZO, "<frozen"))
+        library = any(folder in Path(file).parts for folder in _INSTALLED)
+        _OWNERS[file] = (
+            "torch" if ours else "library" if library else "torch" if file.startswith(_STANDARD) else "script"
+        )
+    return _OWNERS[file]

@@ -1,0 +1,330 @@
+"""Note every operation of a training step, with the module it belongs to, at little cost.
+
+A dispatch mode sees every operation below autograd and autocast. Hooks on every module keep a stack of the modules that are running. The
+forward operation of a node of the graph has the node's sequence number, so an operation of a backward pass finds the module of
+its node's forward operation: no hook on a tensor, no change of the graph. A node that was made inside a backward pass has an identity
+instead of a number (``mezzo.observe.backward_nodes``). A node that has no forward operation of its own takes that of the next one; the
+nodes that add to ``.grad`` have a parameter instead.
+
+What is noted while the step runs is a tuple an operation, without tensors, which would keep memory alive; its meaning is
+worked out afterwards (``mezzo.observe.audit.operations``). Views and allocations compute nothing and are left out. The mode
+tells dynamo to leave it alone, since a wrapped mode costs more than what it does here.
+
+Private names of torch that this rests on, none with a public equal: ``torch._C._current_autograd_node``,
+``Node._sequence_nr``, ``torch.autograd._get_sequence_nr``, ``torch._C._current_graph_task_id``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mezzo.engine import emulation
+from mezzo.formats import BF16, FP16, FP32, FP64, TF32
+from mezzo.measure.flops import COUNTS, OperandFormats
+from mezzo.observe.backward_nodes import Local, Made
+from mezzo.observe.source_lines import caller, script_line
+from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Product, Trace
+
+_node_running = torch._C._current_autograd_node
+_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_task_running = torch._C._current_graph_task_id
+
+
+class Flags(Protocol):
+    """State what is read at every operation: an attribute, since a call costs more."""
+
+    recomputing: bool
+
+
+class Unflagged:
+    """Be the flags of a step in which nothing is known to be computed again."""
+
+    recomputing = False
+
+
+class Tracer(TorchDispatchMode):
+    """Note every operation while the mode is on; ``start`` and ``stop`` enter and leave it."""
+
+    def __init__(
+        self,
+        formats: OperandFormats,
+        *,
+        device_type: str,
+        flags: Flags | None = None,
+    ) -> None:
+        """Get ready.
+
+        Args:
+            formats: tells the format that an operation computes in.
+            device_type: of torch, to ask for autocast's state.
+            flags: whether activation checkpointing computes something again.
+        """
+        super().__init__()
+        self.trace = Trace()
+        self._formats = formats
+        self._emulates = emulation.is_used()
+        self._device_type = device_type
+        self._flags = flags or Unflagged()
+        self._local = Local()
+        self._made = Made()
+        self._stepping = False
+        self._kinds: dict[int, int] = {}
+        self._counts: dict[int, Any] = {}
+        self._torchs: dict[type, bool] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper would cost more than the mode; watched steps run eagerly anyhow
+
+    def start(self, *, told_of_steps: bool = False) -> None:
+        """Enter the mode and set the hooks.
+
+        Args:
+            told_of_steps: whether someone calls ``stepping``. torch bears no new hook of optimizers while it goes through
+                them, and an optimizer's closure runs inside one of the launcher's.
+        """
+        hooks: list[Any] = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        if not told_of_steps:
+            hooks.append(register_optimizer_step_pre_hook(lambda *_: self.stepping(True)))
+            hooks.append(register_optimizer_step_post_hook(lambda *_: self.stepping(False)))
+        self._undo = [hook.remove for hook in hooks]
+        self.__enter__()
+
+    def stop(self) -> None:
+        """Leave the mode and remove the hooks."""
+        self.__exit__(None, None, None)
+        for undo in self._undo:
+            undo()
+        self._undo, self._stepping = [], False
+
+    def turn(self, index: int) -> Trace:
+        """Return what was noted before ``index``, and go on with the rest as another trace."""
+        before, roots = self.trace, dict(self.trace.roots)
+        self.trace = Trace(
+            before.operations[index:],
+            dict(before.forward),
+            dict(before.recomputed),
+            roots,
+        )
+        del before.operations[index:]
+        return before
+
+    # --- modules -------------------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        local = self._local
+        outer = local.entry
+        if outer is None:
+            self.trace.roots.setdefault(module)
+            self._emulates = emulation.is_used()
+        autocast = torch.is_autocast_enabled(self._device_type)
+        again = _node_running() is not None
+        local.again += again
+        local.entry = Entry(module, outer, autocast=autocast, nesting=_nesting(), again=again)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        local = self._local
+        entry = local.entry
+        while entry is not None and entry.module is not module:  # a module that was entered before the hooks were set
+            entry = entry.outer
+        if entry is not None:
+            local.entry = entry.outer
+            local.again -= entry.again
+
+    def stepping(self, stepping: bool) -> None:
+        """Take note that an optimizer's update begins or is over."""
+        self._stepping = stepping
+
+    # --- operations ----------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run one operation and note it."""
+        result = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        kind = self._kinds.get(id(func))  # an operation's own hash is a Python call
+        if kind is None:
+            kind = self._kinds[id(func)] = self._meet(func)
+        if self._stepping and kind <= _PLAIN:  # half of a small model's operations, and nothing to find out
+            if kind == _PLAIN:
+                self._note((func, NOWHERE, None, *_both(args, result), True, False, None, "", False, False))
+            return result
+        running, again, number = _node_running(), False, _next_number()
+        local = self._local
+        if running is None:
+            node, entry = None, local.entry or NOWHERE
+            if number != local.number:
+                self._place(number, entry)
+        else:
+            if local.results:
+                self._made.settle(local)
+            node = local.node if running is local.running else self._made.meet(local, running, _task_running())
+            again = local.again > 0 or self._flags.recomputing
+            entry = (local.entry if again else None) or NOWHERE
+            if number != local.number:
+                self._place_again(number, node, entry)
+            if not local.found:
+                self._made.expect(local, args, _flat((result,)))
+        if kind == _SILENT:
+            if node is not None and node.number == LAST_NUMBER:  # what is added to a gradient that was None
+                self._note((func, entry, node, *_both(args, result), False, False, None, "", True, False))
+            return result
+        product, line, hidden, by_policy = None, "", False, False
+        if entry is NOWHERE or kind == _CASTS:  # inside modules only casts can be anybody's but the script's
+            whose = caller(sys._getframe(1))
+            if whose == "mezzo":
+                self._note((func, entry, node, *_both(args, result), False, again, None, "", True, False))
+                return result
+            by_policy = whose == "policy"
+        if self._emulates:
+            if kind != _COUNTED:
+                hidden = self._formats.emulated() is not None
+            elif not again and self._formats.computed_again():
+                return result
+        if kind == _COUNTED:
+            product = self._product(func, result, args)
+        if kind != _PLAIN and (node is None or again) and not self._is_torchs(entry):
+            line = self._where(product)
+        self._note((func, entry, node, *_both(args, result), self._stepping, again, product, line, hidden, by_policy))
+        return result
+
+    def _note(self, noted: tuple[Any, ...]) -> None:
+        self.trace.operations.append(noted)
+
+    def is_silent(self, func: Any) -> bool:
+        """Return whether an operation computes nothing: it makes a view, or memory without values."""
+        kind = self._kinds.get(id(func))
+        if kind is None:
+            kind = self._kinds[id(func)] = self._meet(func)
+        return kind == _SILENT
+
+    def _meet(self, func: Any) -> int:
+        count = COUNTS.get(func.overloadpacket)
+        if count is not None:
+            self._counts[id(func)] = count
+            return _COUNTED
+        name = func.overloadpacket.__name__
+        if func.is_view or name in _WITHOUT_WORK:
+            return _SILENT
+        return _CASTS if name in CASTS else _PLAIN
+
+    def _place(self, number: int, entry: Entry) -> None:
+        """Remember where a node of the graph was made: the first operation after it is its own, more may follow.
+
+        Every thread of the script's counts nodes for itself, so a number may be known.
+        """
+        self._made.by_script()
+        local = self._local
+        local.number, local.made = number, number - 1
+        self.trace.forward.setdefault(number - 1, entry)
+
+    def _place_again(self, number: int, node: Node, entry: Entry) -> None:
+        """Remember where a node is made inside a backward pass: by what is computed again, or differentiated twice."""
+        self.trace.recomputed[self._made.inside(self._local, number)] = entry, node
+
+    def _product(self, func: Any, result: Any, args: Sequence[Any]) -> Product:
+        flops = self._counts[id(func)](result, *args)
+        tensors = [t for t in (*_flat(args), *_flat((result,))) if t.layout is torch.strided]
+        operands = [(tuple(t.shape), t.stride(), _alignment(t)) for t in tensors]
+        rest = tuple([a for a in args if type(a) in _NO_TENSORS or not isinstance(a, Tensor)])
+        product = Product(self._format(func, args), flops, operands, self._local.made, rest)
+        if product.format in _WIDE:
+            product.nesting = _nesting()
+        return product
+
+    def _format(self, func: Any, args: Sequence[Any]) -> str:
+        if not self._emulates and self._device_type == "cpu":
+            known = _NAMES.get(args[0].dtype) if type(args[0]) is Tensor else None
+            if known is not None:
+                return known
+        return self._formats.of(args, op=func.overloadpacket.__name__)
+
+    def _is_torchs(self, entry: Entry) -> bool:
+        """Return whether a module of torch's own runs: its path says more than the line that called it."""
+        kind = type(entry.module)
+        known = self._torchs.get(kind)
+        if known is None:
+            known = self._torchs[kind] = kind.__module__.startswith("torch.nn")
+        return known
+
+    def _where(self, product: Product | None) -> str:
+        """Return the script's line that runs; take down which functions of torch a product runs in."""
+        line, callers = script_line(sys._getframe(2))
+        if product is not None:
+            product.callers = callers
+        return line
+
+
+_SILENT, _PLAIN, _CASTS, _COUNTED = range(4)
+
+_WITHOUT_WORK = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "detach_", "alias"}
+    | {"resize_", "set_", "record_stream", "_local_scalar_dense", "is_same_size", "lift_fresh"}
+)
+
+
+def _nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+_NAMES = {f.dtype: f.name for f in (FP64, FP32, FP16, BF16)}
+_WIDE = (FP32.name, TF32.name)
+_Parameter = nn.Parameter
+_NO_TENSORS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout})
+
+
+def _metas(values: Iterable[Any]) -> list[Meta]:
+    found: list[Meta] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is _Parameter:
+            found.append((value.untyped_storage().data_ptr(), value.dtype, value.nbytes))
+        elif kind is list or kind is tuple:
+            if value and type(value[0]) not in _NO_TENSORS:
+                found += _metas(value)
+        elif kind not in _NO_TENSORS and isinstance(value, Tensor):
+            found.append((value.untyped_storage().data_ptr(), value.dtype, value.nbytes))
+    return found
+
+
+def _both(args: Sequence[Any], result: Any) -> tuple[list[Meta], list[Meta]]:
+    """Return what is known of the operands and of the results."""
+    try:
+        ins = _metas(args)
+        return ins, ins[:1] if args and result is args[0] and ins else _metas((result,))
+    except (RuntimeError, NotImplementedError):  # a tensor without a storage: sparse, or made of others
+        return _bare_metas(args), _bare_metas((result,))
+
+
+def _bare_metas(values: Iterable[Any]) -> list[Meta]:
+    return [(0, t.dtype, t.numel() * t.itemsize) for t in _flat(values)]
+
+
+def _flat(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _flat(value)
+    return found
+
+
+def _alignment(tensor: Tensor) -> int:
+    try:
+        # On a CPU the address says nothing of a GPU's: there memory begins at multiples of 512, and views at an offset.
+        address = tensor.data_ptr() if tensor.is_cuda else int(tensor.storage_offset()) * tensor.itemsize
+    except RuntimeError:  # a tensor made of others
+        return 16
+    return min(16, address & -address) if address else 16
