@@ -56,7 +56,7 @@ def _steps(model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], None
 
 @contextmanager
 def _diagnosed(numbers: tuple[int, ...], steps: Callable[[], None]) -> Iterator[None]:
-    with switched(None, diagnosis=DiagnoseSettings(steps=numbers)):
+    with switched(None, observe=DiagnoseSettings(steps=numbers)):
         steps()  # what happens once, at the first step, is not timed
         yield
 

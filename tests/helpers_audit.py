@@ -19,10 +19,10 @@ def audited(name: str, *arguments: str, policy: str = "as-is", steps: tuple[int,
     path = str(SCRIPTS / f"{name}.py")
     chosen = None if policy == "as-is" else Policy.parse(policy)
     with as_script(path, arguments), contextlib.redirect_stdout(io.StringIO()):
-        with switched(chosen, diagnosis=AuditSettings(steps=steps)) as (run, _), contextlib.suppress(SystemExit):
+        with switched(chosen, observe=AuditSettings(steps=steps)) as (run, _), contextlib.suppress(SystemExit):
             runpy.run_path(path, run_name="__main__")
-        assert run.diagnosis is not None
-        record = run.diagnosis.record(
+        assert run.observer is not None
+        record = run.observer.record(
             RunRecord(command=[], script=path, script_sha256="", policy=policy, environment=environment("cpu"))
         )
     assert isinstance(record, AuditRecord)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from helpers_backward import WAYS, DeviceThread, LastingThread, backward_in
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.audit.operations import Seen, understand, weights_of
+from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
 from mezzo.observe.module_names import Names
 from mezzo.observe.tracer import Tracer
 
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[str, Callable[[Net], None]]] = {
 }
 
 
-def traced(step: Callable[[], None], warm: int) -> list[Seen]:
+def traced(step: Callable[[], None], warm: int) -> list[TracedOperation]:
     """Return the operations of a step that follows ``warm`` others."""
     for _ in range(warm):
         step()
@@ -141,7 +141,7 @@ def traced(step: Callable[[], None], warm: int) -> list[Seen]:
     return understand(tracer.trace, names, weights_of(names.roots, []))
 
 
-def strangers(net: Net, seen: list[Seen]) -> tuple[int, list[tuple[str, str, str, str]]]:
+def strangers(net: Net, seen: list[TracedOperation]) -> tuple[int, list[tuple[str, str, str, str]]]:
     """Return how many products there are, and those whose module is not the layer that their shapes tell."""
     known = {frozenset(m.weight.shape): name for name, m in net.named_modules() if isinstance(m, nn.Linear)}
     products = [one for one in seen if one.product is not None]
@@ -162,7 +162,7 @@ def check(case: str, way: str, own: DeviceThread | None = None, *, warmups: Sequ
         torch.manual_seed(0)
         net = Net(name, plain=plain)
 
-        def measure(net: Net = net, warm: int = warm) -> list[Seen]:
+        def measure(net: Net = net, warm: int = warm) -> list[TracedOperation]:
             return traced(lambda: step(net), warm)
 
         with backward_in(way, own or LastingThread()):

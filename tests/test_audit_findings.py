@@ -8,7 +8,7 @@ import pytest
 
 from helpers_audit import audited
 from helpers_engine import casting
-from mezzo.observe.audit.findings import RULES, Watched, findings
+from mezzo.observe.audit.findings import RULES, AuditedSteps, findings
 from mezzo.observe.audit.kernels import uses_tensor_cores
 from mezzo.records import Product
 
@@ -140,7 +140,7 @@ def product(**fields: object) -> Product:
     ],
 )
 def test_an_eligible_product_that_ran_without_tensor_cores(fields: dict[str, object], found: list[str]) -> None:
-    watched = Watched(seen=_one_product(1024), wide=[], trips=[], products=[product(**fields)])
+    watched = AuditedSteps(seen=_one_product(1024), wide=[], trips=[], products=[product(**fields)])
     assert [f.code for f in findings(watched) if f.code == "A501"] == found
 
 
@@ -157,15 +157,15 @@ def test_tf32_that_is_off_where_the_gpu_has_it(
     device_type: str, capability: tuple[int, int] | None, form: str, found: bool
 ) -> None:
     seen = _one_product(1024, form=form)
-    watched = Watched(seen=seen, wide=[], trips=[], products=[], device_type=device_type, capability=capability)
+    watched = AuditedSteps(seen=seen, wide=[], trips=[], products=[], device_type=device_type, capability=capability)
     assert ("A204" in [f.code for f in findings(watched)]) is found
 
 
 def _one_product(flops: int, *, form: str = "bf16") -> list[object]:
-    from mezzo.observe.audit.operations import Seen
+    from mezzo.observe.audit.operations import TracedOperation
     from mezzo.observe.trace import NOWHERE, Noted
     from mezzo.observe.trace import Product as Running
 
     running = Running(form, flops, [], 0)
     noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False, False)
-    return [Seen("mm", "a", "forward", (form,), (form,), 1, noted, flops, form, running)]
+    return [TracedOperation("mm", "a", "forward", (form,), (form,), 1, noted, flops, form, running)]

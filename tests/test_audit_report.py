@@ -16,7 +16,7 @@ import mezzo
 from helpers_audit import audited
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit import kernels, totals
-from mezzo.observe.audit.operations import Seen, understand, weights_of
+from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
 from mezzo.observe.module_names import Names
 from mezzo.observe.trace import Noted
 from mezzo.observe.tracer import Tracer
@@ -151,7 +151,7 @@ def call(name: str, start: int, kernel: str) -> list[Event]:
 def test_kernels_reach_the_products_that_launched_them() -> None:
     tracer, _ = traced(Net())
     names = Names(tracer.trace.roots)
-    seen: list[Seen] = understand(tracer.trace, names, weights_of(names.roots, []))
+    seen: list[TracedOperation] = understand(tracer.trace, names, weights_of(names.roots, []))
     order = [one.op for one in {id(one.noted): one for one in seen if one.product is not None}.values()]
     products = [f"{op}_s16816" if op != "convolution" else "sgemm_simt" for op in order]
     events = [e for n, (op, kernel) in enumerate(zip(order, products, strict=True)) for e in call(op, 10 * n, kernel)]

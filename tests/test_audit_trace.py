@@ -17,7 +17,7 @@ from torch.utils.module_tracker import ModuleTracker
 import mezzo
 from mezzo.errors import SessionError
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.audit.operations import Seen, listed_precision, understand, weights_of
+from mezzo.observe.audit.operations import TracedOperation, listed_precision, understand, weights_of
 from mezzo.observe.module_names import Names
 from mezzo.observe.trace import Noted
 from mezzo.observe.tracer import Tracer
@@ -173,7 +173,7 @@ class Tracked(Tracer):
         super()._note(noted)
 
 
-def traced(make: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> list[tuple[Seen, set[str]]]:
+def traced(make: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> list[tuple[TracedOperation, set[str]]]:
     torch.manual_seed(0)
     model, x, y = make()
     tracer = Tracked(ModuleTracker())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from helpers_compare import judge, row_of, run, series, with_metric
-from mezzo.measure.compare.kinds import Grid, grid_of, scale_of_metric
+from mezzo.measure.compare.kinds import MetricGrid, grid_of, scale_of_metric
 from mezzo.measure.compare.margins import Margin, spread_errors, spread_of
 from mezzo.measure.compare.quantities import Quantity, unaveraged
 from mezzo.measure.compare.scales import Absolute, Proportion, Ratio, Scale
@@ -251,18 +251,18 @@ def test_the_margin_of_a_proportion_is_cohens_h() -> None:
 @pytest.mark.parametrize(
     ("values", "scale", "grid"),
     [
-        ([0.95, 0.953], Proportion(1.0), Grid(step=0.001)),
-        ([k / 360 for k in (343, 351, 340)], Proportion(1.0), Grid(step=1 / 360, num_examples=360)),
-        ([round(k / 359, 4) for k in (343, 351, 340, 355, 356, 320)], Proportion(1.0), Grid(step=1 / 359, num_examples=359)),
-        ([round(100 * k / 359, 2) for k in (343, 351, 340, 355, 356, 320)], Proportion(100.0), Grid(step=100 / 359, num_examples=359)),
-        ([0.9528], Proportion(1.0), Grid(step=0.0001)),  # one value can be many things
-        ([k / 1000 for k in (951, 953, 947)], Proportion(1.0), Grid(step=0.001)),  # counts, or three digits
-        ([23.41, 23.5], Ratio(), Grid(step=0.01)),
-        ([195.0, 200.0], Absolute(), Grid(step=1.0)),
-        ([0.0, 1.0], Proportion(1.0), Grid(step=1.0)),
+        ([0.95, 0.953], Proportion(1.0), MetricGrid(step=0.001)),
+        ([k / 360 for k in (343, 351, 340)], Proportion(1.0), MetricGrid(step=1 / 360, num_examples=360)),
+        ([round(k / 359, 4) for k in (343, 351, 340, 355, 356, 320)], Proportion(1.0), MetricGrid(step=1 / 359, num_examples=359)),
+        ([round(100 * k / 359, 2) for k in (343, 351, 340, 355, 356, 320)], Proportion(100.0), MetricGrid(step=100 / 359, num_examples=359)),
+        ([0.9528], Proportion(1.0), MetricGrid(step=0.0001)),  # one value can be many things
+        ([k / 1000 for k in (951, 953, 947)], Proportion(1.0), MetricGrid(step=0.001)),  # counts, or three digits
+        ([23.41, 23.5], Ratio(), MetricGrid(step=0.01)),
+        ([195.0, 200.0], Absolute(), MetricGrid(step=1.0)),
+        ([0.0, 1.0], Proportion(1.0), MetricGrid(step=1.0)),
     ],
 )  # fmt: skip
-def test_the_step_of_a_metrics_values(values: list[float], scale: Scale, grid: Grid) -> None:
+def test_the_step_of_a_metrics_values(values: list[float], scale: Scale, grid: MetricGrid) -> None:
     found = grid_of(values, scale)
     assert (found.step, found.num_examples) == (pytest.approx(grid.step), grid.num_examples)
 

@@ -24,7 +24,7 @@ from mezzo.launch.several.passes import diagnose_script  # noqa: E402
 from mezzo.launch.torch import switched  # noqa: E402
 from mezzo.measure.environment import environment  # noqa: E402
 from mezzo.observe.nonfinite.propagation import InfinityTracer  # noqa: E402
-from mezzo.observe.observer import Watched  # noqa: E402
+from mezzo.observe.observer import StopScript  # noqa: E402
 from mezzo.policy import Policy  # noqa: E402
 from mezzo.records import AnyRecord, DiagnoseRecord, RunRecord  # noqa: E402
 
@@ -46,11 +46,11 @@ def run_here(script: Callable[[], None], request: Request) -> AnyRecord:
     """Run ``script`` in this process as the child process would."""
     policy = None if request.policy == AS_IS else Policy.parse(request.policy)
     error: Exception | None = None
-    with switched(policy, diagnosis=request.diagnosis) as (run, _):
+    with switched(policy, observe=request.observe) as (run, _):
         for action in (script, run.close_update):
             try:
                 action()
-            except Watched:
+            except StopScript:
                 pass
             except Exception as raised:
                 error = raised
@@ -64,8 +64,8 @@ def run_here(script: Callable[[], None], request: Request) -> AnyRecord:
         exit_code=int(error is not None),
         error=None if error is None else f"{type(error).__name__}: {error}",
     )
-    assert run.diagnosis is not None
-    return run.diagnosis.record(whole)
+    assert run.observer is not None
+    return run.observer.record(whole)
 
 
 def diagnosed(name: str, policy: str, tmp_path: Path, *, steps: int = 20) -> DiagnoseRecord:

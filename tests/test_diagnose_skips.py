@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from mezzo.observe.skips import Rule, Skips, Update
+from mezzo.observe.skips import SkipRule, Skips, Update
 
-DYNAMIC, STATIC = Rule(dynamic=True, growth_interval=10), Rule(dynamic=False)
+DYNAMIC, STATIC = SkipRule(dynamic=True, growth_interval=10), SkipRule(dynamic=False)
 
 
-def faulty(pattern: str, rule: Rule = DYNAMIC) -> list[int]:
+def faulty(pattern: str, rule: SkipRule = DYNAMIC) -> list[int]:
     """Return the steps that are a fault of a run whose updates are made (``.``) or skipped (``x``)."""
     skips = Skips()
     for step, mark in enumerate(pattern, 1):
@@ -59,7 +59,7 @@ def test_every_skip_of_a_static_scale_is_a_fault(pattern: str, expected: list[in
     [(".xx.", 2, []), ("..xxx.", 2, [3, 5]), (".xx.xx", 2, [2, 5]), (".xx", 1, [2, 3])],
 )
 def test_what_a_hysteresis_bears_counts_as_one(pattern: str, hysteresis: int, expected: list[int]) -> None:
-    assert faulty(pattern, Rule(dynamic=True, growth_interval=10, hysteresis=hysteresis)) == expected
+    assert faulty(pattern, SkipRule(dynamic=True, growth_interval=10, hysteresis=hysteresis)) == expected
 
 
 def test_each_optimizer_has_to_find_the_scale_for_itself() -> None:
@@ -98,5 +98,5 @@ def test_torchs_own_scaler_on_gradients_that_fit_never_makes_a_fault() -> None:
             before = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
-            skips.closed(step, [], skipped=scaler.get_scale() < before, rule=Rule(dynamic=True, growth_interval=12))
+            skips.closed(step, [], skipped=scaler.get_scale() < before, rule=SkipRule(dynamic=True, growth_interval=12))
         assert skips.steps() == [], magnitude

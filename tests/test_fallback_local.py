@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.observe.fallback.evidence import Local, fitting_scale
+from mezzo.observe.fallback.evidence import LocalError, fitting_scale
 from mezzo.observe.fallback.local_errors import Bench, Call, Calls, differentiable, relative_error
 from mezzo.policy import Policy
 
@@ -26,7 +26,7 @@ def called(module: nn.Module, *inputs: Tensor) -> Call:
     return calls.first[module]
 
 
-def measured(module: nn.Module, *inputs: Tensor, policy: str = "fp16") -> Local:
+def measured(module: nn.Module, *inputs: Tensor, policy: str = "fp16") -> LocalError:
     return Bench(Policy.parse(policy), "cpu").measure([called(module, *inputs)], {module: ("it", False)})[0]
 
 

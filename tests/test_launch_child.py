@@ -21,7 +21,7 @@ import pytest
 
 from helpers_launch import SCRIPTS
 from mezzo.launch import child
-from mezzo.launch.output import MetricReader, Watched
+from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.request import Request
 from mezzo.observe.settings import AuditSettings, DiagnoseSettings
 from mezzo.records import Reason, RunRecord, read_record
@@ -351,8 +351,8 @@ def test_a_process_that_the_script_forks_dies_as_under_python(tmp_path: Path) ->
 # --- what a device cannot do -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("diagnosis", [None, AuditSettings(), DiagnoseSettings()])
-def test_a_format_that_the_device_lacks_ends_the_run_with_a_record(tmp_path: Path, diagnosis: Any) -> None:
+@pytest.mark.parametrize("observe", [None, AuditSettings(), DiagnoseSettings()])
+def test_a_format_that_the_device_lacks_ends_the_run_with_a_record(tmp_path: Path, observe: Any) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS) + "train()\n")
     request = Request(
         target=str(tmp_path / "script.py"),
@@ -360,7 +360,7 @@ def test_a_format_that_the_device_lacks_ends_the_run_with_a_record(tmp_path: Pat
         policy="fp8:arithmetic=native",
         record_path=str(tmp_path / "record.json"),
         command=("mezzo",),
-        diagnosis=diagnosis,
+        observe=observe,
     )
     errors = io.StringIO()
     # Daemon threads of earlier tests would have a diagnosed script's process end at once, and pytest with it.
@@ -403,7 +403,7 @@ def test_a_metric_is_read_off_both_streams(tmp_path: Path) -> None:
 def test_a_group_that_took_no_part_is_no_number() -> None:
     reader = MetricReader("acc(?:=([0-9]+))?", lambda: 1)
     stream = io.StringIO()
-    watched = Watched(stream, reader.line)
+    watched = MetricStream(stream, reader.line)
     assert watched.write("acc acc=") == 8
     watched.write("3\n")
     watched.finish()

@@ -82,7 +82,7 @@ def test_nothing_asks_the_driver_before_the_scripts_first_line(command: str, pol
     chosen = None if policy == "as-is" else Policy.of(policy)
     with no_driver_calls() as asked:
         training = training_in("torch")
-        with training(chosen, seed=0, diagnosis=COMMANDS[command]):
+        with training(chosen, seed=0, observe=COMMANDS[command]):
             before_line_1 = list(asked)
     assert before_line_1 == []
 

@@ -132,7 +132,7 @@ def test_operations_of_other_frameworks_are_not_watched(tmp_path: Path, kind: st
             "policy": "fp16",
             "record_path": str(tmp_path / "record.json"),
             "command": ["mezzo"],
-            "diagnosis": {"kind": kind},
+            "observe": {"kind": kind},
         }
     )
     with pytest.raises(ScriptError, match=f"^mezzo {kind} watches PyTorch's operations; train.py imports keras"):

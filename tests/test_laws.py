@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "engine": f"{FACTS} engine",
     "measure": f"{FACTS} engine measure",
     "observe": f"{FACTS} engine measure observe",
-    "launch": f"{FACTS} frameworks engine measure observe launch",  # launch composes the observers of measure and diagnosis
+    "launch": f"{FACTS} frameworks engine measure observe launch",  # launch composes the counters of measure and the observers
     "report": "errors records report",
     "compat": f"{FACTS} frameworks engine measure observe launch report compat __init__",  # and nobody imports compat
     "cli": f"{FACTS} engine measure observe launch report cli __init__",

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from mezzo.launch.output import MetricReader, Watched, name_of
+from mezzo.launch.output import MetricReader, MetricStream, name_of
 from mezzo.records import Metric
 
 NAN, INF = math.nan, math.inf
@@ -101,7 +101,7 @@ def test_a_decimal_comma_is_no_number_that_was_cut() -> None:
 
 def test_lines_are_read_however_they_are_written() -> None:
     reader, stream = MetricReader(r"acc ([0-9.]+)", lambda: 1), io.StringIO()
-    watched = Watched(stream, reader.line)
+    watched = MetricStream(stream, reader.line)
     watched.write("acc 0.")
     watched.writelines(["5\racc 0.6\nacc", " 0.7"])
     assert reader.metric().values == [0.5, 0.6]

@@ -13,7 +13,7 @@ from rich.console import Console
 import record_builders as build
 from mezzo.engine.kernels import exponents
 from mezzo.observe.ranges.casts import Counts
-from mezzo.observe.ranges.table import Seen, ranges_record
+from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.records import RangesRecord
 from mezzo.report import text
 from mezzo.report.html import render_html
@@ -29,7 +29,7 @@ def counts(values: list[float]) -> Counts:
 
 
 def record(gradients: list[float], *, policy: str = "fp16", name: str = "head.weight", **run: object) -> RangesRecord:
-    seen = Seen(
+    seen = ObservedValues(
         counts={
             ("weight gradients", f"Net.{name}"): counts(gradients),
             ("activations", "Net.head"): counts([1.0, 2.0, 0.0, 1e5]),

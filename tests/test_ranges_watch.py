@@ -313,13 +313,13 @@ def of_script(name: str, *words: str, steps: int = 3) -> RangesRecord:
     wanted = RangesSettings(steps=tuple(range(1, steps + 1)))
     printed = io.StringIO()
     with contextlib.ExitStack() as stack:
-        run, _ = stack.enter_context(switched(Policy.parse("fp32"), diagnosis=wanted))
+        run, _ = stack.enter_context(switched(Policy.parse("fp32"), observe=wanted))
         stack.enter_context(as_script(path, words))
         stack.enter_context(contextlib.redirect_stdout(printed))
         stack.enter_context(contextlib.suppress(SystemExit))
         runpy.run_path(path, run_name="__main__")
-    assert run.diagnosis is not None
-    record = run.diagnosis.record(build.run_record("fp32", num_steps=steps))
+    assert run.observer is not None
+    record = run.observer.record(build.run_record("fp32", num_steps=steps))
     assert isinstance(record, RangesRecord)
     return record
 

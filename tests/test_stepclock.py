@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mezzo.launch.torch.counted_step import CloseLook
+from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.state import Run
 from mezzo.measure.cudapeaks import CudaPeaks, Peaks
 from mezzo.measure.stepclock import StepClock
@@ -155,11 +155,11 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_peaks_are_those_of_all_devices(allocator: list[int]) -> None:
     assert CudaPeaks().read(10) == Peaks(allocated=(100, 30), reserved=(200, 60))
-    memory = CloseLook(Run(None), in_region=lambda: True).memory()
+    memory = CountedStep(Run(None), in_region=lambda: True).memory()
     assert (memory.cuda_allocated_bytes, memory.cuda_reserved_bytes) == (130, 260)
     assert memory.cuda_allocated_bytes_by_device == [100, 30]
     allocator[1] = 0  # a second GPU that is not used
-    assert CloseLook(Run(None), in_region=lambda: True).memory().cuda_allocated_bytes_by_device == []
+    assert CountedStep(Run(None), in_region=lambda: True).memory().cuda_allocated_bytes_by_device == []
 
 
 def test_peaks_leave_the_inspected_step_out(allocator: list[int]) -> None:

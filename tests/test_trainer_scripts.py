@@ -203,7 +203,7 @@ def test_diagnose(script: str, folder: Path) -> None:
 
 
 def test_a_fault_is_found_inside_the_closure_that_a_trainer_hands_to_the_optimizer(folder: Path) -> None:
-    """The Trainer's forward pass runs inside ``optimizer.step``, whose own operations no diagnosis looks at."""
+    """The Trainer's forward pass runs inside ``optimizer.step``, whose own operations no observer records."""
     script = str(SCRIPTS / "lightning_trainer.py")
     assert main(["diagnose", "--steps", "4", "--out", str(folder), script, "--factor", "1e6"]) == 1
     record = read_record(folder / "record.json")

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.verdicts.rates import SEEDS, Array, Rate, drawn, worst
 from mezzo.measure.compare.margins import Margin
-from mezzo.measure.compare.quantities import Flags, Quantity, Seen
+from mezzo.measure.compare.quantities import Flags, PairStatistics, Quantity
 from mezzo.measure.compare.scales import Absolute
 
 SHARES = (0.0, 0.3, 0.6, 0.9, 1.0, 1.2, 2.0, 5.0)
@@ -87,7 +87,7 @@ def _are(verdict: str, differences: Array, baseline: Array, *, share: float) -> 
     quantity = Quantity(
         name="loss", pairs=((1.0, 1.0),) * num_seeds, scale=Absolute(), margin=Margin(share=share, why="")
     )
-    seen = Seen(
+    seen = PairStatistics(
         mean=differences.mean(axis=1),
         deviation=differences.std(axis=1, ddof=1),
         spread=spreads(baseline),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.verdicts.rates import SEEDS, Array, Rate, worst
-from mezzo.measure.compare.kinds import Grid
+from mezzo.measure.compare.kinds import MetricGrid
 from mezzo.measure.compare.margins import Margin, spread_of
 from mezzo.measure.compare.quantities import Quantity
 from mezzo.measure.compare.scales import Proportion
@@ -83,7 +83,7 @@ def share_of(setting: Setting, verdict: str, *, num: int, seed: int) -> float:
     policy = baseline - max(setting.share, spread) + setting.own * rng.standard_normal(shape)
     baseline = baseline + setting.own * rng.standard_normal(shape)
     sides = [_in_steps(side, setting, rng) for side in (policy, baseline)]
-    grid = Grid(step=1 / setting.num_examples, num_examples=setting.num_examples if setting.counted else None)
+    grid = MetricGrid(step=1 / setting.num_examples, num_examples=setting.num_examples if setting.counted else None)
     return sum(_is(verdict, *values, setting=setting, grid=grid) for values in zip(*sides, strict=True)) / num
 
 
@@ -96,7 +96,7 @@ def _in_steps(places: Array, setting: Setting, rng: np.random.Generator) -> Arra
     return found
 
 
-def _is(verdict: str, ours: Array, theirs: Array, *, setting: Setting, grid: Grid) -> bool:
+def _is(verdict: str, ours: Array, theirs: Array, *, setting: Setting, grid: MetricGrid) -> bool:
     spread, step = spread_of(_SCALE.on(theirs.tolist())), grid.on(_SCALE, theirs.tolist())
     quantity = Quantity(
         name="accuracy",

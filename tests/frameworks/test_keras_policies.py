@@ -101,7 +101,7 @@ def test_what_keras_cannot_honour(text: str, lines: list[str]) -> None:
     assert [f"{choice.what} {choice.value}" for choice in left_out(policy)] == lines
     told = [f"{choice.what} {choice.value}" for choice in explain(policy)]
     assert [line for line in told if line in lines] == lines
-    with training(policy, seed=None, diagnosis=None) as trained:
+    with training(policy, seed=None, observe=None) as trained:
         pass
     assert [f"{r.what} {r.value}" for r in trained.effective().left_alone] == lines
 
@@ -121,7 +121,7 @@ def test_patches_are_taken_off() -> None:
     owners = [keras.Layer, keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, keras.Model]
     names = ["__init__", "__call__", "apply", "scale_loss", "build", "compile"]
     before = [getattr(owner, name, None) for owner in owners for name in names]
-    with training(Policy.parse("fp16"), seed=3, diagnosis=None):
+    with training(Policy.parse("fp16"), seed=3, observe=None):
         assert [getattr(owner, name, None) for owner in owners for name in names] != before
         assert keras.config.dtype_policy().name == "mixed_float16"
     assert [getattr(owner, name, None) for owner in owners for name in names] == before

@@ -42,7 +42,7 @@ def audit(
     folder = folder_of_rank(out, f"{Path(target).stem}-audit")
     settings = AuditSettings(steps=numbers)
     request = options.request_for(
-        target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json, diagnosis=settings
+        target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json, observe=settings
     )
     with stoppable() as stop:
         record = diagnose_child(request)

@@ -41,7 +41,7 @@ def ranges(
     folder = folder_of_rank(out, f"{Path(target).stem}-ranges")
     settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=text)
     request = options.request_for(
-        target, arguments, as_module=as_module, policy="fp32", folder=folder, as_json=as_json, diagnosis=settings
+        target, arguments, as_module=as_module, policy="fp32", folder=folder, as_json=as_json, observe=settings
     )
     with stoppable() as stop:
         record = diagnose_child(request)

@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from mezzo.compat.driven import Driven
-from mezzo.compat.regions import Region
+from mezzo.compat.regions import ModelRegion
 from mezzo.engine.conversion import to_format, unwrap, wrap, wrapped_by
 from mezzo.errors import SessionError
 from mezzo.formats import FP32
@@ -183,10 +183,10 @@ class MezzoOptimizer(AcceleratedOptimizer):
 
 
 def _wrap(model: nn.Module, driven: Driven) -> None:
-    wrap(model, _under_policy, Region(driven.policy, driven), model)
+    wrap(model, _under_policy, ModelRegion(driven.policy, driven), model)
 
 
-def _under_policy(call: Callable[..., Any], region: Region, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _under_policy(call: Callable[..., Any], region: ModelRegion, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     driven = region.owner
     if isinstance(driven, Driven) and not driven.began:
         for one in driven.models:

@@ -25,7 +25,7 @@ from mezzo.engine.gradients import put_back, set_aside
 from mezzo.engine.parameters import parameters_of, trained_by
 from mezzo.engine.session import Session
 from mezzo.errors import SessionError
-from mezzo.launch.schedules import Schedules
+from mezzo.launch.schedules import ScriptSchedules
 from mezzo.measure import memory
 from mezzo.measure.environment import environment
 from mezzo.measure.steps import StepRecorder
@@ -125,7 +125,7 @@ class Driven:
         """How many parameter groups each optimizer had when its parameters were taken in."""
         self._last: Optimizer | None = None
         self._made = self._skips = 0
-        self._schedules = Schedules(lambda scheduler: (self._made, self._skips))
+        self._schedules = ScriptSchedules(lambda scheduler: (self._made, self._skips))
 
     # --- before training -------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from mezzo.engine.casting import Casting
 from mezzo.policy import Policy
 
 
-class Region:
+class ModelRegion:
     """Open the region of whoever trains the model, or, for a copy, one of the policy alone.
 
     A copy is another model: it does not train with this one, and pickles without its optimizers.
@@ -27,5 +27,5 @@ class Region:
             self.owner = Casting.of(self.policy, next((p.device.type for p in model.parameters()), "cpu"))
         return self.owner.region()  # type: ignore[no-any-return]
 
-    def __reduce__(self) -> tuple[type[Region], tuple[Policy]]:
-        return Region, (self.policy,)
+    def __reduce__(self) -> tuple[type[ModelRegion], tuple[Policy]]:
+        return ModelRegion, (self.policy,)

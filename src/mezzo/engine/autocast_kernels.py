@@ -39,7 +39,7 @@ _CASTABLE = (*_HALF, FP32.dtype)  # FP64 is never cast: who asks for it needs it
 
 
 @dataclass(frozen=True)
-class Rule:
+class CastRule:
     """Say what to do with a call of one operation."""
 
     precision: Precision
@@ -54,7 +54,7 @@ class CastTable:
 
     def __init__(
         self,
-        rules: Mapping[Op, Rule],
+        rules: Mapping[Op, CastRule],
         *,
         device_type: str,
         low: Format,
@@ -78,11 +78,11 @@ class CastTable:
         if any(rule.emulation is not None for rule in self.rules.values()):
             compiling.keep_roundings()
 
-    def rule(self, op: Op) -> Rule | None:
+    def rule(self, op: Op) -> CastRule | None:
         """Return the rule for ``op``; None as well inside a kernel of ours."""
         return None if _LOCAL.casting else self.rules.get(op)
 
-    def answer(self, op: Op, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def answer(self, op: Op, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run ``op`` as ``rule`` says, or as it is where it belongs to a backward pass."""
         _LOCAL.casting = True
         try:
@@ -90,7 +90,7 @@ class CastTable:
         finally:
             _LOCAL.casting = False
 
-    def run(self, op: Op, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, op: Op, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run ``op`` below autocast as ``rule`` says."""
         if rule.keeps_weight and self.casts_operands and self._casts(args):
             assert rule.emulation is not None

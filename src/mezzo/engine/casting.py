@@ -23,7 +23,7 @@ import torch
 
 from mezzo import oplists
 from mezzo.devices import Device, this_device
-from mezzo.engine.autocast_kernels import CastTable, Region, Rule
+from mezzo.engine.autocast_kernels import CastRule, CastTable, Region
 from mezzo.engine.emulation import Emulation, emulation, fft
 from mezzo.engine.registration import Op, find_op
 from mezzo.explain import Choice
@@ -103,7 +103,7 @@ class Casting:
         return torch.autocast(self.device_type, dtype=self._dtype)
 
 
-def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, Rule]:
+def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastRule]:
     """Return the rule of every operation that the policy's lists name and this torch has.
 
     Args:
@@ -113,7 +113,7 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, Rule]
     """
     chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
     recipe = (policy.fp8_recipe, policy.fp8_formats) if policy.compute == "fp8" else None
-    rules: dict[Op, Rule] = {}
+    rules: dict[Op, CastRule] = {}
     for family in oplists.FAMILIES:
         for name in family.ops:
             precision, op = chosen[name], find_op(name)
@@ -121,13 +121,13 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, Rule]
                 continue
             if precision == "follow":
                 if family.name == "fft" and not overlay:
-                    rules[op] = Rule("follow", Emulation(name=name, format=FP16.name, run=fft(op)))
+                    rules[op] = CastRule("follow", Emulation(name=name, format=FP16.name, run=fft(op)))
                 continue
             if overlay and precision == family.precision:
                 continue
             if policy.casting == "model" and precision != "lower":
                 continue
-            rule = Rule(precision)
+            rule = CastRule(precision)
             if emulate and precision == "lower" and family.precision == "lower":
                 base = name.split(".")[0]
                 run = emulation(op, base, low=policy.storage.name, family=family.name, float8=recipe)

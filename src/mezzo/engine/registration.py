@@ -21,7 +21,7 @@ Op: TypeAlias = Any
 """A ``torch._ops.OpOverload``."""
 
 
-class Table(Protocol):
+class CastRules(Protocol):
     """What a kernel asks of a cast table."""
 
     device_type: str
@@ -39,7 +39,9 @@ _REGISTERED: dict[str, set[Op]] = {}
 _LIBRARIES: list[torch.library.Library] = []  # a library takes its kernels with it when it is collected
 
 
-def register(device_type: str, ops: Iterable[Op], table: Callable[[], Table | None], *, all_of_torchs: bool) -> None:
+def register(
+    device_type: str, ops: Iterable[Op], table: Callable[[], CastRules | None], *, all_of_torchs: bool
+) -> None:
     """Register kernels for ``ops`` and, if asked, for all that torch casts on the device; ``table`` returns the open cast table."""
     key = f"Autocast{device_type.upper()}"
     with _LOCK:
@@ -82,7 +84,7 @@ def call_op(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _kernel(
-    op: Op, key: str, device_type: str, open_table: Callable[[], Table | None], native: Any
+    op: Op, key: str, device_type: str, open_table: Callable[[], CastRules | None], native: Any
 ) -> Callable[..., Any]:
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
     autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))

@@ -13,7 +13,7 @@ from mezzo.errors import ScriptError, SessionError
 from mezzo.launch.torch import switched
 from mezzo.launch.torch.premade import amp_off, existing
 from mezzo.measure.environment import environment
-from mezzo.observe.observer import Watched
+from mezzo.observe.observer import StopScript
 from mezzo.observe.settings import RangesSettings
 from mezzo.policy import Policy
 from mezzo.records import RangesRecord, RunRecord
@@ -39,16 +39,16 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
     judged = str(Policy.of(policy))
     wanted = RangesSettings(steps=tuple(range(1, steps + 1)), policy=judged)
     started = time.perf_counter()
-    with amp_off(), switched(Policy.parse("fp32"), diagnosis=wanted) as (run, _):
+    with amp_off(), switched(Policy.parse("fp32"), observe=wanted) as (run, _):
         # Made before the launcher could see it: without any, each backward pass would count as an update by hand.
         run.optimizers.update(dict.fromkeys(*existing(torch.optim.Optimizer)))
         for action in (train, run.close_update):
             try:
                 action()
-            except Watched:
+            except StopScript:
                 pass
-    assert run.diagnosis is not None
-    if not run.diagnosis.watched:
+    assert run.observer is not None
+    if not run.observer.watched:
         raise ScriptError(
             f"{_name(train)} ended without a training step that could be watched; {len(run.recorder)} were made",
             hint="pass a function that calls backward() and updates the weights",
@@ -62,7 +62,7 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
         steps=run.recorder.steps(),
         duration_s=time.perf_counter() - started,
     )
-    record = run.diagnosis.record(whole)
+    record = run.observer.record(whole)
     assert isinstance(record, RangesRecord)
     return record
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
 from mezzo.launch.frameworks import Framework, training_in
-from mezzo.launch.output import MetricReader, Watched
+from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
 from mezzo.launch.request import AS_IS, Request
 from mezzo.launch.tracebacks import print_error
@@ -51,7 +51,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     watched = files_read(request.compared_since_s)
     with (
         ended_by_signals(),
-        train(policy, seed=request.seed, diagnosis=request.diagnosis) as training,
+        train(policy, seed=request.seed, observe=request.observe) as training,
         watched as files,
     ):
         digest = _digest(request)  # imports a module's package
@@ -60,11 +60,11 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         if os.getpid() != process:  # a fork of the script ended here: the record is not its own to write
             return exit_code
         exit_code, error = _guarded(training.close_update, before=(exit_code, error))
-        num_steps, diagnosis = training.num_updates, training.diagnosis
+        num_steps, observer = training.num_updates, training.observer
         if exit_code == 0 and not num_steps:
             error = _never_trained(request)
             exit_code = error.exit_code
-        elif exit_code == 0 and diagnosis is not None and not diagnosis.watched:
+        elif exit_code == 0 and observer is not None and not observer.watched:
             error = _too_short(request, num_steps)
             exit_code = error.exit_code
     with undisturbed():
@@ -88,13 +88,13 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             exit_code=exit_code,
             error=_sentence(error),
         )
-        write_record(record if diagnosis is None else diagnosis.record(record), path)
+        write_record(record if observer is None else observer.record(record), path)
     if isinstance(error, MezzoError):
         print(f"mezzo: {error}", file=sys.stderr)
-    if diagnosis is None and record.findings:
+    if observer is None and record.findings:
         print(f"mezzo: {_in_one_line(record.findings)}", file=sys.stderr)
     signalled = isinstance(error, EndedBySignal)
-    if signalled or (diagnosis is not None and any(t.daemon for t in threading.enumerate())):
+    if signalled or (observer is not None and any(t.daemon for t in threading.enumerate())):
         _leave_at_once(exit_code, tidily=not signalled)
     return exit_code
 
@@ -118,7 +118,7 @@ def _stands_in(request: Request) -> list[Reason]:
 def _leave_at_once(exit_code: int, *, tidily: bool) -> None:
     """End the process without python's own end, which a signal does not wait for either.
 
-    Nor can a script that a diagnosis ended early have it: with its daemon threads still running, it would abort in native code.
+    Nor can a script that an observer ended early have it: with its daemon threads still running, it would abort in native code.
 
     Args:
         exit_code: the process's.
@@ -138,13 +138,13 @@ def _run_script(request: Request, reader: MetricReader | None) -> Ending:
     sys.argv = [request.target, *request.arguments]
     streams = sys.stdout, sys.stderr
     if reader is not None:
-        sys.stdout, sys.stderr = (cast(Any, Watched(stream, reader.line)) for stream in streams)
+        sys.stdout, sys.stderr = (cast(Any, MetricStream(stream, reader.line)) for stream in streams)
     try:
         ending = _guarded(lambda: _execute(request))
         return ending if isinstance(ending[1], EndedBySignal) else _guarded(_wait_for_threads, before=ending)
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, Watched):
+            if isinstance(stream, MetricStream):
                 stream.finish()
             stream.flush()
         sys.stdout, sys.stderr = streams
@@ -225,7 +225,7 @@ _TRAINS_BY: dict[Framework, tuple[str, str]] = {
 
 
 def _too_short(request: Request, num_steps: int) -> ScriptError:
-    steps = () if request.diagnosis is None else request.diagnosis.steps
+    steps = () if request.observe is None else request.observe.steps
     return ScriptError(
         f"{request.target} ended after {num_steps} training step{'s' * (num_steps != 1)}; the steps to watch are {step_text(steps)}",
         hint=f"pass numbers from 1 to {num_steps} with --steps, or arguments that make the script train longer",

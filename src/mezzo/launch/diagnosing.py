@@ -12,7 +12,7 @@ from mezzo.launch.request import AS_IS
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
 from mezzo.observe.nonfinite import words
-from mezzo.observe.observer import Watched
+from mezzo.observe.observer import StopScript
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, Pass, RunRecord
@@ -42,18 +42,18 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
     chosen = None if policy == AS_IS else Policy.of(policy)
     wanted = DiagnoseSettings(steps=tuple(range(1, steps + 1)))
     started, error = time.perf_counter(), None
-    with switched(chosen, diagnosis=wanted) as (run, _):
+    with switched(chosen, observe=wanted) as (run, _):
         try:
             train()
-        except Watched:
+        except StopScript:
             pass
         except Exception as raised:
             error = raised
         try:
             run.close_update()
-        except Watched:
+        except StopScript:
             pass
-    assert run.diagnosis is not None
+    assert run.observer is not None
     whole = RunRecord(
         command=[sys.executable, *sys.argv],
         script=getattr(train, "__qualname__", type(train).__name__),
@@ -66,7 +66,7 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
         error=None if error is None else f"{type(error).__name__}: {error}",
         findings=run.lint.findings(),
     )
-    record = run.diagnosis.record(whole)
+    record = run.observer.record(whole)
     assert isinstance(record, DiagnoseRecord)
     if error is not None and not record.located:
         raise error
@@ -78,7 +78,7 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
     seen = Pass(policy=whole.policy, reason="every step's operations", num_steps=len(run.recorder))
     skips = words.skipped(whole, record.faulty_steps) if record.verdict == "scale_overflow" else ""
     update = {
-        "passes": [seen.model_copy(update={"watched": run.diagnosis.watched})],
+        "passes": [seen.model_copy(update={"watched": run.observer.watched})],
         "detail": ". ".join(filter(None, [record.detail, skips])),
     }
     return record.model_copy(update=update)

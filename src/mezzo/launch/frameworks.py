@@ -23,7 +23,7 @@ from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 if TYPE_CHECKING:
-    from mezzo.observe.observer import Diagnosis  # imports torch
+    from mezzo.observe.observer import Observer  # imports torch
 
 Framework = Literal["torch", "keras", "paddle"]
 
@@ -43,7 +43,7 @@ class Training(Protocol):
         """Return how many updates were made, skipped ones and the open one included."""
 
     @property
-    def diagnosis(self) -> Diagnosis | None:
+    def observer(self) -> Observer | None:
         """Return what watches the training, None where it is only taken down."""
 
     def close_update(self) -> None:
@@ -72,7 +72,7 @@ class Switch(Protocol):
     """Run the code inside under a policy (None: its own precision) and take down every training step."""
 
     def __call__(
-        self, policy: Policy | None, *, seed: int | None, diagnosis: AnySettings | None
+        self, policy: Policy | None, *, seed: int | None, observe: AnySettings | None
     ) -> AbstractContextManager[Training]:
         """Return the context."""
 

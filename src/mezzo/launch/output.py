@@ -107,7 +107,7 @@ def name_of(pattern: str) -> str:
     return first or group.replace("_", " ") or last or "metric"
 
 
-class Watched:
+class MetricStream:
     """Stand in for a text stream: pass everything on, and show every whole line to a reader."""
 
     def __init__(self, stream: TextIO, line: Callable[[str], None]) -> None:

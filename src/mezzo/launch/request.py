@@ -49,7 +49,7 @@ class Request(BaseModel):
     record_path: str
     command: tuple[str, ...]
     """What the person typed, for the record."""
-    diagnosis: AnySettings | None = None
+    observe: AnySettings | None = None
     """What to watch for; the record is then of that kind. None: train and take down the steps."""
     compared_since_s: float | None = None
     """Unix time at which the comparison began that the run is part of, to note what it reads of other runs; None: it is part of none."""

@@ -61,16 +61,16 @@ def run_child(request: Request, *, output: Path | None = None, limit_s: float | 
 
 
 def diagnose_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> AnyRecord:
-    """Run the script of ``request`` and return the record of its diagnosis.
+    """Run the script of ``request`` and return its record, of the kind that ``request.observe`` asks for.
 
     That of a child that died is the record of a run. The arguments are those of ``run_child``.
 
     Raises:
         ScriptError: the script trains in a framework that is not watched.
     """
-    if request.diagnosis is not None and request.framework != "torch":
+    if request.observe is not None and request.framework != "torch":
         raise ScriptError(
-            f"mezzo {request.diagnosis.kind} watches PyTorch's operations; {request.target} imports {request.framework}",
+            f"mezzo {request.observe.kind} watches PyTorch's operations; {request.target} imports {request.framework}",
             hint="mezzo run and mezzo compare take such a script",
         )
     path = Path(request.record_path)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from mezzo.launch.patches import Patches
 
 
-class Schedules:
+class ScriptSchedules:
     """Know which schedulers are to wait."""
 
     def __init__(

@@ -28,7 +28,7 @@ _KEY = "mezzo: made inside a backward pass"
 _IDENTITIES = itertools.count(2)  # -1 is the number of no node
 
 
-class Local(threading.local):
+class ThreadNodes(threading.local):
     """Hold what a tracer knows of one thread."""
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class Made:
                 _settle(results)
                 results.clear()
 
-    def inside(self, local: Local, number: int) -> int:
+    def inside(self, local: ThreadNodes, number: int) -> int:
         """Return the identity of the node that was just made in a backward pass; the next one in this thread has ``number``."""
         local.number, local.made, local.found = number, -next(_IDENTITIES), False
         return local.made
 
-    def expect(self, local: Local, args: Any, results: Iterable[Tensor]) -> None:
+    def expect(self, local: ThreadNodes, args: Any, results: Iterable[Tensor]) -> None:
         """Remember the results of an operation: one of them gets the node that was last made in this thread."""
         self._threads[id(local.results)] = local.results
         for result in results:
@@ -83,12 +83,12 @@ class Made:
             known = TensorWeakRef(result if base is None else base)
             local.results.append((known, local.number - 1, local.made, base is not None))
 
-    def settle(self, local: Local) -> None:
+    def settle(self, local: ThreadNodes) -> None:
         """Mark the nodes that results have by now."""
         if local.made in _settle(local.results):
             local.found = True
 
-    def meet(self, local: Local, running: Any, task: int) -> Node:
+    def meet(self, local: ThreadNodes, running: Any, task: int) -> Node:
         """Return what is known of a node that begins to run in backward pass number ``task``."""
         local.results.clear()  # of the node that ran before
         local.found = True

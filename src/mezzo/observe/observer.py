@@ -1,9 +1,9 @@
-"""Watch chosen steps of a training run: when a diagnosis begins to look, what belongs to the step, when it stops.
+"""Observe chosen steps of a training run: when observation begins, what belongs to the step, when it ends.
 
 A step is what happens up to an optimizer's update. It is over only when the next backward pass begins, because a
-second optimizer may step before that; what ran in between is the next step's forward pass or an evaluation. So a
-diagnosis looks from the last backward pass of the step before, forgets what it saw at every sign that this step still
-goes on, takes a mark at every place that certainly belongs to its own step, and keeps what lies before the last mark.
+second optimizer may step before that; what ran in between is the next step's forward pass or an evaluation. So an
+observer records from the last backward pass of the step before, discards what it recorded whenever that step turns out
+not to be over, sets a mark wherever an operation certainly belongs to its own step, and keeps what precedes the last mark.
 
 Compiled code runs eagerly in watched steps: what happens inside compiled kernels belongs to no module.
 """
@@ -28,8 +28,8 @@ from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord
 
 
-class Running(Protocol):
-    """State what a diagnosis may ask of the run that it watches."""
+class ObservedRun(Protocol):
+    """What an observer may ask of the run that it observes."""
 
     in_backward: bool
     in_compiled: bool
@@ -75,21 +75,21 @@ class Running(Protocol):
         ...
 
 
-class Watched(SystemExit):
+class StopScript(SystemExit):
     """End a script whose last watched step is over; code 0, and silent in a thread."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
-class Diagnosis(ABC):
+class Observer(ABC):
     """Watch chosen steps of a run and make a record of them.
 
     The launcher calls ``backward_begins``, ``backward_ended``, ``compiled_ended``, ``updated`` and ``step_closed``
-    while the script runs, then ``close``, then ``record``. A diagnosis says what to do when its look begins and ends.
+    while the script runs, then ``close``, then ``record``. A subclass says what happens when observation begins and ends.
     """
 
-    def __init__(self, run: Running, *, steps: Sequence[int]) -> None:
+    def __init__(self, run: ObservedRun, *, steps: Sequence[int]) -> None:
         self.run = run
         self.watched: list[int] = []
         """Numbers of the steps that were watched to their end."""
@@ -101,7 +101,7 @@ class Diagnosis(ABC):
         self._eager = False
         self._first: RemovableHandle | None = None
 
-    # --- what a diagnosis does ---------------------------------------------------------------------------------------------
+    # --- what an observer does ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(self, step: int) -> None:
@@ -193,7 +193,7 @@ class Diagnosis(ABC):
             return
         self._end()
         if not self._waiting:
-            raise Watched
+            raise StopScript
 
     def _can_change(self) -> bool:
         # The engine puts back the modes that it found, and so does compiled code, which cannot be told to run eagerly.

@@ -1,4 +1,4 @@
-"""What a diagnosis is asked for: one value a kind, passed to the process that runs the script as JSON. Imports no torch."""
+"""Settings of each kind of observer, passed as JSON to the process that runs the script. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ StepNumbers: TypeAlias = Annotated[
 
 
 class Settings(BaseModel):
-    """Be the settings of one kind of diagnosis."""
+    """Settings of one kind of observer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

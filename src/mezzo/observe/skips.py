@@ -26,7 +26,7 @@ class Update(NamedTuple):
     skipped: bool
 
 
-class Rule(NamedTuple):
+class SkipRule(NamedTuple):
     """Say which skips are normal."""
 
     dynamic: bool
@@ -60,7 +60,7 @@ class Skips:
         self.faulty: dict[int, None] = {}
         """Steps whose skips are no normal ones, in the order in which that became known."""
 
-    def closed(self, step: int, updates: list[Update], *, skipped: bool, rule: Rule) -> None:
+    def closed(self, step: int, updates: list[Update], *, skipped: bool, rule: SkipRule) -> None:
         """Take note of a step's updates; ``updates`` is empty where it is not known which optimizers made it."""
         parts = {(u.scaler, u.optimizer): u.skipped for u in updates} or {(0, 0): skipped}
         if skipped and not any(parts.values()):  # found by the scale of all, not in one optimizer
@@ -80,7 +80,7 @@ class Skips:
         ]
         return sorted({*self.faulty, *(step for row in endless for step in row)})
 
-    def _note(self, step: int, history: _History, rule: Rule, *, skipped: bool) -> None:
+    def _note(self, step: int, history: _History, rule: SkipRule, *, skipped: bool) -> None:
         history.num_updates += 1
         if not skipped:
             history.num_made, history.in_row, history.open_row = history.num_made + 1, 0, []

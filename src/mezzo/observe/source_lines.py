@@ -27,7 +27,14 @@ _PASSED_THROUGH = (
 )
 """Python between who calls an operation and the operation."""
 _POLICY = (
-    *("autocast_kernels.py", "conversion.py", "emulation.py", "emulation_nodes.py", "fp8_emulated.py", "fp8_torchao.py"),
+    *(
+        "autocast_kernels.py",
+        "conversion.py",
+        "emulation.py",
+        "emulation_nodes.py",
+        "fp8_emulated.py",
+        "fp8_torchao.py",
+    ),
     *("onepass.py", "optimizers.py"),
 )
 """Files of the engine whose operations a device would run, too: casts, emulated operations, updates."""

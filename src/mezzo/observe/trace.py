@@ -52,7 +52,7 @@ class Node(NamedTuple):
 
 
 @dataclass
-class Product:
+class TracedProduct:
     """Hold what is known of a matrix product or convolution while it runs."""
 
     format: str
@@ -79,7 +79,7 @@ class Noted(NamedTuple):
     outs: list[Meta]
     stepping: bool
     again: bool
-    product: Product | None
+    product: TracedProduct | None
     line: str
     hidden: bool
     """Whether it is no operation of the training: Mezzo's own, or one that the device which is emulated would not run."""

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mezzo.engine import emulation
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 from mezzo.measure.flops import COUNTS, OperandFormats
-from mezzo.observe.backward_nodes import Local, Made
+from mezzo.observe.backward_nodes import Made, ThreadNodes
 from mezzo.observe.source_lines import caller, script_line
-from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Product, Trace
+from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Trace, TracedProduct
 
 _node_running = torch._C._current_autograd_node
 _next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -73,7 +73,7 @@ class Tracer(TorchDispatchMode):
         self._emulates = emulation.is_used()
         self._device_type = device_type
         self._flags = flags or Unflagged()
-        self._local = Local()
+        self._local = ThreadNodes()
         self._made = Made()
         self._stepping = False
         self._kinds: dict[int, int] = {}
@@ -232,12 +232,12 @@ class Tracer(TorchDispatchMode):
         """Remember where a node is made inside a backward pass: by what is computed again, or differentiated twice."""
         self.trace.recomputed[self._made.inside(self._local, number)] = entry, node
 
-    def _product(self, func: Any, result: Any, args: Sequence[Any]) -> Product:
+    def _product(self, func: Any, result: Any, args: Sequence[Any]) -> TracedProduct:
         flops = self._counts[id(func)](result, *args)
         tensors = [t for t in (*_flat(args), *_flat((result,))) if t.layout is torch.strided]
         operands = [(tuple(t.shape), t.stride(), _alignment(t)) for t in tensors]
         rest = tuple([a for a in args if type(a) in _NO_TENSORS or not isinstance(a, Tensor)])
-        product = Product(self._format(func, args), flops, operands, self._local.made, rest)
+        product = TracedProduct(self._format(func, args), flops, operands, self._local.made, rest)
         if product.format in _WIDE:
             product.nesting = _nesting()
         return product
@@ -257,7 +257,7 @@ class Tracer(TorchDispatchMode):
             known = self._torchs[kind] = kind.__module__.startswith("torch.nn")
         return known
 
-    def _where(self, product: Product | None) -> str:
+    def _where(self, product: TracedProduct | None) -> str:
         """Return the script's line that runs; take down which functions of torch a product runs in."""
         line, callers = script_line(sys._getframe(2))
         if product is not None:

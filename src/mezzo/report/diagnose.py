@@ -42,7 +42,7 @@ class StepLine:
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnoseSheet:
-    """Hold what a view says of a diagnosis."""
+    """The words of one ``diagnose`` record, ready for any view."""
 
     title: str
     script: str

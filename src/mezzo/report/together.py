@@ -25,7 +25,7 @@ class TogetherLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ComparedScript:
     """Hold one comparison."""
 
     script: str
@@ -42,7 +42,7 @@ class TogetherSheet:
     title: str
     headline: str
     method: str
-    groups: list[Group]
+    groups: list[ComparedScript]
     environment: list[Fact]
 
 
@@ -62,10 +62,10 @@ def together_sheet(records: Sequence[CompareRecord]) -> TogetherSheet:
     )
 
 
-def _group(record: CompareRecord) -> Group:
+def _group(record: CompareRecord) -> ComparedScript:
     sheet = verdicts.compare_sheet(record)
     gpu = record.environment.gpu
-    return Group(
+    return ComparedScript(
         script=fmt.clean(PurePath(sheet.script).name),
         framework=fmt.clean(verdicts.framework_of(record)),
         device=fmt.clean(gpu or record.environment.device),
@@ -82,7 +82,7 @@ def _group(record: CompareRecord) -> Group:
     )
 
 
-def _headline(groups: Sequence[Group]) -> str:
+def _headline(groups: Sequence[ComparedScript]) -> str:
     judged = [line.line.verdict for group in groups for line in group.lines if line.line.verdict != "baseline"]
     known = [verdicts.verdict_text(verdict) for verdict in verdicts.VERDICT_TONES]
     counts = [(verdict, judged.count(verdict)) for verdict in known if verdict in judged]

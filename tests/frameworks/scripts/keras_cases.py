@@ -324,7 +324,7 @@ def run(case, policy, seed=None):
         return {"script": made()}
     chosen = None if policy == "as-is" else Policy.parse(policy)
     try:
-        with training(chosen, seed=seed, diagnosis=None) as trained:
+        with training(chosen, seed=seed, observe=None) as trained:
             script = made()
             trained.close_update()
     except MezzoError as error:

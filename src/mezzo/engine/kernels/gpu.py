@@ -67,7 +67,7 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return chunks
 
 
-class Table:
+class LaunchTable:
     """Hold what a launch reads on the device: settings, then rows of sizes, numbers, corrections and addresses; all int64."""
 
     def __init__(
@@ -120,12 +120,12 @@ class Table:
         self.set(fresh)
 
 
-_recorded: list[Table] | None = None
+_recorded: list[LaunchTable] | None = None
 _memories: Iterator[Tensor] | None = None
 
 
 @contextlib.contextmanager
-def recording(rehearsed: Sequence[Table] = ()) -> Iterator[list[Table]]:
+def recording(rehearsed: Sequence[LaunchTable] = ()) -> Iterator[list[LaunchTable]]:
     """Collect the tables of the launches inside.
 
     Args:
@@ -141,18 +141,18 @@ def recording(rehearsed: Sequence[Table] = ()) -> Iterator[list[Table]]:
         _recorded = _memories = None
 
 
-class Tables:
+class LaunchTables:
     """Hold the last tables of a launch by their contents: allocators give a step's gradients the places of a step before."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._tables: dict[tuple[int, ...], Table] = {}
+        self._tables: dict[tuple[int, ...], LaunchTable] = {}
 
-    def sent(self, rows: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Table:
+    def sent(self, rows: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> LaunchTable:
         """Return a table of these rows that is on its way to the device, or there already."""
         table = self._tables.pop(rows, None)
         if table is None:
-            table = Table(rows, sizes, device)
+            table = LaunchTable(rows, sizes, device)
             table.send()
             while len(self._tables) >= self._most:
                 del self._tables[next(iter(self._tables))]
@@ -161,8 +161,12 @@ class Tables:
 
 
 def table_of(
-    lists: Sequence[Sequence[Tensor]], *, kept: Tables, numbers: Sequence[int] = (), settings: Settings | None = None
-) -> Table:
+    lists: Sequence[Sequence[Tensor]],
+    *,
+    kept: LaunchTables,
+    numbers: Sequence[int] = (),
+    settings: Settings | None = None,
+) -> LaunchTable:
     """Return a table that is on its way to the device; one of ``kept`` where the addresses are those of a step before."""
     device, sizes = lists[0][0].device, tuple([t.numel() for t in lists[0]])
     zeros = (0,) * len(sizes)
@@ -173,7 +177,7 @@ def table_of(
         return table
     # A captured step's tables are its own: an eager step in between would leave other gradients' addresses there.
     memory = None if _memories is None else next(_memories)
-    table = Table(rows, sizes, device, settings=settings, memory=memory)
+    table = LaunchTable(rows, sizes, device, settings=settings, memory=memory)
     if memory is None:
         table.send()
     _recorded.append(table)
@@ -188,7 +192,7 @@ def _send(numbers: Sequence[int], to: Tensor) -> None:
 
 _KEPT = 4
 """Tables of a launch: one for each arrangement that a step's gradients take turns in."""
-_NORMS = Tables(32)
+_NORMS = LaunchTables(32)
 """The tables of norms: a launch for each format of gradients and set of optimizers."""
 
 
@@ -258,7 +262,7 @@ def _launch(
             batch.moments.get(name, batch.masters) for name in moments
         ]  # masters stand in for what is not touched
         numbers = [batch.numbers[i] for i in which] if batch.numbers else ()
-        kept = batch.remembered.setdefault(tuple(kind.values()), Tables(_KEPT))
+        kept = batch.remembered.setdefault(tuple(kind.values()), LaunchTables(_KEPT))
         chosen = [[tensors[i] for i in which] for tensors in lists]
         table = table_of(chosen, kept=kept, numbers=numbers, settings=settings)
         begun = {"ADAMW": kernel is adamw_kernel, **_BEGINNING}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.engine.kernels import exponents
-from mezzo.engine.kernels.gpu import _TYPES, CHUNK, Tables, on, table_of
+from mezzo.engine.kernels.gpu import _TYPES, CHUNK, LaunchTables, on, table_of
 from mezzo.engine.kernels.gpu_formats import FIRST, extent, offsets, place, read_tile, unspecialized
 
 # Triton before 3.8 counts in registers, a warp's bins in its 32 threads: 512 bins fit, so the chunk is read five times, from the cache.
@@ -80,7 +80,7 @@ def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         own = [
             (t, r) for t, r in zip(tensors, rows, strict=True) if t.numel() and (t.dtype, t.device) == (dtype, device)
         ]
-        table = table_of([[t for t, _ in own], [r for _, r in own]], kept=Tables(1))  # other tensors each time
+        table = table_of([[t for t, _ in own], [r for _, r in own]], kept=LaunchTables(1))  # other tensors each time
         compiled_in = {"TYPE": _TYPES[dtype], "CUTS": len(exponents.CUTS), "BINS": exponents.BINS, "BLOCK": CHUNK}
         with on(device):
             exponent_kernel[(table.programs,)](

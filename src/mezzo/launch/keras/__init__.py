@@ -25,24 +25,24 @@ from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 if TYPE_CHECKING:
-    from mezzo.observe.observer import Diagnosis
+    from mezzo.observe.observer import Observer
 
 _BACKENDS = ("tensorflow", "torch")
 
 
 @contextmanager
-def training(policy: Policy | None, *, seed: int | None, diagnosis: AnySettings | None) -> Iterator[KerasTraining]:
+def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | None) -> Iterator[KerasTraining]:
     """Run the code inside under ``policy`` (None: its own precision) and take down every training step.
 
     Args:
         policy: what to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
-        diagnosis: None; what watches operations knows PyTorch only.
+        observe: None; observers know PyTorch only.
 
     Raises:
         PolicyError: Keras has no dtype policy for the policy.
     """
-    assert diagnosis is None
+    assert observe is None
     run, patches = KerasRun(policy), Patches()
     if policy is not None:
         dtype_policy_name(policy)
@@ -92,7 +92,7 @@ def _backend_of(name: str, run: KerasRun) -> Backend:
 class KerasTraining:
     """Tell of a Keras script's training (``launch.frameworks.Training``)."""
 
-    diagnosis: Diagnosis | None = None
+    observer: Observer | None = None
     """Nothing watches Keras' operations."""
 
     def __init__(self, run: KerasRun) -> None:

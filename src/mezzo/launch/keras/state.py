@@ -19,7 +19,7 @@ _NUM_SCALED = 16
 """How many scaled losses are remembered: those of one training step of several models."""
 
 
-class Local(threading.local):
+class ThreadState(threading.local):
     """Hold what each thread has for itself: replicas of a distributed model are traced in threads."""
 
     in_apply = False
@@ -89,7 +89,7 @@ class KerasRun:
         """None until the script has imported Keras."""
         self.steps = CallSteps()
         self.left_alone: dict[str, Reason] = {}
-        self.local = Local()
+        self.local = ThreadState()
         self.is_unscaled = False
         """Whether the latest gradients were divided by the loss scale when they were made, as the script sees them."""
         self.has_backward = False

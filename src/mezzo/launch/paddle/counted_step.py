@@ -19,7 +19,7 @@ from mezzo.launch.patches import Patches
 from mezzo.records import Effective, Memory
 
 
-class CloseLook:
+class CountedStep:
     """Count one step's operations and bytes."""
 
     def __init__(self, run: PaddleRun, operations: Operations, passes: BackwardPasses) -> None:

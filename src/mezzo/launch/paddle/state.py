@@ -25,7 +25,7 @@ from mezzo.policy import Policy
 from mezzo.records import Reason
 
 
-class Local(threading.local):
+class ThreadState(threading.local):
     """Hold what each thread has for itself."""
 
     depth = 0
@@ -63,7 +63,7 @@ class PaddleRun:
         """The policy by operations: the script's parameters stay FP32, and are the masters where the policy has some."""
         self.scale = HostScale(policy)
         self.steps = UpdateSteps()
-        self.local = Local()
+        self.local = ThreadState()
         self.left_alone: dict[str, Reason] = {}
         self.roots: WeakSet[Any] = WeakSet()
         """Layers that were called from outside any layer."""

@@ -11,7 +11,7 @@ import paddle
 
 from mezzo.frameworks.paddle import explain_run
 from mezzo.launch.paddle.backward import BackwardPasses
-from mezzo.launch.paddle.counted_step import CloseLook
+from mezzo.launch.paddle.counted_step import CountedStep
 from mezzo.launch.paddle.forward import Regions
 from mezzo.launch.paddle.operations import Operations
 from mezzo.launch.paddle.own_amp import take_over
@@ -27,18 +27,18 @@ from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 @contextmanager
 def training(
-    policy: Policy | None, *, seed: int | None, diagnosis: AnySettings | None = None
+    policy: Policy | None, *, seed: int | None, observe: AnySettings | None = None
 ) -> Iterator[PaddleTraining]:
     """Run the code inside under ``policy`` (None: its own precision) and take down every training step.
 
     Args:
         policy: what to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
-        diagnosis: None: what diagnoses watches PyTorch only, and the parent process refuses it for other frameworks.
+        observe: None; observers know PyTorch only, and the parent process refuses them for other frameworks.
     """
     run, patches = PaddleRun(policy), Patches()
     operations, passes, regions = Operations(run), BackwardPasses(run), Regions(run)
-    look = CloseLook(run, operations, passes)
+    look = CountedStep(run, operations, passes)
     try:
         if seed is not None:
             shift_seeds(seed, patches)
@@ -59,9 +59,9 @@ def training(
 class PaddleTraining:
     """Tell of a Paddle script's training (``launch.frameworks.Training``)."""
 
-    diagnosis = None
+    observer = None
 
-    def __init__(self, run: PaddleRun, look: CloseLook) -> None:
+    def __init__(self, run: PaddleRun, look: CountedStep) -> None:
         self._run, self._look = run, look
         self.framework = f"paddle {paddle.__version__}"
 

@@ -20,7 +20,7 @@ from mezzo.formats import FP32
 from mezzo.launch.model_names import name_at_hand
 from mezzo.launch.paddle.state import PaddleRun, parameters_of
 from mezzo.launch.patches import Patches
-from mezzo.launch.schedules import Schedules, classes
+from mezzo.launch.schedules import ScriptSchedules, classes
 
 
 class Updates:
@@ -31,7 +31,7 @@ class Updates:
         self._stepping = False
         self._made: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         """Updates made and skipped, by optimizer."""
-        self._schedules = Schedules(self._updates_of)
+        self._schedules = ScriptSchedules(self._updates_of)
         self._patches: Patches | None = None
         self._patched: set[type] = set()
 

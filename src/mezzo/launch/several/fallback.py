@@ -140,7 +140,7 @@ class _Children:
         request = self._request.model_copy(
             update={
                 "policy": str(policy),
-                "diagnosis": settings,
+                "observe": settings,
                 "record_path": str(self._folder / f"{settings.name}.record.json"),
             }
         )
@@ -176,23 +176,23 @@ class _Calls:
                 exit_code=0 if ending is None else ending.exit_code,
                 error=None if ending is None else ending.message,
             )
-            run.diagnosis.record(record)
+            run.observer.record(record)
         return _checked(_read(settings), record, where="it was called as a function", role=settings.role), record
 
     def _run(
         self, policy: Policy, settings: FallbackSettings, optimizers: list[Any]
     ) -> tuple[Any, NonFiniteLossError | ScaleFloorError | None]:
         from mezzo.launch.torch import switched
-        from mezzo.observe.observer import Watched
+        from mezzo.observe.observer import StopScript
 
         ending: NonFiniteLossError | ScaleFloorError | None = None
-        with switched(policy, diagnosis=settings) as (run, _):
+        with switched(policy, observe=settings) as (run, _):
             # Made before the launcher could see it: without any, each backward pass would count as an update by hand.
             run.optimizers.update(dict.fromkeys(optimizers))
             for action in (self._train, run.close_update):
                 try:
                     action()
-                except Watched:
+                except StopScript:
                     pass
                 except (NonFiniteLossError, ScaleFloorError) as error:
                     ending = ending or error

@@ -40,7 +40,7 @@ def diagnose_script(request: Request, *, steps: int, child: Child = diagnose_chi
     """Run the script of ``request`` until it is known where its first value that left its format comes from, and what helps.
 
     Args:
-        request: what to run; its diagnosis is set here.
+        request: what to run; what to observe is set here.
         steps: how many training steps to watch at most.
         child: runs a request; returns its record.
     """
@@ -170,7 +170,7 @@ class _Passes:
         policy = policy or self._request.policy
         path = Path(self._request.record_path)
         output = None if number == 1 else path.with_name(f"pass{number}.log")
-        update: dict[str, Any] = {"diagnosis": settings, "policy": policy}
+        update: dict[str, Any] = {"observe": settings, "policy": policy}
         if output is not None:
             update |= {"output_to_stderr": False, "record_path": str(path.with_name(f"pass{number}.json"))}
         self._passes.append(Pass(policy=policy, reason=why))

@@ -14,17 +14,17 @@ from mezzo.errors import UnsupportedFormatError
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_seeds
 from mezzo.launch.torch.backward import BackwardPasses
-from mezzo.launch.torch.counted_step import CloseLook
+from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.forward import Regions
 from mezzo.launch.torch.lint_hooks import listen
-from mezzo.launch.torch.observers import diagnosis_for
+from mezzo.launch.torch.observers import observer_for
 from mezzo.launch.torch.own_amp import take_over
 from mezzo.launch.torch.sessions import hear_sessions
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.updates import Updates
 from mezzo.measure.environment import environment
-from mezzo.observe.observer import Diagnosis, Watched
+from mezzo.observe.observer import Observer, StopScript
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
@@ -32,18 +32,18 @@ from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 @contextmanager
 def switched(
-    policy: Policy | None, *, seed: int | None = None, diagnosis: AnySettings | None = None
-) -> Iterator[tuple[Run, CloseLook]]:
+    policy: Policy | None, *, seed: int | None = None, observe: AnySettings | None = None
+) -> Iterator[tuple[Run, CountedStep]]:
     """Run the code inside under ``policy`` (None: its own precision) and take down every training step.
 
     Args:
         policy: what to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
-        diagnosis: what to watch for, in ``run.diagnosis``; the close look at formats and bytes is then not taken.
+        observe: settings of the observer, which is ``run.observer``; formats and bytes are then not counted.
     """
     run, patches = Run(policy), Patches()
-    regions = Regions(run, watched=diagnosis is not None)
-    look = CloseLook(run, in_region=regions.covered)
+    regions = Regions(run, watched=observe is not None)
+    look = CountedStep(run, in_region=regions.covered)
     try:
         if seed is not None:
             shift_seeds(seed, patches)
@@ -55,37 +55,37 @@ def switched(
         regions.install(patches)
         BackwardPasses(run).install(patches)
         Updates(run).install(patches)
-        if diagnosis is None:
+        if observe is None:
             look.install(patches)
             if policy is None:
                 look.when_over(regions.counted)
         else:  # one observer at a time: two would have to leave the stack of dispatch modes in the reverse order
-            run.diagnosis = diagnosis_for(diagnosis, run)
-            run.watchers.append(run.diagnosis)
-            run.diagnosis.start()
-            patches.on_undo(run.diagnosis.close)
+            run.observer = observer_for(observe, run)
+            run.watchers.append(run.observer)
+            run.observer.start()
+            patches.on_undo(run.observer.close)
         _keep_autocast(patches)
         with warnings.catch_warnings():
             # Our hooks skip what torch.compile traces and count depth, so firing once more for the wrapper is harmless.
             warnings.filterwarnings("ignore", message=".*there are global hooks on modules.*")
             yield run, look
-        with suppress(Watched):
+        with suppress(StopScript):
             run.close_update()
     finally:
         patches.undo()
 
 
 @contextmanager
-def training(policy: Policy | None, *, seed: int | None, diagnosis: AnySettings | None) -> Iterator[TorchTraining]:
+def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | None) -> Iterator[TorchTraining]:
     """Run the code inside as ``switched`` does, for the process of a script's own."""
-    with switched(policy, seed=seed, diagnosis=diagnosis) as (run, look):
+    with switched(policy, seed=seed, observe=observe) as (run, look):
         yield TorchTraining(run, look)
 
 
 class TorchTraining:
     """Tell of a PyTorch script's training (``launch.frameworks.Training``)."""
 
-    def __init__(self, run: Run, look: CloseLook) -> None:
+    def __init__(self, run: Run, look: CountedStep) -> None:
         self._run, self._look = run, look
         self.framework = f"torch {torch.__version__}"
 
@@ -99,9 +99,9 @@ class TorchTraining:
         return self._run.num_updates
 
     @property
-    def diagnosis(self) -> Diagnosis | None:
+    def observer(self) -> Observer | None:
         """Return what watches the training."""
-        return self._run.diagnosis
+        return self._run.observer
 
     def close_update(self) -> None:
         """Close the update that is open."""

@@ -28,7 +28,7 @@ from mezzo.records import Effective, Memory
 _UPDATES_WEIGHED = 2  # the first one that is made leaves the optimizer's state behind
 
 
-class CloseLook:
+class CountedStep:
     """Count one step's operations and bytes."""
 
     def __init__(self, run: Run, *, in_region: Callable[[], bool]) -> None:

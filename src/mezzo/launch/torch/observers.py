@@ -1,13 +1,13 @@
-"""Choose the diagnosis that a request asks for: one row a kind."""
+"""Choose the observer that a request asks for: one row a kind."""
 
 from __future__ import annotations
 
-from mezzo.observe.observer import Diagnosis, Running
+from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
 
 
-def diagnosis_for(settings: AnySettings, run: Running) -> Diagnosis:
-    """Return the diagnosis of ``run`` that ``settings`` ask for; imported only now, and only that one."""
+def observer_for(settings: AnySettings, run: ObservedRun) -> Observer:
+    """Return the observer that ``settings`` ask for; only its module is imported."""
     if isinstance(settings, RangesSettings):
         from mezzo.observe.ranges.observer import Ranges
 

@@ -21,7 +21,7 @@ from mezzo.launch.torch.owners import OptimizerOwners
 from mezzo.launch.torch.steady_state import Steady, nothing
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.lint.observer import Lint
-from mezzo.observe.observer import Diagnosis
+from mezzo.observe.observer import Observer
 from mezzo.observe.skips import Update
 from mezzo.policy import Policy
 from mezzo.records import Reason
@@ -29,7 +29,7 @@ from mezzo.records import Reason
 _KEPT_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "loss", "binary_cross_entropy"}
 
 
-class Local(threading.local):
+class ThreadState(threading.local):
     """Hold what each thread has for itself."""
 
     depth = 0
@@ -71,11 +71,11 @@ class Run:
         """Modules that were called from outside any module, in order."""
         self.optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self.owners = OptimizerOwners()
-        self.local = Local()
+        self.local = ThreadState()
         self.lint = Lint(self)
         """What tells misuse of the script's own mixed precision."""
         self.watchers: list[Any] = []
-        self.diagnosis: Diagnosis | None = None
+        self.observer: Observer | None = None
         self.compiles = False
         """Whether the script has called torch.compile."""
         self.before_compiling: list[Callable[[], Any]] = []
@@ -240,7 +240,7 @@ class Run:
     @property
     def takes_norm(self) -> bool:
         """Return whether the norm of the open update's gradients is taken: reading all gradients takes 2 to 4% of a small model's step."""
-        if self.scale.checks or self.diagnosis is not None:
+        if self.scale.checks or self.observer is not None:
             return True
         step = len(self.recorder) + 1
         return step <= _EVERY_NORM or step % _NORMS_APART == 0
@@ -260,8 +260,8 @@ class Run:
 
     def stepping(self) -> None:
         """Take note that an optimizer is about to change the weights."""
-        if self.diagnosis is not None:
-            self.diagnosis.stepping()
+        if self.observer is not None:
+            self.observer.stepping()
 
     def update_made(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take the time of an update that is over; None where no optimizer object made it."""
@@ -281,7 +281,7 @@ class Run:
             optimizer: the optimizer.
             skipped: whether the step was skipped; a tensor, above 0 if so, where only the device knows.
         """
-        if self.diagnosis is not None:  # weighs each skip as it comes
+        if self.observer is not None:  # weighs each skip as it comes
             skipped = bool(skipped)
         if isinstance(skipped, Tensor):
             self._stepped = True
@@ -291,7 +291,7 @@ class Run:
                 self._skipped = self._skipped or skipped
         elif skipped:
             self._stepped = self._skipped = True
-        if self.diagnosis is not None:
+        if self.observer is not None:
             self.updates.append(Update(scaler=id(scaler), optimizer=id(optimizer), skipped=bool(skipped)))
 
     def meet_scaler(self, scaler: Any) -> None:
@@ -299,8 +299,8 @@ class Run:
         self.steady.end()
         if self.script_scaler is not scaler:
             self.script_scaler = scaler
-            if self.diagnosis is not None:
-                self.diagnosis.scaler_met(scaler)
+            if self.observer is not None:
+                self.observer.scaler_met(scaler)
         self.scaled_by_script = True
 
     def close_update(self) -> None:

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mezzo.engine.gradients import all_finite, set_aside, total_norm
 from mezzo.launch.patches import Patches
-from mezzo.launch.schedules import Schedules
+from mezzo.launch.schedules import ScriptSchedules
 from mezzo.launch.torch.state import Run
 from mezzo.observe.skips import Update
 
@@ -56,7 +56,7 @@ class Updates:
         self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._made: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         """How many updates each optimizer made, and how many of them were skipped."""
-        self._schedules = Schedules(self._updates_of, hear=run.lint.scheduled)
+        self._schedules = ScriptSchedules(self._updates_of, hear=run.lint.scheduled)
         self._first: set[type] = set()
         """Classes of optimizers whose closures run before the step."""
 
@@ -125,7 +125,7 @@ class Updates:
         skip = self._run.updated(_norm(optimizer) if self._run.takes_norm else None)
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
-        if self._run.diagnosis is not None:
+        if self._run.observer is not None:
             self._run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
         made = self._made[optimizer]
         made[0] += 1

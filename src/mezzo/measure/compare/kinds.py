@@ -91,7 +91,7 @@ def scale_of_metric(metric: Metric, values: Sequence[float]) -> Scale:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class MetricGrid:
     """Hold the step in which a metric's values come."""
 
     step: float
@@ -104,14 +104,14 @@ class Grid:
         return float(np.mean(np.maximum(np.abs(above - places), np.abs(places - below))))
 
 
-def grid_of(values: Sequence[float], scale: Scale) -> Grid:
+def grid_of(values: Sequence[float], scale: Scale) -> MetricGrid:
     """Return the step of ``values``, all that any run printed and that are finite."""
     digits = 10.0 ** min((_exponent(value) for value in values), default=0)
     if isinstance(scale, Proportion):
         num_examples = _num_counted(values, whole=scale.unit, digits=digits)
         if num_examples is not None:
-            return Grid(step=scale.unit / num_examples, num_examples=num_examples)
-    return Grid(step=digits)
+            return MetricGrid(step=scale.unit / num_examples, num_examples=num_examples)
+    return MetricGrid(step=digits)
 
 
 def _exponent(value: float) -> int:

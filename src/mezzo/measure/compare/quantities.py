@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from mezzo.measure.compare.kinds import Grid
+from mezzo.measure.compare.kinds import MetricGrid
 from mezzo.measure.compare.margins import Margin
 from mezzo.measure.compare.scales import Array, Scale
 from mezzo.records import Difference
@@ -51,7 +51,7 @@ class Quantity:
     pairs: tuple[tuple[float, float], ...]
     scale: Scale
     margin: Margin
-    grid: Grid | None = None
+    grid: MetricGrid | None = None
     is_metric: bool = False
 
     def __len__(self) -> int:
@@ -89,9 +89,9 @@ class Quantity:
         )
 
     @cached_property
-    def seen(self) -> Seen:
+    def seen(self) -> PairStatistics:
         """Return what the tests need to know."""
-        return Seen(
+        return PairStatistics(
             mean=np.asarray(np.mean(self.differences)),
             deviation=np.asarray(self.deviation),
             spread=np.asarray(self.margin.spread),
@@ -106,20 +106,20 @@ class Quantity:
         """Return whether the difference is shown to lie beyond the margin on one side."""
         return bool(self.beyond(self.seen, len(self), num_quantities=num_quantities))
 
-    def inside(self, seen: Seen, num_pairs: int) -> Flags:
+    def inside(self, seen: PairStatistics, num_pairs: int) -> Flags:
         """Return ``is_inside`` for other samples of ``num_pairs`` pairs."""
         margin = self.margin.surely(num_pairs, seen.spread)
         shown: Flags = np.abs(seen.mean) + self._half(seen, num_pairs, error=INSIDE_ERROR) <= margin
         return shown
 
-    def beyond(self, seen: Seen, num_pairs: int, *, num_quantities: int) -> Flags:
+    def beyond(self, seen: PairStatistics, num_pairs: int, *, num_quantities: int) -> Flags:
         """Return ``is_beyond`` for other samples of ``num_pairs`` pairs."""
         error = BEYOND_ERROR / num_quantities
         margin = self.margin.at_most(num_pairs, seen.spread, error=error)
         shown: Flags = np.abs(seen.mean) - self._half(seen, num_pairs, error=error) > margin
         return shown
 
-    def _half(self, seen: Seen, num_pairs: int, *, error: float) -> Array:
+    def _half(self, seen: PairStatistics, num_pairs: int, *, error: float) -> Array:
         if num_pairs < 2:
             return np.full_like(seen.mean, math.nan)
         t = float(stats.t.ppf(1.0 - error, num_pairs - 1))
@@ -158,7 +158,7 @@ class Quantity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class PairStatistics:
     """Hold the statistics of samples of pairs: of one sample, or of many at once."""
 
     mean: Array

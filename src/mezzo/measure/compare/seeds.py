@@ -18,7 +18,7 @@ import numpy as np
 from scipy import stats
 
 from mezzo.measure.compare.margins import spread_errors
-from mezzo.measure.compare.quantities import Quantity, Seen
+from mezzo.measure.compare.quantities import PairStatistics, Quantity
 
 MAX_SEEDS = 1000
 """The largest number of seeds that is looked at."""
@@ -62,7 +62,7 @@ class Future:
         self._spread = self._before.spread / spread_errors(rng.random(_DRAWS), self._num)
         self._to_come = rng.standard_normal(_DRAWS), rng.random(_DRAWS), rng.random(_DRAWS)
 
-    def seen(self, num_pairs: int) -> Seen:
+    def seen(self, num_pairs: int) -> PairStatistics:
         """Return what ``num_pairs`` pairs show, those included that were seen."""
         more = num_pairs - self._num
         normal, uniform, spread_uniform = self._to_come
@@ -71,7 +71,7 @@ class Future:
         between = self._num * more / num_pairs * (mean - self._before.mean) ** 2
         total = (self._num - 1) * self._before.deviation**2 + squares + between
         deviation = np.maximum(np.sqrt(total / (num_pairs - 1)), self.quantity.step / 2.0)
-        return Seen(
+        return PairStatistics(
             mean=(self._num * self._before.mean + more * mean) / num_pairs,
             deviation=deviation,
             spread=self._spread * spread_errors(spread_uniform, num_pairs),

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from mezzo import oplists
 from mezzo.formats import FP32, FP64, TF32
-from mezzo.observe.audit.operations import Seen, calls_of
+from mezzo.observe.audit.operations import TracedOperation, calls_of
 from mezzo.observe.module_names import Names
-from mezzo.observe.trace import Product
+from mezzo.observe.trace import TracedProduct
 from mezzo.policy import Policy
 from mezzo.records import Cause
 
@@ -43,7 +43,7 @@ class Why:
     reason: str
 
 
-def why_wide(seen: Seen, *, policy: Policy | None, lowers_elsewhere: bool, name: Names) -> Why:
+def why_wide(seen: TracedOperation, *, policy: Policy | None, lowers_elsewhere: bool, name: Names) -> Why:
     """Return why the forward product ``seen`` ran in FP32 or wider.
 
     Args:
@@ -71,7 +71,7 @@ def why_wide(seen: Seen, *, policy: Policy | None, lowers_elsewhere: bool, name:
     return Why("off", seen.module, reason)
 
 
-def _listed(policy: Policy | None, seen: Seen) -> oplists.Precision | None:
+def _listed(policy: Policy | None, seen: TracedOperation) -> oplists.Precision | None:
     if policy is None or not policy.lowers:
         return None
     chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
@@ -80,7 +80,7 @@ def _listed(policy: Policy | None, seen: Seen) -> oplists.Precision | None:
     return next((p for p in ("fp32", "widest") if p in precisions), "lower")
 
 
-def _ruled(seen: Seen, product: Product, policy: Policy | None) -> Why:
+def _ruled(seen: TracedOperation, product: TracedProduct, policy: Policy | None) -> Why:
     if "out" in seen.noted.func._overloadname:
         return Why("no rule", seen.module, f"autocast has no rule for {seen.op} that writes into given memory (out=)")
     called = next((c for c in product.callers if c in _PROMOTING), "")
@@ -95,6 +95,6 @@ def _ruled(seen: Seen, product: Product, policy: Policy | None) -> Why:
     )
 
 
-def is_wide(seen: Seen) -> bool:
+def is_wide(seen: TracedOperation) -> bool:
     """Return whether ``seen`` is a product in FP32 or wider."""
     return seen.product is not None and seen.format in WIDE

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from mezzo.observe.audit.operations import Seen
+from mezzo.observe.audit.operations import TracedOperation
 
 _BYTES = 16
 _HALF = 2
@@ -32,7 +32,7 @@ class Shape:
     """By kind (``dimension``, ``alignment``, ``layout``, ``groups``) the sentence."""
 
 
-def shape_of(seen: Seen) -> Shape | None:
+def shape_of(seen: TracedOperation) -> Shape | None:
     """Return the shape of a product and its problems; None for one that is more than one product (recurrent layers)."""
     if seen.op in ("mm", "bmm", "addmm", "baddbmm"):
         return _matmul(seen)
@@ -43,7 +43,7 @@ def shape_of(seen: Seen) -> Shape | None:
     return None
 
 
-def _matmul(seen: Seen) -> Shape:
+def _matmul(seen: TracedOperation) -> Shape:
     assert seen.product is not None
     skip = 1 if seen.op in ("addmm", "baddbmm") and len(seen.product.operands) == 4 else 0
     a, b, result = seen.product.operands[skip : skip + 2] + seen.product.operands[-1:]
@@ -68,14 +68,14 @@ def _row(size: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     return max(strides[-2:])
 
 
-def _check_addresses(shape: Shape, seen: Seen) -> None:
+def _check_addresses(shape: Shape, seen: TracedOperation) -> None:
     assert seen.product is not None
     addresses = [operand[2] for operand in seen.product.operands]
     if min(addresses, default=_BYTES) < _BYTES and "dimension" not in shape.problems:
         shape.problems["alignment"] = f"an operand begins at a multiple of {min(addresses)} bytes, not of {_BYTES}"
 
 
-def _convolution(seen: Seen) -> Shape:
+def _convolution(seen: TracedOperation) -> Shape:
     product = seen.product
     assert product is not None
     backward = seen.op == "convolution_backward"
@@ -102,7 +102,7 @@ def _settings(arguments: tuple[object, ...]) -> tuple[bool, int]:
     return bool(transposed), groups
 
 
-def _attention(seen: Seen) -> Shape:
+def _attention(seen: TracedOperation) -> Shape:
     assert seen.product is not None
     skip = 1 if "backward" in seen.op else 0
     q, k = seen.product.operands[skip : skip + 2]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.observe.audit.causes import WIDE, is_wide
-from mezzo.observe.audit.operations import Seen, listed_precision
+from mezzo.observe.audit.operations import TracedOperation, listed_precision
 from mezzo.records import Cause, Finding, Product, RoundTrip, WideProduct
 
 MIN_SHARE = 0.01
@@ -26,10 +26,10 @@ _AMPERE = (8, 0)
 
 
 @dataclass
-class Watched:
+class AuditedSteps:
     """Hold what the rules look at."""
 
-    seen: Sequence[Seen]
+    seen: Sequence[TracedOperation]
     wide: Sequence[WideProduct]
     trips: Sequence[RoundTrip]
     products: Sequence[Product]
@@ -68,22 +68,22 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rule:
+class FindingRule:
     """Hold one code: what it is called, what mends it, and how it is found."""
 
     code: str
     title: str
     fix: str
-    find: Callable[[Watched], Part | None]
+    find: Callable[[AuditedSteps], Part | None]
 
 
-def findings(watched: Watched) -> list[Finding]:
+def findings(watched: AuditedSteps) -> list[Finding]:
     """Return what every rule finds, the largest share first."""
     found = [_finding(rule, part, watched) for rule in RULES if (part := rule.find(watched)) is not None]
     return sorted((f for f in found if f is not None), key=lambda f: -f.share)
 
 
-def _finding(rule: Rule, part: Part, watched: Watched) -> Finding | None:
+def _finding(rule: FindingRule, part: Part, watched: AuditedSteps) -> Finding | None:
     whole, size = (watched.flops, part.flops) if part.flops else (watched.bytes, part.bytes)
     share = size / whole if whole else 0.0
     if share < MIN_SHARE and not part.always:
@@ -116,8 +116,8 @@ def _gain(part: Part, share: float) -> str:
 # --- products in FP32 or wider -----------------------------------------------------------------------------------------------
 
 
-def _wide(cause: Cause, *, lowers: bool | None = None) -> Callable[[Watched], Part | None]:
-    def find(watched: Watched) -> Part | None:
+def _wide(cause: Cause, *, lowers: bool | None = None) -> Callable[[AuditedSteps], Part | None]:
+    def find(watched: AuditedSteps) -> Part | None:
         own = [p for p in watched.wide if p.cause == cause]
         if not own or lowers not in (None, watched.lowers):
             return None
@@ -128,7 +128,7 @@ def _wide(cause: Cause, *, lowers: bool | None = None) -> Callable[[Watched], Pa
     return find
 
 
-def _tf32_off(watched: Watched) -> Part | None:
+def _tf32_off(watched: AuditedSteps) -> Part | None:
     capable = watched.device_type == "cuda" and watched.capability is not None and watched.capability >= _AMPERE
     own = [one for one in watched.seen if one.product is not None and one.format == FP32.name]
     if not capable or not own:
@@ -140,8 +140,8 @@ def _tf32_off(watched: Watched) -> Part | None:
 # --- Tensor Cores ------------------------------------------------------------------------------------------------------------
 
 
-def _problem(*kinds: str) -> Callable[[Watched], Part | None]:
-    def find(watched: Watched) -> Part | None:
+def _problem(*kinds: str) -> Callable[[AuditedSteps], Part | None]:
+    def find(watched: AuditedSteps) -> Part | None:
         own = [
             p for p in watched.products if p.format not in WIDE and any(s.split(":")[0] in kinds for s in p.problems)
         ]
@@ -157,7 +157,7 @@ def _problem(*kinds: str) -> Callable[[Watched], Part | None]:
     return find
 
 
-def _off_tensor_cores(watched: Watched) -> Part | None:
+def _off_tensor_cores(watched: AuditedSteps) -> Part | None:
     own = [p for p in watched.products if p.eligible and p.format not in WIDE and p.on_tensor_cores is False]
     if not own:
         return None
@@ -171,7 +171,7 @@ def _off_tensor_cores(watched: Watched) -> Part | None:
 # --- casts -------------------------------------------------------------------------------------------------------------------
 
 
-def _needless_trips(watched: Watched) -> Part | None:
+def _needless_trips(watched: AuditedSteps) -> Part | None:
     own = [t for t in watched.trips if t.needless]
     if not own:
         return None
@@ -181,8 +181,8 @@ def _needless_trips(watched: Watched) -> Part | None:
     )
 
 
-def _cast_again(watched: Watched) -> Part | None:
-    groups: dict[tuple[int, str, int], list[Seen]] = defaultdict(list)
+def _cast_again(watched: AuditedSteps) -> Part | None:
+    groups: dict[tuple[int, str, int], list[TracedOperation]] = defaultdict(list)
     for one in watched.seen:
         if one.cast is not None and one.cast.of == "weight" and one.reads_parameter and one.phase == "forward":
             calls = one.noted.entry.calls
@@ -195,7 +195,7 @@ def _cast_again(watched: Watched) -> Part | None:
     return Part([one.module for one in again], detail, bytes=sum(one.bytes for one in again), lines=lines, always=True)
 
 
-def _many_casts(watched: Watched) -> Part | None:
+def _many_casts(watched: AuditedSteps) -> Part | None:
     own = [one for one in watched.seen if one.cast is not None]
     size = sum(one.bytes for one in own)
     if not watched.bytes or size < MUCH_CAST * watched.bytes:
@@ -213,7 +213,7 @@ def _many_casts(watched: Watched) -> Part | None:
     return Part(order, f"{len(own)} casts move {size / watched.bytes:.0%} of all bytes, most in {order[0]}", bytes=size)
 
 
-def _promoted(watched: Watched) -> Part | None:
+def _promoted(watched: AuditedSteps) -> Part | None:
     own = [one for one in watched.seen if one.promotes]
     if not own:
         return None
@@ -225,7 +225,7 @@ def _promoted(watched: Watched) -> Part | None:
 # --- accuracy ----------------------------------------------------------------------------------------------------------------
 
 
-def _no_masters(watched: Watched) -> Part | None:
+def _no_masters(watched: AuditedSteps) -> Part | None:
     updates = [one for one in watched.seen if one.noted.stepping and one.cast is None and one.reads_parameter]
     own = [one for one in updates if one.outputs[:1] and one.outputs[0] in _HALF] or [
         one for one in updates if not one.outputs and one.inputs[:1] and one.inputs[0] in _HALF
@@ -237,7 +237,7 @@ def _no_masters(watched: Watched) -> Part | None:
     return Part([], detail, bytes=sum(one.bytes for one in own), gain=gain, always=True)
 
 
-def _sensitive(watched: Watched) -> Part | None:
+def _sensitive(watched: AuditedSteps) -> Part | None:
     own = [
         one
         for one in watched.seen
@@ -256,111 +256,111 @@ def _sensitive(watched: Watched) -> Part | None:
     return Part([one.module for one in own], detail, bytes=sum(one.bytes for one in own), gain=gain, always=True)
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[FindingRule, ...] = (
+    FindingRule(
         "A101",
         "no mixed precision",
         "run it under a policy: mezzo run --policy bf16 (or fp16), or mezzo.Session in the script",
         _wide("off", lowers=False),
     ),
-    Rule(
+    FindingRule(
         "A102",
         "autocast is off around products",
         "move this code into the autocast region, or into a module that is called there",
         _wide("off", lowers=True),
     ),
-    Rule(
+    FindingRule(
         "A103",
         "a module leaves autocast",
         "take the module out of fp32_modules, or its autocast(enabled=False) away, if FP32 is not needed there",
         _wide("excluded"),
     ),
-    Rule(
+    FindingRule(
         "A104",
         "an op list or operation keeps products in FP32",
         "list the family in lower precision (policy field lower), or write the operation as matmul or linear; attention needs a mask, "
         "dropout and device that a fused kernel takes",
         _wide("list"),
     ),
-    Rule(
+    FindingRule(
         "A105",
         "products became FP32 by promotion",
         "cast the FP32 operand (a buffer, a mask, a scale) to the format of the others where they meet",
         _wide("promotion"),
     ),
-    Rule(
+    FindingRule(
         "A106",
         "autocast has no rule for a product",
         "cast its operands by hand inside the region, or register an autocast rule for a custom operation",
         _wide("no rule"),
     ),
-    Rule(
+    FindingRule(
         "A107",
         "products in FP64",
         "find where float64 comes in (numpy arrays, torch.set_default_dtype) and cast to float32 there",
         lambda watched: _always(_wide("float64")(watched)),
     ),
-    Rule(
+    FindingRule(
         "A201",
         "dimensions that Tensor Cores take badly",
         "pad to a multiple of 8 (vocabulary, channels, head width); give groups at least 8 channels each",
         _problem("dimension", "groups"),
     ),
-    Rule(
+    FindingRule(
         "A202",
         "operands that begin or lie at odd addresses",
         "make the slice contiguous, or slice at multiples of 8",
         _problem("alignment"),
     ),
-    Rule(
+    FindingRule(
         "A203",
         "convolutions on channels-first tensors",
         "model.to(memory_format=torch.channels_last), and the images too",
         _problem("layout"),
     ),
-    Rule(
+    FindingRule(
         "A204",
         "TF32 is off",
         'torch.set_float32_matmul_precision("high"), torch.backends.cudnn.allow_tf32 = True, or --policy tf32',
         _tf32_off,
     ),
-    Rule(
+    FindingRule(
         "A301",
         "casts that are taken back",
         "leave out both casts, or make one around all of the code between",
         _needless_trips,
     ),
-    Rule(
+    FindingRule(
         "A302",
         "weights cast more than once",
         "let autocast keep its casts (cache_enabled=True, not under no_grad), or cast once before the loop",
         _cast_again,
     ),
-    Rule(
+    FindingRule(
         "A303",
         "casts move much of the step's bytes",
         "keep neighbours in one format: a -master policy, or one FP32 module around several small ones",
         _many_casts,
     ),
-    Rule(
+    FindingRule(
         "A304",
         "16-bit and FP32 operands mixed",
         "cast the FP32 operand to the format of the other, or register the buffer in it",
         _promoted,
     ),
-    Rule(
+    FindingRule(
         "A401",
         "16-bit weights updated without FP32 masters",
         "keep FP32 masters (fp16-master, bf16-master, mezzo.AdamW), or train FP32 weights under autocast",
         _no_masters,
     ),
-    Rule(
+    FindingRule(
         "A402",
         "range-sensitive operations in 16 bits",
         "run under a policy with portable op lists, or call .float() before the operation",
         _sensitive,
     ),
-    Rule(
+    FindingRule(
         "A501",
         "eligible products ran without Tensor Cores",
         "look at the kernel's name in the record; check the library versions and torch.backends settings",

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mezzo.observe.audit.operations import Seen
+from mezzo.observe.audit.operations import TracedOperation
 from mezzo.records import Kernel, Product
 
 _TENSOR_CORE_NAMES = re.compile(
@@ -107,7 +107,7 @@ def _kernels_below(event: Any) -> list[Any]:
     return [*event.kernels, *(kernel for child in event.cpu_children for kernel in _kernels_below(child))]
 
 
-def totals(found: Sequence[Launch], seen: Sequence[Seen]) -> list[Kernel]:
+def totals(found: Sequence[Launch], seen: Sequence[TracedOperation]) -> list[Kernel]:
     """Return the kernels of the products in ``seen``, the longest first."""
     names = {_called(one) for one in seen if one.product is not None}
     times: dict[str, list[float]] = defaultdict(list)
@@ -121,7 +121,7 @@ def totals(found: Sequence[Launch], seen: Sequence[Seen]) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: -kernel.time_ms)
 
 
-def prove(products: Sequence[Product], seen: Sequence[Seen], found: Sequence[Launch]) -> list[Product]:
+def prove(products: Sequence[Product], seen: Sequence[TracedOperation], found: Sequence[Launch]) -> list[Product]:
     """Return ``products`` with the kernels that ran for each."""
     by_call: dict[tuple[str, int], list[str]] = defaultdict(list)
     for launch in found:
@@ -146,5 +146,5 @@ def _proven(product: Product, kernels: set[str]) -> Product:
     return product.model_copy(update={"kernels": sorted(kernels), "on_tensor_cores": proof})
 
 
-def _called(seen: Seen) -> str:
+def _called(seen: TracedOperation) -> str:
     return _CALLED.get(seen.op, f"aten::{seen.op}")

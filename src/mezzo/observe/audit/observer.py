@@ -18,10 +18,10 @@ from mezzo.errors import SessionError
 from mezzo.measure.environment import environment
 from mezzo.measure.flops import OperandFormats, lowered
 from mezzo.observe.audit import kernels, totals
-from mezzo.observe.audit.findings import Watched, findings
-from mezzo.observe.audit.operations import Seen, understand, weights_of
+from mezzo.observe.audit.findings import AuditedSteps, findings
+from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
 from mezzo.observe.module_names import Names
-from mezzo.observe.observer import Diagnosis, Running
+from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import AuditSettings
 from mezzo.observe.trace import Trace
 from mezzo.observe.tracer import Tracer
@@ -31,10 +31,10 @@ from mezzo.records import AuditRecord, Reason, RunRecord
 AS_IS = "as-is"
 
 
-class Audit(Diagnosis):
+class Audit(Observer):
     """Trace chosen steps of a run."""
 
-    def __init__(self, settings: AuditSettings, run: Running) -> None:
+    def __init__(self, settings: AuditSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
         self._tracer: Tracer | None = None
         self._marked = 0
@@ -120,7 +120,7 @@ class Audit(Diagnosis):
 def audit_record(
     run: RunRecord,
     numbers: Sequence[int],
-    steps: Sequence[list[Seen]],
+    steps: Sequence[list[TracedOperation]],
     *,
     names: Names,
     policy: Policy | None,
@@ -144,7 +144,7 @@ def audit_record(
     products = totals.products(seen)
     if launches:
         products = kernels.prove(products, seen, launches)
-    watched = Watched(
+    watched = AuditedSteps(
         seen=seen,
         wide=totals.wide_products(steps, policy=policy, names=names),
         trips=totals.round_trips(seen),

@@ -23,7 +23,7 @@ from mezzo import oplists
 from mezzo.formats import format_of
 from mezzo.observe.module_names import Names
 from mezzo.observe.tensors import storage_of
-from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Noted, Product, Trace
+from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Noted, Trace, TracedProduct
 from mezzo.records import Phase
 
 _PRECISION = {oplists.python_name(op).strip("_"): f.precision for f in oplists.FAMILIES for op in f.ops}
@@ -42,7 +42,7 @@ def listed_precision(op: str) -> str:
 
 
 @dataclass
-class Seen:
+class TracedOperation:
     """Hold one operation with its meaning."""
 
     op: str
@@ -55,7 +55,7 @@ class Seen:
     flops: int = 0
     format: str = ""
     """The format that a product multiplies in."""
-    product: Product | None = None
+    product: TracedProduct | None = None
     reads_parameter: bool = False
     cast: Cast | None = None
     promoted_in: str = ""
@@ -75,7 +75,7 @@ class Cast:
     """``weight``, ``activation`` or ``gradient``."""
     storage: int
     """Where the value that is cast lies."""
-    back_to: Seen | None = None
+    back_to: TracedOperation | None = None
     """The cast that this one takes back, if the value came from this format."""
     needless: bool = False
     """Whether nothing between the two casts needs the other format."""
@@ -87,7 +87,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return known.name if known is not None else str(dtype).removeprefix("torch.")
 
 
-def understand(trace: Trace, names: Names, parameters: set[int]) -> list[Seen]:
+def understand(trace: Trace, names: Names, parameters: set[int]) -> list[TracedOperation]:
     """Return the meaning of what was noted in one step; ``parameters`` are the storages that hold weights."""
     return list(_Reader(trace, names, parameters).read())
 
@@ -108,7 +108,7 @@ class _Reader:
         backward = [i for i, noted in enumerate(self._operations) if noted.node is not None]
         self._last_backward = backward[-1] if backward else len(self._operations)
 
-    def read(self) -> Iterator[Seen]:
+    def read(self) -> Iterator[TracedOperation]:
         for index, noted in enumerate(self._operations):
             if noted.hidden:
                 self._follow_weights(noted)
@@ -119,14 +119,14 @@ class _Reader:
             self._follow_weights(noted)
             yield from parts
 
-    def _parts(self, index: int, noted: Noted) -> Iterator[Seen]:
+    def _parts(self, index: int, noted: Noted) -> Iterator[TracedOperation]:
         """Yield the operation, as two where it computes both gradients of a product."""
         entry = self._owner(noted)
         op, product = noted.func.overloadpacket.__name__, noted.product
         size = sum(meta[2] for meta in (*noted.ins, *noted.outs))
         shares = self._shares(index, noted, op)
         for number, (phase, parts) in enumerate(shares):
-            yield Seen(
+            yield TracedOperation(
                 op=op,
                 module=self._module(noted, entry),
                 phase=phase,
@@ -211,7 +211,7 @@ class _Came:
 
     source: str
     format: str
-    cast: Seen
+    cast: TracedOperation
     backward: bool
     needed: bool
 
@@ -224,7 +224,7 @@ class _Flow:
         self._came: dict[int, _Came] = {}
         self._promoted: dict[int, str] = {}
 
-    def follow(self, seen: Seen) -> None:
+    def follow(self, seen: TracedOperation) -> None:
         """Take an operation's effect on where its results came from."""
         noted, backward = seen.noted, seen.phase in _BOTH
         promoted = [self._promoted[m[0]] for m in noted.ins if m[0] in self._promoted]
@@ -249,7 +249,7 @@ class _Flow:
             self._came.pop(meta[0], None)
             self._promoted.pop(meta[0], None)
 
-    def _follow_cast(self, seen: Seen, cast: Cast, came: list[_Came], *, backward: bool) -> dict[int, _Came]:
+    def _follow_cast(self, seen: TracedOperation, cast: Cast, came: list[_Came], *, backward: bool) -> dict[int, _Came]:
         earlier = next((c for c in came if c.source == cast.target and c.backward == backward), None)
         if earlier is not None:
             cast.back_to, cast.needless = earlier.cast, not earlier.needed
@@ -259,7 +259,7 @@ class _Flow:
             return {seen.noted.outs[0][0]: _Came(cast.source, cast.target, seen, backward, needed)}
         return {}
 
-    def _passed_on(self, seen: Seen, came: list[_Came], *, backward: bool) -> dict[int, _Came]:
+    def _passed_on(self, seen: TracedOperation, came: list[_Came], *, backward: bool) -> dict[int, _Came]:
         first = seen.noted.outs[0]
         made = dtype_name(first[1])
         earlier = next((c for c in came if c.format == made and c.backward == backward), None)
@@ -268,7 +268,7 @@ class _Flow:
         needed = earlier.needed or listed_precision(seen.op) in ("fp32", "widest")
         return {first[0]: _Came(earlier.source, made, earlier.cast, backward, needed)}
 
-    def _alone(self, noted: Noted, cast: Seen) -> bool:
+    def _alone(self, noted: Noted, cast: TracedOperation) -> bool:
         """Return whether all values that an operation reads, parameters left out, come from one cast."""
         others = (m for m in _floats(noted) if m[0] not in self._parameters)
         return all(m[0] in self._came and self._came[m[0]].cast is cast for m in others)
@@ -315,7 +315,7 @@ def _mixes(noted: Noted) -> bool:
     return sizes >= {2, 4} and out.is_floating_point and out.itemsize == 4
 
 
-def calls_of(seen: Seen) -> list[Entry]:
+def calls_of(seen: TracedOperation) -> list[Entry]:
     """Return the calls of modules that a forward operation runs in, the innermost first."""
     return [] if seen.noted.entry is NOWHERE else seen.noted.entry.calls
 

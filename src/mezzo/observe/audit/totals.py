@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mezzo.observe.audit.causes import Why, is_wide, why_wide
 from mezzo.observe.audit.eligibility import shape_of
-from mezzo.observe.audit.operations import Seen
+from mezzo.observe.audit.operations import TracedOperation
 from mezzo.observe.module_names import Names
 from mezzo.policy import Policy
 from mezzo.records import CastTotal, Operation, Product, RoundTrip, WideProduct
@@ -17,17 +17,19 @@ T = TypeVar("T")
 _FORWARD = ("forward", "recompute")
 
 
-def _grouped(seen: Iterable[Seen], key: Callable[[Seen], Hashable]) -> list[list[Seen]]:
-    groups: dict[Hashable, list[Seen]] = defaultdict(list)
+def _grouped(
+    seen: Iterable[TracedOperation], key: Callable[[TracedOperation], Hashable]
+) -> list[list[TracedOperation]]:
+    groups: dict[Hashable, list[TracedOperation]] = defaultdict(list)
     for one in seen:
         groups[key(one)].append(one)
     return list(groups.values())
 
 
-def operations(seen: Sequence[Seen]) -> list[Operation]:
+def operations(seen: Sequence[TracedOperation]) -> list[Operation]:
     """Return all operations, equal ones together, in the order in which they first ran."""
 
-    def key(one: Seen) -> Hashable:
+    def key(one: TracedOperation) -> Hashable:
         return one.op, one.module, one.phase, one.inputs, one.outputs, one.format
 
     return [
@@ -47,7 +49,7 @@ def operations(seen: Sequence[Seen]) -> list[Operation]:
     ]
 
 
-def flops_by_phase(seen: Sequence[Seen]) -> dict[str, dict[str, int]]:
+def flops_by_phase(seen: Sequence[TracedOperation]) -> dict[str, dict[str, int]]:
     """Return the FLOPs of products by phase, then by format."""
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     for one in seen:
@@ -56,10 +58,10 @@ def flops_by_phase(seen: Sequence[Seen]) -> dict[str, dict[str, int]]:
     return {phase: dict(by_format) for phase, by_format in totals.items()}
 
 
-def casts(seen: Sequence[Seen]) -> list[CastTotal]:
+def casts(seen: Sequence[TracedOperation]) -> list[CastTotal]:
     """Return all casts, equal ones together, the largest first."""
 
-    def key(one: Seen) -> Hashable:
+    def key(one: TracedOperation) -> Hashable:
         assert one.cast is not None
         return one.module, one.phase, one.cast.of, one.cast.source, one.cast.target
 
@@ -81,10 +83,10 @@ def casts(seen: Sequence[Seen]) -> list[CastTotal]:
     return _largest(found, lambda total: total.bytes)
 
 
-def round_trips(seen: Sequence[Seen]) -> list[RoundTrip]:
+def round_trips(seen: Sequence[TracedOperation]) -> list[RoundTrip]:
     """Return all casts that a later cast takes back, by the module of the first, the largest first."""
 
-    def key(one: Seen) -> Hashable:
+    def key(one: TracedOperation) -> Hashable:
         cast = one.cast
         assert cast is not None
         assert cast.back_to is not None
@@ -110,7 +112,9 @@ def round_trips(seen: Sequence[Seen]) -> list[RoundTrip]:
     return _largest(found, lambda trip: trip.bytes)
 
 
-def wide_products(steps: Sequence[Sequence[Seen]], *, policy: Policy | None, names: Names) -> list[WideProduct]:
+def wide_products(
+    steps: Sequence[Sequence[TracedOperation]], *, policy: Policy | None, names: Names
+) -> list[WideProduct]:
     """Return the products that ran in FP32 or wider, by cause, the largest first."""
     lowers = any(one.product is not None and not is_wide(one) for step in steps for one in step)
     totals: Counter[tuple[str, str, Why, str]] = Counter()
@@ -134,7 +138,7 @@ def wide_products(steps: Sequence[Sequence[Seen]], *, policy: Policy | None, nam
     return _largest(found, lambda product: product.flops)
 
 
-def _backward_flops(step: Sequence[Seen]) -> dict[int, tuple[int, str]]:
+def _backward_flops(step: Sequence[TracedOperation]) -> dict[int, tuple[int, str]]:
     """Return the FLOPs of the wide products of backward passes, and their module, by the number of their node of the graph."""
     totals: dict[int, tuple[int, str]] = {}
     for one in step:
@@ -144,7 +148,7 @@ def _backward_flops(step: Sequence[Seen]) -> dict[int, tuple[int, str]]:
     return totals
 
 
-def products(seen: Sequence[Seen]) -> list[Product]:
+def products(seen: Sequence[TracedOperation]) -> list[Product]:
     """Return all products by shape, as a Tensor Core sees them, the largest first."""
     groups: dict[Hashable, Product] = {}
     for one in seen:

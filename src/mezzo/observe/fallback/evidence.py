@@ -9,7 +9,7 @@ from mezzo.records import ModuleError, Value
 _TOP_EXPONENT = 14  # a quarter of FP16's largest number: other batches have other gradients
 
 
-class Local(ModuleError):
+class LocalError(ModuleError):
     """Hold the error that one module makes by itself, and what the search needs besides."""
 
     largest: float = 0.0
@@ -37,7 +37,7 @@ class StepErrors(Value):
 class Measured(Value):
     """Hold what one run showed."""
 
-    local: list[Local] = []
+    local: list[LocalError] = []
     steps: list[StepErrors] = []
     """Against the reference; in the reference itself 0, or infinite for a gradient that is not finite."""
     problem: str = ""

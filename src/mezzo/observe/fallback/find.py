@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 from mezzo.errors import PolicyError, SessionError
-from mezzo.observe.fallback.evidence import Local, Measured, fitting_scale
+from mezzo.observe.fallback.evidence import LocalError, Measured, fitting_scale
 from mezzo.observe.fallback.operations import Command, in_fp32, needed, next_steps
 from mezzo.observe.fallback.search import Names, covered, search
 from mezzo.observe.settings import FallbackSettings
@@ -53,7 +53,7 @@ class Hunt:
     steps: tuple[int, ...]
     note: Callable[[str], None] = lambda _: None
     command: Command
-    local: list[Local] = field(default_factory=list)
+    local: list[LocalError] = field(default_factory=list)
     ignored: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
     trials: list[Verification] = field(default_factory=list)
@@ -282,12 +282,12 @@ def _scale(hunt: Hunt, policy: Policy, kept: Names) -> float:
     return max(policy.min_scale, fitting_scale(largest, policy.init_scale))
 
 
-def _ranked(local: Sequence[Local], policy: Policy) -> list[Local]:
+def _ranked(local: Sequence[LocalError], policy: Policy) -> list[LocalError]:
     """Return the modules, the most suspect first: by what they lose alone, then leaves first, then the cheapest first.
 
     What only rounded inputs bring out counts half: a norm behind a layer that overflows takes FP32 as it comes.
     """
-    named: dict[str, Local] = {}
+    named: dict[str, LocalError] = {}
     for one in local:  # a name in several models is kept in all of them
         known = named.get(one.module)
         if known is None or _suspicion(one) > _suspicion(known):
@@ -299,7 +299,7 @@ def _ranked(local: Sequence[Local], policy: Policy) -> list[Local]:
     return sorted(free, key=lambda one: (-_suspicion(one), one.module in containers, one.flops))
 
 
-def _suspicion(local: Local) -> float:
+def _suspicion(local: LocalError) -> float:
     if local.reason:
         return 0.25  # unknown: behind what is wrong for sure, before what is healthy
     rounded = math.inf if math.isnan(local.rounded) else local.rounded

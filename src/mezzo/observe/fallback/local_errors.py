@@ -28,7 +28,7 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import to_format, wrap
 from mezzo.formats import FP32
 from mezzo.measure.flops import FlopCounter
-from mezzo.observe.fallback.evidence import Local, fitting_scale
+from mezzo.observe.fallback.evidence import LocalError, fitting_scale
 from mezzo.observe.tensors import norm
 from mezzo.policy import Policy
 
@@ -125,7 +125,7 @@ class Bench:
         self._low = policy.storage.dtype
         self._policy, self._scale = policy, 1.0
 
-    def measure(self, calls: Sequence[Call], names: dict[nn.Module, tuple[str, bool]]) -> list[Local]:
+    def measure(self, calls: Sequence[Call], names: dict[nn.Module, tuple[str, bool]]) -> list[LocalError]:
         """Return the errors of the modules of ``calls``.
 
         Args:
@@ -158,7 +158,7 @@ class Bench:
             return 0.0
         return _largest([*(g for g in call.gradients if g is not None), *exact.dgrad, *exact.wgrad])
 
-    def _local(self, call: Call, name: str) -> Local:
+    def _local(self, call: Call, name: str) -> LocalError:
         kind = type(call.module).__name__
         counter = FlopCounter(in_region=lambda: True)
         try:
@@ -168,12 +168,12 @@ class Bench:
                 low = self._run_low(call, rounds=False)
                 rounded = self._run_low(call, rounds=True)
         except Exception as error:  # somebody's module: what it cannot do by itself is its own affair
-            return Local(module=name, type=kind, reason=f"{type(error).__name__}: {error}".splitlines()[0])
+            return LocalError(module=name, type=kind, reason=f"{type(error).__name__}: {error}".splitlines()[0])
         pairs = [(exact.output, low.output), (exact.dgrad, low.dgrad), (exact.wgrad, low.wgrad)]
         output, dgrad, wgrad = (relative_error(a, b) if a else None for a, b in pairs)
         also = [(exact.output, rounded.output), (exact.dgrad, rounded.dgrad), (exact.wgrad, rounded.wgrad)]
         arrived = [g for g in call.gradients if g is not None]
-        return Local(
+        return LocalError(
             module=name,
             type=kind,
             output=output,

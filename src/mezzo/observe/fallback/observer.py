@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_map_only
 from mezzo.engine.conversion import module_names
 from mezzo.engine.gradients import put_back, set_aside
 from mezzo.formats import FP32
-from mezzo.observe.fallback.evidence import Local, Measured, StepErrors
+from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.fallback.local_errors import Bench, Calls
-from mezzo.observe.observer import Diagnosis, Running, Watched
+from mezzo.observe.observer import ObservedRun, Observer, StopScript
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import RunRecord
@@ -37,10 +37,10 @@ MEASURED = "measured.json"
 _COMPILED = "_orig_mod"
 
 
-class Fallback(Diagnosis):
+class Fallback(Observer):
     """Take the gradients of the first steps, with updates held back."""
 
-    def __init__(self, settings: FallbackSettings, run: Running) -> None:
+    def __init__(self, settings: FallbackSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
         self._settings = settings
         self._handles: list[Any] = []
@@ -50,7 +50,7 @@ class Fallback(Diagnosis):
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._reference: dict[int, dict[str, Tensor]] = {}
         self._compared: list[StepErrors] = []
-        self._local: list[Local] = []
+        self._local: list[LocalError] = []
         self._calls = Calls()
         self._signs: dict[torch.device, torch.Generator] = {}
         self._problem = ""
@@ -97,7 +97,7 @@ class Fallback(Diagnosis):
         self._keep(step - 1)
         if self._settings.role == "check" and not self._settings.all_steps and self._judged():
             self.close()
-            raise Watched
+            raise StopScript
 
     def end(self) -> None:
         """Remove the hooks and keep the last step's gradients."""

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.observe.lint.gradients import Held, Pass, parameters_of
+from mezzo.observe.lint.gradients import BackwardPass, Held, parameters_of
 from mezzo.observe.lint.noticed import Noticed
 
 _ENOUGH = 2
@@ -36,7 +36,7 @@ class Accumulation:
         self._bare: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """Windows in a row without any division; -1 once it was noticed, or once one was divided."""
 
-    def in_session(self, one: Pass, parameters: list[Tensor]) -> None:
+    def in_session(self, one: BackwardPass, parameters: list[Tensor]) -> None:
         """Take note of a backward pass that a session makes; one of the factors is the session's own."""
         count, near = one.divides_by, one.loss.near(one.divides_by)
         if len(near) > 1 and (count > 2 or any(f.divides for f in near)) and not _averages(one, count):
@@ -66,18 +66,18 @@ class Accumulation:
             self._bare[optimizer] = -1_000_000
 
 
-def _divided_twice(one: Pass, count: int) -> bool:
+def _divided_twice(one: BackwardPass, count: int) -> bool:
     """Return whether a loss was divided by the number of backward passes twice."""
     half_a_square = count == 2 and one.loss.squares and not one.library
     return one.loss.divided_by(count) == 2 and not _averages(one, count) and not half_a_square
 
 
-def _averages(one: Pass, count: int) -> bool:
+def _averages(one: BackwardPass, count: int) -> bool:
     """Return whether the loss is a sum of as many losses, so that dividing it makes their average."""
     return one.loss.end == "terms" and len(one.loss.terms) == count
 
 
-def _not_divided(passes: list[Pass]) -> bool:
+def _not_divided(passes: list[BackwardPass]) -> bool:
     """Return whether micro-batches were added up: passes of one line, each of a mean over a batch, to the same weights."""
     first = passes[0]
     alike = all((p.place, p.touched, p.library) == (first.place, first.touched, False) for p in passes)

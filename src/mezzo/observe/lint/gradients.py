@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.observe.lint.losses import Loss
+from mezzo.observe.lint.losses import TracedLoss
 
 _NONE = -1
 
@@ -28,14 +28,14 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class Pass:
+class BackwardPass:
     """Hold what one backward pass added."""
 
     scaled: Scaled | None
     """What scaled it; None for nothing, as far as is known."""
     known: bool
     """Whether it is known what scaled it: a script may multiply a loss by hand."""
-    loss: Loss
+    loss: TracedLoss
     line: str
     place: int
     """Stands for the script's calls that led to it."""
@@ -56,7 +56,7 @@ class Pass:
 class Held:
     """Hold what is known of one optimizer's gradients."""
 
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[BackwardPass] = field(default_factory=list)
     """Since they were cleared or used."""
     unscaled: bool = False
     late: bool = False

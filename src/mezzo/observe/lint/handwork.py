@@ -11,7 +11,7 @@ from mezzo.observe.lint.by_hand import AverageView, ByHand, GradientView
 from mezzo.observe.lint.gradients import Gradients, Held, parameters_of
 from mezzo.observe.lint.noticed import Noticed, here
 from mezzo.observe.lint.scalers import Scalers
-from mezzo.observe.observer import Running
+from mezzo.observe.observer import ObservedRun
 
 _LOOKED_AT = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
 """The updates that are looked at: averages may be taken every tenth update."""
@@ -20,7 +20,7 @@ _LOOKED_AT = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
 class HandWork:
     """Look at a script's own work on gradients and averages in chosen updates."""
 
-    def __init__(self, run: Running, gradients: Gradients, scalers: Scalers, noticed: Noticed) -> None:
+    def __init__(self, run: ObservedRun, gradients: Gradients, scalers: Scalers, noticed: Noticed) -> None:
         self._run, self._gradients, self._scalers, self._noticed = run, gradients, scalers, noticed
         self._mode = ByHand()
         self._watched: list[tuple[Optimizer, Held]] = []

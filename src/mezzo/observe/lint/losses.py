@@ -51,14 +51,14 @@ class Factor(NamedTuple):
         return self.value is None or self.value == 1.0 or self.value >= _LEAST_SCALE
 
 
-class Loss(NamedTuple):
+class TracedLoss(NamedTuple):
     """Hold how a loss came about, from the backward pass inwards."""
 
     factors: tuple[Factor, ...]
     """The GradScaler's is not among them."""
     end: End
     """What the factors apply to: a mean, a sum, a sum of several losses, or what cannot be told."""
-    terms: tuple[Loss, ...] = ()
+    terms: tuple[TracedLoss, ...] = ()
     """Each of several losses that were added up."""
     squares: bool = False
     """Whether it is a mean or sum of squares, which many divide by two."""
@@ -84,23 +84,23 @@ class Loss(NamedTuple):
         return sum(1 for f in self.near(count) if f.divides or count > 2)
 
 
-UNKNOWN = Loss((), "unknown")
+UNKNOWN = TracedLoss((), "unknown")
 
 
-def loss_of(root: Tensor, scalings: Collection[int]) -> Loss:
+def loss_of(root: Tensor, scalings: Collection[int]) -> TracedLoss:
     """Return how the scalar ``root`` came about; ``scalings`` are the sequence numbers of a GradScaler's products."""
     if root.numel() != 1 or root.grad_fn is None:
         return UNKNOWN
     factors, node = _followed(root.grad_fn, scalings)
     name = _kind(node)
     if name in ("Add", "Sub"):
-        return Loss(factors, "terms", tuple(_term(*_followed(term, scalings)) for term in _terms(node)))
+        return TracedLoss(factors, "terms", tuple(_term(*_followed(term, scalings)) for term in _terms(node)))
     squares = name == "MseLoss" or any(_kind(n) == "Pow" for n in _inputs(node))
-    return Loss(factors, _reduction(node, name), squares=squares)
+    return TracedLoss(factors, _reduction(node, name), squares=squares)
 
 
-def _term(factors: tuple[Factor, ...], node: Any) -> Loss:
-    return Loss(factors, _reduction(node, _kind(node)))
+def _term(factors: tuple[Factor, ...], node: Any) -> TracedLoss:
+    return TracedLoss(factors, _reduction(node, _kind(node)))
 
 
 def _followed(node: Any, scalings: Collection[int]) -> tuple[tuple[Factor, ...], Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mezzo.observe.lint.rules import BY_CODE
 from mezzo.observe.module_names import Names
-from mezzo.observe.observer import Running
+from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import own_line
 from mezzo.records import Finding
 
@@ -33,7 +33,7 @@ class _Seen:
 class Noticed:
     """Hold what was noticed in a run, one entry a code."""
 
-    def __init__(self, run: Running) -> None:
+    def __init__(self, run: ObservedRun) -> None:
         self._run = run
         self._seen: dict[str, _Seen] = {}
 

@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
 from mezzo.observe.lint.accumulation import Accumulation
-from mezzo.observe.lint.gradients import Gradients, Held, Pass, parameters_of
+from mezzo.observe.lint.gradients import BackwardPass, Gradients, Held, parameters_of
 from mezzo.observe.lint.handwork import HandWork
 from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
 from mezzo.observe.lint.noticed import Noticed, here
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.lint.schedules import LearningRates
 from mezzo.observe.lint.weights import Statistics, check_average
-from mezzo.observe.observer import Running
+from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import own_line, own_place
 from mezzo.records import Finding
 
@@ -43,7 +43,7 @@ _WALKS = 2
 class Lint:
     """Watch one run. The launcher calls these methods where it stands anyway."""
 
-    def __init__(self, run: Running) -> None:
+    def __init__(self, run: ObservedRun) -> None:
         self._run = run
         self._noticed = Noticed(run)
         self._gradients = Gradients()
@@ -53,7 +53,7 @@ class Lint:
         self._hands = HandWork(run, self._gradients, self.scalers, self._noticed)
         self._formats: Counter[torch.dtype] = Counter()
         """How many autocast regions with gradients were opened in each format."""
-        self._pass: Pass | None = None
+        self._pass: BackwardPass | None = None
         self._batch = 0
         self._num_passes = 0
         self._walks = _WALKS
@@ -129,7 +129,7 @@ class Lint:
         if scaled is None and known and self._walks and self._may_be_fp16():
             self._walks -= 1
             fp16 = has_fp16_gradients(roots)
-        self._pass = Pass(
+        self._pass = BackwardPass(
             scaled=scaled,
             known=known,
             loss=loss,

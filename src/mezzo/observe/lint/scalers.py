@@ -20,7 +20,7 @@ from mezzo.formats import FP16
 from mezzo.observe.lint.gradients import Gradients, Held, Scaled, parameters_of
 from mezzo.observe.lint.losses import found_in, sequences_of
 from mezzo.observe.lint.noticed import Noticed
-from mezzo.observe.observer import Running
+from mezzo.observe.observer import ObservedRun
 
 _METHODS = ("scale", "unscale_", "step", "update")
 _MOST_PRODUCTS = 64
@@ -47,7 +47,7 @@ class _Known:
 class Scalers:
     """Hear the calls of all GradScalers of a script."""
 
-    def __init__(self, run: Running, gradients: Gradients, noticed: Noticed) -> None:
+    def __init__(self, run: ObservedRun, gradients: Gradients, noticed: Noticed) -> None:
         self._run, self._gradients, self._noticed = run, gradients, noticed
         self._known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
         self._asked: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

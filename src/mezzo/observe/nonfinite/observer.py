@@ -26,9 +26,9 @@ from mezzo.observe.nonfinite.blame import Fault, Look, blamed, seen_of
 from mezzo.observe.nonfinite.keep_fp32 import keep_fp32
 from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.nonfinite.verdicts import Circumstances, located, verdict_record
-from mezzo.observe.observer import Diagnosis, Running, Watched
+from mezzo.observe.observer import ObservedRun, Observer, StopScript
 from mezzo.observe.settings import DiagnoseSettings
-from mezzo.observe.skips import Rule, Skips, Update
+from mezzo.observe.skips import SkipRule, Skips, Update
 from mezzo.records import DiagnoseRecord, Reason, RunRecord
 
 _LISTED = 3
@@ -47,10 +47,10 @@ class _Closed:
     arrived: torch.cuda.Event | None = None
 
 
-class NonFinite(Diagnosis):
+class NonFinite(Observer):
     """Watch a run for values that are not finite, and for those that no longer look so."""
 
-    def __init__(self, settings: DiagnoseSettings, run: Running) -> None:
+    def __init__(self, settings: DiagnoseSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
         self._until = settings.steps[-1]
         self._settings = settings
@@ -176,14 +176,14 @@ class NonFinite(Diagnosis):
         over = False
         try:
             super().step_closed(num_steps)
-        except Watched:
+        except StopScript:
             over = True
         self._judge(num_steps)
         over = over or self._known()
         if ranks.several():
             over = self._together(over)
         if over:
-            raise Watched
+            raise StopScript
 
     def _known(self) -> bool:
         return self._gave_up or self._met or bool(self.faults)
@@ -261,13 +261,13 @@ class NonFinite(Diagnosis):
         """Return whether the scale is below 1 and no update was ever made: at a scale of 1 that is no matter of the scale."""
         return not self._skips.settled() and self._loss_scale() < 1
 
-    def _rule(self) -> Rule:
+    def _rule(self) -> SkipRule:
         scaler, scale = self.run.script_scaler, self.run.scale
         if scaler is not None:
-            return Rule(dynamic=True, growth_interval=scaler.get_growth_interval())
+            return SkipRule(dynamic=True, growth_interval=scaler.get_growth_interval())
         if isinstance(scale, DynamicScale):
-            return Rule(dynamic=True, growth_interval=scale.growth_interval, hysteresis=scale.hysteresis)
-        return Rule(dynamic=not isinstance(scale, StaticScale))
+            return SkipRule(dynamic=True, growth_interval=scale.growth_interval, hysteresis=scale.hysteresis)
+        return SkipRule(dynamic=not isinstance(scale, StaticScale))
 
     def _names(self) -> Names:
         return Names([*self.run.roots, *(self._tracer.trace.roots if self._tracer is not None else ())])

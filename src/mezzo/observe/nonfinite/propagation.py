@@ -137,7 +137,7 @@ class InfinityTracer(PlacingTracer):
         index = len(self.trace.operations)
         if self._stepping or self.is_silent(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        operation: recomputing.Operation | None = None
+        operation: recomputing.Recomputable | None = None
         with self._guarded():
             operation = self._met(func, args, kwargs)
         try:
@@ -163,7 +163,7 @@ class InfinityTracer(PlacingTracer):
 
     # --- values ------------------------------------------------------------------------------------------------------------------
 
-    def _met(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> recomputing.Operation:
+    def _met(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> recomputing.Recomputable:
         """Keep what an operation is about to read."""
         kept = recomputing.before(func, args, kwargs) if func._schema.is_mutable else (list(args), kwargs)
         pairs = recomputing.operands(func, kept, (args, kwargs))
@@ -179,9 +179,9 @@ class InfinityTracer(PlacingTracer):
             sent = weigh_gradients(len(self.trace.operations), read, self._twins)
             self._sent = sent if self._sent is None or self._sent.nothing else self._sent
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        return recomputing.Operation(func, args, kwargs, kept, read, truths, draws)
+        return recomputing.Recomputable(func, args, kwargs, kept, read, truths, draws)
 
-    def _inspect(self, index: int, operation: recomputing.Operation, result: Any) -> None:
+    def _inspect(self, index: int, operation: recomputing.Recomputable, result: Any) -> None:
         given = operation.outputs(result)
         results = floats(given)
         bad = [t for t in results if not is_finite(t)]
@@ -198,7 +198,12 @@ class InfinityTracer(PlacingTracer):
         new: dict[End, tuple[Source, ...]] = {}
         if bad:
             sources = self._sources_of(
-                index, operation, strange, bad[0], recomputing.largest_of(local, given), recomputing.finite_ends(true, given)
+                index,
+                operation,
+                strange,
+                bad[0],
+                recomputing.largest_of(local, given),
+                recomputing.finite_ends(true, given),
             )
             new[End.ABOVE] = sources if not strange else ()
             self._spoil(index, sources, bad)
@@ -213,7 +218,7 @@ class InfinityTracer(PlacingTracer):
             self._swallowed(held, results)
 
     def _computed_locally(
-        self, operation: recomputing.Operation, results: list[Tensor], result: Any, *, made: bool
+        self, operation: recomputing.Recomputable, results: list[Tensor], result: Any, *, made: bool
     ) -> list[Tensor] | None:
         """Return what an operation gives in FP32 from what it read, where it may have lost something; else None."""
         narrow = any(t.element_size() < 4 for t in (*results, *(read for read, _ in operation.read)))
@@ -226,7 +231,7 @@ class InfinityTracer(PlacingTracer):
         return None
 
     def _vanished(
-        self, index: int, operation: recomputing.Operation, given: list[Tensor], local: list[Tensor] | None
+        self, index: int, operation: recomputing.Recomputable, given: list[Tensor], local: list[Tensor] | None
     ) -> tuple[Source, ...]:
         """Return a source for each result that lost a part of its norm that matters, or a tiny number of the script's."""
         found: list[Source] = []
@@ -248,7 +253,7 @@ class InfinityTracer(PlacingTracer):
     def _keep_true(
         self,
         end: End,
-        operation: recomputing.Operation,
+        operation: recomputing.Recomputable,
         given: list[Tensor],
         local: list[Tensor] | None,
         true: dict[End, list[Tensor] | None],
@@ -281,7 +286,7 @@ class InfinityTracer(PlacingTracer):
         for source in held:
             (source.swallowed if wrong else source.absorbed)[op] = None
 
-    def _met_others(self, index: int, operation: recomputing.Operation, bad: list[Tensor]) -> None:
+    def _met_others(self, index: int, operation: recomputing.Recomputable, bad: list[Tensor]) -> None:
         """Take note of an operation between processes: it gives what all of them gave."""
         if bad:
             strange = [pair for pair in operation.read if not is_finite(pair[0])]
@@ -303,7 +308,7 @@ class InfinityTracer(PlacingTracer):
     def _sources_of(
         self,
         index: int,
-        operation: recomputing.Operation,
+        operation: recomputing.Recomputable,
         strange: list[tuple[Tensor, Tensor]],
         result: Tensor,
         largest_in_fp32: float | None,
@@ -350,7 +355,7 @@ class InfinityTracer(PlacingTracer):
             return (self._source(index, "made", tensors, None, result),)  # as a softmax of nothing but -inf does
         return together(found)
 
-    def _refused(self, index: int, operation: recomputing.Operation) -> None:
+    def _refused(self, index: int, operation: recomputing.Recomputable) -> None:
         """Take note of a number that torch refuses to write into a format that does not hold it."""
         tensors = [read for read, _ in operation.read]
         leaves = tree_leaves((operation.args, operation.kwargs))

@@ -136,7 +136,7 @@ def in_fp32(tensor: Tensor) -> Tensor:
 
 
 @dataclass
-class Operation:
+class Recomputable:
     """Hold an operation and what it read."""
 
     func: Any

@@ -29,10 +29,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.kernels import exponents
 from mezzo.formats import BF16, FP16
-from mezzo.observe.observer import Diagnosis, Running
+from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.casts import Counts
 from mezzo.observe.ranges.listed_formats import ListedFormats
-from mezzo.observe.ranges.table import Seen, ranges_record
+from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.observe.settings import RangesSettings
 from mezzo.policy import Policy
 from mezzo.records import RangeKind, RangesRecord, RunRecord
@@ -74,10 +74,10 @@ class Tally:
         return {key: table.tolist() for key, table in self._kept.items()}
 
 
-class Ranges(Diagnosis):
+class Ranges(Observer):
     """Count values by exponent in the watched steps."""
 
-    def __init__(self, settings: RangesSettings, run: Running) -> None:
+    def __init__(self, settings: RangesSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
         self._policy = settings.policy
         self._formats = ListedFormats(Policy.of(settings.policy))
@@ -143,7 +143,7 @@ class Ranges(Diagnosis):
 
     def record(self, run: RunRecord) -> RangesRecord:
         """Return what was counted."""
-        seen = Seen(
+        seen = ObservedValues(
             counts={key: Counts(table) for key, table in self._tables.read().items()},
             swallowed=self._swallowed.read(),
             lowered=self._lowered,

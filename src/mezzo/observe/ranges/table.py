@@ -31,8 +31,8 @@ _WORST = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """Hold what a diagnosis counted."""
+class ObservedValues:
+    """What was counted in the observed steps."""
 
     counts: Mapping[tuple[RangeKind, str], Counts]
     lowered: Collection[tuple[RangeKind, str]]
@@ -51,7 +51,7 @@ class Seen:
         return full.removeprefix(f"{self.models[0]}.") if len(self.models) == 1 else full
 
 
-def ranges_record(run: RunRecord, seen: Seen, *, policy: str) -> RangesRecord:
+def ranges_record(run: RunRecord, seen: ObservedValues, *, policy: str) -> RangesRecord:
     """Return the record of ``seen``, judged for ``policy``."""
     judged = Policy.of(policy)
     target = gradient_format(judged)
@@ -158,7 +158,7 @@ def _kind(kind: RangeKind, counts: Mapping[tuple[RangeKind, str], Counts]) -> Ki
     return KindRange(kind=kind, num_tensors=len(own), histogram=together.histogram(), casts=casts)
 
 
-def _tensor(kind: RangeKind, name: str, counts: Counts, policy: Policy, seen: Seen) -> TensorRange:
+def _tensor(kind: RangeKind, name: str, counts: Counts, policy: Policy, seen: ObservedValues) -> TensorRange:
     ends = {form.name: (counts.lowest(form), counts.highest(form)) for form in CAST_TO}
     return TensorRange(
         kind=kind,
@@ -170,7 +170,7 @@ def _tensor(kind: RangeKind, name: str, counts: Counts, policy: Policy, seen: Se
     )
 
 
-def _kept(kind: RangeKind, name: str, policy: Policy, seen: Seen) -> bool:
+def _kept(kind: RangeKind, name: str, policy: Policy, seen: ObservedValues) -> bool:
     """Return whether ``policy`` keeps a tensor in FP32: by the op lists, or by its module, whose names begin with the model's class."""
     if kind in _BY_LISTS and (kind, name) not in seen.lowered:
         return True
@@ -185,7 +185,7 @@ def _kept(kind: RangeKind, name: str, policy: Policy, seen: Seen) -> bool:
 # --- what follows ----------------------------------------------------------------------------------------------------------------
 
 
-def _notes(record: RangesRecord, policy: Policy, target: Format, seen: Seen) -> list[Reason]:
+def _notes(record: RangesRecord, policy: Policy, target: Format, seen: ObservedValues) -> list[Reason]:
     notes = [*_forward_overflow(record, policy), *_not_finite(record), *_initial_scale(record, policy, target)]
     if seen.forced_eager:
         why = "inside compiled kernels a value belongs to no module; fused kernels may also round less often"

@@ -21,7 +21,7 @@ from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode  # 
 
 from mezzo.compat.apex.amp import lists
 from mezzo.compat.apex.amp.function_mode import CastMode
-from mezzo.engine.autocast_kernels import Rule
+from mezzo.engine.autocast_kernels import CastRule
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import to_format
 from mezzo.formats import FP16, FP32
@@ -57,18 +57,18 @@ class PatchedFunctions(CastMode):
 
     def call(self, function: Callable[..., Any], precision: Precision, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a user's function on operands that are cast as ``precision`` says; what it calls is cast by the lists."""
-        return self._run(function, Rule(precision), args, kwargs)
+        return self._run(function, CastRule(precision), args, kwargs)
 
     def prefer(self, function: Callable[..., Any], precision: Precision) -> None:
         """Put one of torch's functions into another list."""
-        self.rules[function] = Rule(precision)
+        self.rules[function] = CastRule(precision)
 
     def clear(self) -> None:
         """Let go of the casts of weights."""
         self.table.kept.clear()
         torch.clear_autocast_cache()
 
-    def _run(self, func: Callable[..., Any], rule: Rule | None, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Callable[..., Any], rule: CastRule | None, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.verbose and rule is not None:
             print(f"{func.__name__}: {rule.precision}")
         return super()._run(func, rule, args, kwargs)

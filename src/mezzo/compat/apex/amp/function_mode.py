@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mezzo import oplists
-from mezzo.engine.autocast_kernels import CastTable, Rule, WeightCasts
+from mezzo.engine.autocast_kernels import CastRule, CastTable, WeightCasts
 from mezzo.engine.casting import Casting, rules_for
 from mezzo.engine.emulation import emulation
 from mezzo.formats import Format
@@ -70,7 +70,7 @@ class _Table(CastTable):
 class CastMode(TorchFunctionMode):
     """Look every torch call up in a table while autocast is on."""
 
-    def __init__(self, casting: Casting, rules: dict[Function, Rule]) -> None:
+    def __init__(self, casting: Casting, rules: dict[Function, CastRule]) -> None:
         super().__init__()
         self.device_type = casting.device_type
         self.low = casting.policy.storage.dtype
@@ -105,16 +105,16 @@ class CastMode(TorchFunctionMode):
         with self:
             return entered(*args, **kwargs)
 
-    def _run(self, func: Function, rule: Rule | None, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Function, rule: CastRule | None, args: Any, kwargs: dict[str, Any]) -> Any:
         if rule is None or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         return self.table.run(func, rule, args, kwargs)
 
 
-def python_rules(policy: Policy, *, emulate: bool) -> dict[Function, Rule]:
+def python_rules(policy: Policy, *, emulate: bool) -> dict[Function, CastRule]:
     """Return the rule of every function and method by which Python calls a listed operation."""
-    found: dict[Function, Rule] = {}
-    by_name: dict[str, Rule] = {}
+    found: dict[Function, CastRule] = {}
+    by_name: dict[str, CastRule] = {}
     for op, rule in rules_for(policy, emulate=emulate, overlay=False).items():
         by_name.setdefault(oplists.python_name(op._schema.name.removeprefix("aten::")), rule)
     families = {oplists.python_name(op): family for family in oplists.FAMILIES for op in family.ops}
@@ -123,7 +123,7 @@ def python_rules(policy: Policy, *, emulate: bool) -> dict[Function, Rule]:
             if rule.emulation is not None:  # of the function that is called: a method's arguments may be others
                 base = families[name].name
                 own = emulation(function, name, low=policy.storage.name, family=base, float8=None)
-                rule = Rule(rule.precision, own)
+                rule = CastRule(rule.precision, own)
             found[function] = rule
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from mezzo import oplists
 from mezzo.compat.apex.amp.function_mode import find_function, python_rules
-from mezzo.engine.autocast_kernels import Rule
+from mezzo.engine.autocast_kernels import CastRule
 from mezzo.policy import Policy
 
 POLICY = Policy.parse("fp16:fp32=gelu+var+grid_sample:widest=add+mul+div")
@@ -83,12 +83,12 @@ BANNED = {
 }
 
 
-def rules(*, emulate: bool) -> dict[Callable[..., Any], Rule]:
+def rules(*, emulate: bool) -> dict[Callable[..., Any], CastRule]:
     """Return the rule of every torch function in Apex's lists."""
     found = python_rules(POLICY, emulate=emulate)
     beyond: tuple[tuple[oplists.Precision, str], ...] = (("fp32", FP32), ("widest", WIDEST))
     for precision, names in beyond:
-        found.update({function: Rule(precision) for function in _functions(names.split())})
+        found.update({function: CastRule(precision) for function in _functions(names.split())})
     return found
 
 

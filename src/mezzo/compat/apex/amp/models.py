@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.compat.apex.amp.state import warn_or_err
-from mezzo.compat.regions import Region
+from mezzo.compat.regions import ModelRegion
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import wrap
 from mezzo.formats import BF16, FP16, FP32
@@ -63,7 +63,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: b
 
 def cast_ends(model: nn.Module, into: torch.dtype | None, out: torch.dtype, casting: Casting | None) -> None:
     """Cast what a model is given to ``into`` and what it returns to ``out``; run it under ``casting``."""
-    wrap(model, _between, model, into, out, None if casting is None else Region(casting.policy, casting))
+    wrap(model, _between, model, into, out, None if casting is None else ModelRegion(casting.policy, casting))
 
 
 def _between(
@@ -71,7 +71,7 @@ def _between(
     model: nn.Module,
     into: torch.dtype | None,
     out: torch.dtype,
-    region: Region | None,
+    region: ModelRegion | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
