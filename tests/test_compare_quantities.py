@@ -254,7 +254,11 @@ def test_the_margin_of_a_proportion_is_cohens_h() -> None:
         ([0.95, 0.953], Proportion(1.0), MetricGrid(step=0.001)),
         ([k / 360 for k in (343, 351, 340)], Proportion(1.0), MetricGrid(step=1 / 360, num_examples=360)),
         ([round(k / 359, 4) for k in (343, 351, 340, 355, 356, 320)], Proportion(1.0), MetricGrid(step=1 / 359, num_examples=359)),
-        ([round(100 * k / 359, 2) for k in (343, 351, 340, 355, 356, 320)], Proportion(100.0), MetricGrid(step=100 / 359, num_examples=359)),
+        (
+            [round(100 * k / 359, 2) for k in (343, 351, 340, 355, 356, 320)],
+            Proportion(100.0),
+            MetricGrid(step=100 / 359, num_examples=359),
+        ),
         ([0.9528], Proportion(1.0), MetricGrid(step=0.0001)),  # one value can be many things
         ([k / 1000 for k in (951, 953, 947)], Proportion(1.0), MetricGrid(step=0.001)),  # counts, or three digits
         ([23.41, 23.5], Ratio(), MetricGrid(step=0.01)),

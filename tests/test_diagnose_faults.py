@@ -19,14 +19,19 @@ import families  # noqa: E402
 
 import faults  # noqa: E402
 from helpers_launch import SCRIPTS  # noqa: E402
-from mezzo.launch.request import AS_IS, Request  # noqa: E402
+from mezzo.launch.request import Request  # noqa: E402
 from mezzo.launch.several.passes import diagnose_script  # noqa: E402
 from mezzo.launch.torch import switched  # noqa: E402
 from mezzo.measure.environment import environment  # noqa: E402
 from mezzo.observe.nonfinite.propagation import InfinityTracer  # noqa: E402
 from mezzo.observe.observer import StopScript  # noqa: E402
 from mezzo.policy import Policy  # noqa: E402
-from mezzo.records import AnyRecord, DiagnoseRecord, RunRecord  # noqa: E402
+from mezzo.records import (  # noqa: E402
+    AS_IS,
+    AnyRecord,
+    DiagnoseRecord,
+    RunRecord,
+)
 
 # torch.compile instantiates a class of torch's while it traces a custom function.
 pytestmark = [

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from mezzo import Policy, PolicyError
+from mezzo.explain import Choice
+from mezzo.frameworks import keras, paddle
 
 KERAS = {
     "float32": "fp32",
@@ -21,12 +23,12 @@ KERAS = {
 
 @pytest.mark.parametrize(("name", "policy"), KERAS.items())
 def test_the_names_of_keras(name: str, policy: str) -> None:
-    assert Policy.from_keras(name) == Policy.parse(policy)
+    assert keras.from_keras(name) == Policy.parse(policy)
 
 
 def test_a_name_that_keras_has_not() -> None:
     with pytest.raises(PolicyError, match="mixed_float8"):
-        Policy.from_keras("mixed_float8")
+        keras.from_keras("mixed_float8")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_a_name_that_keras_has_not() -> None:
 )
 def test_paddles_arguments_go_there_and_back(text: str) -> None:
     policy = Policy.parse(text)
-    assert Policy.from_paddle(policy.to_paddle()) == policy
+    assert paddle.from_paddle(paddle.to_paddle(policy)) == policy
 
 
 @pytest.mark.parametrize(
@@ -55,23 +57,24 @@ def test_paddles_arguments_go_there_and_back(text: str) -> None:
     ],
 )
 def test_paddles_own_arguments(arguments: dict[str, Any], policy: str) -> None:
-    assert Policy.from_paddle(arguments).replace(lower=(), fp32=()) == Policy.parse(policy)
+    assert paddle.from_paddle(arguments).replace(lower=(), fp32=()) == Policy.parse(policy)
 
 
-def not_honoured(text: str, framework: str) -> set[str]:
-    return {c.what for c in Policy.parse(text).explain(framework) if c.value.startswith("not honoured")}
+def not_honoured(choices: list[Choice]) -> set[str]:
+    return {c.what for c in choices if c.value.startswith("not honoured")}
 
 
 def test_what_frameworks_cannot_honour_is_named() -> None:
-    assert "growth_factor" in not_honoured("fp16:growth_factor=4", "keras")
-    assert "growth_factor" not in not_honoured("fp16", "keras")
-    assert not_honoured("fp32", "paddle") == set()
-    assert not_honoured("fp16", "paddle") == {"scale bounds"}
+    assert "growth_factor" in not_honoured(keras.explain(Policy.parse("fp16:growth_factor=4")))
+    assert "growth_factor" not in not_honoured(keras.explain(Policy.parse("fp16")))
+    assert not_honoured(paddle.explain(Policy.parse("fp32"))) == set()
+    assert not_honoured(paddle.explain(Policy.parse("fp16"))) == {"scale bounds"}
 
 
 def test_explaining_imports_neither_framework() -> None:
     code = (
-        "import sys; from mezzo import Policy; p = Policy.parse('fp16'); p.explain('keras'); p.explain('paddle'); p.to_paddle();"
+        "import sys; from mezzo import Policy; from mezzo.frameworks import keras, paddle; p = Policy.parse('fp16');"
+        "keras.explain(p); paddle.explain(p); paddle.to_paddle(p);"
         "print({'keras', 'tensorflow', 'paddle'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

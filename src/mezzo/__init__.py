@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mezzo.callables import audit, diagnose, fallback, ranges
     from mezzo.engine.checks import PrecisionWarning
     from mezzo.engine.fastpath import fast_path
     from mezzo.engine.optimizers import SGD, AdamW
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
         UnsupportedFormatError,
     )
     from mezzo.explain import Choice
-    from mezzo.launch.callables import ranges
-    from mezzo.launch.diagnosing import diagnose
-    from mezzo.launch.several.fallback import fallback
-    from mezzo.observe.audit.observer import audit
     from mezzo.policy import Policy
     from mezzo.records import read_record
 
@@ -51,11 +48,11 @@ _HOMES = {
     "SessionError": "mezzo.errors",
     "StaticScale": "mezzo.engine.scaling",
     "UnsupportedFormatError": "mezzo.errors",
-    "diagnose": "mezzo.launch.diagnosing",
-    "fallback": "mezzo.launch.several.fallback",
+    "diagnose": "mezzo.callables",
+    "fallback": "mezzo.callables",
     "fast_path": "mezzo.engine.fastpath",
-    "ranges": "mezzo.launch.callables",
-    "audit": "mezzo.observe.audit.observer",
+    "ranges": "mezzo.callables",
+    "audit": "mezzo.callables",
     "read_record": "mezzo.records",
 }
 

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from mezzo.policy import Policy
 
 
+NOT_HONOURED = "not honoured"
+"""What the value of a choice begins with where a framework cannot do what the policy asks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """Say what happens in one respect, and why."""

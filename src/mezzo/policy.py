@@ -16,7 +16,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mezzo import formats, oplists
 from mezzo.devices import Device
@@ -35,9 +35,6 @@ from mezzo.policyfields import (
     OpLists,
     check_policy,
 )
-
-if TYPE_CHECKING:
-    from mezzo.frameworks import keras, paddle
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -233,46 +230,15 @@ class Policy:
         return f"the policy {why}; {reason}"
 
     def explain(self, where: Device | str = "cpu") -> list[Choice]:
-        """Return what this policy does, each choice with its reason; what a framework cannot honour begins with "not honoured".
+        """Return what this policy does on a device, each choice with its reason.
 
         Args:
-            where: a ``Device``, a torch device type of this machine, or ``"keras"`` or ``"paddle"``.
+            where: a ``Device``, or a torch device type of this machine.
 
         Raises:
             UnsupportedFormatError: the device can do neither what the policy asks nor emulate it.
-            PolicyError: the framework has nothing of the policy's kind.
         """
-        from mezzo.frameworks import keras, paddle  # here, because both import this module
-
-        if where == "keras":
-            return keras.explain(self)
-        return paddle.explain(self) if where == "paddle" else explain(self, where)
-
-    def to_keras(self) -> keras.KerasPrecision:
-        """Return this policy as Keras' own objects (see ``mezzo.frameworks.keras``)."""
-        from mezzo.frameworks import keras
-
-        return keras.to_keras(self)
-
-    @staticmethod
-    def from_keras(value: Any) -> Policy:
-        """Return the policy that a Keras dtype policy, its name or its optimizer stands for."""
-        from mezzo.frameworks import keras
-
-        return keras.from_keras(value)
-
-    def to_paddle(self) -> paddle.PaddlePrecision:
-        """Return this policy as the arguments of Paddle's own functions (see ``mezzo.frameworks.paddle``)."""
-        from mezzo.frameworks import paddle
-
-        return paddle.to_paddle(self)
-
-    @staticmethod
-    def from_paddle(value: Any) -> Policy:
-        """Return the policy that the arguments of Paddle's ``auto_cast`` and ``GradScaler`` stand for."""
-        from mezzo.frameworks import paddle
-
-        return paddle.from_paddle(value)
+        return explain(self, where)
 
 
 def _preset(name: str) -> Policy:

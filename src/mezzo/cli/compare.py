@@ -92,8 +92,8 @@ def compare(
 
 
 def _texts(policies: str) -> list[str]:
-    from mezzo.launch.request import AS_IS
     from mezzo.policy import Policy
+    from mezzo.records import AS_IS
 
     named = [p.strip() for p in policies.split(",")]
     if not all(named):

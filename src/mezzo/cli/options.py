@@ -83,8 +83,8 @@ def check_script(target: str, arguments: list[str] | None, *, as_module: bool, p
 
 def policy_text(policy: str) -> str:
     """Return a policy's canonical text, or ``as-is``."""
-    from mezzo.launch.request import AS_IS
     from mezzo.policy import Policy
+    from mezzo.records import AS_IS
 
     return policy if policy == AS_IS else str(Policy.of(policy))
 

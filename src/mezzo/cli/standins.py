@@ -24,8 +24,8 @@ def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
         UsageError: the script's own precision was asked for: Apex's loss scale would be taken for part of the loss.
     """
     from mezzo.launch.frameworks import needs
-    from mezzo.launch.request import AS_IS, StandIn
-    from mezzo.records import Reason
+    from mezzo.launch.request import StandIn
+    from mezzo.records import AS_IS, Reason
 
     need = needs("apex", target.name, kind="module" if target.module else "script")
     if need == "no" or importlib.util.find_spec("apex") is not None:
@@ -51,7 +51,7 @@ def note_for(error: str) -> str | None:
 
 
 def _under_fp16(target: Target) -> list[str]:
-    from mezzo.launch.request import AS_IS
+    from mezzo.records import AS_IS
 
     words = [word.replace(AS_IS, "fp16") for word in target.typed]
     return words if words != list(target.typed) else [*words, "--policy", "fp16"]

@@ -14,11 +14,10 @@ from typing import Any
 
 from mezzo import oplists
 from mezzo.errors import PolicyError
-from mezzo.explain import Choice
+from mezzo.explain import NOT_HONOURED, Choice
 from mezzo.formats import FP32
 from mezzo.policy import PRESETS, Policy
 
-NOT_HONOURED = "not honoured"
 _GROWTH, _BACKOFF = 2.0, 0.5  # written into LossScaleOptimizer
 _MIXED = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
 

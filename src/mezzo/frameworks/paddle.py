@@ -15,12 +15,11 @@ from mezzo import explain as sentences
 from mezzo import oplists
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, nearest
-from mezzo.explain import Choice
+from mezzo.explain import NOT_HONOURED, Choice
 from mezzo.formats import BF16, FP16
 from mezzo.frameworks import paddleops
 from mezzo.policy import PRESETS, Policy
 
-NOT_HONOURED = "not honoured"
 NO_EFFECT = "Paddle's AMP makes no effect on a CPU: it turns itself off where there is no GPU"
 
 _LEVELS = {"none": "O0", "ops": "O1", "model": "O2"}

@@ -24,12 +24,12 @@ from mezzo.launch.files_read import files_read
 from mezzo.launch.frameworks import Framework, training_in
 from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
-from mezzo.launch.request import AS_IS, Request
+from mezzo.launch.request import Request
 from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
 from mezzo.observe.settings import step_text
 from mezzo.policy import Policy
-from mezzo.records import Effective, Finding, Reason, RunRecord, write_record
+from mezzo.records import AS_IS, Effective, Finding, Reason, RunRecord, write_record
 
 INTERRUPTED = 130
 

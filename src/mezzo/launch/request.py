@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict
 
 from mezzo.launch.frameworks import Framework
 from mezzo.observe.settings import AnySettings
-from mezzo.records import AS_IS as AS_IS
 from mezzo.records import Reason
 
 _IN = "@"

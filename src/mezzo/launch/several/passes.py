@@ -19,13 +19,13 @@ from typing import Any
 
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
-from mezzo.launch.request import AS_IS, Request
+from mezzo.launch.request import Request
 from mezzo.launch.runner import diagnose_child
 from mezzo.launch.several.trying import Trials, inspected
 from mezzo.observe.nonfinite import fixes, words
 from mezzo.observe.nonfinite.trend import trend_of
 from mezzo.observe.settings import DiagnoseSettings
-from mezzo.records import AnyRecord, DiagnoseRecord, Pass, Reason, RunRecord
+from mezzo.records import AS_IS, AnyRecord, DiagnoseRecord, Pass, Reason, RunRecord
 
 _MAX_SUSPECTS = 3
 _RAISED = (1, ScaleFloorError.exit_code, NonFiniteLossError.exit_code)

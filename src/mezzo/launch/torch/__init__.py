@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -102,6 +102,10 @@ class TorchTraining:
     def observer(self) -> Observer | None:
         """Return what watches the training."""
         return self._run.observer
+
+    def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Count the updates of optimizers that were made before the training began."""
+        self._run.optimizers.update(dict.fromkeys(optimizers))
 
     def close_update(self) -> None:
         """Close the update that is open."""

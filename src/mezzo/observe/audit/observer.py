@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.devices import this_device
-from mezzo.errors import SessionError
-from mezzo.measure.environment import environment
 from mezzo.measure.flops import OperandFormats, lowered
 from mezzo.observe.audit import kernels, totals
 from mezzo.observe.audit.findings import AuditedSteps, findings
@@ -27,8 +19,6 @@ from mezzo.observe.trace import Trace
 from mezzo.observe.tracer import Tracer
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, Reason, RunRecord
-
-AS_IS = "as-is"
 
 
 class Audit(Observer):
@@ -181,89 +171,3 @@ def _notes(device_type: str, *, forced_eager: bool, profiled: bool) -> list[Reas
     elif not profiled:
         notes.append(Reason(what="kernels", value="not looked at", reason="the profiler returned no kernel"))
     return notes
-
-
-def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
-    """Return which operation of a training step runs in which format, and what is worth changing.
-
-    Args:
-        step: makes one training step: forward, backward, update.
-        warmup: how often to call it before the call that is watched, so that optimizers have their state.
-
-    Raises:
-        SessionError: ``step`` cannot be called, or ``warmup`` is negative.
-    """
-    if not callable(step) or warmup < 0:
-        raise SessionError(
-            f"audit(step={step!r}, warmup={warmup}): step is a function without arguments, warmup 0 or more",
-            hint="pass a function that makes one training step: mezzo.audit(lambda: train(batch))",
-        )
-    started = time.perf_counter()
-    optimizers: dict[torch.optim.Optimizer, None] = {}
-    hook = register_optimizer_step_pre_hook(lambda o, *_: optimizers.setdefault(o))
-    with _noting_device() as devices:
-        for _ in range(warmup):
-            step()
-    device_type = next((d for d in devices if d != "cpu"), "cpu")
-    tracer = Tracer(OperandFormats(), device_type=device_type)
-    profiler = kernels.KernelWatch() if device_type == "cuda" else None
-    with _eagerly() as forced_eager:
-        tracer.start()
-        if profiler is not None:
-            profiler.start()
-        try:
-            step()
-        finally:
-            launches = profiler.stop() if profiler is not None else []
-            tracer.stop()
-            hook.remove()
-    names = Names(tracer.trace.roots)
-    seen = understand(tracer.trace, names, weights_of(names.roots, optimizers))
-    run = RunRecord(
-        command=[],
-        script=getattr(step, "__qualname__", type(step).__name__),
-        script_sha256="",
-        policy=AS_IS,
-        environment=environment(device_type),
-        duration_s=time.perf_counter() - started,
-    )
-    return audit_record(
-        run,
-        [warmup + 1],
-        [seen],
-        names=names,
-        policy=None,
-        device_type=device_type,
-        launches=launches,
-        forced_eager=forced_eager,
-    )
-
-
-@contextmanager
-def _noting_device() -> Iterator[dict[str, None]]:
-    """Collect the device types of the parameters of modules that are called."""
-    found: dict[str, None] = {}
-
-    def note(module: nn.Module, args: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            found.setdefault(parameter.device.type)
-
-    hook = register_module_forward_pre_hook(note)
-    try:
-        yield found
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def _eagerly() -> Iterator[bool]:
-    """Run compiled code eagerly; yield whether any was compiled."""
-    if "torch._dynamo" not in sys.modules:
-        yield False
-        return
-    compiled = bool(torch._dynamo.utils.counters["frames"])
-    torch.compiler.set_stance("force_eager")
-    try:
-        yield compiled
-    finally:
-        torch.compiler.set_stance("default")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
-from mezzo.records import ModuleError, Value
+from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError
+from mezzo.observe.settings import FallbackSettings
+from mezzo.records import ModuleError, RunRecord, Value
 
+_OVERFLOWS = (NonFiniteLossError.exit_code, ScaleFloorError.exit_code)
 _TOP_EXPONENT = 14  # a quarter of FP16's largest number: other batches have other gradients
 
 
@@ -49,3 +53,25 @@ def fitting_scale(largest: float, most: float) -> float:
     if not 0 < largest < math.inf:
         return most
     return min(most, 2.0 ** (_TOP_EXPONENT - math.ceil(math.log2(largest))))
+
+
+def read_measured(settings: FallbackSettings) -> Measured:
+    """Return what the run of ``settings`` measured; nothing where it ended before."""
+    path = Path(settings.folder) / f"{settings.name}.measured.json"
+    return Measured.model_validate_json(path.read_text(encoding="utf-8")) if path.is_file() else Measured()
+
+
+def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Measured:
+    """Refuse a run that shows nothing; one in lower precision may fail for what is searched."""
+    if measured.problem:
+        raise ScriptError(
+            f"the gradients of {run.script} cannot be compared between precisions: {measured.problem}",
+            hint="train with an optimizer that needs no closure while modules are searched",
+        )
+    overflowed = role == "check" and run.exit_code in _OVERFLOWS
+    if not measured.steps and not overflowed:
+        raise ScriptError(
+            f"{run.script} made no training step that could be compared: {run.error or 'it ended before'}",
+            hint=f"run it by itself first; {where}",
+        )
+    return measured

@@ -1,0 +1,280 @@
+"""Audit, diagnose, ranges and fallback of a function in this process; the commands do the same for a script in a child process.
+
+A function cannot be run again from its first line, so each of the four says what it needs of the function it calls.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
+from mezzo.launch.torch import TorchTraining, training
+from mezzo.launch.torch.premade import amp_off, existing
+from mezzo.launch.torch.restoring import state_restored
+from mezzo.measure.environment import environment
+from mezzo.measure.flops import OperandFormats
+from mezzo.observe.audit.kernels import KernelWatch
+from mezzo.observe.audit.observer import audit_record
+from mezzo.observe.audit.operations import understand, weights_of
+from mezzo.observe.fallback.evidence import Measured, checked, read_measured
+from mezzo.observe.fallback.find import find
+from mezzo.observe.module_names import Names
+from mezzo.observe.nonfinite import words
+from mezzo.observe.observer import StopScript
+from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
+from mezzo.observe.tracer import Tracer
+from mezzo.policy import Policy
+from mezzo.records import AS_IS, AuditRecord, DiagnoseRecord, Environment, FallbackRecord, Pass, RangesRecord, RunRecord
+
+
+def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
+    """Return which operation of a training step runs in which format, and what is worth changing.
+
+    Args:
+        step: makes one training step: forward, backward, update.
+        warmup: how often to call it before the call that is recorded, so that optimizers have their state.
+
+    Raises:
+        SessionError: ``step`` cannot be called, or ``warmup`` is negative.
+    """
+    if not callable(step) or warmup < 0:
+        raise SessionError(
+            f"audit(step={step!r}, warmup={warmup}): step is a function without arguments, warmup 0 or more",
+            hint="pass a function that makes one training step: mezzo.audit(lambda: train(batch))",
+        )
+    started = time.perf_counter()
+    optimizers: dict[torch.optim.Optimizer, None] = {}
+    hook = register_optimizer_step_pre_hook(lambda o, *_: optimizers.setdefault(o))
+    with _noting_device() as devices:
+        for _ in range(warmup):
+            step()
+    device_type = next((d for d in devices if d != "cpu"), "cpu")
+    tracer = Tracer(OperandFormats(), device_type=device_type)
+    profiler = KernelWatch() if device_type == "cuda" else None
+    with _eagerly() as forced_eager:
+        tracer.start()
+        if profiler is not None:
+            profiler.start()
+        try:
+            step()
+        finally:
+            launches = profiler.stop() if profiler is not None else []
+            tracer.stop()
+            hook.remove()
+    names = Names(tracer.trace.roots)
+    return audit_record(
+        _run_record(step, None, started, environment(device_type)),
+        [warmup + 1],
+        [understand(tracer.trace, names, weights_of(names.roots, optimizers))],
+        names=names,
+        policy=None,
+        device_type=device_type,
+        launches=launches,
+        forced_eager=forced_eager,
+    )
+
+
+def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: int = 20) -> DiagnoseRecord:
+    """Return where the first value that is not finite comes from in the training steps that ``train()`` makes.
+
+    The operations of every step are inspected, and the cause is told from the operation alone. A SystemExit that goes no
+    further than here ends ``train`` at the first fault or after ``steps`` updates. An error of ``train`` in a step that is not
+    finite ends it too, and is in the record.
+
+    Args:
+        train: makes training steps, called without arguments.
+        policy: what to run them under; ``as-is`` for their own precision.
+        steps: how many steps to inspect at most.
+
+    Raises:
+        SessionError: ``train`` cannot be called, or ``steps`` is below 1.
+        ScriptError: ``train`` made no training step.
+    """
+    if not callable(train) or steps < 1:
+        raise SessionError(
+            f"diagnose(train={train!r}, steps={steps!r}): train is a function without arguments, steps 1 or more",
+            hint="pass a function that trains: mezzo.diagnose(lambda: train(loader))",
+        )
+    chosen = None if policy == AS_IS else Policy.of(policy)
+    settings = DiagnoseSettings(steps=tuple(range(1, steps + 1)))
+    trained, run, error = _trained(train, chosen, settings, existing(torch.optim.Optimizer)[0], catches=(Exception,))
+    assert trained.observer is not None
+    record = trained.observer.record(run)
+    assert isinstance(record, DiagnoseRecord)
+    if error is not None and not record.located:
+        raise error
+    if not trained.num_updates and not record.located:
+        raise ScriptError(
+            f"{run.script} ended without a training step",
+            hint="pass a function that calls backward() and updates the weights",
+        )
+    watched = trained.observer.watched
+    seen = Pass(policy=run.policy, reason="every step's operations", num_steps=trained.num_updates, watched=watched)
+    skips = words.skipped(run, record.faulty_steps) if record.verdict == "scale_overflow" else ""
+    return record.model_copy(update={"passes": [seen], "detail": ". ".join(filter(None, [record.detail, skips]))})
+
+
+def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: int = 20) -> RangesRecord:
+    """Count by exponent where the values of the training steps lie that ``train()`` makes, and judge a policy by it.
+
+    The steps run in FP32: autocast and GradScaler do nothing inside, and compiled code runs eagerly. A SystemExit that goes no
+    further than here ends ``train`` after ``steps`` updates. What it trained stays as it is then.
+
+    Args:
+        train: makes training steps, called without arguments.
+        policy: whose formats, initial loss scale and FP32 modules are judged.
+        steps: how many steps to record.
+
+    Raises:
+        SessionError: ``steps`` is below 1.
+        ScriptError: ``train`` made no training step.
+    """
+    if steps < 1:
+        raise SessionError(f"steps={steps!r}; allowed: whole numbers from 1", hint="record 20 steps: steps=20")
+    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=str(Policy.of(policy)))
+    with amp_off():
+        trained, run, _ = _trained(train, Policy.parse("fp32"), settings, existing(torch.optim.Optimizer)[0])
+    assert trained.observer is not None
+    if not trained.observer.watched:
+        raise ScriptError(
+            f"{run.script} ended without a training step that could be recorded; {trained.num_updates} were made",
+            hint="pass a function that calls backward() and updates the weights",
+        )
+    record = trained.observer.record(run)
+    assert isinstance(record, RangesRecord)
+    return record
+
+
+def fallback(
+    train: Callable[[], Any], *, policy: Policy | str = "fp16", tolerance: float | None = None, fresh: int = 2
+) -> FallbackRecord:
+    """Return which modules have to stay in FP32 for the training steps that ``train()`` makes, verified.
+
+    ``train`` is called some ten times, from the same state each time. Its updates are held back, and a SystemExit ends it after
+    ``1 + fresh`` steps. Afterwards modules, optimizers, schedules and random numbers are as before. What else it changes, such
+    as an iterator that it reads from, stays changed: the search then says that no two runs see the same.
+
+    Args:
+        train: makes training steps, called without arguments; the same ones at every call.
+        policy: what is judged; modules that it keeps in FP32 stay kept.
+        tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
+        fresh: how many more batches the set is checked on.
+
+    Raises:
+        PolicyError: the policy computes nothing below FP32.
+        SessionError: ``train`` cannot be called, or a number is out of range.
+        ScriptError: ``train`` made no training step that can be compared.
+    """
+    if not callable(train):
+        raise SessionError(
+            f"train={train!r}; allowed: a function without arguments",
+            hint="pass a function that makes training steps, as mezzo.fallback(train)",
+        )
+
+    def measure(policy: Policy, settings: FallbackSettings) -> tuple[Measured, RunRecord]:
+        with state_restored() as optimizers, amp_off():
+            trained, run, _ = _trained(
+                train, policy, settings, optimizers, catches=(NonFiniteLossError, ScaleFloorError)
+            )
+            assert trained.observer is not None
+            trained.observer.record(run)
+        return checked(read_measured(settings), run, where="it was called as a function", role=settings.role), run
+
+    def command(kind: str, under: str) -> str:
+        return f'mezzo.{kind}({_name(train)}, policy="{under}")'
+
+    with tempfile.TemporaryDirectory(prefix="mezzo-") as folder:
+        return find(measure, Policy.of(policy), folder=folder, tolerance=tolerance, command=command, fresh=fresh)
+
+
+def _trained(
+    train: Callable[[], Any],
+    policy: Policy | None,
+    settings: AnySettings,
+    optimizers: list[Any],
+    *,
+    catches: tuple[type[Exception], ...] = (),
+) -> tuple[TorchTraining, RunRecord, Exception | None]:
+    """Call ``train`` under a policy and an observer; return the training, its record and the error of a kind in ``catches``.
+
+    ``optimizers`` were made before the launcher could see it: without any, each backward pass would count as an update by hand.
+    """
+    started = time.perf_counter()
+    error: Exception | None = None
+    with training(policy, seed=None, observe=settings) as trained:
+        trained.adopt(optimizers)
+        for action in (train, trained.close_update):
+            try:
+                action()
+            except StopScript:
+                pass
+            except catches as raised:
+                error = error or raised
+    run = _run_record(train, policy, started, trained.environment(), error=error)
+    return trained, run.model_copy(update={"steps": trained.steps(), "findings": trained.findings()}), error
+
+
+def _run_record(
+    called: Callable[[], Any],
+    policy: Policy | None,
+    started: float,
+    where: Environment,
+    *,
+    error: Exception | None = None,
+) -> RunRecord:
+    """Return the record of a function's run; ``started`` is a reading of ``time.perf_counter``."""
+    message = error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}"
+    return RunRecord(
+        command=[sys.executable, *sys.argv],
+        script=_name(called),
+        script_sha256="",
+        policy=AS_IS if policy is None else str(policy),
+        environment=where,
+        duration_s=time.perf_counter() - started,
+        exit_code=error.exit_code if isinstance(error, MezzoError) else int(error is not None),
+        error=None if error is None else message,
+    )
+
+
+def _name(called: Callable[[], Any]) -> str:
+    return getattr(called, "__qualname__", type(called).__name__)
+
+
+@contextmanager
+def _noting_device() -> Iterator[dict[str, None]]:
+    """Collect the device types of the parameters of modules that are called."""
+    found: dict[str, None] = {}
+
+    def note(module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            found.setdefault(parameter.device.type)
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _eagerly() -> Iterator[bool]:
+    """Run compiled code eagerly; yield whether any was compiled."""
+    if "torch._dynamo" not in sys.modules:
+        yield False
+        return
+    compiled = bool(torch._dynamo.utils.counters["frames"])
+    torch.compiler.set_stance("force_eager")
+    try:
+        yield compiled
+    finally:
+        torch.compiler.set_stance("default")
