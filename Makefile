@@ -40,7 +40,7 @@ test-slow: $(READY)
 test-frameworks: $(FRAMEWORKS:%=test-%)
 
 test-cuda-build: $(CUDA_BUILD)/.installed
-	env -u TRITON_INTERPRET $(CUDA_BUILD)/bin/python -m pytest -q tests/cuda_build tests/test_gpu_benchmark.py tests/test_step_budget.py tests/test_state_bytes.py
+	env -u TRITON_INTERPRET $(CUDA_BUILD)/bin/python -m pytest -q tests/cuda_build tests/project/test_gpu_benchmark.py tests/engine/test_session_budget.py tests/engine/test_state_bytes.py
 
 $(CUDA_BUILD)/.installed: pyproject.toml
 	$(CUDA_PYTHON) -m venv $(CUDA_BUILD)
@@ -64,7 +64,7 @@ check: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_laws.py
+	$(BIN)/python -m pytest -q tests/project/test_laws.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

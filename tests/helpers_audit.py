@@ -6,12 +6,13 @@ import contextlib
 import io
 import runpy
 
-from helpers_launch import SCRIPTS, as_script
+from helpers_launch import as_script
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
 from mezzo.observe.settings import AuditSettings
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, RunRecord
+from paths import SCRIPTS
 
 
 def audited(name: str, *arguments: str, policy: str = "as-is", steps: tuple[int, ...] = (2,)) -> AuditRecord:

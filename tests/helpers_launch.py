@@ -19,8 +19,8 @@ from mezzo.launch import child, runner
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 from mezzo.records import Effective, Finding, Memory, Steps
+from paths import SCRIPTS
 
-SCRIPTS = Path(__file__).parent / "scripts"
 PLAIN = "plain python"
 AS_IS = "as-is"
 

@@ -4,12 +4,12 @@ import copy
 import inspect
 import pickle
 import re
-from pathlib import Path
 
 import pytest
 
 from mezzo import errors
 from mezzo.errors import MezzoError, nearest
+from paths import ROOT
 
 
 def subclasses(cls: type[MezzoError]) -> list[type[MezzoError]]:
@@ -56,7 +56,7 @@ def test_every_error_of_the_module_is_a_mezzo_error() -> None:
 
 
 def test_the_page_on_scripts_lists_every_exit_code() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "scripts.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "scripts.md").read_text(encoding="utf-8")
     table = page[page.index("## Exit codes") :]
     listed = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for code in row.split(",")}
     assert listed >= {0, 129, 130, 143} | {cls.exit_code for cls in CLASSES}

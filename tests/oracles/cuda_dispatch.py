@@ -7,7 +7,7 @@ torch's CUDA build and no GPU::
     python tests/oracles/cuda_dispatch.py                            # with the CUDA build: writes cuda_dispatch.json
     python tests/oracles/cuda_dispatch.py fp16:arithmetic=emulated   # compares a policy with the file, all samples
 
-``test_cuda_dispatch.py`` compares the first samples of each operation.
+``test_casting_cuda_dispatch.py`` compares the first samples of each operation.
 """
 
 from __future__ import annotations

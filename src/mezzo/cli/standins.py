@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from mezzo.launch.targets import Target
 
 _RUNS = "mezzo.compat.apex"
-_WITHOUT_AMP = "--without-amp"
 
 
 def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
@@ -24,7 +23,7 @@ def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
         UsageError: the script's own precision was asked for: Apex's loss scale would be taken for part of the loss.
     """
     from mezzo.launch.frameworks import needs
-    from mezzo.launch.request import StandIn
+    from mezzo.launch.request import WITHOUT_AMP, StandIn
     from mezzo.records import AS_IS, Reason
 
     need = needs("apex", target.name, kind="module" if target.module else "script")
@@ -40,7 +39,7 @@ def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
             hint=f"type: {instead}, or, without a record: {alone}",
         )
     why = f"apex is not installed: {_RUNS} stands in for it, and the policy replaces apex.amp"
-    return StandIn(module=_RUNS, options=(_WITHOUT_AMP,), reason=Reason(what="apex.amp", value="off", reason=why))
+    return StandIn(module=_RUNS, options=(WITHOUT_AMP,), reason=Reason(what="apex.amp", value="off", reason=why))
 
 
 def note_for(error: str) -> str | None:

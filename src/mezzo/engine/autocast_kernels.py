@@ -30,12 +30,12 @@ from torch import Tensor, nn
 
 from mezzo.engine import compiling, registration
 from mezzo.engine.emulation import Emulation
+from mezzo.engine.half import HALF
 from mezzo.engine.registration import Op
-from mezzo.formats import BF16, FP16, FP32, Format
+from mezzo.formats import FP32, Format
 from mezzo.oplists import Precision
 
-_HALF = (FP16.dtype, BF16.dtype)
-_CASTABLE = (*_HALF, FP32.dtype)  # FP64 is never cast: who asks for it needs it
+_CASTABLE = (*HALF, FP32.dtype)  # FP64 is never cast: who asks for it needs it
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class CastTable:
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, Tensor):
-            casts = value.dtype in _HALF and value.dtype is not dtype and value.device.type == self.device_type
+            casts = value.dtype in HALF and value.dtype is not dtype and value.device.type == self.device_type
             return value.to(dtype) if casts else value
         if isinstance(value, (list, tuple)):
             return type(value)([self._cast(v, dtype) for v in value])
@@ -158,7 +158,7 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 def _all_half(values: Sequence[Any]) -> bool:
     dtypes = [t.dtype for t in _tensors(values) if t.is_floating_point()]
-    return bool(dtypes) and all(dtype in _HALF for dtype in dtypes)
+    return bool(dtypes) and all(dtype in HALF for dtype in dtypes)
 
 
 def _dtypes(values: Sequence[Any]) -> set[torch.dtype]:

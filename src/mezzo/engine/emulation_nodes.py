@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from mezzo.engine.half import HALF
 from mezzo.formats import BF16, FP16, FP32
 
 Op = Callable[..., Any]
-_HALF = (FP16.dtype, BF16.dtype)
 _NAMES = {f.dtype: f.name for f in (FP16, BF16)}
 _Modes = torch._C._TorchDispatchModeKey
 
@@ -263,7 +263,7 @@ class _Replay(AbstractContextManager[None]):
 
 
 def _widen(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t.float() if t.dtype in _HALF else t for t in tensors]
+    return [t.float() if t.dtype in HALF else t for t in tensors]
 
 
 def _narrow(results: Sequence[Any], low: torch.dtype) -> list[Any]:
@@ -292,7 +292,7 @@ def general(op: Op, *args: Any, draws: bool = False, keeps: bool = False, **kwar
     if is_traced():
         return by_casts(op, *args, **kwargs)
     leaves, spec = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dtype in _HALF]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dtype in HALF]
     given = [leaves[i] for i in places]
     for place in places:
         leaves[place] = None  # the call below must not keep alive what a checkpoint or an offloading hook lets go
@@ -310,8 +310,8 @@ def general(op: Op, *args: Any, draws: bool = False, keeps: bool = False, **kwar
 def by_casts(op: Op, *args: Any, **kwargs: Any) -> Any:
     """Emulate ``op`` by casts around it, whose gradients round as the emulation does."""
     leaves, spec = tree_flatten((args, kwargs))
-    low = next(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in _HALF)
-    wide = [x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in leaves]
+    low = next(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in HALF)
+    wide = [x.float() if isinstance(x, Tensor) and x.dtype in HALF else x for x in leaves]
     inner_args, inner_kwargs = tree_unflatten(wide, spec)
     results, results_spec = tree_flatten(op(*inner_args, **inner_kwargs))
     return tree_unflatten(_narrow(results, low), results_spec)

@@ -25,12 +25,11 @@ from typing import Any
 
 from mezzo.launch.import_hooks import after_import
 from mezzo.launch.patches import Patches
-from mezzo.records import FileRead
+from mezzo.records import FILE_CLOCK_TICK_S, FileRead
 
 _MAX_PATHS = 100_000
 """Paths that are remembered as looked at: a data set may have millions."""
 _MAX_FOUND = 100
-_CLOCK_TICK_S = 0.02
 _CACHES = (
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
@@ -80,7 +79,7 @@ class FilesRead:
         coarse = written == int(
             written
         )  # a file system that keeps whole seconds, or two: it was written up to so much later
-        begins = self._since_s - (2.0 if coarse else _CLOCK_TICK_S)
+        begins = self._since_s - (2.0 if coarse else FILE_CLOCK_TICK_S)
         return begins <= written < (int(self._before_s) if coarse else self._before_s)
 
 

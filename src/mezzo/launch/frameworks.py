@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Framework = Literal["torch", "keras", "paddle"]
 
-_MAX_FILES = 200
+MAX_FILES = 200
 """Files of a script's own that are read at most: a large project names its framework in the first ones."""
 
 
@@ -147,7 +147,7 @@ def _own_files(script: Path | None) -> Iterator[tuple[bytes, ast.AST]]:
     """Yield the script, and the files beside it that it imports."""
     waiting, seen = [] if script is None else [script], set[Path]()
     folder = Path() if script is None else script.resolve().parent
-    while waiting and len(seen) < _MAX_FILES:
+    while waiting and len(seen) < MAX_FILES:
         path = waiting.pop()
         if path in seen:
             continue

@@ -12,6 +12,8 @@ from mezzo.observe.settings import AnySettings
 from mezzo.records import Reason
 
 _IN = "@"
+WITHOUT_AMP = "--without-amp"
+"""Tells the stand-in for Apex that a policy replaces ``apex.amp``."""
 _LONGEST = 100_000
 """Linux allows 131072 bytes a word; a script may be given the names of thousands of files."""
 

@@ -28,6 +28,7 @@ from mezzo.records.fallback import FallbackRecord, FallbackVerdict, ModuleError,
 from mezzo.records.files import AnyRecord, Record, read_record, write_record
 from mezzo.records.findings import Finding, Severity
 from mezzo.records.ranges import (
+    GRADIENTS,
     Casts,
     FormatLimits,
     Histogram,
@@ -38,11 +39,13 @@ from mezzo.records.ranges import (
     TensorRange,
     UpdateLoss,
 )
-from mezzo.records.run import AS_IS, Effective, FileRead, Loss, Memory, Metric, RunRecord, Steps
+from mezzo.records.run import AS_IS, FILE_CLOCK_TICK_S, Effective, FileRead, Loss, Memory, Metric, RunRecord, Steps
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
 
 __all__ = [
     "AS_IS",
+    "FILE_CLOCK_TICK_S",
+    "GRADIENTS",
     "SCHEMA_VERSION",
     "AnyRecord",
     "AuditRecord",

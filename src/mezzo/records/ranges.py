@@ -8,6 +8,7 @@ from mezzo.records.run import RunRecord
 from mezzo.records.values import SCHEMA_VERSION, Reason, Value
 
 RangeKind: TypeAlias = Literal["activations", "activation gradients", "weight gradients", "weights", "updates"]
+GRADIENTS: tuple[RangeKind, ...] = ("activation gradients", "weight gradients")
 
 
 class Histogram(Value):

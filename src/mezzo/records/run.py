@@ -111,6 +111,10 @@ class Metric(Value):
     """What the pattern found last, where that is no number."""
 
 
+FILE_CLOCK_TICK_S = 0.02
+"""By how much a file's time may lie before the clock's."""
+
+
 class FileRead(Value):
     """Name a file that a run read and that was written before the run, but after the comparison had begun."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mezzo.records import Casts, KindRange, RangesRecord, ScaleWindow, TensorRange, UpdateLoss
+from mezzo.records import GRADIENTS, Casts, KindRange, RangesRecord, ScaleWindow, TensorRange, UpdateLoss
 from mezzo.report import formatting as fmt
 from mezzo.report import sheets
 from mezzo.report.figures import Plot
@@ -21,7 +21,6 @@ _KIND_COLOURS = {
     "updates": "#a974e6",
 }
 _FORMAT_COLOURS = ("#8a93a3", "#46b3d1", "#c9a227", "#b0673f")
-_GRADIENTS = ("activation gradients", "weight gradients")
 _SHOWN = 10
 """Tensors that the terminal lists; the page has all."""
 
@@ -269,7 +268,7 @@ def _tightest(record: RangesRecord) -> list[int]:
         over = tensor.kind in ("activations", "weights") and tensor.highest.get(form, 0) < 0
         return not over, -tensor.lowest.get(form, -999)
 
-    shown = [i for i, t in enumerate(record.tensors) if t.kind in _GRADIENTS or t.highest.get(form, 0) < 0]
+    shown = [i for i, t in enumerate(record.tensors) if t.kind in GRADIENTS or t.highest.get(form, 0) < 0]
     return sorted(shown, key=order)
 
 
@@ -286,7 +285,7 @@ def _scale_lines(record: RangesRecord) -> list[ScaleLine]:
 
 def _lost(record: RangesRecord, form: str) -> tuple[list[float], list[float]]:
     """Return the shares of all gradient values that become zero and that overflow, scale by scale."""
-    kinds = [k for k in record.kinds if k.kind in _GRADIENTS]
+    kinds = [k for k in record.kinds if k.kind in GRADIENTS]
     casts: list[Casts] = [c for k in kinds for c in k.casts if c.format == form]
     total = sum(k.histogram.total for k in kinds) or 1
     zeroed = [sum(column) / total for column in zip(*(c.zeroed for c in casts), strict=True)]
@@ -362,7 +361,7 @@ def _limit_trace(name: str, ends: Sequence[float], height: float, colour: str, *
 
 
 def _scales_figure(record: RangesRecord) -> Figure | None:
-    if not any(k.kind in _GRADIENTS for k in record.kinds):
+    if not any(k.kind in GRADIENTS for k in record.kinds):
         return None
     traces = []
     for place, window in enumerate(record.windows):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from mezzo.errors import MezzoError, UsageError
+from mezzo.launch.request import WITHOUT_AMP
 from mezzo.launch.targets import Target, check_target
 
 ALIASES = {
@@ -27,9 +28,6 @@ ALIASES = {
 """What a script imports, and what it gets."""
 
 
-_WITHOUT_AMP = "--without-amp"
-
-
 def put_in_place() -> None:
     """Let ``import apex`` find this package, in this process."""
     for name, own in ALIASES.items():
@@ -42,13 +40,13 @@ def main(arguments: list[str]) -> None:
     Raises:
         UsageError: there is none, or it is not there.
     """
-    without_amp = arguments[:1] == [_WITHOUT_AMP]
+    without_amp = arguments[:1] == [WITHOUT_AMP]
     rest = arguments[1:] if without_amp else arguments
     module = rest[:1] == ["-m"]
     rest = rest[1:] if module else rest
     if not rest:
         raise UsageError(
-            f"python -m mezzo.compat.apex got {' '.join(arguments) or 'nothing'}; allowed: [{_WITHOUT_AMP}] [-m] script [arguments]",
+            f"python -m mezzo.compat.apex got {' '.join(arguments) or 'nothing'}; allowed: [{WITHOUT_AMP}] [-m] script [arguments]",
             hint="pass the script that imports apex, or -m and the name of a module",
         )
     check_target(Target(rest[0], module=module, arguments=rest[1:], typed=("python", "-m", "mezzo.compat.apex")))

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo.engine.kernels import exponents
+from mezzo.engine.kernels.exponent_bins import BINS, CUTS
 from mezzo.engine.kernels.gpu import _TYPES, CHUNK, LaunchTables, on, table_of
 from mezzo.engine.kernels.gpu_formats import FIRST, extent, offsets, place, read_tile, unspecialized
 
 # Triton before 3.8 counts in registers, a warp's bins in its 32 threads: 512 bins fit, so the chunk is read five times, from the cache.
 # Later ones count in shared memory, all bins at once. A part is a power of two.
 _PARTS, _PART_BINS = (1, 4096) if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else (5, 512)
-assert _PARTS * _PART_BINS >= exponents.BINS
+assert _PARTS * _PART_BINS >= BINS
 _TILE = 1024
 _WARPS = 8
 
@@ -70,7 +70,7 @@ def _bins(value, cuts, CUTS: tl.constexpr, TILE: tl.constexpr):
 
 @functools.cache
 def _cuts(device: torch.device) -> Tensor:
-    return torch.tensor(exponents.CUTS, dtype=torch.int32, device=device)
+    return torch.tensor(CUTS, dtype=torch.int32, device=device)
 
 
 def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
@@ -81,7 +81,7 @@ def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
             (t, r) for t, r in zip(tensors, rows, strict=True) if t.numel() and (t.dtype, t.device) == (dtype, device)
         ]
         table = table_of([[t for t, _ in own], [r for _, r in own]], kept=LaunchTables(1))  # other tensors each time
-        compiled_in = {"TYPE": _TYPES[dtype], "CUTS": len(exponents.CUTS), "BINS": exponents.BINS, "BLOCK": CHUNK}
+        compiled_in = {"TYPE": _TYPES[dtype], "CUTS": len(CUTS), "BINS": BINS, "BLOCK": CHUNK}
         with on(device):
             exponent_kernel[(table.programs,)](
                 table.memory,

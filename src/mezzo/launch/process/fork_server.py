@@ -29,7 +29,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from mezzo.launch.frameworks import spec_of, training_in
+from mezzo.launch.frameworks import MAX_FILES, spec_of, training_in
 from mezzo.launch.process.group import Guarded
 from mezzo.launch.process.guard import PASSED_ON, STOPPING, die_with_parent
 from mezzo.launch.request import Request
@@ -46,7 +46,6 @@ _SETS_COMPILER = re.compile(r"TORCH(?:DYNAMO|INDUCTOR|_COMPILE)_(?!CACHE_DIR)\w+
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
 _ENDED = "the process that had imported PyTorch for all runs was ended"
-_MAX_FILES = 200
 _LONGEST_BYTES = 1 << 20
 _STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
 
@@ -171,7 +170,7 @@ def _own_files(request: Request) -> Iterator[Path]:
         spec = spec_of(request.target)
         script = Path(spec.origin if spec is not None and spec.origin is not None else "")
     yield script
-    yield from sorted(script.resolve().parent.glob("*.py"))[:_MAX_FILES]
+    yield from sorted(script.resolve().parent.glob("*.py"))[:MAX_FILES]
 
 
 # --- the process that forks ---------------------------------------------------------------------------------------------------

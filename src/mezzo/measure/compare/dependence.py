@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mezzo.records import FileRead, RunRecord, SharedFile
+from mezzo.records import FILE_CLOCK_TICK_S, FileRead, RunRecord, SharedFile
 
 _COARSEST_S = 2.0
-_CLOCK_TICK_S = 0.02
-"""By how much a file's time may lie before the clock's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +55,8 @@ def _wrote(run: RunRecord, file: FileRead) -> bool:
     if run.started_at_s is None or not run.steps.time_ms:
         return False
     first_update, end = run.started_at_s + run.steps.time_ms[0] / 1e3, run.started_at_s + run.duration_s
-    slack = _COARSEST_S if file.written_at_s == int(file.written_at_s) else _CLOCK_TICK_S
-    return first_update - slack <= file.written_at_s <= end + _CLOCK_TICK_S
+    slack = _COARSEST_S if file.written_at_s == int(file.written_at_s) else FILE_CLOCK_TICK_S
+    return first_update - slack <= file.written_at_s <= end + FILE_CLOCK_TICK_S
 
 
 def _named(run: RunRecord) -> str:

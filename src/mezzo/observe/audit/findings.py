@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.observe.audit.causes import WIDE, is_wide
 from mezzo.observe.audit.operations import TracedOperation, listed_precision
+from mezzo.observe.limits import MOST_LISTED
 from mezzo.records import Cause, Finding, Product, RoundTrip, WideProduct
 
 MIN_SHARE = 0.01
 MUCH_CAST = 0.25
-_MOST_MODULES = 12
 _HALF = (FP16.name, BF16.name)
 _AMPERE = (8, 0)
 
@@ -89,18 +89,18 @@ def _finding(rule: FindingRule, part: Part, watched: AuditedSteps) -> Finding | 
     if share < MIN_SHARE and not part.always:
         return None
     modules = list(dict.fromkeys(part.modules))
-    more = f" and {len(modules) - _MOST_MODULES} more modules" if len(modules) > _MOST_MODULES else ""
+    more = f" and {len(modules) - MOST_LISTED} more modules" if len(modules) > MOST_LISTED else ""
     return Finding(
         code=rule.code,
         title=rule.title,
-        modules=modules[:_MOST_MODULES],
+        modules=modules[:MOST_LISTED],
         detail=f"{part.detail}{more}",
         gain=part.gain or _gain(part, share),
         fix=rule.fix,
         share=share,
         flops=part.flops,
         bytes=part.bytes,
-        lines=[line for line in dict.fromkeys(part.lines) if line][:_MOST_MODULES],
+        lines=[line for line in dict.fromkeys(part.lines) if line][:MOST_LISTED],
     )
 
 

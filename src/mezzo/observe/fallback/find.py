@@ -23,11 +23,11 @@ from mezzo.errors import PolicyError, SessionError
 from mezzo.observe.fallback.evidence import LocalError, Measured, fitting_scale
 from mezzo.observe.fallback.operations import Command, in_fp32, needed, next_steps
 from mezzo.observe.fallback.search import Names, covered, search
+from mezzo.observe.limits import ROUNDOFFS
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, RunRecord, Verification
 
-_ROUNDOFFS = 40
 _MOST = 0.5
 _NOISE_SHARE = 0.25  # of the tolerance: what FP32 itself may move a gradient by for it to be judged
 _DEAR = 0.1  # of the FLOPs: a container with more is opened, where parts of it will do
@@ -64,7 +64,7 @@ class Hunt:
 def default_tolerance(policy: Policy) -> float:
     """Return the largest relative error of a gradient that passes under ``policy``."""
     compute = policy.required_formats[0]
-    return min(_MOST, _ROUNDOFFS * compute.eps / 2)
+    return min(_MOST, ROUNDOFFS * compute.eps / 2)
 
 
 def find(

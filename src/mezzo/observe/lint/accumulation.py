@@ -8,10 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.observe.lint.gradients import BackwardPass, Held, parameters_of
-from mezzo.observe.lint.noticed import Noticed
+from mezzo.observe.lint.noticed import ENOUGH, Noticed
 
-_ENOUGH = 2
-"""Updates that have to look alike before anything is said."""
 _INVARIANT = (
     "Adam",
     "AdamW",
@@ -57,8 +55,8 @@ class Accumulation:
             self._noticed.add("A607", detail, parameters=parameters_of(optimizer), line=passes[0].line)
         elif _not_divided(passes):
             self._bare[optimizer] = seen = self._bare.get(optimizer, 0) + 1
-            if seen >= _ENOUGH:
-                first = step - 1 if seen == _ENOUGH else step
+            if seen >= ENOUGH:
+                first = step - 1 if seen == ENOUGH else step
                 detail = f"{count} backward passes of a mean loss precede each update, and none is divided by {count}"
                 detail += _of_invariant(optimizer)
                 self._noticed.add("A608", detail, parameters=parameters_of(optimizer), line=passes[0].line, step=first)

@@ -15,10 +15,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils import _device
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.formats import BF16, FP16
+from mezzo.engine.half import HALF
 from mezzo.observe.tensors import storage
 
-_HALF = (FP16.dtype, BF16.dtype)
 _NORMS = frozenset(
     ("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "frobenius_norm", "pow", "__pow__", "square")
 )
@@ -191,7 +190,7 @@ class AverageView:
             return
         if _place(target) in self._parameters or (summed and not any(one.multiplied for one in found)):
             return
-        if target.dtype in _HALF:
+        if target.dtype in HALF:
             assert found[0].parameter is not None
             self._averaged(found[0].parameter)
         elif not into:
@@ -200,7 +199,7 @@ class AverageView:
 
     def _see_kept(self, target: Tensor, source: _Source) -> None:
         """Tell an average that was computed in FP32 from one that was kept in 16 bits, and is kept so again."""
-        if source.mixed and source.half and target.dtype in _HALF and source.parameter is not None:
+        if source.mixed and source.half and target.dtype in HALF and source.parameter is not None:
             self._averaged(source.parameter)
 
     def _source(self, tensor: Tensor) -> _Source:
@@ -208,7 +207,7 @@ class AverageView:
         if parameter is not None:
             return _Source(parameter, half=False)
         found: _Source | None = self._derived.get(tensor)
-        return _Source(None, half=tensor.dtype in _HALF) if found is None else found
+        return _Source(None, half=tensor.dtype in HALF) if found is None else found
 
 
 def _together(*values: Any) -> Iterator[tuple[Tensor, ...]]:

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from mezzo.observe.limits import MOST_LISTED
 from mezzo.observe.lint.rules import BY_CODE
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import own_line
 from mezzo.records import Finding
 
+ENOUGH = 2
+"""Updates that have to look alike before anything is said."""
 _MOST_LINES = 4
-_MOST_MODULES = 12
 _ORDER = ("error", "warning", "info", "")
 
 
@@ -109,7 +111,7 @@ def _named(roots: Iterable[nn.Module], parameters: Iterable[Tensor], modules: It
     found = [type(getattr(root, "_orig_mod", root)).__name__ for root in whole]  # of a compiled model, its own class
     found += [names.of_parameter(p) for p in (id(q) for q in _listed(parameters)) if p not in covered]
     found += [names.of(module) for module in modules]
-    return list(dict.fromkeys(found))[:_MOST_MODULES]
+    return list(dict.fromkeys(found))[:MOST_LISTED]
 
 
 def _listed(parameters: Iterable[Tensor]) -> Sequence[Tensor]:

@@ -8,9 +8,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 
 from mezzo.observe.lint.gradients import Gradients, Held, parameters_of
-from mezzo.observe.lint.noticed import Noticed, here
-
-_ENOUGH = 2
+from mezzo.observe.lint.noticed import ENOUGH, Noticed, here
 
 
 class LearningRates:
@@ -41,8 +39,8 @@ class LearningRates:
         if not held.early:
             return
         self._early[optimizer] = seen = self._early.get(optimizer, 0) + 1
-        if seen >= _ENOUGH:
-            self._say(optimizer, held.early, step=step - 1 if seen == _ENOUGH else step)
+        if seen >= ENOUGH:
+            self._say(optimizer, held.early, step=step - 1 if seen == ENOUGH else step)
 
     def _check_first(self, scheduler: Any, optimizer: Optimizer, held: Held) -> None:
         """Compare the lines of a scheduler's first two steps: a loop that was resumed moves the schedule on at a line of its own."""

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from mezzo.formats import BF16, FP16, format_of
+from mezzo.engine.half import HALF
+from mezzo.formats import format_of
 from mezzo.observe.lint.noticed import Noticed
 
-_HALF = (FP16.dtype, BF16.dtype)
 _STATISTIC = re.compile(r"(^|_)(running|moving|ema|avg|average|mean|var|std|momentum)(_|$)")
 """Buffers are told by name: that one changes makes it no statistic, it may be a cache, a queue or a seed."""
 
@@ -66,7 +66,7 @@ def check_average(noticed: Noticed, average: nn.Module, model: nn.Module) -> Non
 
 
 def _is_half(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.dtype in _HALF
+    return tensor is not None and tensor.dtype in HALF
 
 
 def _name(tensor: Tensor) -> str:

@@ -12,11 +12,10 @@ from typing import NamedTuple
 from mezzo import oplists
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
+from mezzo.observe.limits import HEADROOM
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand
 
-HEADROOM = 2
-"""Halvings that a suggested loss scale stays below the largest one that fits."""
 _DEFAULT_SCALE = 65536.0
 _LARGE = 1e30
 _COSTLY = frozenset(("linear", "matmul", "mm", "addmm")).union(

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mezzo.formats import FORMATS, FP16
+from mezzo.observe.limits import ROUNDOFFS
 from mezzo.observe.nonfinite.shadows import End, Twins
 from mezzo.observe.nonfinite.sources import Source
 from mezzo.observe.tensors import difference, is_finite, norm
 
-_ROUNDOFFS = 40  # as in a fallback search: what a hundred healthy layers in a row stay below
 _LOST_BELOW = 0.1
 _SHARE_BELOW = 0.25  # of all elements: a key's bias or a word that never occurs has a gradient of next to nothing
 _FADED = 2.0**-10  # of the largest gradient so far: what is left of a training that is over
@@ -104,4 +104,4 @@ def _off(known: list[tuple[Tensor, Tensor]], twins: Twins[Source]) -> tuple[list
 
 def tolerance(sources: Iterable[Source]) -> float:
     """Return the largest relative error of a gradient that is no more than rounding."""
-    return max((_ROUNDOFFS * FORMATS[s.format].eps / 2 for s in sources if s.format in FORMATS), default=0.0)
+    return max((ROUNDOFFS * FORMATS[s.format].eps / 2 for s in sources if s.format in FORMATS), default=0.0)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mezzo.engine.half import HALF
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.observe.tensors import storage
 
 T = TypeVar("T")
 
-_HALF = (FP16.dtype, BF16.dtype)
 _SAME = {BF16.dtype: 4 * BF16.eps}
 _SAME_ELSEWHERE = 4 * FP16.eps
 _SWEEP = 256
@@ -41,7 +41,7 @@ class End(enum.Enum):
 
     def loses(self, dtype: torch.dtype) -> bool:
         """Return whether values are watched that leave a format at this end: below, FP16 alone ends where values are."""
-        return dtype in _HALF if self is End.ABOVE else dtype is FP16.dtype
+        return dtype in HALF if self is End.ABOVE else dtype is FP16.dtype
 
     def lost(self, narrow: Tensor, wide: Tensor) -> Tensor:
         """Return where ``narrow`` lost what ``wide`` holds."""

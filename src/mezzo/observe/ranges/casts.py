@@ -1,7 +1,7 @@
 """What casts make of counted values: loss by format and scale, the scale window, the initial loss scale.
 
 A loss scale S is good for a format when S times the largest gradient does not overflow it and few gradients are so small
-that S times them becomes zero. Both ends follow from one histogram (``mezzo.engine.kernels.exponents``): multiplying by a
+that S times them becomes zero. Both ends follow from one histogram (``mezzo.engine.kernels.exponent_bins``): multiplying by a
 power of two moves exponents and nothing else, so a cast at scale 2**k is read off with the format's lines moved by -k.
 
 Limits: the counts are those of rounding one value once. Sums inside a matrix product in the format, and products of two
@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from mezzo.engine.kernels.exponents import (
+from mezzo.engine.kernels.exponent_bins import (
     BINS,
     CELLS,
     FIRST_EXPONENT,
@@ -27,14 +27,13 @@ from mezzo.engine.kernels.exponents import (
     first_overflow,
 )
 from mezzo.formats import Format
+from mezzo.observe.limits import HEADROOM
 from mezzo.records import Casts, Histogram
 
 SCALES = range(-24, 41)
 """Exponents of the scales that a record looks at."""
 LITTLE = 0.01
 """Share of the non-zero gradient values that may become zero inside the window."""
-HEADROOM = 2
-"""Doublings that a suggested scale stays below the window's top: gradients grow and shrink by about that from batch to batch."""
 MAX_SUGGESTED = 24
 """Exponent of the largest scale suggested: the ceiling of ``DynamicScale``."""
 _SEARCHED = range(-400, 401)  # beyond it no value of FP32 can be scaled into any format

@@ -11,6 +11,7 @@ from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.observe.ranges.casts import LITTLE, SCALES, Counts, suggested
 from mezzo.policy import Policy
 from mezzo.records import (
+    GRADIENTS,
     FormatLimits,
     KindRange,
     RangeKind,
@@ -24,7 +25,6 @@ from mezzo.records import (
 
 CAST_TO = (FP16, BF16, E4M3, E5M2)
 KINDS: tuple[RangeKind, ...] = ("activations", "activation gradients", "weight gradients", "weights", "updates")
-GRADIENTS: tuple[RangeKind, ...] = ("activation gradients", "weight gradients")
 _BY_LISTS: tuple[RangeKind, ...] = ("activations", *GRADIENTS)
 _NAMED = 3  # tensors that a sentence names
 _WORST = 5

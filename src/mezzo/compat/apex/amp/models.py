@@ -14,10 +14,10 @@ from mezzo.compat.apex.amp.state import warn_or_err
 from mezzo.compat.regions import ModelRegion
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import wrap
+from mezzo.engine.half import HALF
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.policy import Policy
 
-_HALF = (FP16.dtype, BF16.dtype)
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
 
 
@@ -46,7 +46,7 @@ def refuse_half(models: Iterable[nn.Module]) -> None:
         kinds = (("param", model.named_parameters()), ("buffer", model.named_buffers()))
         for kind, named in kinds:
             for name, tensor in named:
-                if tensor.dtype in _HALF:
+                if tensor.dtype in HALF:
                     warn_or_err(
                         f"Found {kind} {name} with type {tensor.type()}, expected FP32. Do not call .half() on a model before "
                         "amp.initialize: every optimization level casts what it needs to."
@@ -118,7 +118,7 @@ def save_fp32(model: nn.Module) -> None:
 
 def _widen(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name, value in state.items():
-        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in _HALF:
+        if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in HALF:
             state[name] = value.to(FP32.dtype)
 
 

@@ -18,10 +18,9 @@ from mezzo.compat.apex.amp.handle import clear_cache, disable_casts
 from mezzo.compat.apex.amp.scaler import LossScaler
 from mezzo.compat.apex.amp.state import maybe_print
 from mezzo.engine.gradients import put_back, set_aside
+from mezzo.engine.half import HALF
 from mezzo.engine.master import MasterWeights
-from mezzo.formats import BF16, FP16, FP32
-
-_HALF = (FP16.dtype, BF16.dtype)
+from mezzo.formats import FP32
 
 
 class HalfMasters(MasterWeights):
@@ -30,7 +29,7 @@ class HalfMasters(MasterWeights):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Copy the masters from those of ``parameters`` that are in 16 bits and are trained."""
         super().__init__([])
-        halves = [p for p in parameters if p.requires_grad and p.dtype in _HALF]
+        halves = [p for p in parameters if p.requires_grad and p.dtype in HALF]
         self._master_of = {p: nn.Parameter(p.detach().float()) for p in halves}
 
     def add(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -61,7 +60,7 @@ class AmpOptimizer:
     def all_fp16_params(self) -> list[nn.Parameter]:
         """Return the parameters in 16 bits: those of the model that have masters, or else the optimizer's own."""
         held = [half for half, _ in self._masters.pairs()]
-        return held if self.keeps_masters else [p for p in self._held() if p.dtype in _HALF]
+        return held if self.keeps_masters else [p for p in self._held() if p.dtype in HALF]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
@@ -220,7 +219,7 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
 
 def _check_formats(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
-        if parameter.dtype not in (*_HALF, FP32.dtype):
+        if parameter.dtype not in (*HALF, FP32.dtype):
             raise TypeError(
                 f"Optimizer's parameters must be FP32, FP16 or BF16. Received {parameter.type()}. "
                 "Cast the model to FP32 before amp.initialize, or leave its parameters out."

@@ -1,0 +1,181 @@
+"""``mezzo audit`` from the command line: scripts of every kind, unedited."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers_audit import audited
+from helpers_launch import children_in_this_process
+from mezzo import cli
+from mezzo.records import AuditRecord, RunRecord, read_record
+from paths import SCRIPTS
+
+ONCE = 2 * 8 * 6 * 16 + 2 * 8 * 16 * 2  # the two layers of mlp(6, 16, 2) on a batch of 8
+FIRST = 2 * 8 * 6 * 16  # the first one has no gradient for its input
+
+
+def run_cli(out: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mezzo", "audit", "--out", str(out), *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **(env or {})}
+    )
+
+
+def run_here(out: Path, *words: str) -> int:
+    with children_in_this_process():
+        return cli.main(["audit", "--out", str(out), *words])
+
+
+def read(out: Path) -> AuditRecord:
+    record = read_record(out / "record.json")
+    assert isinstance(record, AuditRecord)
+    return record
+
+
+def test_a_plain_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(tmp_path, str(SCRIPTS / "plain.py")) == 0
+    record = read(tmp_path)
+    assert record.steps == [3]
+    assert record.run.policy == "as-is"
+    assert record.run.exit_code == 0
+    assert record.run.error is None
+    assert len(record.run.steps) == 3  # it was ended before the fourth
+    assert {f.code for f in record.findings} == {"A101"}
+    assert record.run.effective.flops_by_format == record.flops_by_format
+    assert record.run.effective.counted_on_step == 3
+    assert "A101  no mixed precision" in capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "no mixed precision" in page
+    assert 'data-plot="flops"' in page
+
+
+def test_json_of_several_steps_under_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(tmp_path, "--json", "--policy", "bf16", "--steps", "2,4-5", str(SCRIPTS / "plain.py")) == 0
+    record = AuditRecord.model_validate(json.loads(capsys.readouterr().out))
+    assert record == read(tmp_path)
+    assert record.steps == [2, 4, 5]
+    assert record.run.policy == "bf16"
+    assert set(record.flops_by_format) == {"bf16"}
+    assert all(o.count % 3 == 0 for o in record.operations if o.flops), "three steps alike"
+
+
+def test_steps_beyond_the_end_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(tmp_path, "--steps", "1000", str(SCRIPTS / "plain.py")) == 7
+    said = " ".join(capsys.readouterr().err.split())
+    assert "training steps; the steps to watch are 1000" in said
+    assert "pass numbers from 1 to" in said
+    assert read(tmp_path).operations == []
+
+
+def test_a_script_that_crashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "crash.py"
+    script.write_text("raise RuntimeError('broken')\n", encoding="utf-8")
+    assert run_here(tmp_path / "out", str(script)) == 1
+    assert read(tmp_path / "out").run.error == "RuntimeError: broken"
+    assert "No step of crash.py was watched to its end" in capsys.readouterr().out
+
+
+def test_a_process_that_dies_leaves_the_record_of_a_run(tmp_path: Path) -> None:
+    script = tmp_path / "die.py"
+    script.write_text("import os\nos._exit(3)\n", encoding="utf-8")
+    done = run_cli(tmp_path / "out", str(script))
+    assert done.returncode == 1
+    record = read_record(tmp_path / "out" / "record.json")
+    assert isinstance(record, RunRecord)
+    assert record.error == "the process died with exit code 3 before it could write a record"
+
+
+@pytest.mark.parametrize("steps", ["0", "", "a", "3-2", "1,,2", "-1", "1.5"])
+def test_steps_that_are_no_numbers(steps: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["audit", f"--steps={steps}", str(SCRIPTS / "plain.py")]) == 2
+    assert "is not a list of steps" in capfd.readouterr().err
+
+
+def test_daemon_threads_of_a_script_that_is_ended(tmp_path: Path) -> None:
+    done = run_cli(tmp_path, str(SCRIPTS / "threads.py"))
+    assert done.returncode == 0
+    assert "terminate" not in done.stderr
+    assert read(tmp_path).flops_by_format.keys() == {"fp32"}
+
+
+def test_two_processes_of_distributed_data_parallel(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "mezzo", "audit", "--out", str(tmp_path), str(SCRIPTS / "distributed.py")]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stdout=-1, stderr=-1, text=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    for folder in (tmp_path, tmp_path / "rank1"):
+        record = read(folder)
+        assert record.flops_by_phase == {
+            "forward": {"fp32": ONCE},
+            "dgrad": {"fp32": ONCE - FIRST},
+            "wgrad": {"fp32": ONCE},
+        }
+        assert {o.module for o in record.operations if o.flops} == {"0", "2"}
+        assert any(o.op == "allreduce_" for o in record.operations)
+
+
+# --- scripts of every kind, in this process ------------------------------------------------------
+
+# script and arguments: steps, FLOPs by phase (None where they depend on the script's own sizes), modules of the products
+KINDS: dict[str, tuple[tuple[str, ...], set[str], set[str]]] = {
+    "own autocast and GradScaler": (("own_amp", "new", "1024"), {"fp16"}, {"0", "2", "(script)"}),
+    "own GradScaler that skips the step": (("own_amp", "new", "1e30"), {"fp16"}, {"0", "2", "(script)"}),
+    "two optimizers": (("two_optimizers",), {"fp32"}, {"Sequential.0", "Sequential.2", "Sequential#2.0"}),
+    "forked workers": (("workers", "fork"), {"fp32"}, {"0", "2"}),
+    "spawned workers": (("workers", "spawn"), {"fp32"}, {"0", "2"}),
+    "compiled module": (("compiled", "module", "aot_eager"), {"fp32"}, {"0", "2"}),
+    "compiled in place": (("compiled", "in-place", "aot_eager"), {"fp32"}, {"0", "2"}),
+    "compiled update": (("compiled", "update", "aot_eager"), {"fp32"}, {"0", "2"}),
+    "accumulation": (("accumulation", "2"), {"fp32"}, {"0", "2"}),
+    "no module": (("functional",), {"fp32"}, {"0", "(script)"}),
+    "no optimizer": (("by_hand", "backward"), {"fp32"}, {"0", "2"}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_scripts_of_every_kind(name: str) -> None:
+    arguments, formats, modules = KINDS[name]
+    record = audited(*arguments)
+    assert record.steps == [2]
+    assert set(record.flops_by_format) == formats
+    assert {o.module for o in record.operations if o.flops} == modules
+    assert record.forced_eager is name.startswith("compiled")
+    assert ("torch.compile" in [n.what for n in record.notes]) is record.forced_eager
+
+
+@pytest.mark.parametrize("reentrant", ["reentrant", "not"])
+@pytest.mark.parametrize("where", ["module", "script"])
+def test_checkpointing(where: str, reentrant: str) -> None:
+    record = audited("checkpointing", where, reentrant)
+    by_phase = {phase: sum(flops.values()) for phase, flops in record.flops_by_phase.items()}
+    blocks = 3 * 2 * (2 * 8 * 16 * 32)
+    first, last = 2 * 8 * 6 * 16, 2 * 8 * 16 * 2
+    assert by_phase["forward"] == by_phase["wgrad"] == first + blocks + last
+    assert by_phase["dgrad"] == blocks + last + (first if where == "script" else 0)
+    assert blocks <= by_phase["recompute"] <= by_phase["forward"]
+    again = {o.module for o in record.operations if o.phase == "recompute" and o.flops}
+    assert {f"blocks.{k}.0.{j}" for k in range(3) for j in (0, 2)} <= again
+
+
+def test_consecutive_and_first_steps_are_alike() -> None:
+    alone = audited("plain", steps=(3,))
+    first = audited("plain", steps=(1,))
+    both = audited("plain", steps=(2, 3))
+    assert first.flops_by_phase == alone.flops_by_phase
+    assert {p: {f: n // 2 for f, n in own.items()} for p, own in both.flops_by_phase.items()} == alone.flops_by_phase
+    assert both.steps == [2, 3]

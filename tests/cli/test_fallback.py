@@ -1,0 +1,61 @@
+"""``mezzo fallback`` from the outside: an unmodified script, a policy file that the other commands take, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers_launch import children_in_this_process
+from mezzo.cli import main
+from mezzo.launch.request import Request
+from mezzo.launch.runner import run_child
+from mezzo.policy import Policy
+from mezzo.records import FallbackRecord, read_record
+from paths import SCRIPTS
+
+FRAGILE = str(SCRIPTS / "fragile.py")
+
+
+def test_a_script_gets_a_policy_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with children_in_this_process():
+        code = main(["fallback", "--json", "--fresh", "1", "--out", str(tmp_path), FRAGILE])
+
+    shown = capfd.readouterr()
+    record = read_record(tmp_path / "record.json")
+    assert code == 0, shown.err
+    assert isinstance(record, FallbackRecord)
+    assert json.loads(shown.out)["kind"] == "fallback"  # and nothing that the script prints
+    assert "0 kept in FP32" in shown.err
+    assert (record.verdict, record.kept) == ("found", ["4.last"])
+    assert [(t.kept, t.passed, t.steps) for t in record.verifications] == [
+        ([], False, record.verifications[0].steps),
+        (["4.last"], True, [1]),
+        (["4.last"], True, [1, 2]),
+    ]
+    policy = Policy.load(tmp_path / "policy.toml")
+    assert policy == Policy.parse("fp16:fp32_modules=4.last") == Policy.parse(record.suggested)
+    assert record.policy_file == str(tmp_path / "policy.toml")
+    assert "4.last" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert list(tmp_path.glob("runs/*.pt")) == []
+    assert "0 " in (tmp_path / "runs" / "check2.log").read_text(encoding="utf-8")
+
+    request = Request(
+        target=FRAGILE, kind="script", policy=str(policy), record_path=str(tmp_path / "run.json"), command=("mezzo",)
+    )
+    trained = run_child(request, output=tmp_path / "run.log")
+    assert trained.exit_code == 0
+    assert len(trained.steps) == 20
+    assert not any(trained.steps.skipped[1:])  # the first one may look for its loss scale
+
+
+def test_a_distributed_run_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["fallback", FRAGILE]) == 7
+    assert "2 processes; allowed: one" in capfd.readouterr().err
+
+
+def test_a_script_that_is_not_there_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["fallback", "nowhere.py"]) == 2
+    assert "nowhere.py" in capfd.readouterr().err

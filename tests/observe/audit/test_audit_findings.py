@@ -1,0 +1,170 @@
+"""Every finding: a script that has it, the same script without it, and a page that explains it."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers_audit import audited
+from helpers_engine import casting
+from mezzo.observe.audit.findings import RULES, AuditedSteps, findings
+from mezzo.observe.audit.kernels import uses_tensor_cores
+from mezzo.records import Product
+from paths import ROOT
+
+pytestmark = pytest.mark.usefixtures("backward_way")
+
+PAGES = ROOT / "docs" / "findings"
+
+# code: policies of the planted and the healthy run, modules that are blamed, a word of the sentence
+CASES: dict[str, tuple[str, str, list[str], str]] = {
+    "A101": ("as-is", "as-is", ["first", "middle", "last"], "nothing in the step lowers precision"),
+    "A102": ("as-is", "as-is", ["(script)"], "autocast is off around it, and on elsewhere"),
+    "A103": ("as-is", "as-is", ["middle"], "autocast is on when middle begins"),
+    "A104": ("bf16:fp32=matmul", "bf16", ["first", "middle", "last"], "the policy lists the family of"),
+    "A105": ("as-is", "as-is", ["middle"], "became FP32 by meeting FP32 operands"),
+    "A106": ("as-is", "as-is", ["middle"], "autocast has no rule for mm"),
+    "A107": ("as-is", "as-is", ["first", "middle", "last"], "its operands are FP64"),
+    "A201": ("as-is", "as-is", ["first", "last"], "n = 12: no multiple of 8"),
+    "A202": ("as-is", "as-is", ["middle"], "begins at a multiple of 2 bytes, not of 16"),
+    "A203": ("as-is", "as-is", ["0", "2"], "its input lies channels-first"),
+    "A301": ("as-is", "as-is", ["middle"], "bf16 > fp32 > bf16 in middle"),
+    "A302": ("as-is", "as-is", ["middle"], "casts of weights that the same forward pass had cast before"),
+    "A303": ("as-is", "as-is", ["middle"], "of all bytes, most in middle"),
+    "A304": ("as-is", "as-is", ["middle"], "mixes bf16 and fp32"),
+    "A401": ("as-is", "as-is", [], "updates bf16 parameters in place"),
+    "A402": ("as-is", "as-is", ["middle"], "_softmax ran on bf16 operands"),
+}
+ON_CUDA_ONLY = ["A204", "A501"]
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_a_planted_script_has_the_finding(code: str) -> None:
+    policy, _, modules, sentence = CASES[code]
+    record = audited("audit_cases", code, "planted", policy=policy)
+    found = next((f for f in record.findings if f.code == code), None)
+    assert found is not None, [f.code for f in record.findings]
+    assert sorted(found.modules) == sorted(modules)
+    assert sentence in found.detail
+    assert found.gain
+    assert 0 < found.share <= 1
+
+
+@pytest.mark.parametrize("code", ["A102", "A301", "A302"])
+def test_casts_of_torchs_autocast_are_the_scripts_after_a_policy_ran_in_the_process(code: str) -> None:
+    """Then Mezzo's kernels stand at autocast's dispatch key, and pass on to torch's."""
+    casting("fp16:arithmetic=emulated")
+    test_a_planted_script_has_the_finding(code)
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_the_healthy_script_does_not_have_it(code: str) -> None:
+    record = audited("audit_cases", code, "healthy", policy=CASES[code][1])
+    assert record.steps == [2]
+    assert code not in [f.code for f in record.findings]
+
+
+def test_a_healthy_script_has_no_finding_at_all() -> None:
+    assert audited("audit_cases", "A102", "healthy").findings == []
+
+
+def test_every_code_has_a_case_and_a_page() -> None:
+    codes = [rule.code for rule in RULES]
+    assert codes == sorted({*CASES, *ON_CUDA_ONLY})
+    assert {path.stem for path in PAGES.glob("A[1-5]*.md")} == set(codes)
+    for rule in RULES:
+        text = (PAGES / f"{rule.code}.md").read_text(encoding="utf-8")
+        assert text.startswith(f"# {rule.code}: {rule.title}\n")
+        assert [line for line in text.splitlines() if line.startswith("## ")] == [
+            "## What it does",
+            "## Why it is bad",
+            "## Example",
+            "## Fix",
+        ]
+
+
+# --- what only a GPU shows -----------------------------------------------------------------------
+
+KERNELS = {
+    "ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_32x6_tn": True,
+    "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize96x64x64_stage3_warpsize2x2x1_tensor16x8x16_kernel": True,
+    "turing_fp16_s1688gemm_fp16_256x128_ldg8_f2f_nn": True,
+    "volta_fp16_s884gemm_fp16_128x128_ldg8_f2f_nt": True,
+    "cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_32x6_tn_align8": True,
+    "nvjet_tst_128x64_64x11_2x1_v_bz_coopA_TNT": True,
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>": True,
+    "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8": True,
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0": True,
+    "sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x128x16_stage4_g1_tensor16x8x8_kernel": True,
+    "void cutlass::device_kernel<CollectiveMma<cutlass::gemm::MainloopSm90TmaGmmaWarpSpecializedFP8<4>>>": True,
+    "void cutlass::device_kernel<CollectiveMma<cutlass::gemm::MainloopSm100TmaUmmaWarpSpecialized<3>>>": True,
+    "cutlass3x_sm100_tensorop_gemm_f16_f16_f32_f16_f16_128x64x64_1x1x1_0_tnn_align8_1sm": True,
+    "fused_attention_sm100_tcgen05_fwd": True,
+    "triton_tem_fused_mm_0": True,
+    "Cijk_Ailk_Bljk_HHS_BH_MT128x128x32_MI32x32x8x1_SE_1LDSB0": True,
+    "ck::kernel_gemm_xdl_mfma_f32_32x32x8f16": True,
+    "Cijk_Alik_Bljk_SB_MT64x64x16_SE_1LDSB0": False,
+    "triton_poi_fused_add_relu_0": False,
+    "triton_red_fused_native_layer_norm_1": False,
+    "volta_sgemm_128x64_nn": False,
+    "implicit_convolve_sgemm": False,
+    "ampere_scudnn_128x32_relu_medium_nn_v1": False,
+    "void cudnn::winograd_nonfused::winogradForwardData4x4<float, float>": False,
+    "void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<3, c10::Half, int>": False,
+    "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, true>": False,
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, float, float, float, false>": False,
+    "ampere_sgemm_128x64_tn": False,
+    "cutlass_80_simt_sgemm_128x64_8x5_nn_align1": False,
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": False,
+}
+
+
+@pytest.mark.parametrize(("name", "tensor_cores"), KERNELS.items())
+def test_a_kernels_name_tells_whether_it_uses_tensor_cores(name: str, tensor_cores: bool) -> None:
+    assert uses_tensor_cores(name) is tensor_cores
+
+
+def product(**fields: object) -> Product:
+    shape = {"op": "mm", "module": "a", "phase": "forward", "format": "bf16", "m": 8, "n": 8, "k": 8, "flops": 1024}
+    return Product.model_validate({**shape, "eligible": True, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"on_tensor_cores": False, "kernels": ["ampere_sgemm_128x64_tn"]}, ["A501"]),
+        ({"on_tensor_cores": True, "kernels": ["ampere_s16816"]}, []),
+        ({"on_tensor_cores": None}, []),
+        ({"on_tensor_cores": False, "eligible": False}, []),
+        ({"on_tensor_cores": False, "format": "fp32"}, []),
+    ],
+)
+def test_an_eligible_product_that_ran_without_tensor_cores(fields: dict[str, object], found: list[str]) -> None:
+    watched = AuditedSteps(seen=_one_product(1024), wide=[], trips=[], products=[product(**fields)])
+    assert [f.code for f in findings(watched) if f.code == "A501"] == found
+
+
+@pytest.mark.parametrize(
+    ("device_type", "capability", "form", "found"),
+    [
+        ("cuda", (8, 0), "fp32", True),
+        ("cuda", (7, 5), "fp32", False),
+        ("cuda", (9, 0), "tf32", False),
+        ("cpu", None, "fp32", False),
+    ],
+)
+def test_tf32_that_is_off_where_the_gpu_has_it(
+    device_type: str, capability: tuple[int, int] | None, form: str, found: bool
+) -> None:
+    seen = _one_product(1024, form=form)
+    watched = AuditedSteps(seen=seen, wide=[], trips=[], products=[], device_type=device_type, capability=capability)
+    assert ("A204" in [f.code for f in findings(watched)]) is found
+
+
+def _one_product(flops: int, *, form: str = "bf16") -> list[object]:
+    from mezzo.observe.audit.operations import TracedOperation
+    from mezzo.observe.trace import NOWHERE, Noted
+    from mezzo.observe.trace import Product as Running
+
+    running = Running(form, flops, [], 0)
+    noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False, False)
+    return [TracedOperation("mm", "a", "forward", (form,), (form,), 1, noted, flops, form, running)]

@@ -1,0 +1,349 @@
+"""Planted faults: verdict, module, operation, phase, step and line are all right; healthy scripts raise no alarm."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import families
+import pytest
+import torch
+
+import faults
+from mezzo.launch.request import Request
+from mezzo.launch.several.passes import diagnose_script
+from mezzo.launch.torch import switched
+from mezzo.measure.environment import environment
+from mezzo.observe.nonfinite.propagation import InfinityTracer
+from mezzo.observe.observer import StopScript
+from mezzo.policy import Policy
+from mezzo.records import (
+    AS_IS,
+    AnyRecord,
+    DiagnoseRecord,
+    RunRecord,
+)
+from paths import (
+    SCRIPTS,
+)
+
+# torch.compile instantiates a class of torch's while it traces a custom function.
+pytestmark = [
+    pytest.mark.usefixtures("slow_backward_way"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    faults.RUNS.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def run_here(script: Callable[[], None], request: Request) -> AnyRecord:
+    """Run ``script`` in this process as the child process would."""
+    policy = None if request.policy == AS_IS else Policy.parse(request.policy)
+    error: Exception | None = None
+    with switched(policy, observe=request.observe) as (run, _):
+        for action in (script, run.close_update):
+            try:
+                action()
+            except StopScript:
+                pass
+            except Exception as raised:
+                error = raised
+    whole = RunRecord(
+        command=[],
+        script=request.target,
+        script_sha256="",
+        policy=request.policy,
+        environment=environment("cpu"),
+        steps=run.recorder.steps(),
+        exit_code=int(error is not None),
+        error=None if error is None else f"{type(error).__name__}: {error}",
+    )
+    assert run.observer is not None
+    return run.observer.record(whole)
+
+
+def diagnosed(name: str, policy: str, tmp_path: Path, *, steps: int = 20) -> DiagnoseRecord:
+    request = Request(
+        target=name, kind="script", policy=policy, record_path=str(tmp_path / "record.json"), command=("mezzo",)
+    )
+    script = getattr(faults, name, None) or getattr(families, name)
+    record = diagnose_script(request, steps=steps, child=lambda asked, **_: run_here(script, asked))
+    assert isinstance(record, DiagnoseRecord)
+    assert not [note for note in record.notes if note.what == "not inspected"]
+    return record
+
+
+class Planted(NamedTuple):
+    name: str
+    verdict: str
+    module: str
+    op: str
+    phase: str
+    step: int
+    line: str
+    """Text of the source line."""
+    policy: str = "fp16"
+
+
+PLANTED = [
+    Planted("range_linear", "range_overflow", "0", "linear", "forward", 1, "(call or model)(x)"),
+    Planted("range_square", "range_overflow", "1", "mul", "forward", 1, "h * h"),
+    Planted("range_functional", "range_overflow", "Model", "mul", "forward", 5, "3e5"),
+    Planted("range_in_backward", "range_overflow", "1", "steep", "backward", 1, "x.clone()"),
+    Planted("range_matmul", "range_overflow", "1", "matmul", "forward", 1, "torch.matmul"),
+    Planted("range_rounded_to_zero", "range_overflow", "1", "div", "forward", 1, "1e-8"),
+    Planted("range_convolution", "range_overflow", "1", "conv1d", "forward", 2, "(call or model)(x)"),
+    Planted("range_own_amp", "range_overflow", "0", "addmm", "forward", 3, "1.5e4", AS_IS),
+    Planted("scale_large_loss", "scale_overflow", "Sequential", "to", "backward", 1, "(call or model)(x)"),
+    Planted("scale_own_scaler", "scale_overflow", "(script)", "to", "backward", 1, "out.float()", AS_IS),
+    Planted("invalid_sqrt", "invalid_operation", "1", "sqrt", "backward", 1, "torch.sqrt"),
+    Planted("invalid_sqrt", "invalid_operation", "1", "sqrt", "backward", 1, "torch.sqrt", "bf16"),
+    Planted("invalid_log", "invalid_operation", "1", "log", "forward", 1, "torch.log"),
+    Planted("invalid_log", "invalid_operation", "1", "log", "forward", 1, "torch.log", "fp32"),
+    Planted("invalid_zero_times_inf", "invalid_operation", "1", "div", "forward", 1, "zeros_like"),
+    Planted("invalid_data", "invalid_operation", "0", "to", "forward", 5, "(call or model)(x)"),
+    Planted("invalid_targets", "invalid_operation", "(script)", "mse_loss", "forward", 3, "loss_of("),
+    Planted("invalid_norm", "invalid_operation", "1", "pow", "backward", 1, "pow(0.5)"),
+    Planted("invalid_masked_rows", "invalid_operation", "1", "softmax", "forward", 1, "softmax(-1)"),
+    Planted("invalid_accumulated", "invalid_operation", "1", "log", "forward", 3, "torch.log"),
+    Planted("silent_rmsnorm", "silent_saturation", "1", "mul", "forward", 1, "(h * h)"),
+    Planted("silent_reciprocal", "silent_saturation", "1", "mul", "forward", 1, "h * h"),
+    Planted("silent_layer_norm", "silent_saturation", "1", "mul", "forward", 1, "c * c", "fp16-master"),
+    Planted("attention_scores", "range_overflow", "1", "matmul", "forward", 1, "h * 400", "fp16"),
+    Planted("in_place", "range_overflow", "1", "mul", "forward", 1, "1e3"),
+    Planted("silent_late", "silent_saturation", "norm", "mul", "forward", 4, "(h * h)"),
+    Planted("compiled_square", "range_overflow", "1", "mul", "forward", 1, "h * h"),
+    Planted("compiled_log", "invalid_operation", "1", "log", "forward", 1, "torch.log"),
+    Planted("checkpointed_square", "range_overflow", "body", "mul", "forward", 1, "h * h"),
+    Planted("checkpointed_sqrt", "invalid_operation", "body", "sqrt", "backward", 1, "torch.sqrt"),
+    Planted("reentrant_square", "range_overflow", "body", "mul", "forward", 1, "h * h"),
+    Planted("two_optimizers", "invalid_operation", "Sequential#2.1", "log", "forward", 2, "torch.log"),
+    Planted("workers", "invalid_operation", "0", "to", "forward", 5, "model(x)"),
+    Planted("late_log", "invalid_operation", "1", "log", "forward", 7, "torch.log"),
+    Planted("raises", "invalid_operation", "1", "log", "forward", 1, "torch.log"),
+]
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda p: f"{p.name}-{p.policy}")
+def test_a_planted_fault_is_found(planted: Planted, tmp_path: Path) -> None:
+    record = diagnosed(planted.name, planted.policy, tmp_path)
+    seen = (record.verdict, record.module, record.op, record.phase, record.step)
+    assert seen == planted[1:6], record.model_dump_json(exclude={"run"})
+    assert record.located
+    assert record.fix
+    file, number = record.line.rsplit(":", 1)
+    assert planted.line in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+    assert record.forced_eager == planted.name.startswith("compiled")
+
+
+class InFamily(NamedTuple):
+    """Hold a planted fault with the fix that was tried and helped; ``fix`` is part of the line to write, empty where none can be tried."""
+
+    name: str
+    verdict: str
+    module: str
+    op: str
+    phase: str
+    step: int
+    line: str
+    fix: str
+    policy: str = "fp16"
+
+
+RANGE, SCALE, INVALID, SILENT = "range_overflow", "scale_overflow", "invalid_operation", "silent_saturation"
+KEPT = '"fp16:fp32_modules=1"'
+BY_FAMILY = [
+    InFamily("mask_refused", RANGE, "1", "masked_fill", "forward", 1, "masked_fill", KEPT),
+    InFamily("mask_refused_clamp", RANGE, "1", "clamp", "forward", 1, "clamp", KEPT),
+    InFamily("mask_all_padded", RANGE, "1", "mul", "forward", 1, "-1e9", KEPT),
+    InFamily("mask_without_softmax", RANGE, "1", "mul", "forward", 1, "* 7", KEPT),
+    InFamily("norm_of_sum", SILENT, "1", "mul", "forward", 1, "sqrt", KEPT),
+    InFamily("norm_by_variance", SILENT, "1", "mul", "forward", 1, "c * c", KEPT),
+    InFamily("norm_exponential", SILENT, "1", "mul", "forward", 1, "exp", KEPT),
+    InFamily("norm_arctangent", SILENT, "1", "mul", "forward", 1, "atan", KEPT),
+    InFamily("norm_clamped", SILENT, "1", "mul", "forward", 1, "clamp", KEPT),
+    InFamily("norm_nan_to_num", SILENT, "1", "mul", "forward", 1, "nan_to_num", KEPT),
+    InFamily("norm_by_largest", RANGE, "1", "mul", "forward", 1, "amax", KEPT),
+    InFamily("norm_loud_later", RANGE, "1", "mul", "forward", 1, "log", '"bf16"'),
+    InFamily("eps_vanishes", RANGE, "1", "div", "forward", 1, "1e-8", KEPT),
+    InFamily("eps_vanishes_rsqrt", RANGE, "1", "rsqrt", "forward", 1, "1e-10", KEPT),
+    InFamily("einsum_in_script", RANGE, "Model", "einsum", "forward", 1, "einsum", '"fp16:fp32=einsum"'),
+    InFamily("gan_log_of_zero", INVALID, "(script)", "log", "forward", 1, "90", ""),
+    InFamily("gan_generator_scale", RANGE, "Sequential", "to", "backward", 2, "* gain", '"bf16"'),
+    InFamily("rl_advantage_of_one", INVALID, "(script)", "div", "forward", 1, "std", ""),
+    InFamily("rl_log_of_zero_probability", INVALID, "(script)", "log", "forward", 1, "p.log", ""),
+    InFamily("rl_ratio", INVALID, "Policy", "exp", "forward", 1, "exp", ""),
+    InFamily("ema_teacher_saturates", SILENT, "Sequential.1", "mul", "forward", 1, "3000", KEPT),
+    InFamily("accumulated_overflow", RANGE, "Sequential", "to", "backward", 3, "backward", '"bf16"'),
+    InFamily("scale_recurring", SCALE, "Sequential", "to", "backward", 6, "call or model", '"bf16"'),
+    InFamily("own_without_scaler", SILENT, "(script)", "to", "backward", 1, "float()", "GradScaler()", AS_IS),
+    InFamily("own_small_scale", SILENT, "(script)", "to", "backward", 1, "float()", "init_scale=65536.0", AS_IS),
+    InFamily(
+        "own_without_scaler", SILENT, "Sequential", "to", "backward", 1, "float()", '"fp16"', "fp16:loss_scale=none"
+    ),
+    InFamily(
+        "own_saturates", SILENT, "1", "mul", "forward", 1, "2000", "autocast(x.device.type, enabled=False)", AS_IS
+    ),
+    InFamily("own_refused", RANGE, "1", "masked_fill", "forward", 1, "-1e9", "autocast(", AS_IS),
+    InFamily("own_recurring_skips", SCALE, "(script)", "to", "backward", 6, "float()", "bfloat16", AS_IS),
+    InFamily("gradient_replaced", SILENT, "Sequential", "to", "backward", 1, "* 100", '"fp16:init_scale=512"'),
+    InFamily("compiled_norm", SILENT, "1", "mul", "forward", 1, "sqrt", KEPT),
+    InFamily("compiled_refused", RANGE, "1", "masked_fill", "forward", 1, "-1e9", 'policy = "'),
+    InFamily("parallel_norm", SILENT, "1", "mul", "forward", 1, "sqrt", KEPT),
+    InFamily("checkpointed_norm", SILENT, "body", "mul", "forward", 1, "sqrt", "=body"),
+    InFamily(
+        "bert_outlier", RANGE, "bert.encoder.layer.1.output.dense", "to", "forward", 1, "", "layer.1.output.dense"
+    ),
+    InFamily("gpt2_queries", RANGE, "transformer.h.1.attn.c_attn", "to", "forward", 1, "", "transformer.h.1.attn"),
+]
+
+
+@pytest.mark.parametrize("planted", BY_FAMILY, ids=lambda p: f"{p.name}-{p.policy}")
+def test_a_fault_of_a_family_is_found_and_a_fix_is_tried(planted: InFamily, tmp_path: Path) -> None:
+    record = diagnosed(planted.name, planted.policy, tmp_path, steps=40)
+    assert (record.verdict, record.module, record.op, record.phase, record.step) == planted[1:6], record.detail
+    file, number = record.line.rsplit(":", 1)
+    assert planted.line in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+    tries = [p for p in record.passes if p.reason.startswith("to try")]
+    if planted.fix:
+        assert planted.fix in record.fix_line
+        assert record.fix_tried
+        assert record.fix_note.startswith("tried: the script ran")
+        assert tries[-1].outcome == "nothing is wrong" or "next fault" in record.fix_note
+    else:
+        assert (record.fix_tried, record.fix_note) == (False, "not tried: it changes the script itself")
+        assert not tries
+
+
+HEALTHY = [name for name in (*vars(faults), *vars(families)) if name.startswith("healthy_")]
+IN_FAMILIES = [name for name in vars(families) if name.startswith("healthy_")]
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(HEALTHY))
+def test_a_healthy_script_raises_no_alarm(name: str, tmp_path: Path) -> None:
+    several = ["fp16"] if name in IN_FAMILIES else ["fp16", "bf16", "fp32"]
+    for policy in [AS_IS] if "own" in name else several:
+        record = diagnosed(name, policy, tmp_path, steps=40)
+        assert record.verdict == "healthy", record.model_dump_json(exclude={"run"})
+        assert (record.module, record.op, record.step, record.fix) == ("", "", 0, "")
+
+
+@pytest.mark.parametrize(
+    "name", ["gan", "recurrent", "several_losses", "penalty", "functional", "tied", "probabilities"]
+)
+def test_scenarios_of_the_launcher_raise_no_alarm(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(SCRIPTS / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [path, "dense"])
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setattr(faults, "scenario", lambda: runpy.run_path(path, run_name="__main__"), raising=False)
+    record = diagnosed("scenario", "fp16", tmp_path)
+    assert (record.verdict, record.run.error) == ("healthy", None), record.detail
+
+
+def test_there_are_enough_scripts() -> None:
+    assert len({p.name for p in PLANTED}) >= 16
+    assert len({p.name for p in BY_FAMILY}) >= 30
+    assert len(set(HEALTHY)) >= 30
+    assert {p.verdict for p in PLANTED} == {
+        "scale_overflow",
+        "range_overflow",
+        "invalid_operation",
+        "silent_saturation",
+    }
+    assert all(inspect.isfunction(getattr(faults, p.name)) for p in PLANTED)
+
+
+def test_a_step_between_the_looks_is_looked_at_in_a_second_run(tmp_path: Path) -> None:
+    record = diagnosed("late_log", "fp16", tmp_path)
+    assert [(p.policy, p.num_steps, p.watched) for p in record.passes] == [
+        ("fp16", 7, [1, 2, 4]),
+        ("fp16", 7, [7]),
+        ("fp32", 7, [7]),
+    ]
+    assert record.bad_steps == [7]
+    assert [t.step for t in record.trend] == [1, 2, 3, 4, 5, 6, 7]
+    assert record.trend[-1].skipped
+
+
+def test_a_script_that_goes_another_way_is_looked_at_until_the_next_fault(tmp_path: Path) -> None:
+    record = diagnosed("another_step", "bf16", tmp_path)
+    assert (record.verdict, record.op, record.step) == ("invalid_operation", "log", 6)
+    assert record.passes[1].watched == [3, 5, 6]  # a look cannot begin before it is known that step 3 was finite
+
+
+def test_weights_that_an_update_made_infinite_are_named(tmp_path: Path) -> None:
+    record = diagnosed("invalid_weights", AS_IS, tmp_path)
+    assert (record.verdict, record.module, record.phase, record.step) == ("invalid_operation", "0", "forward", 2)
+    assert "a weight that was not finite before the step began" in record.detail
+    assert "eps" in record.fix
+
+
+def test_skipped_updates_at_the_start_are_counted_and_are_no_fault(tmp_path: Path) -> None:
+    record = diagnosed("healthy_few_skips", "fp16", tmp_path)
+    assert 1 <= record.num_skipped <= 4
+    assert record.bad_steps[:1] == [1]
+    assert len(record.run.steps) == 12
+
+
+def test_the_suggested_scale_is_the_largest_that_fits_with_room(tmp_path: Path) -> None:
+    record = diagnosed("scale_large_loss", "fp16", tmp_path)
+    assert record.largest is not None
+    at_one = record.largest / record.loss_scale
+    scale = int(record.fix_line.split("init_scale=")[1].rstrip('"'))
+    assert at_one * scale * 4 <= 65504 < at_one * scale * 8
+    assert record.passes[1].outcome == "finite"
+    again = diagnosed("scale_large_loss", f"fp16:init_scale={scale}", tmp_path)
+    assert (again.verdict, again.num_skipped) == ("healthy", 0)
+
+
+def test_a_static_scale_that_is_too_large_is_a_fault_at_once(tmp_path: Path) -> None:
+    record = diagnosed("healthy_few_skips", "fp16:loss_scale=static:init_scale=65536", tmp_path)
+    assert (record.verdict, record.step, record.bad_steps) == ("scale_overflow", 1, [1])
+
+
+@pytest.mark.parametrize(("name", "pattern"), [("silent_rmsnorm", "1"), ("range_square", "1"), ("range_matmul", "1")])
+def test_the_fix_makes_the_script_healthy(name: str, pattern: str, tmp_path: Path) -> None:
+    record = diagnosed(name, "fp16", tmp_path)
+    policy = record.fix_line.split('"')[1]
+    assert policy == f"fp16:fp32_modules={pattern}"
+    assert diagnosed(name, policy, tmp_path).verdict == "healthy"
+
+
+def test_what_cannot_be_inspected_is_said_and_harms_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inspect_one = InfinityTracer._inspect
+
+    def fails(tracer: InfinityTracer, index: int, operation: Any, result: Any) -> None:
+        if operation.func.overloadpacket.__name__ == "tanh":
+            raise NotImplementedError("of another kind")
+        inspect_one(tracer, index, operation, result)
+
+    monkeypatch.setattr(InfinityTracer, "_inspect", fails)
+    request = Request(target="x", kind="script", policy="bf16", record_path=str(tmp_path / "record.json"), command=())
+    record = diagnose_script(request, steps=4, child=lambda asked, **_: run_here(faults.healthy_plain, asked))
+    assert isinstance(record, DiagnoseRecord)
+    assert (record.verdict, len(record.run.steps)) == ("healthy", 4)
+    assert [(n.what, n.value, n.reason) for n in record.notes] == [
+        ("not inspected", "tanh()", "NotImplementedError: of another kind")
+    ]
+
+
+def test_idle_steps_run_without_a_dispatch_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[int] = []
+
+    def function(h: Any) -> Any:
+        modes.append(len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()))
+        return torch.tanh(h)
+
+    monkeypatch.setattr(faults, "watched", lambda: faults.train(faults.net(function), steps=9), raising=False)
+    diagnosed("watched", "bf16", tmp_path)
+    # Steps 1, 2, 4 and 8 are looked at; a look lasts until the next backward pass, so into the next forward pass.
+    assert modes == [1, 1, 1, 1, 1, 0, 0, 1, 1]

@@ -1,0 +1,550 @@
+"""The laws of the source tree: who imports whom, how long things are, what an error and a dtype name need.
+
+Each law is a function from source text to its violations; the last part of the file shows that each finds a violation.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+
+import mezzo
+from mezzo import errors
+from paths import TESTS
+
+ROOT = Path(mezzo.__file__).parent
+SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+
+# --- the laws as data: change them deliberately --------------------------------------------------
+
+FACTS = "errors formats devices oplists policyfields policy explain records"
+MAY_IMPORT = {
+    # room: the rooms of mezzo that its files may import, also inside functions; a room names itself for its own files
+    "errors": "",
+    "formats": "",
+    "devices": "formats",
+    "oplists": "errors",
+    "explain": "oplists devices",
+    "policyfields": "errors policy",  # the policy as a type only
+    "policy": "errors formats devices oplists policyfields explain",
+    "frameworks": "errors formats devices oplists explain policyfields policy frameworks",  # a policy in the terms of other frameworks
+    "records": "errors records",
+    "engine": f"{FACTS} engine",
+    "measure": f"{FACTS} engine measure",
+    "observe": f"{FACTS} engine measure observe",
+    "launch": f"{FACTS} frameworks engine measure observe launch",  # launch composes the counters of measure and the observers
+    "callables": f"{FACTS} measure observe launch",
+    "report": "errors records report",
+    "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
+    "cli": f"{FACTS} engine measure observe launch report cli __init__",
+    "__init__": f"{FACTS} engine callables report",  # on first use only
+    "__main__": "cli",
+}
+
+PINNED_EXPORTS = [
+    "audit",
+    "AdamW",
+    "Choice",
+    "DynamicScale",
+    "MezzoError",
+    "NoScale",
+    "NonFiniteLossError",
+    "Policy",
+    "PolicyError",
+    "PrecisionWarning",
+    "RecordError",
+    "SGD",
+    "ScaleFloorError",
+    "ScriptError",
+    "Session",
+    "SessionError",
+    "StaticScale",
+    "UnsupportedFormatError",
+    "diagnose",
+    "fallback",
+    "fast_path",
+    "ranges",
+    "read_record",
+]
+MAX_EXPORTS = 24
+
+MAX_FILE_LINES = 400
+MAX_BODY_LINES = 60
+MEDIAN_BODY_LINES = 12
+LONG_FILES: dict[str, str] = {}  # path: reason
+LONG_BODIES: dict[str, str] = {}  # path::function: reason
+
+DTYPE_ROOMS = ("formats.py", "policy.py", "oplists.py", "engine/kernels")
+DTYPE_EXCEPTIONS: dict[str, str] = {}  # path: reason
+
+LIGHT_MODULES = [f"mezzo.{name}" for name in FACTS.split()]  # and the report: none imports torch
+
+
+# --- 1. the import table -------------------------------------------------------------------------
+
+Kind = Literal["load", "call", "type"]
+
+
+class Import(NamedTuple):
+    """Hold one import of a part of mezzo: its module, where it stands and when it happens."""
+
+    target: str
+    line: int
+    kind: Kind
+    """``load``: when the module is imported; ``call``: inside a function; ``type``: for type checkers only."""
+
+
+def module_of(path: str) -> str:
+    """Return the dotted name of the file at ``path`` under src/mezzo."""
+    return ".".join(["mezzo", *path.removesuffix(".py").removesuffix("__init__").strip("/").split("/")]).rstrip(".")
+
+
+def room_of(module: str) -> str:
+    """Return the room of a dotted name: ``mezzo.engine.session`` lies in ``engine``, ``mezzo`` in ``__init__``."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imports_of(source: str, path: str, modules: set[str]) -> list[Import]:
+    """Return the imports of parts of mezzo in ``source``, the text of the file at ``path``."""
+    return list(_imports(ast.parse(source), path, modules, "load"))
+
+
+def _imports(node: ast.AST, path: str, modules: set[str], kind: Kind) -> Iterator[Import]:
+    for target in _targets(node, path, modules):
+        yield Import(target, getattr(node, "lineno", 0), kind)
+    if isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING":
+        for child in node.body:
+            yield from _imports(child, path, modules, "type")
+        for child in node.orelse:
+            yield from _imports(child, path, modules, kind)
+        return
+    inner: Kind = "call" if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) else kind
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child, path, modules, inner if kind == "load" else kind)
+
+
+def _targets(node: ast.AST, path: str, modules: set[str]) -> list[str]:
+    found: list[str] = []
+    if isinstance(node, ast.Import):
+        found = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        parts = module_of(path).split(".") if path.endswith("__init__.py") else module_of(path).split(".")[:-1]
+        package = parts[: len(parts) - node.level + 1] if node.level else []
+        base = ".".join([*package, *([node.module] if node.module else [])])
+        found = [f"{base}.{a.name}" if f"{base}.{a.name}" in modules else base for a in node.names]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        found = [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return list(dict.fromkeys(name for name in found if name.split(".")[0] == "mezzo"))
+
+
+def forbidden_imports(sources: dict[str, str]) -> list[str]:
+    """Return what the table forbids: imports that happen, at import time or inside a function."""
+    modules = {module_of(path) for path in sources}
+    return [
+        f"{path}:{found.line} imports {found.target}"
+        for path, source in sources.items()
+        for found in imports_of(source, path, modules)
+        if found.kind != "type" and room_of(found.target) not in MAY_IMPORT[_room_of_file(path)].split()
+    ]
+
+
+def _room_of_file(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+def import_cycle(sources: dict[str, str]) -> list[str]:
+    """Return modules that import each other in a ring, at import time or inside a function, or an empty list."""
+    modules = {module_of(path) for path in sources}
+    graph = {
+        module_of(path): [i.target for i in imports_of(source, path, modules) if i.kind != "type"]
+        for path, source in sources.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, trail: list[str]) -> list[str]:
+        if module in trail:
+            return [*trail[trail.index(module) :], module]
+        if module in done:
+            return []
+        rings = (visit(target, [*trail, module]) for target in graph.get(module, []))
+        ring = next((ring for ring in rings if ring), [])
+        done.add(module)
+        return ring
+
+    return next((ring for ring in (visit(module, []) for module in graph) if ring), [])
+
+
+def test_every_room_has_a_row_in_the_import_table() -> None:
+    assert {_room_of_file(path) for path in SOURCES} <= set(MAY_IMPORT)
+    named = {room for allowed in MAY_IMPORT.values() for room in allowed.split()}
+    assert named <= set(MAY_IMPORT)
+
+
+def test_imports_follow_the_table() -> None:
+    assert forbidden_imports(SOURCES) == []
+
+
+def test_no_modules_import_each_other_in_a_ring() -> None:
+    assert import_cycle(SOURCES) == []
+
+
+WINGS_APART = {"observe": "audit nonfinite ranges fallback lint", "launch": "torch keras paddle"}
+MAY_IMPORT_WINGS = {"launch.keras": "torch"}  # Keras trains on torch, too
+
+
+def wings_crossed(sources: dict[str, str]) -> list[str]:
+    """Return imports from one wing of a room into another; what two wings need lies on the room's own floor."""
+    modules = {module_of(path) for path in sources}
+    found = []
+    for path, source in sources.items():
+        room, wing, *_ = [*path.removesuffix(".py").split("/"), ""]
+        apart = WINGS_APART.get(room, "").split()
+        allowed = [wing, *MAY_IMPORT_WINGS.get(f"{room}.{wing}", "").split()]
+        for one in imports_of(source, path, modules):
+            _, target_room, target_wing, *_ = [*one.target.split("."), "", ""]
+            if wing in apart and target_room == room and target_wing in apart and target_wing not in allowed:
+                found.append(f"{path}:{one.line} imports {one.target}")
+    return found
+
+
+def test_wings_do_not_import_each_other() -> None:
+    assert wings_crossed(SOURCES) == []
+
+
+# --- 2. the public names -------------------------------------------------------------------------
+
+
+def test_exports_are_the_pinned_ones() -> None:
+    exported = list(getattr(mezzo, "__all__", []))
+    assert sorted(exported) == sorted(PINNED_EXPORTS)
+    assert len(exported) <= MAX_EXPORTS
+    assert [name for name in exported if not hasattr(mezzo, name)] == []
+
+
+# --- 3. sizes ------------------------------------------------------------------------------------
+
+
+def body_lines(source: str) -> list[tuple[str, int]]:
+    """Return the name of each function with the lines of its body, its docstring not counted."""
+    sizes = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            size = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+            sizes.append((node.name, size))
+    return sizes
+
+
+def long_files(sources: dict[str, str]) -> dict[str, int]:
+    sizes = {path: len(source.splitlines()) for path, source in sources.items()}
+    return {path: size for path, size in sizes.items() if size > MAX_FILE_LINES}
+
+
+def long_bodies(sources: dict[str, str]) -> dict[str, int]:
+    sizes = [(f"{path}::{name}", n) for path, source in sources.items() for name, n in body_lines(source)]
+    return {place: n for place, n in sizes if n > MAX_BODY_LINES}
+
+
+def test_long_files_are_the_listed_ones() -> None:
+    assert set(long_files(SOURCES)) == set(LONG_FILES), long_files(SOURCES)
+
+
+def test_long_bodies_are_the_listed_ones() -> None:
+    assert set(long_bodies(SOURCES)) == set(LONG_BODIES), long_bodies(SOURCES)
+
+
+def test_the_median_body_is_short() -> None:
+    sizes = [size for source in SOURCES.values() for _, size in body_lines(source)]
+    assert statistics.median(sizes) < MEDIAN_BODY_LINES
+
+
+# --- 4. errors -----------------------------------------------------------------------------------
+
+ERROR_NAMES = {
+    name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.MezzoError)
+}
+
+
+def errors_without_hint(source: str) -> list[int]:
+    """Return the lines that make one of Mezzo's errors without a hint, or raise the bare class."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and _last_name(node.func) in ERROR_NAMES:
+            hints = [keyword.value for keyword in node.keywords if keyword.arg == "hint"]
+            if not hints or ast.unparse(hints[0]) in ("''", "None"):
+                lines.append(node.lineno)
+        if isinstance(node, ast.Raise) and node.exc is not None and _last_name(node.exc) in ERROR_NAMES:
+            lines.append(node.lineno)
+    return lines
+
+
+def _last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def errors_defined(source: str) -> list[str]:
+    """Return the classes that derive from one of Mezzo's errors."""
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    return [cls.name for cls in classes if any(_last_name(base) in ERROR_NAMES for base in cls.bases)]
+
+
+def test_every_error_is_raised_with_a_hint() -> None:
+    assert {path: found for path, source in SOURCES.items() if (found := errors_without_hint(source))} == {}
+
+
+def test_errors_are_defined_in_one_file() -> None:
+    assert [path for path, source in SOURCES.items() if errors_defined(source)] == ["errors.py"]
+
+
+# --- 7. dtype names ------------------------------------------------------------------------------
+
+DTYPE_NAME = re.compile(r"(torch\.)?(b?float16|half|float8_\w+)")
+
+
+def dtype_names(source: str) -> list[str]:
+    """Return the 16-bit and 8-bit dtype names in ``source``: as strings, of torch, or as a tensor's casting methods."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and DTYPE_NAME.fullmatch(node.value):
+            found.append(f"{node.lineno}: {node.value!r}")
+        if isinstance(node, ast.Attribute) and DTYPE_NAME.fullmatch(node.attr) and _last_name(node.value) == "torch":
+            found.append(f"{node.lineno}: torch.{node.attr}")
+        if isinstance(node, ast.Call) and not node.args and re.search(r"\.(half|bfloat16)$", ast.unparse(node.func)):
+            found.append(f"{node.lineno}: .{_last_name(node.func)}()")
+    return found
+
+
+def test_dtype_names_stay_in_their_rooms() -> None:
+    elsewhere = {path: dtype_names(source) for path, source in SOURCES.items() if not path.startswith(DTYPE_ROOMS)}
+    found = {path: names for path, names in elsewhere.items() if names}
+    assert set(found) == set(DTYPE_EXCEPTIONS), found
+
+
+# --- 9. one definition of each constant, and tests that mirror the source ---
+
+
+def constants_defined_twice(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Return public constants that several files give the same literal value."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for path, source in sources.items():
+        for node in ast.parse(source).body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            value = getattr(node, "value", None)
+            if (
+                isinstance(target, ast.Name)
+                and target.id.strip("_").isupper()
+                and isinstance(value, (ast.Constant, ast.Tuple))
+            ):
+                found.setdefault((target.id.strip("_"), ast.unparse(value)), []).append(path)
+    return {f"{name} = {value}": paths for (name, value), paths in found.items() if len(paths) > 1}
+
+
+OTHER_TESTS = ("project", "frameworks", "cuda_build", "oracles", "scripts", "faults")
+"""Folders under tests/ beside those of the source: the project as a whole, other environments, and what tests run."""
+
+
+def strangers(tests: list[str], sources: dict[str, str]) -> list[str]:
+    """Return test files that lie in no folder of the source, or are named after none of its files."""
+    found = []
+    for test in tests:
+        *folders, name = test.removesuffix(".py").split("/")
+        stem = name.removeprefix("test_")
+        here = [path for path in sources if path.split("/")[: len(folders)] == folders]
+        names = {path.split("/")[len(folders)].removesuffix(".py") for path in here} | set(folders[-1:])
+        if not any(stem.startswith(known.strip("_")) or known.startswith(stem) for known in names):
+            found.append(test)
+    return found
+
+
+def test_no_constant_is_defined_twice() -> None:
+    assert constants_defined_twice(SOURCES) == {}
+
+
+def test_the_tests_mirror_the_source() -> None:
+    tests = [path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")]
+    assert strangers([test for test in tests if not test.startswith(OTHER_TESTS)], SOURCES) == []
+
+
+# --- 8. torch is imported late -------------------------------------------------------------------
+
+IMPORT_EACH = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(f"{name} imports torch")
+"""
+RUN_HELP = """
+import runpy, sys
+sys.argv = ["mezzo", "--help"]
+try:
+    {call}
+except SystemExit as stop:
+    if stop.code:
+        raise
+if "torch" in sys.modules:
+    sys.exit("mezzo --help imports torch")
+"""
+
+
+def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_light_modules_do_not_import_torch() -> None:
+    views = [module_of(path) for path in SOURCES if path.startswith("report/")]
+    done = run_python(IMPORT_EACH, "mezzo", *LIGHT_MODULES, *views)
+    assert done.returncode == 0, done.stderr
+
+
+ENTRY_POINTS = {
+    "cli/__init__.py": "from mezzo.cli import main; main()",
+    "__main__.py": "runpy.run_module('mezzo', run_name='__main__')",
+}
+
+
+@pytest.mark.parametrize(("path", "call"), ENTRY_POINTS.items())
+def test_help_does_not_import_torch(path: str, call: str) -> None:
+    if not re.search(r"\bmain\b", SOURCES.get(path, "")):
+        pytest.skip(f"mezzo/{path} has no main yet")
+    done = run_python(RUN_HELP.format(call=call))
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+# --- every law finds a violation -----------------------------------------------------------------
+
+TYPE_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  import mezzo.{0}\nelse:\n  pass\n"
+TREES: list[tuple[dict[str, str], list[str], list[str]]] = [
+    # sources, forbidden imports, cycle
+    ({"records.py": "from mezzo import errors\n", "errors.py": ""}, [], []),
+    ({"records.py": "import mezzo.policy\n"}, ["records.py:1 imports mezzo.policy"], []),
+    ({"records.py": "from mezzo.policy import Policy\n"}, ["records.py:1 imports mezzo.policy"], []),
+    (
+        {"records.py": "def f():\n  from mezzo import policy\n", "policy.py": ""},
+        ["records.py:2 imports mezzo.policy"],
+        [],
+    ),
+    ({"records.py": TYPE_ONLY.format("policy"), "policy.py": ""}, [], []),
+    ({"records.py": "if 1:\n  from . import policy\n", "policy.py": ""}, ["records.py:2 imports mezzo.policy"], []),
+    ({"report/a.py": "from ..engine import b\n", "engine/b.py": ""}, ["report/a.py:1 imports mezzo.engine.b"], []),
+    ({"report/a.py": "from .b import x\n", "report/b.py": ""}, [], []),
+    ({"report/__init__.py": "from .b import x\n", "report/b.py": ""}, [], []),
+    ({"engine/a.py": "from mezzo import __version__\n"}, ["engine/a.py:1 imports mezzo"], []),
+    (
+        {"engine/a.py": "import importlib\nimportlib.import_module('mezzo.cli.run')\n"},
+        ["engine/a.py:2 imports mezzo.cli.run"],
+        [],
+    ),
+    (
+        {"engine/a.py": "from mezzo.engine import b\n", "engine/b.py": "import mezzo.engine.a\n"},
+        [],
+        ["mezzo.engine.a", "mezzo.engine.b", "mezzo.engine.a"],
+    ),
+    (
+        {
+            "engine/a.py": "from mezzo.engine.b import x\n",
+            "engine/b.py": "class B:\n  from mezzo.engine.c import x\n",
+            "engine/c.py": "try:\n  from mezzo.engine import b\nexcept ImportError:\n  pass\n",
+        },
+        [],
+        ["mezzo.engine.b", "mezzo.engine.c", "mezzo.engine.b"],
+    ),
+    (
+        {"engine/a.py": "from mezzo.engine import b\n", "engine/b.py": "def f():\n  import mezzo.engine.a\n"},
+        [],
+        ["mezzo.engine.a", "mezzo.engine.b", "mezzo.engine.a"],
+    ),
+    ({"engine/a.py": "from mezzo.engine import b\n", "engine/b.py": TYPE_ONLY.format("engine.a")}, [], []),
+    ({"engine/a.py": "import torch\nimport mezzoforte\n"}, [], []),
+]
+
+
+@pytest.mark.parametrize(("sources", "forbidden", "cycle"), TREES)
+def test_import_laws_on_small_trees(sources: dict[str, str], forbidden: list[str], cycle: list[str]) -> None:
+    assert forbidden_imports(sources) == forbidden
+    assert import_cycle(sources) == cycle
+
+
+SNIPPETS: list[tuple[Callable[[str], object], str, object]] = [
+    (body_lines, "def f():\n  '''Doc.\n\n  More.\n  '''\n", [("f", 0)]),
+    (body_lines, "def f():\n  '''Doc.'''\n  x = 1\n\n  # why\n  return x\n", [("f", 4)]),
+    (body_lines, "class A:\n  async def f(self):\n    def g():\n      return 1\n    return g\n", [("f", 3), ("g", 1)]),
+    (errors_without_hint, "raise PolicyError('x', hint='y')\nraise ValueError('x')\nraise\n", []),
+    (errors_without_hint, "raise PolicyError('x')\n", [1]),
+    (errors_without_hint, "e = errors.RecordError('x', hint='')\n", [1]),
+    (errors_without_hint, "\nraise SessionError\n", [2]),
+    (errors_without_hint, "raise make(PolicyError)\n", []),
+    (errors_defined, "class A(PolicyError): ...\nclass B(ValueError): ...\n", ["A"]),
+    (dtype_names, "'''torch.float16 is narrow.'''\nx.float()\ntorch.float32\nfoo.float16\n", []),
+    (dtype_names, "x = 'bfloat16'\n", ["1: 'bfloat16'"]),
+    (dtype_names, "x = 'torch.float8_e5m2'\n", ["1: 'torch.float8_e5m2'"]),
+    (dtype_names, "x.to(torch.half)\n", ["1: torch.half"]),
+    (dtype_names, "x.to(torch.float8_e4m3fn)\n", ["1: torch.float8_e4m3fn"]),
+    (dtype_names, "model.half()\n", ["1: .half()"]),
+]
+
+
+@pytest.mark.parametrize(("law", "source", "found"), SNIPPETS)
+def test_laws_on_small_sources(law: Callable[[str], object], source: str, found: object) -> None:
+    assert law(source) == found
+
+
+def test_a_wing_that_imports_another_is_found() -> None:
+    sources = {
+        "observe/lint/a.py": "from mezzo.observe.audit import b\nfrom mezzo.observe import c\n",
+        "observe/c.py": "",
+    }
+    sources |= {"observe/audit/b.py": "from mezzo.observe.audit import d\n", "observe/audit/d.py": ""}
+    assert wings_crossed(sources) == ["observe/lint/a.py:1 imports mezzo.observe.audit.b"]
+    keras = {
+        "launch/keras/a.py": "from mezzo.launch.torch import b\n",
+        "launch/torch/b.py": "import mezzo.launch.keras.a\n",
+    }
+    assert wings_crossed(keras) == ["launch/torch/b.py:1 imports mezzo.launch.keras.a"]
+
+
+def test_a_constant_defined_twice_is_found() -> None:
+    assert constants_defined_twice({"a.py": "AS_IS = 'as-is'\n", "b.py": "_AS_IS = 'as-is'\n"}) == {
+        "AS_IS = 'as-is'": ["a.py", "b.py"]
+    }
+    assert constants_defined_twice({"a.py": "LIMIT = 1\nOTHER = 2\n", "b.py": "LIMIT = 2\nx = 1\n"}) == {}
+
+
+def test_a_test_that_mirrors_nothing_is_found() -> None:
+    sources = {"engine/session.py": "", "engine/kernels/gpu.py": "", "policy.py": ""}
+    mirrored = [
+        "engine/test_session_budget.py",
+        "engine/kernels/test_gpu.py",
+        "engine/test_kernels.py",
+        "test_policy.py",
+    ]
+    assert strangers([*mirrored, "engine/test_loops.py", "motor/test_session.py"], sources) == [
+        "engine/test_loops.py",
+        "motor/test_session.py",
+    ]
+
+
+def test_sizes_beyond_the_limits_are_found() -> None:
+    line = "  x = 1\n"
+    assert long_files({"a.py": "\n" * 400, "b.py": "\n" * 401}) == {"b.py": 401}
+    assert long_bodies({"a.py": f"def f():\n{line * 60}", "b.py": f"def g():\n{line * 61}"}) == {"b.py::g": 61}
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [(IMPORT_EACH, "torch imports torch\n"), (RUN_HELP.format(call="import torch"), "mezzo --help imports torch\n")],
+)
+def test_an_import_of_torch_is_found(code: str, message: str) -> None:
+    done = run_python(code, "torch")
+    assert done.returncode == 1
+    assert done.stderr == message
