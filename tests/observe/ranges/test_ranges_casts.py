@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mezzo.engine.kernels import cpu, exponents
+from mezzo.engine.kernels.exponent_bins import CUTS
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.observe.ranges.casts import LITTLE, SCALES, Counts, suggested
 
