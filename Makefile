@@ -12,7 +12,9 @@ CUDA_BUILD := .venv-cuda
 # Byte code is kept where it can be: a framework that is compiled anew at every start takes longer to start than to train.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-cuda-build test-frameworks demo-frameworks check bench clean
+MUTANTS ?= --count 120
+
+.PHONY: demo mutants test test-slow test-cuda-build test-frameworks demo-frameworks check bench clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 $(READY): pyproject.toml constraints.txt
@@ -36,6 +38,11 @@ test: $(READY)
 # What takes minutes: whole model families through every backend of torch.compile.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
+
+# Which lines could be changed without a test noticing; an hour or so, and not part of CI. MUTANTS=--count=20 for a few.
+mutants: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt coverage
+	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 test-frameworks: $(FRAMEWORKS:%=test-%)
 
