@@ -44,7 +44,7 @@ _CARRIES_NO_TRAINING = re.compile(
 
 
 class FilesRead:
-    """Collect the files that were read."""
+    """The files that were read."""
 
     def __init__(self, *, since_s: float, before_s: float) -> None:
         """Begin; both are Unix times: when the comparison began, and this run."""

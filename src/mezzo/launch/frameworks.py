@@ -32,7 +32,7 @@ MAX_FILES = 200
 
 
 class Training(Protocol):
-    """Be a script's training as it goes on: switched to a policy, and taken down step by step."""
+    """A running training, recorded step by step."""
 
     @property
     def framework(self) -> str:
@@ -69,7 +69,7 @@ class Training(Protocol):
 
 
 class Switch(Protocol):
-    """Run the code inside under a policy (None: its own precision) and take down every training step."""
+    """A context that runs the code inside under a policy (None: its own precision) and records every training step."""
 
     def __call__(
         self, policy: Policy | None, *, seed: int | None, observe: AnySettings | None

@@ -27,7 +27,7 @@ def after_import(name: str, action: Callable[[], None], patches: Patches) -> Non
 
 
 class _Finder(MetaPathFinder):
-    """Find one package as the finders after this one do, and load it with what is to be done after it."""
+    """A finder of one package, which acts once the package has been loaded."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name, self._action = name, action

@@ -29,7 +29,7 @@ _TOKEN = re.compile(
 
 
 class MetricReader:
-    """Collect the numbers that a pattern finds in a script's output, with the number of updates before each."""
+    """The numbers that a pattern finds in a script's output, with the number of updates before each."""
 
     def __init__(self, pattern: str, num_updates: Callable[[], int]) -> None:
         self._pattern, self._compiled = pattern, re.compile(pattern)
@@ -108,7 +108,7 @@ def name_of(pattern: str) -> str:
 
 
 class MetricStream:
-    """Stand in for a text stream: pass everything on, and show every whole line to a reader."""
+    """A text stream that passes everything on and shows every whole line to a reader."""
 
     def __init__(self, stream: TextIO, line: Callable[[str], None]) -> None:
         self._stream, self._line = stream, line

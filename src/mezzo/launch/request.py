@@ -19,7 +19,7 @@ _LONGEST = 100_000
 
 
 class StandIn(BaseModel):
-    """Name a module that runs the script in place of python, with a package put in place that is not installed."""
+    """A module that runs the script in place of python, with a package put in place that is not installed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,7 +31,7 @@ class StandIn(BaseModel):
 
 
 class Request(BaseModel):
-    """Say which script to run, how, and where to write its record."""
+    """Which script to run, how, and where to write its record."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

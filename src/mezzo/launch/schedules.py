@@ -15,7 +15,7 @@ from mezzo.launch.patches import Patches
 
 
 class ScriptSchedules:
-    """Know which schedulers are to wait."""
+    """The schedulers of a script, and which of them are to wait."""
 
     def __init__(
         self, updates_of: Callable[[Any], tuple[int, int]], *, hear: Callable[[Any], None] = lambda _: None

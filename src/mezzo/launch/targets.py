@@ -37,7 +37,7 @@ _DEPTH, _MAX_FILES = 3, 5000
 
 
 class Target(NamedTuple):
-    """Hold what a person asked to run."""
+    """What a person asked to run."""
 
     name: str
     module: bool

@@ -19,7 +19,7 @@ V = TypeVar("V")
 
 
 class LossesApart(Generic[V]):
-    """Collect losses by the optimizers that they belong to."""
+    """Losses by the optimizers that they belong to."""
 
     def __init__(self, plus: Callable[[V, V], V]) -> None:
         """Begin; ``plus`` adds two losses."""
@@ -89,7 +89,7 @@ class LossesApart(Generic[V]):
 
 @dataclass(frozen=True)
 class Column(Generic[V]):
-    """Hold the values of one loss, and the step of each."""
+    """The values of one loss, and the step of each."""
 
     steps: list[int] = field(default_factory=list)
     values: list[V] = field(default_factory=list)

@@ -13,14 +13,14 @@ import torch
 
 @dataclass(frozen=True)
 class Peaks:
-    """Hold the peaks of each device in bytes, by device number; empty where CUDA is not in use."""
+    """The peaks of each device in bytes, by device number; empty where CUDA is not in use."""
 
     allocated: tuple[int, ...] = ()
     reserved: tuple[int, ...] = ()
 
 
 class CudaPeaks:
-    """Read the allocator's peaks."""
+    """The allocator's peaks over a run."""
 
     def __init__(self) -> None:
         self._until_reset: Peaks | None = None

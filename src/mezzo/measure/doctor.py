@@ -31,7 +31,7 @@ _CONVOLUTION = "torch.backends.cudnn.conv.fp32_precision"
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Hold what decides the advice."""
+    """The facts that the advice depends on."""
 
     devices: tuple[Device, ...]
     """The devices that torch sees, the CPU last."""

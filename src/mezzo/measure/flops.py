@@ -42,7 +42,7 @@ aten: Any = torch.ops.aten
 
 
 class FlopCounter(TorchDispatchMode):
-    """Count operations by format while the mode is on."""
+    """A dispatch mode that counts operations by format."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class FlopCounter(TorchDispatchMode):
 
 
 class OperandFormats:
-    """Tell the format that a running operation computes in, or stands for where it is emulated."""
+    """The format that a running operation computes in, or stands for where it is emulated."""
 
     def __init__(self, *, inside: Callable[[], Any] = lambda: None) -> None:
         """Ask ``inside`` which node of the graph is making a backward pass of its own."""

@@ -26,7 +26,7 @@ from mezzo.engine.emulation_nodes import inside
 
 
 class SavedTensors:
-    """Count what autograd keeps for the backward pass while the hooks are on."""
+    """What autograd keeps for the backward pass, counted by its saved-tensor hooks."""
 
     def __init__(self) -> None:
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)

@@ -17,14 +17,14 @@ _CHUNK = 512
 
 
 class Kept(NamedTuple):
-    """Name a kept number: where it is, and which."""
+    """A kept number: its buffer, and its place there."""
 
     where: Numbers
     number: int
 
 
 class Numbers:
-    """Keep FP32 numbers of one device in a buffer that grows by chunks."""
+    """FP32 numbers of one device, in a buffer that grows by chunks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -16,7 +16,7 @@ from mezzo.records import Loss, Steps
 
 
 class PlainSteps:
-    """Collect what one run's steps show; a step is everything between two updates."""
+    """What one run's steps show; a step is everything between two updates."""
 
     def __init__(self) -> None:
         self._loss: list[Sequence[SupportsFloat]] = []

@@ -17,7 +17,7 @@ _UNREAD = 64
 
 
 class _Mark(NamedTuple):
-    """Hold when a step ended."""
+    """When a step ended."""
 
     host_s: float
     cpu_s: float
@@ -26,7 +26,7 @@ class _Mark(NamedTuple):
 
 
 class StepClock:
-    """Tell how long each step took."""
+    """How long each step took."""
 
     def __init__(self) -> None:
         self.device: torch.device | None = None

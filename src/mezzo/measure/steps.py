@@ -23,7 +23,7 @@ Losses = tuple[Kept, ...]
 
 
 class StepRecorder:
-    """Collect what one run's steps show; a step is everything between two updates."""
+    """What one run's steps show; a step is everything between two updates."""
 
     def __init__(self) -> None:
         self._numbers: dict[torch.device, Numbers] = {}

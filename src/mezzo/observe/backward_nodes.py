@@ -29,7 +29,7 @@ _IDENTITIES = itertools.count(2)  # -1 is the number of no node
 
 
 class ThreadNodes(threading.local):
-    """Hold what a tracer knows of one thread."""
+    """What a tracer knows of one thread."""
 
     def __init__(self) -> None:
         self.entry: Entry | None = None
@@ -55,7 +55,7 @@ class ThreadNodes(threading.local):
 
 
 class Made:
-    """Give identities to the nodes that are made inside backward passes while a step is watched."""
+    """Identities of the nodes that are made inside backward passes while a step is observed."""
 
     def __init__(self) -> None:
         self._threads: dict[int, Results] = {}

@@ -14,7 +14,7 @@ _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
 
 
 class Names:
-    """Hold the path of every module and of every parameter's module.
+    """The path of every module, and of every parameter's module.
 
     The modules that are called from outside any module are roots. Of a single root with children, paths begin below it, as
     ``fp32_modules`` patterns do; of several, they begin with the root's class.

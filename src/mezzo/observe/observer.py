@@ -76,14 +76,14 @@ class ObservedRun(Protocol):
 
 
 class StopScript(SystemExit):
-    """End a script whose last watched step is over; code 0, and silent in a thread."""
+    """Ends a script after its last observed step; exit code 0, and silent in a thread."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 class Observer(ABC):
-    """Watch chosen steps of a run and make a record of them.
+    """A recorder of chosen steps of a run, which makes a record of them.
 
     The launcher calls ``backward_begins``, ``backward_ended``, ``compiled_ended``, ``updated`` and ``step_closed``
     while the script runs, then ``close``, then ``record``. A subclass says what happens when observation begins and ends.

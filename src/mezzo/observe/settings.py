@@ -39,7 +39,7 @@ class Settings(BaseModel):
 
 
 class AuditSettings(Settings):
-    """Ask which operation of chosen steps ran in which format."""
+    """Settings of an audit: which operation of chosen steps ran in which format."""
 
     kind: Literal["audit"] = "audit"
     steps: StepNumbers = (3,)
@@ -47,7 +47,7 @@ class AuditSettings(Settings):
 
 
 class RangesSettings(Settings):
-    """Ask where the values of chosen steps lie, for one policy's formats."""
+    """Settings of ranges: where the values of chosen steps lie, for one policy's formats."""
 
     kind: Literal["ranges"] = "ranges"
     steps: StepNumbers = (1,)
@@ -57,7 +57,7 @@ class RangesSettings(Settings):
 
 
 class DiagnoseSettings(Settings):
-    """Ask where the first value that is not finite comes from."""
+    """Settings of a diagnosis: where the first value that is not finite comes from."""
 
     kind: Literal["diagnose"] = "diagnose"
     steps: StepNumbers = (1,)
@@ -71,7 +71,7 @@ class DiagnoseSettings(Settings):
 
 
 class FallbackSettings(Settings):
-    """Ask for the gradients of the first steps, to compare them between precisions."""
+    """Settings of a fallback run: the gradients of the first steps, to compare between precisions."""
 
     kind: Literal["fallback"] = "fallback"
     role: Literal["reference", "noise", "check"] = "reference"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Update(NamedTuple):
-    """Hold one optimizer's part in an update."""
+    """One optimizer's part in an update."""
 
     scaler: int
     """Identity of the GradScaler; 0 for the policy's loss scale."""
@@ -27,7 +27,7 @@ class Update(NamedTuple):
 
 
 class SkipRule(NamedTuple):
-    """Say which skips are normal."""
+    """Which skips are normal."""
 
     dynamic: bool
     growth_interval: int = 2000
@@ -53,7 +53,7 @@ class _History:
 
 
 class Skips:
-    """Count the updates of each optimizer with each scaler."""
+    """The updates of each optimizer with each scaler."""
 
     def __init__(self) -> None:
         self._histories: dict[tuple[int, int], _History] = {}

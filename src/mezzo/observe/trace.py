@@ -20,7 +20,7 @@ CASTS = ("_to_copy", "copy_", "copy")
 
 
 class Entry:
-    """Hold a call of a module that is running, and whether autocast was on when it began."""
+    """A call of a module that is running, and whether autocast was on when it began."""
 
     __slots__ = ("again", "autocast", "module", "nesting", "outer")
 
@@ -41,7 +41,7 @@ NOWHERE = Entry(None, None, autocast=False, nesting=0, again=False)
 
 
 class Node(NamedTuple):
-    """Hold what is known of the node of the graph that an operation of a backward pass runs in."""
+    """What is known of the graph's node that an operation of a backward pass runs in."""
 
     number: int
     """Sequence number; of a node that was made inside a backward pass, an identity below 0 (``mezzo.observe.backward_nodes``)."""
@@ -53,7 +53,7 @@ class Node(NamedTuple):
 
 @dataclass
 class TracedProduct:
-    """Hold what is known of a matrix product or convolution while it runs."""
+    """What is known of a matrix product or convolution while it runs."""
 
     format: str
     flops: int
@@ -70,7 +70,7 @@ class TracedProduct:
 
 
 class Noted(NamedTuple):
-    """Hold one operation as it was seen."""
+    """One recorded operation."""
 
     func: Any
     entry: Entry
@@ -89,7 +89,7 @@ class Noted(NamedTuple):
 
 @dataclass
 class Trace:
-    """Hold the operations of a step, and which module the nodes of its graph belong to."""
+    """The operations of a step, and which module the nodes of its graph belong to."""
 
     operations: list[tuple[Any, ...]] = field(default_factory=list)
     """The fields of ``Noted``: making its objects at once would cost half as much as the operation."""

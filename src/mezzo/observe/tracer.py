@@ -39,19 +39,19 @@ _task_running = torch._C._current_graph_task_id
 
 
 class Flags(Protocol):
-    """State what is read at every operation: an attribute, since a call costs more."""
+    """What is read at every operation: attributes, since a call costs more."""
 
     recomputing: bool
 
 
 class Unflagged:
-    """Be the flags of a step in which nothing is known to be computed again."""
+    """The flags of a step in which nothing is known to be recomputed."""
 
     recomputing = False
 
 
 class Tracer(TorchDispatchMode):
-    """Note every operation while the mode is on; ``start`` and ``stop`` enter and leave it."""
+    """A dispatch mode that records every operation; ``start`` and ``stop`` enter and leave it."""
 
     def __init__(
         self,

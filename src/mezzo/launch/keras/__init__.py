@@ -90,7 +90,7 @@ def _backend_of(name: str, run: KerasRun) -> Backend:
 
 
 class KerasTraining:
-    """Tell of a Keras script's training (``launch.frameworks.Training``)."""
+    """A Keras script's training (``launch.frameworks.Training``)."""
 
     observer: Observer | None = None
     """Nothing watches Keras' operations."""

@@ -39,7 +39,7 @@ _TRACED = "_output_shapes"
 
 @dataclass
 class Counted:
-    """Hold what was found in a graph."""
+    """What was found in a graph."""
 
     flops: Counter[str] = field(default_factory=Counter)
     """Operations by the name of the dtype of their operands."""

@@ -30,7 +30,7 @@ _op_callbacks: Any = importlib.import_module("tensorflow.python.framework.op_cal
 
 
 class TensorFlowBackend:
-    """Take down what Keras does by TensorFlow (``launch.keras.run.Backend``)."""
+    """Hooks on what Keras computes with TensorFlow (``launch.keras.state.Backend``)."""
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run

@@ -24,7 +24,7 @@ from mezzo.measure.memory import SavedTensors
 
 
 class TorchBackend:
-    """Take down what Keras does by torch (``launch.keras.run.Backend``)."""
+    """Hooks on what Keras computes with torch (``launch.keras.state.Backend``)."""
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run

@@ -20,7 +20,7 @@ _NUM_SCALED = 16
 
 
 class ThreadState(threading.local):
-    """Hold what each thread has for itself: replicas of a distributed model are traced in threads."""
+    """State of each thread: replicas of a distributed model are traced in threads."""
 
     in_apply = False
     """Whether an optimizer of Keras is making an update."""
@@ -29,7 +29,7 @@ class ThreadState(threading.local):
 
 
 class Backend(Protocol):
-    """Be what Keras computes with: take down backward passes and updates in its own way."""
+    """Hooks on what Keras computes with; each backend records backward passes and updates in its own way."""
 
     name: str
 
@@ -71,7 +71,7 @@ class Backend(Protocol):
 
 
 class CallSteps(PlainSteps):
-    """Collect steps of which one call may make several."""
+    """Steps of which one call may make several."""
 
     def share_time(self, num: int) -> None:
         """Divide the time of the last ``num`` steps evenly among them: one call made them all."""
@@ -80,7 +80,7 @@ class CallSteps(PlainSteps):
 
 
 class KerasRun:
-    """Hold a run's policy, loss scale, steps and what could not be switched."""
+    """A run's policy, loss scale and steps, and what could not be switched."""
 
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None where the script's own precision is left alone."""

@@ -21,7 +21,7 @@ from mezzo.launch.patches import Patches
 
 
 class BackwardPasses:
-    """Stand before and after every backward pass."""
+    """Hooks before and after every backward pass."""
 
     def __init__(self, run: PaddleRun) -> None:
         self._run = run

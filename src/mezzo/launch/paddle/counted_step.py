@@ -20,7 +20,7 @@ from mezzo.records import Effective, Memory
 
 
 class CountedStep:
-    """Count one step's operations and bytes."""
+    """The counts of one step's operations and bytes."""
 
     def __init__(self, run: PaddleRun, operations: Operations, passes: BackwardPasses) -> None:
         self._run, self._operations, self._passes = run, operations, passes

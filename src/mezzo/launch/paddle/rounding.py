@@ -36,7 +36,7 @@ _PIECE = 32768
 
 
 class _Scratch(threading.local):
-    """Hold each thread's room for the values that are added: fresh memory would cost more than the arithmetic."""
+    """Each thread's room for the values that are added: fresh memory would cost more than the arithmetic."""
 
     def __init__(self) -> None:
         self.bits = np.empty(_PIECE, np.uint32)

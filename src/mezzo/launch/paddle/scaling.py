@@ -15,7 +15,7 @@ from mezzo.policy import Policy
 
 
 class HostScale:
-    """Hold the loss scale that a policy asks for: none, static or dynamic."""
+    """The loss scale that a policy asks for: none, static or dynamic."""
 
     def __init__(self, policy: Policy | None) -> None:
         self._policy = Policy() if policy is None else policy

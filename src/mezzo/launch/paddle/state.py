@@ -26,7 +26,7 @@ from mezzo.records import Reason
 
 
 class ThreadState(threading.local):
-    """Hold what each thread has for itself."""
+    """State of each thread."""
 
     depth = 0
     """1 inside a layer, a region of the script's own or a backward pass, else 0."""
@@ -36,7 +36,7 @@ class ThreadState(threading.local):
 
 
 class UpdateSteps(PlainSteps):
-    """Take down steps with the time of their last update: a step closes later, at the next backward pass."""
+    """Steps with the time of their last update: a step closes later, at the next backward pass."""
 
     _updated_at: tuple[float, float] | None = None
 
@@ -54,7 +54,7 @@ class UpdateSteps(PlainSteps):
 
 
 class PaddleRun:
-    """Hold a run's policy, loss scale, steps and what could not be switched."""
+    """A run's policy, loss scale and steps, and what could not be switched."""
 
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None where the script's own precision is left alone."""

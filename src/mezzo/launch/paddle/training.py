@@ -57,7 +57,7 @@ def training(
 
 
 class PaddleTraining:
-    """Tell of a Paddle script's training (``launch.frameworks.Training``)."""
+    """A Paddle script's training (``launch.frameworks.Training``)."""
 
     observer = None
 

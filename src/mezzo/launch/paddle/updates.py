@@ -24,7 +24,7 @@ from mezzo.launch.schedules import ScriptSchedules, classes
 
 
 class Updates:
-    """Stand before and after every optimizer step of a script."""
+    """Hooks before and after every optimizer step of a script."""
 
     def __init__(self, run: PaddleRun) -> None:
         self._run = run

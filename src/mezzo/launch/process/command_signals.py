@@ -34,7 +34,7 @@ _STOP: ContextVar[Stop | None] = ContextVar("stop", default=None)
 
 
 class Stopped(Exception):
-    """Report that a signal has stopped the command, so that no further run is made."""
+    """Raised where a signal has stopped the command, so that no further run begins."""
 
     def __init__(self, number: int, record: RunRecord | None = None) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -44,7 +44,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Hold which signal has stopped the command, and the run to pass signals on to."""
+    """The signal that has stopped the command, and the run to pass signals on to."""
 
     def __init__(self) -> None:
         self._process: Process | None = None

@@ -59,7 +59,7 @@ def child_command(request: str) -> list[str]:
 
 
 class Starter:
-    """Start the runs of one command."""
+    """The command's end of the fork server."""
 
     def __init__(self) -> None:
         self.why_afresh: str | None = None
@@ -103,7 +103,7 @@ class Starter:
 
 
 class Forked:
-    """Stand for a forked run, as ``Guarded`` does for one in a process of its own."""
+    """A forked run, with the interface that ``Guarded`` gives one in a process of its own."""
 
     def __init__(self, starter: Starter, process: Guarded, connection: socket.socket) -> None:
         self._starter, self._process, self._connection = starter, process, connection
@@ -177,7 +177,7 @@ def _own_files(request: Request) -> Iterator[Path]:
 
 
 class _Imported(NamedTuple):
-    """Hold what the imports left behind."""
+    """What the imports left behind."""
 
     said: bytes
     """What they printed: each run prints it, too."""

@@ -16,7 +16,7 @@ _GUARDS = hasattr(os, "fork")
 
 
 class Process(Protocol):
-    """Describe a run's process as the command sees it."""
+    """A run's process as the command sees it."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code, negative for the signal that ended it.
@@ -33,7 +33,7 @@ class Process(Protocol):
 
 
 class Guarded:
-    """Run a command in a process that ends, with all that it has started, when this process ends (``guard.py``)."""
+    """A process that ends, with all that it has started, when this process ends (``guard.py``)."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ _AT_ONCE = tuple(number for number in (*STOPPING, LAST_WORD) if number not in (s
 
 
 class EndedBySignal(SystemExit):
-    """End the script; ``except Exception`` lets it pass, and so do frameworks that know SystemExit."""
+    """Ends the script; ``except Exception`` lets it pass, and so do frameworks that know SystemExit."""
 
     def __init__(self, number: int) -> None:
         self.exit_code = 128 + (signal.SIGTERM if number == LAST_WORD else number)

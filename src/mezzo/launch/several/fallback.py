@@ -56,7 +56,7 @@ def fallback_of_script(
 
 
 class _Children:
-    """Run a script's first steps in a process of its own each time."""
+    """Runs of a script's first steps, each in a process of its own."""
 
     def __init__(self, request: Request, folder: Path) -> None:
         self._request, self._folder = request, folder

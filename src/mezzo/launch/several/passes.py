@@ -49,7 +49,7 @@ def diagnose_script(request: Request, *, steps: int, child: Child = diagnose_chi
 
 
 class _Passes:
-    """Run one script several times."""
+    """The runs of one script."""
 
     def __init__(self, request: Request, steps: int, child: Child, stop: Stop) -> None:
         self._request, self._steps, self._child, self._stop = request, steps, child, stop

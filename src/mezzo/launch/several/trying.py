@@ -25,7 +25,7 @@ def inspected(last: int) -> tuple[int, ...]:
 
 
 class Trials:
-    """Run a script with one fix after the other."""
+    """Runs of a script with one fix after the other."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         """Get ready.

@@ -83,7 +83,7 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
 
 
 class TorchTraining:
-    """Tell of a PyTorch script's training (``launch.frameworks.Training``)."""
+    """A PyTorch script's training (``launch.frameworks.Training``)."""
 
     def __init__(self, run: Run, look: CountedStep) -> None:
         self._run, self._look = run, look

@@ -32,7 +32,7 @@ from mezzo.launch.torch.state import Run, scale_on_device
 
 
 class BackwardPasses:
-    """Stand in for torch's two entries to the backward pass."""
+    """Replacements for torch's two entries to the backward pass."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -29,7 +29,7 @@ _UPDATES_WEIGHED = 2  # the first one that is made leaves the optimizer's state 
 
 
 class CountedStep:
-    """Count one step's operations and bytes."""
+    """The counts of one step's operations and bytes."""
 
     def __init__(self, run: Run, *, in_region: Callable[[], bool]) -> None:
         self._run, self._in_region = run, in_region

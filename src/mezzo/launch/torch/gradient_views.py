@@ -21,7 +21,7 @@ from mezzo.launch.torch.direct_calls import ENTERED
 
 
 class UnscaledViews:
-    """Stand before a script's hooks on gradients, and note which tensors inside a graph get a ``.grad``."""
+    """Wrappers of a script's hooks on gradients, and a record of the tensors inside a graph that get a ``.grad``."""
 
     def __init__(self, inverse: Callable[[], Tensor | None]) -> None:
         """Begin; ``inverse`` gives what unscales at the moment, None where nothing is scaled."""

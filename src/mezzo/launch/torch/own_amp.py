@@ -123,7 +123,7 @@ def _hear_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Heard:
-    """Stand before an optimizer where torch's scaler has read whether to skip: reading the flag again would make the host wait twice."""
+    """An optimizer for torch's scaler that has read whether to skip: reading the flag again would make the host wait twice."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

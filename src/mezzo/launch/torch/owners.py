@@ -19,7 +19,7 @@ _WALKED_UPDATES = 3
 
 
 class OptimizerOwners:
-    """Know the optimizers of a script by number and by name."""
+    """The optimizers of a script by number and by name."""
 
     def __init__(self) -> None:
         self._numbers = WeakTensorKeyDictionary()

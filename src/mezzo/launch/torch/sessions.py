@@ -26,7 +26,7 @@ def hear_sessions(run: Run, patches: Patches) -> None:
 
 
 class _ScaleOfLoss:
-    """Stand for a script's GradScaler where a session scales a loss."""
+    """A stand-in for a script's GradScaler where a session scales a loss."""
 
     def __init__(self, session: Session, loss_id: int) -> None:
         self._of_session = session.scales[loss_id]

@@ -30,7 +30,7 @@ _KEPT_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "lo
 
 
 class ThreadState(threading.local):
-    """Hold what each thread has for itself."""
+    """State of each thread."""
 
     depth = 0
     """1 inside a module or a compiled function, else 0."""
@@ -47,7 +47,7 @@ _NORMS_APART = 10
 
 
 class Run:
-    """Hold a run's policy, loss scale, steps and what could not be switched."""
+    """A run's policy, loss scale and steps, and what could not be switched."""
 
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None where the script's own precision is left alone."""

@@ -23,7 +23,7 @@ def nothing() -> None:
 
 
 class Steady:
-    """Tell whether a run is steady, and record its steps while it is."""
+    """Whether a run is steady, and the record of its steps while it is."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

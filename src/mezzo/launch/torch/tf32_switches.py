@@ -43,7 +43,7 @@ def keep_fp32_products(policy: Policy, patches: Patches, leave: Leave) -> None:
 
 
 class _Overridden:
-    """Stand in for torch's setters."""
+    """Replacements for torch's setters."""
 
     def __init__(self, policy: Policy, leave: Leave) -> None:
         self._policy, self._leave = policy, leave

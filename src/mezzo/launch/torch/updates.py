@@ -34,7 +34,7 @@ _MAX_EVALUATIONS = 64  # halving from 2**24 reaches the smallest floor sooner
 
 
 class Evaluated:
-    """Stand in for a closure that has run."""
+    """A closure that has already run."""
 
     evaluated = True
     """Tells watchers that the step itself makes no passes."""
@@ -48,7 +48,7 @@ class Evaluated:
 
 
 class Updates:
-    """Stand before and after every optimizer step of a script."""
+    """Hooks before and after every optimizer step of a script."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

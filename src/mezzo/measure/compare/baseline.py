@@ -17,7 +17,7 @@ from mezzo.records import RunRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Hold what every other policy is compared with."""
+    """The runs that every other policy is compared with."""
 
     group: Group
     margin: float

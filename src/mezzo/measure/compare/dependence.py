@@ -19,7 +19,7 @@ _COARSEST_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Dependence:
-    """Hold a file with the run that wrote it and the later run that read it."""
+    """A file with the run that wrote it and the later run that read it."""
 
     path: str
     writer: RunRecord

@@ -52,7 +52,7 @@ def _share_of_loss(scale: Scale, place: float, *, learning: Learning, margin: fl
 
 @dataclass(frozen=True, kw_only=True)
 class MetricKind:
-    """Hold what is known of the metric of a comparison from all that its runs printed."""
+    """What is known of a comparison's metric from all that its runs printed."""
 
     name: str
     scale: Scale

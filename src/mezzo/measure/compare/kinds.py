@@ -92,7 +92,7 @@ def scale_of_metric(metric: Metric, values: Sequence[float]) -> Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricGrid:
-    """Hold the step in which a metric's values come."""
+    """The step in which a metric's values come."""
 
     step: float
     num_examples: int | None = None

@@ -47,7 +47,7 @@ _OVERESTIMATED = {2: 6.55, 3: 6.71, 4: 4.59, 5: 3.23, 6: 3.08, 7: 2.77, 8: 2.47,
 
 @dataclass(frozen=True, kw_only=True)
 class Margin:
-    """Hold the margin of one quantity on its scale."""
+    """The margin of one quantity on its scale."""
 
     share: float
     """The part that is known."""

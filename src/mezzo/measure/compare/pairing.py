@@ -14,7 +14,7 @@ from mezzo.records import RunRecord
 
 
 class Key(NamedTuple):
-    """Name a run of a policy: its seed, and how many earlier runs had that seed (or none)."""
+    """A run's place within a policy: its seed, and how many earlier runs had that seed (or none)."""
 
     seed: int | None
     number: int
@@ -25,7 +25,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Hold a run of a policy and the baseline's run with the same seed."""
+    """A run of a policy and the baseline's run with the same seed."""
 
     key: Key
     run: RunRecord
@@ -34,7 +34,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Hold the runs of one policy: those that trained to their end, and why the others failed."""
+    """The runs of one policy: those that trained to their end, and why the others failed."""
 
     policy: str
     trained: dict[Key, RunRecord] = field(default_factory=dict)

@@ -45,7 +45,7 @@ BEYOND_ERROR = 0.025
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """Hold one quantity in pairs of policy and baseline, all finite, with its scale and its margin."""
+    """One quantity in pairs of policy and baseline, all finite, with its scale and its margin."""
 
     name: str
     pairs: tuple[tuple[float, float], ...]
@@ -159,7 +159,7 @@ class Quantity:
 
 @dataclass(frozen=True, kw_only=True)
 class PairStatistics:
-    """Hold the statistics of samples of pairs: of one sample, or of many at once."""
+    """Statistics of samples of pairs: of one sample, or of many at once."""
 
     mean: Array
     deviation: Array

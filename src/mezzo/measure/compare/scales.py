@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 
 
 class Scale(Protocol):
-    """Compare values by their differences on some scale."""
+    """A scale on which the differences of values are compared."""
 
     @property
     def name(self) -> ScaleName:
@@ -44,7 +44,7 @@ class Scale(Protocol):
 
 @dataclass(frozen=True)
 class Ratio:
-    """Compare by ratio; a change is a share of the baseline's value."""
+    """The scale of ratios; a change is a share of the baseline's value."""
 
     name: ScaleName = "ratio"
 
@@ -67,7 +67,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Proportion:
-    """Compare shares of a whole; a change is in the unit of the values, as 0.01 or as one percentage point."""
+    """The scale of shares of a whole; a change is in the unit of the values, as 0.01 or as one percentage point."""
 
     unit: float
     """The whole: 1, or 100 for percent."""
@@ -94,7 +94,7 @@ class Proportion:
 
 @dataclass(frozen=True)
 class Absolute:
-    """Compare by difference."""
+    """The scale of plain differences."""
 
     name: ScaleName = "absolute"
 

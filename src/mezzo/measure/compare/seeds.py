@@ -49,7 +49,7 @@ def _chance(futures: Sequence[Future], num_pairs: int) -> float:
 
 
 class Future:
-    """Draw what more pairs of a quantity may show."""
+    """Samples of what more pairs of a quantity may show."""
 
     def __init__(self, quantity: Quantity, rng: np.random.Generator) -> None:
         self.quantity, self._num, self._before = quantity, len(quantity), quantity.seen

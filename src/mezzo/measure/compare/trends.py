@@ -48,14 +48,14 @@ WayName = Literal["diverged", "stopped_learning"]
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Say how a run went wrong."""
+    """How a run went wrong."""
 
     verdict: WayName
     text: str
 
 
 class Course:
-    """Hold the levels of one run's loss: means over a tenth of its steps."""
+    """The levels of one run's loss: means over a tenth of its steps."""
 
     def __init__(self, losses: Sequence[float]) -> None:
         num, half = tenth(losses), len(losses) // 2
@@ -80,7 +80,7 @@ class Course:
 
 
 class Learning:
-    """Hold what the runs of the baseline took off their loss."""
+    """By how much the runs of the baseline lowered their loss."""
 
     def __init__(self, courses: Sequence[Course]) -> None:
         self.courses = [course for course in courses if math.isfinite(course.fall())]

@@ -36,7 +36,7 @@ _WENT_WRONG = {"diverged": "diverged", "stopped_learning": "stopped learning"}
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Hold the verdict on a policy, its reasons with the most important first, and the quantities that it rests on."""
+    """The verdict on a policy, its reasons with the most important first, and the quantities that it rests on."""
 
     verdict: Verdict
     reasons: list[str]

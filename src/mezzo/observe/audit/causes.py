@@ -36,7 +36,7 @@ _FAMILY = {
 
 @dataclass(frozen=True)
 class Why:
-    """Hold the cause of a wide product, the module that it lies in, and a sentence."""
+    """The cause of a wide product, the module that it belongs to, and a sentence."""
 
     cause: Cause
     module: str

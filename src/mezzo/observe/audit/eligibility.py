@@ -22,7 +22,7 @@ MULTIPLE = _BYTES // _HALF
 
 @dataclass
 class Shape:
-    """Hold a product as ``batch`` times (m, k) x (k, n), and what stands in the way of Tensor Cores."""
+    """A product as ``batch`` times (m, k) x (k, n), and what keeps it off Tensor Cores."""
 
     m: int
     n: int

@@ -27,7 +27,7 @@ _AMPERE = (8, 0)
 
 @dataclass
 class AuditedSteps:
-    """Hold what the rules look at."""
+    """What the rules inspect."""
 
     seen: Sequence[TracedOperation]
     wide: Sequence[WideProduct]
@@ -55,7 +55,7 @@ class AuditedSteps:
 
 @dataclass
 class Part:
-    """Hold the part of a step that a finding concerns."""
+    """The part of a step that a finding concerns."""
 
     modules: Iterable[str]
     detail: str
@@ -69,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True)
 class FindingRule:
-    """Hold one code: what it is called, what mends it, and how it is found."""
+    """One code: its title, its fix, and how it is found."""
 
     code: str
     title: str

@@ -39,7 +39,7 @@ def uses_tensor_cores(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Launch:
-    """Hold one kernel that ran for one operation."""
+    """One kernel that ran for one operation."""
 
     op: str
     """The operation, as the profiler names it (``aten::mm``)."""

@@ -43,7 +43,7 @@ def listed_precision(op: str) -> str:
 
 @dataclass
 class TracedOperation:
-    """Hold one operation with its meaning."""
+    """One operation with its meaning."""
 
     op: str
     module: str
@@ -66,7 +66,7 @@ class TracedOperation:
 
 @dataclass
 class Cast:
-    """Hold one change of format of a tensor."""
+    """One change of a tensor's format."""
 
     source: str
     target: str
@@ -93,7 +93,7 @@ def understand(trace: Trace, names: Names, parameters: set[int]) -> list[TracedO
 
 
 class _Reader:
-    """Read a trace from its first operation to its last."""
+    """A reader of a trace, from its first operation to its last."""
 
     def __init__(self, trace: Trace, names: Names, parameters: set[int]) -> None:
         self._trace, self._names = trace, names
@@ -207,7 +207,7 @@ class _Reader:
 
 @dataclass
 class _Came:
-    """Hold where a value came from: the cast that gave it its format."""
+    """Where a value came from: the cast that gave it its format."""
 
     source: str
     format: str
@@ -217,7 +217,7 @@ class _Came:
 
 
 class _Flow:
-    """Follow values through the step: which were cast, which became FP32 because they met FP32."""
+    """The values of a step: which were cast, and which became FP32 because they met FP32."""
 
     def __init__(self, parameters: set[int]) -> None:
         self._parameters = parameters

@@ -14,7 +14,7 @@ _TOP_EXPONENT = 14  # a quarter of FP16's largest number: other batches have oth
 
 
 class LocalError(ModuleError):
-    """Hold the error that one module makes by itself, and what the search needs besides."""
+    """The error that one module makes by itself, and what else the search needs."""
 
     largest: float = 0.0
     """The largest magnitude of a gradient at its outputs, inputs and weights."""
@@ -27,7 +27,7 @@ class LocalError(ModuleError):
 
 
 class StepErrors(Value):
-    """Hold the error of every parameter's gradient in one step."""
+    """The error of every parameter's gradient in one step."""
 
     step: int
     errors: dict[str, float]
@@ -39,7 +39,7 @@ class StepErrors(Value):
 
 
 class Measured(Value):
-    """Hold what one run showed."""
+    """What one run measured."""
 
     local: list[LocalError] = []
     steps: list[StepErrors] = []

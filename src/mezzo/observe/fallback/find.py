@@ -35,7 +35,7 @@ _LISTED = 200
 
 
 class Measure(Protocol):
-    """Run a few training steps under a policy."""
+    """A function that runs a few training steps under a policy."""
 
     def __call__(self, policy: Policy, settings: FallbackSettings) -> tuple[Measured, RunRecord]:
         """Return what was measured, and the record of the run."""
@@ -44,7 +44,7 @@ class Measure(Protocol):
 
 @dataclass(kw_only=True)
 class Hunt:
-    """Hold what is known while modules are searched."""
+    """The state of a search for modules."""
 
     policy: Policy
     tolerance: float

@@ -38,7 +38,7 @@ _LEFT = ("lower", "fp32", "widest", "arithmetic", "op_lists", "loss_scale", "ini
 
 @dataclass(eq=False)
 class Call:
-    """Hold the inputs of a module's first call, and the gradients that came back to its outputs."""
+    """The inputs of a module's first call, and the gradients that came back to its outputs."""
 
     module: nn.Module
     args: Any
@@ -48,7 +48,7 @@ class Call:
 
 
 class Calls:
-    """Keep the first call of every module."""
+    """The first call of every module."""
 
     def __init__(self) -> None:
         self.first: dict[nn.Module, Call] = {}
@@ -109,7 +109,7 @@ def for_single_modules(policy: Policy) -> Policy:
 
 @dataclass(kw_only=True)
 class Grads:
-    """Hold what one run of a module gave: tensors of three kinds."""
+    """Tensors of three kinds that one run of a module gave."""
 
     output: list[Tensor]
     dgrad: list[Tensor]
@@ -117,7 +117,7 @@ class Grads:
 
 
 class Bench:
-    """Run modules by themselves."""
+    """A place where modules run by themselves."""
 
     def __init__(self, policy: Policy, device_type: str) -> None:
         self._device_type = device_type

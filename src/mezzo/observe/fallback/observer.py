@@ -38,7 +38,7 @@ _COMPILED = "_orig_mod"
 
 
 class Fallback(Observer):
-    """Take the gradients of the first steps, with updates held back."""
+    """An observer of the first steps' gradients; updates are held back."""
 
     def __init__(self, settings: FallbackSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)

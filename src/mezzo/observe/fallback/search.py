@@ -30,7 +30,7 @@ Verify: TypeAlias = Callable[[Names], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Hold the end of a search."""
+    """The result of a search."""
 
     kept: Names | None
     """The set, sorted; None where even all candidates together fail."""

@@ -27,7 +27,7 @@ _INVARIANT = (
 
 
 class Accumulation:
-    """Look at the windows of each optimizer."""
+    """The accumulation windows of each optimizer."""
 
     def __init__(self, noticed: Noticed) -> None:
         self._noticed = noticed

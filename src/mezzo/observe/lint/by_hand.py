@@ -40,14 +40,14 @@ _MIXES = _SUMS | {"lerp", "_foreach_lerp"}
 
 
 class View(Protocol):
-    """Look at calls of torch."""
+    """A listener to calls of torch."""
 
     def see(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Look at one call that was made."""
 
 
 class ByHand(TorchFunctionMode):
-    """Show calls of torch to a view while it is on."""
+    """A mode that shows calls of torch to a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class ByHand(TorchFunctionMode):
 
 
 class GradientView:
-    """See what is done to gradients.
+    """A view of what a script does to gradients.
 
     Args:
         gradients: to see.
@@ -130,7 +130,7 @@ class GradientView:
 
 
 class _Source(NamedTuple):
-    """Hold what a tensor was made of."""
+    """What a tensor was made of."""
 
     parameter: Tensor | None
     """The weight that it was made of."""
@@ -145,7 +145,7 @@ _NOTHING = _Source(None, half=False)
 
 
 class AverageView:
-    """See averages of weights that are kept in 16 bits.
+    """A view of weight averages that are kept in 16 bits.
 
     Args:
         parameters: the weights.

@@ -21,7 +21,7 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class Scaled:
-    """Hold which GradScaler multiplied a loss, and how many updates it had made by then."""
+    """The GradScaler that multiplied a loss, and how many updates it had made by then."""
 
     scaler: Any
     epoch: int
@@ -29,7 +29,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """Hold what one backward pass added."""
+    """What one backward pass added."""
 
     scaled: Scaled | None
     """What scaled it; None for nothing, as far as is known."""
@@ -54,7 +54,7 @@ class BackwardPass:
 
 @dataclass
 class Held:
-    """Hold what is known of one optimizer's gradients."""
+    """What is known of one optimizer's gradients."""
 
     passes: list[BackwardPass] = field(default_factory=list)
     """Since they were cleared or used."""
@@ -104,7 +104,7 @@ class Held:
 
 
 class Gradients:
-    """Hold what is known of every optimizer's gradients."""
+    """What is known of every optimizer's gradients."""
 
     def __init__(self) -> None:
         self._held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()

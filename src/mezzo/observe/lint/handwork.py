@@ -18,7 +18,7 @@ _LOOKED_AT = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
 
 
 class HandWork:
-    """Look at a script's own work on gradients and averages in chosen updates."""
+    """A script's own work on gradients and averages, inspected in chosen updates."""
 
     def __init__(self, run: ObservedRun, gradients: Gradients, scalers: Scalers, noticed: Noticed) -> None:
         self._run, self._gradients, self._scalers, self._noticed = run, gradients, scalers, noticed

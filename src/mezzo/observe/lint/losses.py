@@ -40,7 +40,7 @@ _LEAST_SCALE = 64.0
 
 
 class Factor(NamedTuple):
-    """Hold a number that a loss was multiplied by; None where it lies on a device or is no plain number."""
+    """A number that a loss was multiplied by; None where it lies on a device or is no plain number."""
 
     value: float | None
     divides: bool
@@ -52,7 +52,7 @@ class Factor(NamedTuple):
 
 
 class TracedLoss(NamedTuple):
-    """Hold how a loss came about, from the backward pass inwards."""
+    """How a loss was computed, from the backward pass inwards."""
 
     factors: tuple[Factor, ...]
     """The GradScaler's is not among them."""

@@ -23,7 +23,7 @@ _ORDER = ("error", "warning", "info", "")
 
 @dataclass
 class _Seen:
-    """Hold the first time that a misuse was seen, and how often it was."""
+    """The first time that a misuse was seen, and how often it was."""
 
     step: int
     detail: str
@@ -33,7 +33,7 @@ class _Seen:
 
 
 class Noticed:
-    """Hold what was noticed in a run, one entry a code."""
+    """The misuse seen in a run, one entry a code."""
 
     def __init__(self, run: ObservedRun) -> None:
         self._run = run

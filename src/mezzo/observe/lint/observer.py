@@ -41,7 +41,7 @@ _WALKS = 2
 
 
 class Lint:
-    """Watch one run. The launcher calls these methods where it stands anyway."""
+    """The lint of one run; the launcher calls these methods from hooks that it has anyway."""
 
     def __init__(self, run: ObservedRun) -> None:
         self._run = run

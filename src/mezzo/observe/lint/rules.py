@@ -9,7 +9,7 @@ from mezzo.records import Severity
 
 @dataclass(frozen=True)
 class Misuse:
-    """Hold one code: what it is called, how wrong it is, what it does to training, and what mends it."""
+    """One code: its title, its severity, what it does to training, and its fix."""
 
     code: str
     title: str

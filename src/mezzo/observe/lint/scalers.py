@@ -30,7 +30,7 @@ _NEAR = 1e-2
 
 @dataclass
 class _Known:
-    """Hold what is known of one GradScaler."""
+    """What is known of one GradScaler."""
 
     epoch: int = 0
     """How many updates it made."""
@@ -45,7 +45,7 @@ class _Known:
 
 
 class Scalers:
-    """Hear the calls of all GradScalers of a script."""
+    """The calls of all GradScalers of a script."""
 
     def __init__(self, run: ObservedRun, gradients: Gradients, noticed: Noticed) -> None:
         self._run, self._gradients, self._noticed = run, gradients, noticed

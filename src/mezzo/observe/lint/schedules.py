@@ -12,7 +12,7 @@ from mezzo.observe.lint.noticed import ENOUGH, Noticed, here
 
 
 class LearningRates:
-    """Hear the steps of schedulers, and of their optimizers."""
+    """The steps of schedulers and of their optimizers."""
 
     def __init__(self, gradients: Gradients, noticed: Noticed) -> None:
         self._gradients, self._noticed = gradients, noticed

@@ -17,7 +17,7 @@ _STATISTIC = re.compile(r"(^|_)(running|moving|ema|avg|average|mean|var|std|mome
 
 
 class Statistics:
-    """Look for running statistics in 16 bits: those of torch's norms, and buffers of such a name that training changes."""
+    """Running statistics in 16 bits: those of torch's norms, and buffers of such a name that training changes."""
 
     def __init__(self, noticed: Noticed) -> None:
         self._noticed = noticed

@@ -29,7 +29,7 @@ _WEIGHTY = 0.1  # of a result's norm: what vanished elsewhere is rounding
 
 @dataclass
 class Look:
-    """Hold what was seen of one step's operations."""
+    """What was recorded of one step's operations."""
 
     sources: list[Source]
     lost: list[Source]
@@ -41,7 +41,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Fault:
-    """Hold what is to blame for one step."""
+    """What is to blame for one step."""
 
     verdict: Diagnosed
     source: Source

@@ -26,7 +26,7 @@ _IN_SCRIPT = "it changes the script itself"
 
 
 class Offer(NamedTuple):
-    """Hold one thing to do, and how it is tried."""
+    """One possible fix, and how it is tried."""
 
     advice: str
     line: str

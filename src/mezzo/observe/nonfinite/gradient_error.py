@@ -26,7 +26,7 @@ _FADED = 2.0**-10  # of the largest gradient so far: what is left of a training 
 
 @dataclass(frozen=True)
 class Off:
-    """Hold one parameter whose gradient is wrong."""
+    """One parameter whose gradient is wrong."""
 
     parameter: Tensor
     error: float
@@ -36,7 +36,7 @@ class Off:
 
 @dataclass(frozen=True)
 class Weighed:
-    """Hold what was found after a backward pass."""
+    """What was found after a backward pass."""
 
     index: int
     """How many operations had been seen."""

@@ -19,7 +19,7 @@ from mezzo.observe.tracer import Flags, Tracer
 
 
 class Place(NamedTuple):
-    """Hold where an operation runs."""
+    """Where an operation runs."""
 
     op: str
     module: nn.Module | None
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 class PlacingTracer(Tracer):
-    """Note operations, and where the nodes of the graph were made."""
+    """A tracer that also records where the nodes of the graph were made."""
 
     def __init__(self, formats: OperandFormats, *, device_type: str, flags: Flags) -> None:
         super().__init__(formats, device_type=device_type, flags=flags)

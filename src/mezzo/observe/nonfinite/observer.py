@@ -37,7 +37,7 @@ _LISTED = 3
 
 @dataclass
 class _Closed:
-    """Hold a step that is over, its flags perhaps still on their way from the device."""
+    """A step that is over; its flags may still be on their way from the device."""
 
     step: int
     flags: Tensor
@@ -48,7 +48,7 @@ class _Closed:
 
 
 class NonFinite(Observer):
-    """Watch a run for values that are not finite, and for those that no longer look so."""
+    """An observer of values that are not finite, and of those that no longer look so."""
 
     def __init__(self, settings: DiagnoseSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)

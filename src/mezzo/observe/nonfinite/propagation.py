@@ -59,7 +59,7 @@ _REFUSED = "without overflow"
 
 
 class InfinityTracer(PlacingTracer):
-    """Note operations, and inspect every result."""
+    """A tracer that inspects every result."""
 
     def __init__(
         self,

@@ -137,7 +137,7 @@ def in_fp32(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Recomputable:
-    """Hold an operation and what it read."""
+    """An operation and what it read."""
 
     func: Any
     args: Sequence[Any]

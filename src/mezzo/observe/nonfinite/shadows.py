@@ -34,7 +34,7 @@ _SWEEP = 256
 
 
 class End(enum.Enum):
-    """Name an end of a format's range."""
+    """An end of a format's range."""
 
     ABOVE = "above"
     BELOW = "below"
@@ -51,7 +51,7 @@ class End(enum.Enum):
 
 
 class Storages(Generic[T]):
-    """Keep one value for each storage that is alive; a storage that reuses the memory of a dead one has none."""
+    """One value for each storage that is alive; a storage that reuses the memory of a dead one has none."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[StorageWeakRef, T]] = {}  # the reference keeps the number from being given again
@@ -94,7 +94,7 @@ def _number(tensor: Tensor) -> int | None:
 
 @dataclass
 class _Twin(Generic[T]):
-    """Hold the elements of a storage that differ from what they would be."""
+    """The elements of a storage that differ from what they would be."""
 
     places: Tensor
     actual: Tensor
@@ -106,7 +106,7 @@ class _Twin(Generic[T]):
 
 
 class Twins(Generic[T]):
-    """Keep true values for one end of the range, each with its sources."""
+    """True values for one end of the range, each with its sources."""
 
     def __init__(self, end: End) -> None:
         self.end = end

@@ -17,7 +17,7 @@ _MOST = 6
 
 @dataclass(eq=False)
 class Source:
-    """Hold one place where values stopped being finite, or became zero."""
+    """One place where values stopped being finite, or became zero."""
 
     index: int
     """Number of the operation in its step."""
@@ -48,7 +48,7 @@ class Source:
 
 @dataclass
 class Spoiled:
-    """Hold one operation whose result was not finite."""
+    """One operation whose result was not finite."""
 
     index: int
     backward: bool

@@ -14,7 +14,7 @@ from mezzo.records import DiagnoseRecord, Pass, Reason, RunRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """Hold how a script was run."""
+    """How a script was run."""
 
     own_scaler: bool
     """Whether the script's own GradScaler is in use."""

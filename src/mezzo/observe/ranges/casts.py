@@ -41,7 +41,7 @@ _SEARCHED = range(-400, 401)  # beyond it no value of FP32 can be scaled into an
 
 @dataclass(frozen=True)
 class Counts:
-    """Hold a table of ``exponents``: all that is known of the values of one tensor, or of several together."""
+    """A table of ``exponent_bins``: all that is known of the values of one tensor, or of several together."""
 
     table: Sequence[int]
 

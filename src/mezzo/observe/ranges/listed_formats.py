@@ -25,7 +25,7 @@ _OF_FIRST = ("batchnorm", "instancenorm")
 
 
 class ListedFormats:
-    """Tell for tensors of a graph whether a policy lowers them."""
+    """Which tensors of a graph a policy lowers."""
 
     def __init__(self, policy: Policy) -> None:
         chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)

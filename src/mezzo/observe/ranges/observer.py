@@ -44,7 +44,7 @@ _REENTRANT = "CheckpointFunction"
 
 
 class Tally:
-    """Count into tables by name: what was seen since the last mark apart from what belongs to the step for sure."""
+    """Tables by name; what was counted since the last mark is kept apart from what certainly belongs to the step."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, Tensor] = {}
@@ -75,7 +75,7 @@ class Tally:
 
 
 class Ranges(Observer):
-    """Count values by exponent in the watched steps."""
+    """An observer that counts values by exponent."""
 
     def __init__(self, settings: RangesSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
