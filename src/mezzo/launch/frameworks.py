@@ -44,7 +44,7 @@ class Training(Protocol):
 
     @property
     def observer(self) -> Observer | None:
-        """Return what watches the training, None where it is only taken down."""
+        """Return the observer of the training; None where it is only recorded."""
 
     def close_update(self) -> None:
         """Close the update that is open when the script has ended."""

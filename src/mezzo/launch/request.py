@@ -51,7 +51,7 @@ class Request(BaseModel):
     command: tuple[str, ...]
     """What the person typed, for the record."""
     observe: AnySettings | None = None
-    """What to watch for; the record is then of that kind. None: train and take down the steps."""
+    """What to watch for; the record is then of that kind. None: train and record the steps."""
     compared_since_s: float | None = None
     """Unix time at which the comparison began that the run is part of, to note what it reads of other runs; None: it is part of none."""
     output_to_stderr: bool = False

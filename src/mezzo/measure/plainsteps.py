@@ -1,4 +1,4 @@
-"""Take down every training step of a framework that is not torch. Imports no framework.
+"""Record every training step of a framework that is not torch. Imports no framework.
 
 Losses and norms are kept as they come, as numbers or as a framework's scalars on its device, and read once at the end.
 """

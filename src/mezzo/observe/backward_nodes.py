@@ -62,7 +62,7 @@ class Made:
         self._epoch = 0
 
     def by_script(self) -> None:
-        """Take note that the script makes a node, so that no backward pass runs."""
+        """Record that the script makes a node, so that no backward pass runs."""
         self._epoch += 1
         for results in self._threads.values():
             if results:

@@ -113,7 +113,7 @@ class Observer(ABC):
 
     @abstractmethod
     def mark(self) -> None:
-        """Take note that what was seen until now belongs to the step."""
+        """Record that what was seen until now belongs to the step."""
 
     @abstractmethod
     def turn(self, step: int) -> None:
@@ -135,28 +135,28 @@ class Observer(ABC):
             self._first = register_module_forward_pre_hook(lambda *_: self._look_from_first_call())
 
     def backward_begins(self) -> None:  # noqa: B027 - most diagnoses have nothing to do here
-        """Take note of a backward pass that begins."""
+        """Record a backward pass that begins."""
 
     def backward_ended(self) -> None:
-        """Take note of a backward pass that is over; it belongs to its step, whether an update follows or is skipped."""
+        """Record a backward pass that is over; it belongs to its step, whether an update follows or is skipped."""
         self._noted()
 
     def compiled_ended(self) -> None:
-        """Take note that a compiled function returned."""
+        """Record that a compiled function returned."""
         self._go_on()
 
     def scaler_met(self, scaler: Any) -> None:  # noqa: B027 - most diagnoses have nothing to do here
-        """Take note of a GradScaler of the script's own that is about to scale a loss."""
+        """Record a GradScaler of the script's own that is about to scale a loss."""
 
     def stepping(self) -> None:  # noqa: B027 - most diagnoses have nothing to do here
-        """Take note that an optimizer's update begins."""
+        """Record that an optimizer's update begins."""
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Take note of an optimizer's update."""
+        """Record an optimizer's update."""
         self._noted()
 
     def step_closed(self, num_steps: int) -> None:
-        """Take note that a step is over. Ends the script after the last watched one."""
+        """Record that a step is over. Ends the script after the last watched one."""
         self._num_closed = num_steps
         self._go_on()
 

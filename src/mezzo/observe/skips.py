@@ -61,7 +61,7 @@ class Skips:
         """Steps whose skips are no normal ones, in the order in which that became known."""
 
     def closed(self, step: int, updates: list[Update], *, skipped: bool, rule: SkipRule) -> None:
-        """Take note of a step's updates; ``updates`` is empty where it is not known which optimizers made it."""
+        """Record a step's updates; ``updates`` is empty where it is not known which optimizers made it."""
         parts = {(u.scaler, u.optimizer): u.skipped for u in updates} or {(0, 0): skipped}
         if skipped and not any(parts.values()):  # found by the scale of all, not in one optimizer
             parts = dict.fromkeys(parts, True)

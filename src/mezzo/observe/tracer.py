@@ -144,7 +144,7 @@ class Tracer(TorchDispatchMode):
             local.again -= entry.again
 
     def stepping(self, stepping: bool) -> None:
-        """Take note that an optimizer's update begins or is over."""
+        """Record that an optimizer's update begins or is over."""
         self._stepping = stepping
 
     # --- operations ----------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Tracer(TorchDispatchMode):
         return known
 
     def _where(self, product: TracedProduct | None) -> str:
-        """Return the script's line that runs; take down which functions of torch a product runs in."""
+        """Return the script's line that runs; record which functions of torch a product runs in."""
         line, callers = script_line(sys._getframe(2))
         if product is not None:
             product.callers = callers

@@ -32,7 +32,7 @@ _BACKENDS = ("tensorflow", "torch")
 
 @contextmanager
 def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | None) -> Iterator[KerasTraining]:
-    """Run the code inside under ``policy`` (None: its own precision) and take down every training step.
+    """Run the code inside under ``policy`` (None: its own precision) and record every training step.
 
     Args:
         policy: what to apply.

@@ -80,7 +80,7 @@ class TensorFlowBackend:
         return tf.identity(tf.convert_to_tensor(variable))
 
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
-        """Take down an update, in the graph that is being traced or now."""
+        """Record an update, in the graph that is being traced or now."""
         replica = tf.distribute.get_replica_context()
         if replica is not None and replica.num_replicas_in_sync > 1:
             self._run.leave(

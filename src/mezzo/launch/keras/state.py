@@ -40,7 +40,7 @@ class Backend(Protocol):
         """Return a context in which variables are made at once, also while a function is traced."""
 
     def layer_called(self, inputs: Any) -> None:
-        """Take note of a layer called from outside any layer, with these inputs."""
+        """Record a layer called from outside any layer, with these inputs."""
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together, divided by ``scale``; None leaves them."""
@@ -49,7 +49,7 @@ class Backend(Protocol):
         """Return a copy of a variable's value now."""
 
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
-        """Take down an update.
+        """Record an update.
 
         Args:
             owner: the optimizer, by number.
@@ -61,7 +61,7 @@ class Backend(Protocol):
         """
 
     def collect(self) -> None:
-        """Bring the steps that were taken down by now into ``run.steps``."""
+        """Bring the steps that were recorded by now into ``run.steps``."""
 
     def finish(self) -> None:
         """Stop looking, at the end of the script."""
@@ -127,11 +127,11 @@ class KerasRun:
         return self._scale
 
     def leave(self, what: str, value: str, reason: str) -> None:
-        """Take note of something that could not be switched."""
+        """Record something that could not be switched."""
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
 
     def scaled(self, result: Any, loss: Any) -> None:
-        """Take note that an optimizer of the script made ``result`` by scaling ``loss``."""
+        """Record that an optimizer of the script made ``result`` by scaling ``loss``."""
         self._scaled = [*self._scaled[1 - _NUM_SCALED :], (result, loss)]
 
     def unscaled(self, target: Any) -> Any | None:
@@ -147,7 +147,7 @@ class KerasRun:
         return number
 
     def weigh(self, optimizer: Any, variables: Sequence[Any], gradients_bytes: int) -> None:
-        """Take note of what an optimizer updates, and of the bytes of its gradients."""
+        """Record what an optimizer updates, and the bytes of its gradients."""
         new = [v for v in variables if id(v) not in self.variables]
         if new or not self.gradients_bytes:
             self.gradients_bytes = (self.gradients_bytes or 0) + gradients_bytes

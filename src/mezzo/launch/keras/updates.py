@@ -1,4 +1,4 @@
-"""Updates by Keras' optimizers: every one is taken down, and scaled, checked and skipped as the policy says.
+"""Updates by Keras' optimizers: every one is recorded, and scaled, checked and skipped as the policy says.
 
 ``LossScaleOptimizer`` does the scaling: the one that ``compile`` or the script puts around an optimizer, or else one that
 is put around it here. All of them share the run's one scale. Gradients reach it in one of two ways:

@@ -1,4 +1,4 @@
-"""Look closely at the second step of a Paddle run: which formats its products ran in, and the bytes of each kind.
+"""Inspect the second step of a Paddle run: which formats its products ran in, and the bytes of each kind.
 
 The second, because in the first the optimizer has no state yet; and one step, because a look costs time (the first tenth
 of the steps is left out of all timing). Activations are what autograd keeps for the backward pass, by Paddle's hooks for

@@ -97,7 +97,7 @@ class PaddleRun:
         return self.policy is not None and self.policy.lowers
 
     def meet(self, layer: Any) -> None:
-        """Take note of a layer that is called from outside any layer."""
+        """Record a layer that is called from outside any layer."""
         self.begin()
         if layer in self.roots:
             return
@@ -159,11 +159,11 @@ class PaddleRun:
             self.local.kept -= 1
 
     def leave(self, what: str, value: str, reason: str) -> None:
-        """Take note of something that could not be switched."""
+        """Record something that could not be switched."""
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
 
     def leave_own_amp(self, what: str) -> None:
-        """Take note of mixed precision of the script's own that does nothing here."""
+        """Record mixed precision of the script's own that does nothing here."""
         if this_device().kind == "cpu":
             self.leave(what, "fp32", NO_EFFECT)
 
@@ -181,7 +181,7 @@ class PaddleRun:
         return len(self.steps) + self._stepped
 
     def backward_from(self, losses: Iterable[Any]) -> None:
-        """Take note of a backward pass: it closes the open update, and its losses belong to the next.
+        """Record a backward pass: it closes the open update, and its losses belong to the next.
 
         Raises:
             NonFiniteLossError: the first loss of all is not finite.
@@ -202,7 +202,7 @@ class PaddleRun:
             self.steps.loss(value)
 
     def updated(self, norm: Any | None) -> bool:
-        """Take note of an update with gradients of this norm; return whether to skip it.
+        """Record an update with gradients of this norm; return whether to skip it.
 
         Raises:
             PolicyError: a pattern of the policy has matched no layer.
@@ -224,12 +224,12 @@ class PaddleRun:
         return number
 
     def update_made(self, optimizer: Any) -> None:
-        """Take note of an optimizer that has stepped."""
+        """Record an optimizer that has stepped."""
         self._made_by.add(self.owner(optimizer))
         self.steps.updated()
 
     def script_skipped(self) -> None:
-        """Take note that the script's own GradScaler skipped an optimizer's step."""
+        """Record that the script's own GradScaler skipped an optimizer's step."""
         self._stepped = self._found = True
 
     def close_update(self) -> None:

@@ -29,7 +29,7 @@ from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 def training(
     policy: Policy | None, *, seed: int | None, observe: AnySettings | None = None
 ) -> Iterator[PaddleTraining]:
-    """Run the code inside under ``policy`` (None: its own precision) and take down every training step.
+    """Run the code inside under ``policy`` (None: its own precision) and record every training step.
 
     Args:
         policy: what to apply.

@@ -88,7 +88,7 @@ class Updates:
         return step
 
     def _by_closure(self, original: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Let an optimizer that evaluates the loss itself go its way; what is taken down is its first evaluation."""
+        """Let an optimizer that evaluates the loss itself go its way; what is recorded is its first evaluation."""
         run = self._run
         if run.scale.checks:
             run.leave(

@@ -34,7 +34,7 @@ from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 def switched(
     policy: Policy | None, *, seed: int | None = None, observe: AnySettings | None = None
 ) -> Iterator[tuple[Run, CountedStep]]:
-    """Run the code inside under ``policy`` (None: its own precision) and take down every training step.
+    """Run the code inside under ``policy`` (None: its own precision) and record every training step.
 
     Args:
         policy: what to apply.

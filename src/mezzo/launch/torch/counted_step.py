@@ -1,4 +1,4 @@
-"""Look closely at the second step of a run: which formats its operations ran in, and the bytes of each kind.
+"""Inspect the second step of a run: which formats its operations ran in, and the bytes of each kind.
 
 The second step, because in the first the optimizer has no state yet; and one step, because a look costs time (the
 first tenth of the steps is left out of all timing). Compiled code is run eagerly for that step: what happens inside

@@ -42,7 +42,7 @@ class OptimizerOwners:
         return found
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of an optimizer that is being made, in the frames above this one."""
+        """Record an optimizer that is being made, in the frames above this one."""
         number = self.number(optimizer)
         if number is not None and number not in self.names:
             held = set(map(id, _parameters(optimizer)))

@@ -132,7 +132,7 @@ class Run:
         return casting is not None and casting.emulates
 
     def meet(self, module: nn.Module, args: Any) -> str:
-        """Take note of a module called from outside any module; return the device type it runs on."""
+        """Record a module called from outside any module; return the device type it runs on."""
         known, known_parameter, device = self._met
         if known() is module:
             parameter = known_parameter()
@@ -213,7 +213,7 @@ class Run:
             raise conversion.no_such_module(pattern, names)
 
     def leave(self, what: str, value: str, reason: str) -> None:
-        """Take note of something that could not be switched."""
+        """Record something that could not be switched."""
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
 
     # --- updates ---------------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Run:
         return any(id(p) in held for p in parameters)
 
     def updated(self, norm: Tensor | None) -> bool:
-        """Take note of an update with gradients of this norm; return whether to skip it.
+        """Record an update with gradients of this norm; return whether to skip it.
 
         Reads one flag from the device where the loss is scaled, the only one of a step.
         """
@@ -251,7 +251,7 @@ class Run:
         return len(self.recorder) + self._stepped
 
     def evaluated(self, norm: Tensor | None) -> None:
-        """Take note of an update whose gradients have this norm and need no check."""
+        """Record an update whose gradients have this norm and need no check."""
         if self._unmatched:
             self.check_patterns()
         self._stepped = True
@@ -259,7 +259,7 @@ class Run:
             self.recorder.norm(norm)
 
     def stepping(self) -> None:
-        """Take note that an optimizer is about to change the weights."""
+        """Record that an optimizer is about to change the weights."""
         if self.observer is not None:
             self.observer.stepping()
 
@@ -274,7 +274,7 @@ class Run:
             watcher.updated(optimizer)
 
     def script_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, skipped: bool | Tensor) -> None:
-        """Take note that the script's own GradScaler made or skipped an optimizer's step.
+        """Record that the script's own GradScaler made or skipped an optimizer's step.
 
         Args:
             scaler: the GradScaler.
@@ -295,7 +295,7 @@ class Run:
             self.updates.append(Update(scaler=id(scaler), optimizer=id(optimizer), skipped=bool(skipped)))
 
     def meet_scaler(self, scaler: Any) -> None:
-        """Take note that the script's own GradScaler is about to scale a loss."""
+        """Record that the script's own GradScaler is about to scale a loss."""
         self.steady.end()
         if self.script_scaler is not scaler:
             self.script_scaler = scaler

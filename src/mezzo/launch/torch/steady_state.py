@@ -34,7 +34,7 @@ class Steady:
         """Returns the optimizer that stepped last: one that has only been made is not known yet."""
 
     def update_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of an update that was recorded in full."""
+        """Count an update that was recorded in full."""
         self._last = ref(optimizer)
 
     def begin(self) -> None:
@@ -57,7 +57,7 @@ class Steady:
         self.optimizer = self._last = nothing
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take note of a step of which nothing but its time is recorded; return False where more is."""
+        """Record a step of which nothing but its time is recorded; return False where more is."""
         run = self._run
         if self.optimizer() is not optimizer or run.takes_norm:
             return False

@@ -26,7 +26,7 @@ def keep_fp32_products(policy: Policy, patches: Patches, leave: Leave) -> None:
     Args:
         policy: ``fp32`` or ``tf32``.
         patches: what undoes it.
-        leave: takes note of a switch of the script's that was overridden: what, its value, the reason.
+        leave: records a switch of the script's that was overridden: what, its value, the reason.
     """
     switches = fp32_products_as_they_were()
     switches.__enter__()

@@ -150,7 +150,7 @@ class Updates:
     def _until_finite(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that lowers the loss scale and evaluates again until the gradients are finite.
 
-        What is taken down for the update is the first evaluation that counts, as an optimizer returns it.
+        What is recorded for the update is the first evaluation that counts, as an optimizer returns it.
         """
         run = self._run
 

@@ -90,7 +90,7 @@ class Fallback(Observer):
         self._fresh = {}
 
     def mark(self) -> None:
-        """Take note of nothing: a step's gradients are those after its last backward pass."""
+        """Do nothing: a step's gradients are those after its last backward pass."""
 
     def turn(self, step: int) -> None:
         """Keep the step's gradients; end the script where no more are needed."""

@@ -35,14 +35,14 @@ class Accumulation:
         """Windows in a row without any division; -1 once it was noticed, or once one was divided."""
 
     def in_session(self, one: BackwardPass, parameters: list[Tensor]) -> None:
-        """Take note of a backward pass that a session makes; one of the factors is the session's own."""
+        """Record a backward pass that a session makes; one of the factors is the session's own."""
         count, near = one.divides_by, one.loss.near(one.divides_by)
         if len(near) > 1 and (count > 2 or any(f.divides for f in near)) and not _averages(one, count):
             detail = f"the script divides the loss by {count}, and mezzo.Session(accumulate={count}) averages over {count} passes"
             self._noticed.add("A607", detail, parameters=parameters, line=one.line)
 
     def closed(self, optimizer: Optimizer, held: Held, *, step: int) -> None:
-        """Take note of the backward passes of an update that is about to be made in step number ``step``."""
+        """Record the backward passes of an update that is about to be made in step number ``step``."""
         passes = held.passes
         if (
             len(passes) < 2 or held.by_hand or passes[0].divides_by > 1

@@ -88,12 +88,12 @@ class Held:
         return not self.unscaled and not self.by_hand and any(p.scaled is not None for p in self.passes)
 
     def clear(self) -> None:
-        """Take note that they are None or zero."""
+        """Record that they are None or zero."""
         self.dropped += len(self.passes)
         self._forget()
 
     def use(self) -> None:
-        """Take note that a step used them."""
+        """Record that a step used them."""
         self.dropped = 0
         self._forget()
 

@@ -64,7 +64,7 @@ class HandWork:
             self._mode.stop()
 
     def stop(self) -> None:
-        """Look no more, and take note of averages that were seen."""
+        """Stop, and record the averages that were seen."""
         self._mode.stop()
         averaged, self._averages = self._averages, []
         if not averaged:
@@ -100,14 +100,14 @@ class HandWork:
                 self.read(parameters_of(optimizer), norm_read)
 
     def clipped(self, optimizers: Sequence[Optimizer], detail: str, line: str, of: Sequence[Tensor] = ()) -> None:
-        """Take note that scaled gradients of ``optimizers`` are clipped; ``of`` are the parameters, all where left out."""
+        """Record that scaled gradients of ``optimizers`` are clipped; ``of`` are the parameters, all where left out."""
         for optimizer in optimizers:
             self._gradients.of(optimizer).clipped = True
         parameters = of or [p for o in optimizers for p in parameters_of(o)]
         self._noticed.add("A601", detail, parameters=parameters, line=line)
 
     def read(self, parameters: Sequence[Tensor], line: str) -> None:
-        """Take note that the norm of scaled gradients is taken."""
+        """Record that the norm of scaled gradients is taken."""
         detail = "the norm of gradients is taken between backward() and unscale_"
         self._noticed.add("A602", detail, parameters=parameters, line=line)
 

@@ -50,7 +50,7 @@ class Noticed:
         step: int | None = None,
         count: int = 1,
     ) -> None:
-        """Take note of a misuse.
+        """Record a misuse.
 
         Args:
             code: which one.

@@ -57,7 +57,7 @@ class Scalers:
         """Steps of scalers that are on."""
 
     def asked(self, scaler: Any, *, enabled: bool) -> None:
-        """Take note of whether the script wants a scaler that it makes to be on."""
+        """Record whether the script wants a scaler that it makes to be on."""
         self._asked[scaler] = enabled
 
     def known(self, scaler: Any) -> _Known | None:
@@ -81,7 +81,7 @@ class Scalers:
         return None if None in found or not found else self._products[found[0]]  # type: ignore[index]
 
     def scale(self, scaler: Any, result: Any) -> None:
-        """Take note of what ``scale`` returned."""
+        """Record what ``scale`` returned."""
         known = self.known(scaler)
         if known is None:
             return
@@ -91,7 +91,7 @@ class Scalers:
             self._products.popitem(last=False)
 
     def get_scale(self, scaler: Any, value: float) -> None:
-        """Take note that the script read the scale: it may do something with it by hand."""
+        """Record that the script read the scale: it may do something with it by hand."""
         known = self.known(scaler)
         if known is not None:
             known.read, known.fresh = value, True

@@ -38,7 +38,7 @@ class PlacingTracer(Tracer):
         """The operation that runs, and its arguments."""
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Take note of a module that was called before the hooks were set."""
+        """Record a module that was called before the hooks were set."""
         self._enter(module, args)
 
     def _place(self, number: int, entry: Entry) -> None:

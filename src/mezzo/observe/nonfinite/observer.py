@@ -107,7 +107,7 @@ class NonFinite(Observer):
         self._tracer.stepping(True)
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Take note of an optimizer's update."""
+        """Record an optimizer's update."""
         if self._tracer is not None:
             self._tracer.stepping(False)
         super().updated(optimizer)
@@ -118,7 +118,7 @@ class NonFinite(Observer):
         self._tracer.forget()
 
     def mark(self) -> None:
-        """Take note that what was seen until now belongs to the step."""
+        """Record that what was seen until now belongs to the step."""
         assert self._tracer is not None
         self._marked = self._tracer.mark()
 

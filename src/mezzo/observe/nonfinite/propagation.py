@@ -103,7 +103,7 @@ class InfinityTracer(PlacingTracer):
         self.sources, self.spoiled, self.weighed = [], [], []
 
     def mark(self) -> int:
-        """Take note that what was seen until now belongs to the step; return how many operations that are."""
+        """Record that what was seen until now belongs to the step; return how many operations that are."""
         for twins in self._twins.values():
             twins.mark()
         return len(self.trace.operations)
@@ -280,14 +280,14 @@ class InfinityTracer(PlacingTracer):
                 twins.write(tensor, torch.where(end.lost(found, wide_one), wide_one, found), new)
 
     def _swallowed(self, held: list[Source], results: list[Tensor]) -> None:
-        """Take note that an operation made finite numbers of infinities, and whether they are the right ones."""
+        """Record that an operation made finite numbers of infinities, and whether they are the right ones."""
         wrong = any(self._twins[End.ABOVE].read(t) is not None for t in results)
         op = self.forward_name()
         for source in held:
             (source.swallowed if wrong else source.absorbed)[op] = None
 
     def _met_others(self, index: int, operation: recomputing.Recomputable, bad: list[Tensor]) -> None:
-        """Take note of an operation between processes: it gives what all of them gave."""
+        """Record an operation between processes: it gives what all of them gave."""
         if bad:
             strange = [pair for pair in operation.read if not is_finite(pair[0])]
             self._spoil(index, self._sources_of(index, operation, strange, bad[0], None, {}), bad)
@@ -356,7 +356,7 @@ class InfinityTracer(PlacingTracer):
         return together(found)
 
     def _refused(self, index: int, operation: recomputing.Recomputable) -> None:
-        """Take note of a number that torch refuses to write into a format that does not hold it."""
+        """Record a number that torch refuses to write into a format that does not hold it."""
         tensors = [read for read, _ in operation.read]
         leaves = tree_leaves((operation.args, operation.kwargs))
         numbers = [abs(float(x)) for x in leaves if isinstance(x, (int, float)) and not isinstance(x, bool)]

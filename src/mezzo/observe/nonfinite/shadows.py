@@ -114,7 +114,7 @@ class Twins(Generic[T]):
         self._mark = 0
 
     def mark(self) -> None:
-        """Take note that what was kept until now belongs to the step."""
+        """Record that what was kept until now belongs to the step."""
         self._mark += 1
 
     def turn(self) -> None:

@@ -170,7 +170,7 @@ class Ranges(Observer):
                 self._hooked[parameter] = parameter.register_hook(hook)
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Count weights, updates and what rounding would swallow of them, then take note of the update."""
+        """Count weights, updates and what rounding would swallow of them, then record the update."""
         before, self._before = self._before, {}
         self._updates = self._updates or bool(before)
         if self._on:
