@@ -29,12 +29,13 @@ from mezzo.observe.audit.operations import understand, weights_of
 from mezzo.observe.fallback.evidence import Measured, checked, read_measured
 from mezzo.observe.fallback.find import find
 from mezzo.observe.module_names import Names
-from mezzo.observe.nonfinite import words
+from mezzo.observe.nonfinite.observer import NonFinite
+from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis
 from mezzo.observe.observer import StopScript
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.observe.tracer import Tracer
 from mezzo.policy import Policy
-from mezzo.records import AS_IS, AuditRecord, DiagnoseRecord, Environment, FallbackRecord, Pass, RangesRecord, RunRecord
+from mezzo.records import AS_IS, AuditRecord, DiagnoseRecord, Environment, FallbackRecord, RangesRecord, RunRecord
 
 
 def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
@@ -108,20 +109,25 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
     chosen = None if policy == AS_IS else Policy.of(policy)
     settings = DiagnoseSettings(steps=tuple(range(1, steps + 1)))
     trained, run, error = _trained(train, chosen, settings, existing(torch.optim.Optimizer)[0], catches=(Exception,))
-    assert trained.observer is not None
-    record = trained.observer.record(run)
-    assert isinstance(record, DiagnoseRecord)
-    if error is not None and not record.located:
+    assert isinstance(trained.observer, NonFinite)
+    run = trained.observer.record(run)
+    evidence = trained.observer.evidence(run)
+    if error is not None and evidence.located is None:
         raise error
-    if not trained.num_updates and not record.located:
+    if not trained.num_updates and evidence.located is None:
         raise ScriptError(
             f"{run.script} ended without a training step",
             hint="pass a function that calls backward() and updates the weights",
         )
-    watched = trained.observer.watched
-    seen = Pass(policy=run.policy, reason="every step's operations", num_steps=trained.num_updates, watched=watched)
-    skips = words.skipped(run, record.faulty_steps) if record.verdict == "scale_overflow" else ""
-    return record.model_copy(update={"passes": [seen], "detail": ". ".join(filter(None, [record.detail, skips]))})
+    only = ScriptRun(
+        role="first",
+        reason="every step's operations",
+        policy=run.policy,
+        settings=settings,
+        run=run,
+        evidence=evidence,
+    )
+    return diagnosis([only], untried="a function cannot be run again from where it was")
 
 
 def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: int = 20) -> RangesRecord:

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,14 +21,11 @@ from torch.nn import functional as F
 import mezzo
 from helpers_launch import children_in_this_process
 from mezzo import ScriptError, SessionError, cli
-from mezzo.launch.request import Request
-from mezzo.launch.several.passes import diagnose_script
-from mezzo.records import DiagnoseRecord, RunRecord, read_record
+from mezzo.records import DiagnoseRecord, read_record
 from mezzo.report.diagnose import diagnose_sheet
 from mezzo.report.html import render_html
 from mezzo.report.text import render
 from paths import FAULTS, SCRIPTS
-from record_builders import environment
 
 pytestmark = pytest.mark.usefixtures("slow_backward_way")
 
@@ -213,43 +209,6 @@ def test_wrong_arguments_are_refused(values: dict[str, Any]) -> None:
 def test_a_function_that_never_trains_is_refused() -> None:
     with pytest.raises(ScriptError, match="without a training step"):
         mezzo.diagnose(lambda: None)
-
-
-# --- passes --------------------------------------------------------------------------------------
-
-
-def test_a_child_that_dies_gives_the_record_of_a_run(tmp_path: Path) -> None:
-    died = RunRecord(
-        command=[],
-        script="x",
-        script_sha256="",
-        policy="fp16",
-        environment=environment(),
-        exit_code=137,
-        error="killed",
-    )
-    request = Request(
-        target="x", kind="script", policy="fp16", record_path=str(tmp_path / "record.json"), command=("mezzo",)
-    )
-    assert diagnose_script(request, steps=5, child=lambda *_, **__: died) is died
-
-
-def test_nothing_is_run_again_after_an_interruption(tmp_path: Path) -> None:
-    ran: list[str] = []
-
-    def child(asked: Request, **_: Any) -> DiagnoseRecord:
-        ran.append(asked.policy)
-        if len(ran) > 1:
-            signal.raise_signal(signal.SIGINT)
-        return found().model_copy(update={"verdict": "range_overflow", "pattern": "1"})
-
-    request = Request(
-        target="x", kind="script", policy="fp16", record_path=str(tmp_path / "record.json"), command=("mezzo",)
-    )
-    record = diagnose_script(request, steps=5, child=child)
-    assert isinstance(record, DiagnoseRecord)
-    assert [p.outcome for p in record.passes][1:] == ["stopped by SIGINT"]
-    assert (record.located, record.fix_tried, record.fix_note) == (True, False, "not tried: the search was interrupted")
 
 
 # --- views ---------------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ class DiagnoseSettings(Settings):
     """The loss scale from the first step on that is inspected; None leaves it alone."""
     fp32_modules: tuple[str, ...] = ()
     """Name patterns of modules to keep in FP32 under the script's own precision."""
+    evidence_path: str = ""
+    """Where to write what the run showed; empty where it is asked for in the same process."""
 
 
 class FallbackSettings(Settings):

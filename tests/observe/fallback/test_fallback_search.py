@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mezzo.observe.fallback.search import Found, Names, covered, outermost, search
+from mezzo.observe.fallback.search import Found, Names, search
+from mezzo.observe.nested_names import covered, outermost
 
 TOLERANCE = 0.02
 

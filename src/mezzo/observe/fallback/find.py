@@ -22,8 +22,9 @@ from typing import Protocol
 from mezzo.errors import PolicyError, SessionError
 from mezzo.observe.fallback.evidence import LocalError, Measured, fitting_scale
 from mezzo.observe.fallback.operations import Command, in_fp32, needed, next_steps
-from mezzo.observe.fallback.search import Names, covered, search
+from mezzo.observe.fallback.search import Names, search
 from mezzo.observe.limits import ROUNDOFFS
+from mezzo.observe.nested_names import covered
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, RunRecord, Verification

@@ -24,6 +24,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from mezzo.observe.nested_names import covered, outermost
+
 Names: TypeAlias = tuple[str, ...]
 Verify: TypeAlias = Callable[[Names], float]
 
@@ -69,17 +71,6 @@ def search(
     while (opened := open_one(kept)) != kept:
         kept = _pruned(opened, tests.passes, costs or {})
     return Found(kept=kept, num_verifications=tests.count)
-
-
-def covered(name: str, kept: Iterable[str]) -> bool:
-    """Return whether ``name`` is one of ``kept`` or lies inside one."""
-    return any(name == other or name.startswith(f"{other}.") for other in kept)
-
-
-def outermost(names: Iterable[str]) -> Names:
-    """Return ``names`` sorted, each once, without those that lie inside another."""
-    unique = sorted(set(names))
-    return tuple(name for name in unique if not covered(name, [other for other in unique if other != name]))
 
 
 class _Tests:

@@ -1,18 +1,20 @@
-"""What to write against a fault, the best first. Imports no torch.
+"""What to write against a fault, the best first, and which of it helped. Imports no torch.
 
-What can be tried is tried before it is offered, by running the script with it (``mezzo.launch.several.trying``): a module or an
+What can be tried is tried before it is offered, by running the script with it up to the step of the fault: a module or an
 operation in FP32, BF16, another loss scale. A change of the script's own lines cannot, and the record says so.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mezzo import oplists
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
 from mezzo.observe.limits import HEADROOM
+from mezzo.observe.nested_names import outermost
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand
 
@@ -23,6 +25,11 @@ _COSTLY = frozenset(("linear", "matmul", "mm", "addmm")).union(
 )
 """Operations that are nearly all the work: with these in FP32 nothing is left of mixed precision."""
 _IN_SCRIPT = "it changes the script itself"
+_MOST = 5
+"""Runs at most to find a fix."""
+_MOST_MODULES = 3
+RUN_AGAIN = "run it again, with the script's seeds set, so that the step can be inspected"
+"""Against a fault whose operation was not seen."""
 
 
 class Offer(NamedTuple):
@@ -38,9 +45,15 @@ class Offer(NamedTuple):
     """Modules to keep in FP32 where the script's own precision is left alone."""
 
 
-def offered(
-    found: DiagnoseRecord, *, untried: str = "a function cannot be run again from where it was"
-) -> DiagnoseRecord:
+class Tried(NamedTuple):
+    """One fix that was tried."""
+
+    offer: Offer
+    again: DiagnoseRecord | None
+    """The verdict on the script with it; None where its process died."""
+
+
+def offered(found: DiagnoseRecord, *, untried: str) -> DiagnoseRecord:
     """Return ``found`` with the best fix, which was not tried because of ``untried``."""
     offers = offers_for(found)
     if not offers:
@@ -66,7 +79,68 @@ def offers_for(found: DiagnoseRecord) -> list[Offer]:
     return [*(_for_scale(found)[:1] if of_scale else []), *_for_range(found)]
 
 
-def in_the_script(found: DiagnoseRecord) -> str:
+# --- what was tried --------------------------------------------------------------------------------------------------------------
+
+
+def next_offer(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Offer | None:
+    """Return what to try next; None where something made the script healthy up to step ``last``, or nothing is left.
+
+    A module in FP32 may hand on what the next one does not hold: then both are tried together.
+    """
+    waiting = [offer for offer in offers_for(found) if offer.policy]
+    for one in tried:
+        if _helped(one.again, last):
+            return None
+        more = _more(one.offer, found, one.again)
+        waiting = [*([] if more is None else [more]), *waiting[1:]]
+    return waiting[0] if waiting and len(tried) < _MOST else None
+
+
+def settled(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> DiagnoseRecord:
+    """Return ``found`` with the fix that helped, or with what there is to say where none did."""
+    for offer, again in tried:
+        if again is not None and _helped(again, last):
+            return _with(found, offer, again)
+    offers = offers_for(found)
+    if not offers or any(not offer.policy for offer in offers):
+        return offered(found, untried="")
+    advice = f"none of these helps by itself: {'; '.join(one.offer.advice for one in tried)}"
+    together = "mezzo fallback searches for what has to stay in FP32 together"
+    own = any(note.what == "cause" for note in found.notes)  # a format that the script chose itself
+    next_step = f"change the cast to {found.format} in the script" if own else together
+    return found.model_copy(update={"fix": advice, "fix_line": "", "fix_tried": False, "fix_note": next_step})
+
+
+def _with(found: DiagnoseRecord, offer: Offer, again: DiagnoseRecord) -> DiagnoseRecord:
+    count = len(again.run.steps)
+    rest = "nothing is wrong" if again.verdict == "healthy" else f"the next fault is in step {again.step}"
+    how = f"under {offer.policy}" if offer.policy != found.run.policy else "with it"
+    note = f"tried: the script ran {count} step{'s' if count != 1 else ''} {how}, and {rest}"
+    note = "; ".join(filter(None, [note, _in_the_script(found)]))
+    update = {"fix": offer.advice, "fix_line": offer.line, "fix_tried": True, "fix_note": note}
+    return found.model_copy(update=update)
+
+
+def _helped(again: DiagnoseRecord | None, last: int) -> bool:
+    """Return whether a run came beyond step ``last`` without a fault, its loss scale found."""
+    if again is None or not any(not skipped for skipped in again.run.steps.skipped):
+        return False
+    if again.verdict == "healthy":
+        return len(again.run.steps) >= last
+    return again.verdict != "unfinished" and again.step > last and not any(s <= last for s in again.faulty_steps)
+
+
+def _more(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> Offer | None:
+    """Return the offer to keep the module as well where the fault is now."""
+    kept = () if found.pattern == "" else (found.pattern, *offer.fp32_modules)
+    if again is None or not again.pattern or not kept or len(kept) >= _MOST_MODULES:
+        return None
+    keeps_modules = bool(offer.fp32_modules) or "fp32_modules" in offer.policy
+    same = again.pattern in kept or again.verdict not in ("range_overflow", "silent_saturation")
+    return None if same or not keeps_modules else _wider(found, outermost((*kept, again.pattern)))
+
+
+def _in_the_script(found: DiagnoseRecord) -> str:
     """Return what a change of the script itself would do as well; nothing where there is no such change."""
     if found.origin == "refused":
         return "torch.finfo(x.dtype).min or max in the script, in place of the number, was not tried"
@@ -76,7 +150,7 @@ def in_the_script(found: DiagnoseRecord) -> str:
     return ""
 
 
-def wider(found: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
+def _wider(found: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
     """Return the offer to keep several modules in FP32: what one of them holds, the next may not take."""
     names = " and ".join(modules)
     if found.run.policy == AS_IS:
@@ -92,11 +166,12 @@ def wider(found: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
 
 def _for_scale(found: DiagnoseRecord) -> list[Offer]:
     """Offer a loss scale that fits, from the largest gradient without one and from what the run came down to; else BF16."""
-    at_one = (found.largest or 0.0) / found.loss_scale
+    at_one, bf16 = (found.largest or 0.0) / found.loss_scale, _bf16(found)
+    if found.format not in FORMATS or not math.isfinite(at_one):  # as a complex one
+        return bf16
     room = FORMATS[found.format].max / max(at_one, 1e-30)
     reached = min((scale for scale in found.run.steps.loss_scale or [] if scale > 0), default=_DEFAULT_SCALE)
     exponent = min(math.floor(math.log2(room)) - HEADROOM, math.floor(math.log2(reached)), 16)
-    bf16 = _bf16(found)
     if exponent < 0:
         return bf16
     scale = 2.0**exponent
@@ -126,7 +201,7 @@ def _for_vanished(found: DiagnoseRecord) -> list[Offer]:
 
 def _for_range(found: DiagnoseRecord) -> list[Offer]:
     """Offer FP32 for the module, or for the operation where no module has a name, then BF16."""
-    module = [wider(found, (found.pattern,))] if found.pattern else []
+    module = [_wider(found, (found.pattern,))] if found.pattern else []
     operation = _operation(found)
     costly = found.op in _COSTLY
     offers = [*module, *_bf16(found), *operation] if costly else [*module, *operation, *_bf16(found)]

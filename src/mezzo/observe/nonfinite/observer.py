@@ -21,18 +21,18 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.module_names import Names
-from mezzo.observe.nonfinite import ranks, words
-from mezzo.observe.nonfinite.blame import Fault, Look, blamed, seen_of
+from mezzo.observe.nonfinite import ranks
+from mezzo.observe.nonfinite.blame import Look, blamed, seen_of
+from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, write_evidence
 from mezzo.observe.nonfinite.keep_fp32 import keep_fp32
 from mezzo.observe.nonfinite.propagation import InfinityTracer
-from mezzo.observe.nonfinite.verdicts import Circumstances, located, verdict_record
 from mezzo.observe.observer import ObservedRun, Observer, StopScript
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.observe.skips import SkipRule, Skips, Update
-from mezzo.records import DiagnoseRecord, Reason, RunRecord
+from mezzo.records import RunRecord
 
 _LISTED = 3
-"""Harmless values that a record names."""
+"""Harmless values that the evidence names."""
 
 
 @dataclass
@@ -68,17 +68,17 @@ class NonFinite(Observer):
         self._thread = 0
         self._skips = Skips()
         self.bad_steps: list[int] = []
-        self.faults: list[Fault] = []
+        self.faults: list[Located] = []
         """What was located, by step."""
-        self._open: list[Fault] = []
+        self._open: list[Located] = []
         """Where gradients overflowed in updates that the loss scale skipped: a fault only if it does not find its way."""
-        self._harmless: dict[str, Reason] = {}
+        self._harmless: dict[str, Harmless] = {}
         """Values that left their format and made no difference, by line."""
         self._problems: dict[str, str] = {}
         """Operations that could not be inspected, and why."""
         self._gave_up = False
-        self._elsewhere: tuple[int, dict[str, Any] | None] = (-1, None)
-        """The rank of the process that found a fault, and what it found."""
+        self._elsewhere: tuple[int, Located | None] = (-1, None)
+        """The rank of the process where a fault began, and what it located."""
         self._lost: int | None = None
         """The step whose loss was not finite."""
 
@@ -193,8 +193,7 @@ class NonFinite(Observer):
         if not ranks.any_process(over, self.run.device_type or "cpu"):
             return False
         own = self._fault()
-        found = None if own is None else located(own, self._circumstances())
-        rank, began = ranks.first_of_all(found, arrived=own is not None and own.arrived)
+        rank, began = ranks.first_of_all(own, arrived=own is not None and own.arrived)
         if rank != ranks.own_rank():
             self._elsewhere = rank, began
         return True
@@ -238,12 +237,10 @@ class NonFinite(Observer):
             loss_bad = not loss_finite
             fault = blamed(closed.look, step, self._names(), loss_bad=loss_bad, bad=bad, before=self._largest_norm)
         if fault is not None:
-            curable = closed.skipped and loss_finite and fault.verdict in ("scale_overflow", "range_overflow")
+            curable = closed.skipped and loss_finite and fault.gradients is None and fault.fits_fp32
             (self._open if curable else self.faults).append(fault)
         elif closed.look is not None and not bad:
-            self._harmless |= {
-                s.line: words.harmless(s) for s in closed.look.sources if s.absorbed and s.wide and not s.swallowed
-            }
+            self._harmless |= {one.line: one for one in closed.look.harmless}
         if loss_finite:  # a loss that is infinite is not skipped because of its scale
             self._skips.closed(step, closed.updates, skipped=closed.skipped, rule=self._rule())
         if bad:
@@ -293,45 +290,46 @@ class NonFinite(Observer):
         scaler = self.run.script_scaler
         return float(scaler.get_scale()) if scaler is not None else self.run.scale.value()
 
-    # --- the record ------------------------------------------------------------------------------------------------------------------
+    # --- the evidence ----------------------------------------------------------------------------------------------------------------
 
-    def _fault(self) -> Fault | None:
+    def _fault(self) -> Located | None:
         """Return what is to blame for the run so far: a loss scale that overflows only where it does not find its way."""
         if self.faults:
             return self.faults[0]
         wanted = {*self._skips.steps(), *self._settings.suspects}
         return next((fault for fault in self._open if fault.step in wanted), None)
 
-    def _circumstances(self) -> Circumstances:
-        return Circumstances(
-            own_scaler=self.run.script_scaler is not None,
-            scaled=self.run.scale.checks or self.run.script_scaler is not None,
-            forced_eager=self.forced_eager,
-            problems=tuple(self._problems.items()),
-        )
-
     def _faulty_steps(self, run: RunRecord) -> list[int]:
         """Return the bad steps that are no normal skips."""
         unskipped = [step for step in self.bad_steps if not run.steps.skipped[step - 1]]
         return sorted({*self._skips.steps(), *unskipped, *([self._lost] if self._lost else [])})
 
-    def record(self, run: RunRecord) -> DiagnoseRecord:
-        """Return what was found."""
+    def evidence(self, run: RunRecord) -> Evidence:
+        """Return what the run showed."""
         fault, watched, last = self._fault(), list(self.watched), len(run.steps) + 1
         if fault is None and run.error is not None and self._unfinished is not None:
             fault = blamed(self._unfinished, last, self._names(), loss_bad=True, bad=True, before=None)
             watched.append(last)
-        return verdict_record(
-            run,
-            fault=fault,
+        rank, began = self._elsewhere
+        return Evidence(
+            located=began or fault,
+            found_by_rank=None if began is None else rank,
+            watched=watched,
             bad_steps=self.bad_steps,
             faulty_steps=self._faulty_steps(run),
-            watched=watched,
-            lost=self._lost,
-            circumstances=self._circumstances(),
-            elsewhere=self._elsewhere,
+            lost_step=self._lost,
+            own_scaler=self.run.script_scaler is not None,
+            scaled=self.run.scale.checks or self.run.script_scaler is not None,
+            forced_eager=self.forced_eager,
+            problems=self._problems,
             harmless=list(self._harmless.values())[:_LISTED],
         )
+
+    def record(self, run: RunRecord) -> RunRecord:
+        """Write the evidence where the settings say; return the run's own record."""
+        if self._settings.evidence_path:
+            write_evidence(self.evidence(run), self._settings.evidence_path)
+        return run
 
 
 def _set_scale(scaler: Any, value: float) -> None:

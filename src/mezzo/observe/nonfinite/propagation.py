@@ -30,11 +30,12 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
+from mezzo.observe.nonfinite.evidence import Kind
 from mezzo.observe.nonfinite.gradient_error import Weighed, weigh, weigh_gradients
 from mezzo.observe.nonfinite.location import PlacingTracer
 from mezzo.observe.nonfinite.operation_names import public_name
 from mezzo.observe.nonfinite.shadows import End, Storages, Twins, rounded
-from mezzo.observe.nonfinite.sources import Kind, Source, Spoiled, together
+from mezzo.observe.nonfinite.sources import Source, Spoiled, together
 from mezzo.observe.tensors import (
     by_design,
     floats,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import nn
 
+from mezzo.observe.nonfinite.evidence import Kind
 from mezzo.records import Operand
 
-Kind = Literal["made", "entered", "constant", "refused", "vanished"]
 _MOST = 6
 """Sources of one kind that a tensor keeps: the first ones."""
 
@@ -22,8 +21,6 @@ class Source:
     index: int
     """Number of the operation in its step."""
     kind: Kind
-    """``made`` of finite values; ``entered`` the step from outside; a ``constant`` of the script; ``refused``: a number
-    that the format does not hold, which torch raises an error for; ``vanished``: too small for the format, so 0."""
     op: str
     module: nn.Module | None
     line: str

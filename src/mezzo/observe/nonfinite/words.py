@@ -1,59 +1,76 @@
-"""Say in a sentence what happened to a value. Imports no torch."""
+"""The sentences of a diagnosis, made from what its runs showed. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 from mezzo.formats import FORMATS
-from mezzo.records import DiagnoseRecord, Operand, Reason, RunRecord
+from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, LostValues, WrongGradients
+from mezzo.records import Diagnosed, DiagnoseRecord, Operand, Reason, RunRecord
 
-if TYPE_CHECKING:
-    from mezzo.observe.nonfinite.blame import Fault
-    from mezzo.observe.nonfinite.sources import Source
-
+DIED = "the process died"
+NOT_REACHED = "the step was not reached"
 INTERRUPTED = (129, 130, 143)
 """Exit codes of a script that SIGHUP, Ctrl-C or SIGTERM ended."""
 _FIRST_STEPS = 6
 
 
-def detail(fault: Fault) -> str:
+def detail(located: Located, verdict: Diagnosed) -> str:
     """Return what happened at a fault."""
-    source = fault.source
+    source = located.source
     if source.kind in ("entered", "constant"):
         count = sum(o.num_not_finite for o in source.operands)
         of = "a weight" if source.parameter else "an input"
         return f"{_where(source)} read {of} that was not finite before the step began: {count} values"
     if source.kind == "refused":
-        return f"{_where(source)} is given {source.wide:.4g}; {_end(source.format)}, and torch raises an error"
+        return f"{_where(source)} is given {_number(source.largest, '.4g')}; {_end(source.format)}, and torch raises an error"
     if source.kind == "vanished":
-        return f"{_vanishing(source)}. {_off(fault)}"
-    if source.because:
-        failing = _failing(source.op, source.backward, source.operands)
-        return f"{failing}. {_vanishing(source.because[0])}; in FP32 they stay"
-    if fault.verdict == "invalid_operation":
+        return f"{_vanishing(source)}. {_off(located.gradients)}"
+    failing = _failing(source.op, source.backward, source.operands)
+    if located.vanished is not None:
+        return f"{failing}. {_vanishing(located.vanished)}; in FP32 they stay"
+    if verdict == "invalid_operation" or source.largest is None:
         return _failing(source.op, source.backward, source.operands, " in FP32 either")
-    reach = f"{_where(source)} reaches {fault.largest:.4g}; {_end(source.format)}"
-    if fault.verdict == "scale_overflow":
-        at_one = (fault.largest or 0.0) / source.scale
-        return f"{reach}. Without the loss scale of {source.scale:g} it would be {at_one:.3g}"
-    if fault.verdict == "silent_saturation":
-        names = [f"{op}()" for op in source.swallowed] or ["what reads it"]
+    reach = f"{_where(source)} reaches {source.largest:.4g}; {_end(source.format)}"
+    if verdict == "scale_overflow":
+        at_one = source.largest / source.loss_scale
+        return f"{reach}. Without the loss scale of {source.loss_scale:g} it would be {at_one:.3g}"
+    if verdict == "silent_saturation":
+        names = [f"{op}()" for op in source.swallowed_by] or ["what reads it"]
         turn = "turns" if len(names) == 1 else "turn"
-        return f"{reach}. {' and '.join(names)} {turn} the infinity into finite numbers, and wrong ones. {_off(fault)}"
-    if fault.symptom is not None:
-        return f"{reach}. What came of it is wrong, and {_where(fault.symptom)} has no finite result for that"
+        wrong = _off(located.gradients)
+        return f"{reach}. {' and '.join(names)} {turn} the infinity into finite numbers, and wrong ones. {wrong}"
+    if located.symptom is not None:
+        return f"{reach}. What came of it is wrong, and {_where(located.symptom)} has no finite result for that"
     return reach
 
 
-def harmless(source: Source) -> Reason:
+def notes(evidence: Evidence) -> list[Reason]:
+    """Return how a run was inspected, and where its fault began if in another process."""
+    found = [Reason(what="not inspected", value=f"{op}()", reason=why) for op, why in evidence.problems.items()]
+    if evidence.forced_eager:
+        why = "operations inside compiled kernels cannot be told apart; compiled code may round elsewhere"
+        found.append(Reason(what="torch.compile", value="inspected steps ran eagerly", reason=why))
+    if evidence.found_by_rank is not None:
+        why = "in this process it arrived with the gradients of all"
+        found.append(Reason(what="found by", value=f"the process of rank {evidence.found_by_rank}", reason=why))
+    return found
+
+
+def harmless(one: Harmless) -> Reason:
     """Return what is known of a value that left its format and made no difference."""
-    absorbed = " and ".join(f"{op}()" for op in source.absorbed)
-    value = f"{source.op}() in {PurePath(source.line).name}"
-    why = f"{source.wide:.3g} is infinite in {source.format.upper()}; {absorbed} makes the same of both, and no gradient changes"
+    absorbed = " and ".join(f"{op}()" for op in one.absorbed_by)
+    value = f"{one.op}() in {PurePath(one.line).name}"
+    why = f"{one.largest:.3g} is infinite in {one.format.upper()}; {absorbed} makes the same of both, and no gradient changes"
     return Reason(what="harmless", value=value, reason=why)
+
+
+def own_cast(found: DiagnoseRecord) -> Reason:
+    """Return why a value leaves a narrow format even in a run in FP32."""
+    why = "under fp32, too, the step leaves this format: the script casts to it by itself"
+    return Reason(what="cause", value=found.format, reason=why)
 
 
 def rounded_away(found: DiagnoseRecord, form: str) -> str:
@@ -95,7 +112,31 @@ def unfinished(run: RunRecord) -> str:
     return f"the script {how} {when}, with exit code {run.exit_code}{cause}{nothing}"
 
 
-def _where(source: Source) -> str:
+def seen(found: DiagnoseRecord) -> str:
+    """Return what a run by itself showed, in few words."""
+    if found.located:
+        return f"{_named_fault(found)}, {found.phase}"
+    if found.verdict == "unfinished":
+        return found.detail
+    if found.verdict != "healthy":
+        return f"step {found.step} is not finite"
+    if found.num_skipped:
+        return f"{found.num_skipped} updates skipped, as is normal"
+    return "every step is finite"
+
+
+def seen_with_fix(found: DiagnoseRecord) -> str:
+    """Return how a run with a fix came out."""
+    if found.verdict == "healthy":
+        return "nothing is wrong"
+    return _named_fault(found) if found.located else found.run.error or f"step {found.step} is not finite"
+
+
+def _named_fault(found: DiagnoseRecord) -> str:
+    return f"{found.verdict.replace('_', ' ')} in step {found.step}: {found.op} of {found.module}"
+
+
+def _where(source: LostValues) -> str:
     return _named(source.op, backward=source.backward)
 
 
@@ -103,26 +144,27 @@ def _named(op: str, *, backward: bool) -> str:
     return f"the backward pass of {op}()" if backward else f"{op}()"
 
 
+def _number(value: float | None, form: str) -> str:
+    return format(math.inf if value is None else value, form)
+
+
 def _end(form: str) -> str:
     limit = FORMATS[form].max if form in FORMATS else math.inf
     return f"{form.upper()} ends at {limit:g}"
 
 
-def _vanishing(source: Source) -> str:
+def _vanishing(source: LostValues) -> str:
     least = FORMATS[source.format].min_subnormal if source.format in FORMATS else 0.0
     name = source.format.upper()
-    return (
-        f"{_where(source)} makes 0 of values up to {source.wide:.3g}, because {name}'s smallest number is {least:.2g}"
-    )
+    return f"{_where(source)} makes 0 of values up to {_number(source.largest, '.3g')}, because {name}'s smallest number is {least:.2g}"
 
 
-def _off(fault: Fault) -> str:
-    if fault.wrong is None:
+def _off(gradients: WrongGradients | None) -> str:
+    if gradients is None:
         return ""
-    name, error = fault.wrong
-    wrong, total = fault.num_wrong
-    zeros = f"{fault.zeros:.0%} of the elements of all gradients are 0 for that alone. " if fault.zeros else ""
-    return f"{zeros}{wrong} of {total} gradients are wrong, that of {name} by {min(error, 99.99):.0%} of its norm"
+    zeros = f"{gradients.zeros:.0%} of the elements of all gradients are 0 for that alone. " if gradients.zeros else ""
+    wrong = f"{gradients.count} of {gradients.total} gradients are wrong"
+    return f"{zeros}{wrong}, that of {gradients.parameter} by {min(gradients.error, 99.99):.0%} of its norm"
 
 
 def _failing(op: str, backward: bool, operands: Sequence[Operand], even: str = "") -> str:

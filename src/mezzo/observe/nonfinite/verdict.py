@@ -1,0 +1,291 @@
+"""The verdict on a script, from what all its runs showed. Imports no torch.
+
+Where one run located a fault, its verdict follows from the operation, computed once more in FP32 from what it read:
+
+- loss and gradients finite, gradients wrong: *silent saturation*, by values too large or too small for the format;
+- not finite in FP32 either: an *invalid operation*, as are values that were not finite when the step began; but *range overflow*
+  if it read something that had left the format before, and would be finite without that;
+- finite, in a forward pass: *range overflow*;
+- finite, in a backward pass: *scale overflow* if the result would fit the format at a loss scale of 1, because a backward
+  pass is linear in the scale; else *range overflow*.
+
+Each further run may change that, by its role: ``known`` folds them one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from mezzo.observe.nonfinite import fixes, words
+from mezzo.observe.nonfinite.evidence import Evidence, Located
+from mezzo.observe.nonfinite.fixes import Offer, Tried
+from mezzo.observe.settings import DiagnoseSettings
+from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep
+
+Role: TypeAlias = Literal["first", "suspects", "scale of 1", "fp32", "fix"]
+"""What a run is for: the script's own; to inspect the steps that were not finite; at a loss scale of 1; in FP32; to try a fix."""
+
+TREND_LENGTH = 10
+"""Steps that a record shows, the fault's own included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRun:
+    """One run of a script: how it is asked for, and what it showed."""
+
+    role: Role
+    reason: str
+    policy: str
+    settings: DiagnoseSettings
+    offer: Offer | None = None
+    """The fix that is tried."""
+    run: RunRecord | None = None
+    """None before the script has run."""
+    evidence: Evidence | None = None
+    """None where the process died, or was stopped."""
+    stopped_by: str = ""
+    """The signal that stopped it."""
+
+    @property
+    def step(self) -> int:
+        """Return the step that it is about: the last one."""
+        return self.settings.steps[-1]
+
+
+def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord:
+    """Return the verdict on a script whose first run showed something.
+
+    Args:
+        runs: the script's runs in order, the first one its own.
+        untried: why no fix was tried, or not to the end; empty where all that may help was.
+    """
+    first, evidence = _showed(runs[0])
+    found = known(runs).model_copy(update={"run": first})
+    if found.located:
+        untried = untried or ("" if repeats(runs) else "the script goes another way each time")
+        last = last_step(found, first)
+        found = fixes.offered(found, untried=untried) if untried else fixes.settled(found, tried(runs), last=last)
+    of_skips = found.verdict == "scale_overflow" or (
+        found.verdict == "range_overflow" and len(evidence.faulty_steps) > 1
+    )
+    skips = words.skipped(first, evidence.faulty_steps) if of_skips else ""
+    own_notes = judged(runs[0]).notes
+    return found.model_copy(
+        update={
+            "detail": ". ".join(filter(None, [found.detail, skips])),
+            "passes": [_pass(ran, runs[:number]) for number, ran in enumerate(runs)],
+            "bad_steps": evidence.bad_steps,
+            "faulty_steps": evidence.faulty_steps,
+            "num_skipped": first.steps.num_skipped,
+            "notes": [*found.notes, *(note for note in own_notes if note not in found.notes)],
+            "trend": _trend(first, max([found.step, *evidence.bad_steps])),
+        }
+    )
+
+
+def known(runs: Sequence[ScriptRun]) -> DiagnoseRecord:
+    """Return the verdict that ``runs`` lead to, as yet without a fix."""
+    found = judged(runs[0])
+    for number, ran in enumerate(runs):
+        if ran.evidence is not None and ran.role in _LEARNED:
+            found = _LEARNED[ran.role](found, ran, runs[:number])
+    return found
+
+
+def repeats(runs: Sequence[ScriptRun]) -> bool:
+    """Return whether the script, as far as is known, does the same each time."""
+    again = next((ran for ran in runs if ran.role == "suspects" and ran.evidence is not None), None)
+    located = None if again is None or again.evidence is None else again.evidence.located
+    return again is None or located is None or located.step in again.settings.suspects
+
+
+def last_step(found: DiagnoseRecord, first: RunRecord) -> int:
+    """Return the last step that a fix has to be healthy in: a loss scale shows only over the whole run whether it fits."""
+    return max(found.step, len(first.steps)) if found.verdict == "scale_overflow" else found.step
+
+
+def tried(runs: Sequence[ScriptRun]) -> list[Tried]:
+    """Return the fixes that were tried, and how the script did with each."""
+    return [
+        Tried(ran.offer, None if ran.evidence is None else judged(ran))
+        for ran in runs
+        if ran.offer is not None and not ran.stopped_by
+    ]
+
+
+# --- one run -----------------------------------------------------------------------------------------------------------------------
+
+
+def judged(ran: ScriptRun) -> DiagnoseRecord:
+    """Return the verdict on one run by itself."""
+    run, evidence = _showed(ran)
+    record = DiagnoseRecord(
+        run=run,
+        verdict="healthy",
+        bad_steps=evidence.bad_steps,
+        faulty_steps=evidence.faulty_steps,
+        num_skipped=run.steps.num_skipped,
+        own_scaler=evidence.own_scaler,
+        forced_eager=evidence.forced_eager,
+        notes=words.notes(evidence),
+    )
+    if evidence.located is not None:
+        return _of_fault(record, evidence.located)
+    if evidence.faulty_steps:
+        return _of_unseen(record, evidence)
+    if run.error is not None or run.exit_code or not len(run.steps):
+        return record.model_copy(update={"verdict": "unfinished", "detail": words.unfinished(run)})
+    harmless = [words.harmless(one) for one in evidence.harmless]
+    return record.model_copy(update={"notes": [*record.notes, *harmless]})
+
+
+def verdict_on(located: Located) -> Diagnosed:
+    """Return what a located fault is."""
+    if located.gradients is not None:
+        return "silent_saturation"
+    if not located.fits_fp32:
+        return "invalid_operation"
+    return "scale_overflow" if located.fits_unscaled else "range_overflow"
+
+
+def _of_fault(record: DiagnoseRecord, located: Located) -> DiagnoseRecord:
+    source, gradients, verdict = located.source, located.gradients, verdict_on(located)
+    return record.model_copy(
+        update={
+            "verdict": verdict,
+            "module": source.module,
+            "pattern": source.pattern,
+            "op": source.op,
+            "origin": "vanished" if located.vanished is not None else source.kind,
+            "parameter": source.parameter,
+            "phase": "backward" if source.backward else "forward",
+            "step": located.step,
+            "line": source.line,
+            "located": True,
+            "detail": words.detail(located, verdict),
+            "format": source.format if located.vanished is None else located.vanished.format,
+            "largest": source.largest,
+            "loss_scale": source.loss_scale,
+            "gradient": "" if gradients is None else gradients.parameter,
+            "gradient_error": None if gradients is None else gradients.error,
+            "operands": source.operands,
+            "swallowed_by": "" if gradients is None else ", ".join(source.swallowed_by),
+        }
+    )
+
+
+def _of_unseen(record: DiagnoseRecord, evidence: Evidence) -> DiagnoseRecord:
+    """Return the verdict on a faulty step whose operations were not inspected."""
+    lost, step = evidence.lost_step, evidence.faulty_steps[0]
+    return record.model_copy(
+        update={
+            "verdict": "scale_overflow" if evidence.scaled and lost is None else "invalid_operation",
+            "step": step if lost is None else lost,
+            "phase": "backward" if lost is None else "forward",
+            "detail": words.unlocated(step if lost is None else lost, lost=lost is not None),
+            "own_scaler": False,
+            "fix": fixes.RUN_AGAIN,
+        }
+    )
+
+
+# --- what a further run teaches ----------------------------------------------------------------------------------------------------
+
+
+def _inspected(found: DiagnoseRecord, ran: ScriptRun, before: Sequence[ScriptRun]) -> DiagnoseRecord:
+    again = judged(ran)
+    return again if again.located else found
+
+
+def _at_scale_of_1(found: DiagnoseRecord, ran: ScriptRun, before: Sequence[ScriptRun]) -> DiagnoseRecord:
+    """Return the fault that is left at a loss scale of 1; what is too small for the format there is none of the script's."""
+    again, (_, evidence) = judged(ran), _showed(ran)
+    if found.step not in evidence.watched or not again.located:
+        return found
+    no_other = again.verdict == "scale_overflow" if found.step in evidence.bad_steps else again.origin == "vanished"
+    return found if no_other else again
+
+
+def _in_fp32(found: DiagnoseRecord, ran: ScriptRun, before: Sequence[ScriptRun]) -> DiagnoseRecord:
+    """Return range overflow for an operation that fails only on what a narrow format made of its operands."""
+    again, (_, evidence) = judged(ran), _showed(ran)
+    if _fails(again):
+        own_cast = [words.own_cast(found)] if found.verdict == "range_overflow" else []
+        return found.model_copy(update={"notes": [*found.notes, *own_cast]})
+    if found.step not in evidence.watched or not repeats(before) or found.verdict != "invalid_operation":
+        return found
+    narrow = next((o.format for o in found.operands if o.format in ("fp16", "bf16")), _format(before[0].policy))
+    update = {"verdict": "range_overflow", "format": narrow, "detail": words.rounded_away(found, narrow)}
+    return found.model_copy(update=update)
+
+
+_LEARNED: dict[Role, Callable[[DiagnoseRecord, ScriptRun, Sequence[ScriptRun]], DiagnoseRecord]] = {
+    "suspects": _inspected,
+    "scale of 1": _at_scale_of_1,
+    "fp32": _in_fp32,
+}
+"""The verdict after a run, from the verdict before, the run and those before it."""
+
+
+def _fails(found: DiagnoseRecord) -> bool:
+    return found.verdict not in ("healthy", "unfinished")
+
+
+def _format(policy: str) -> str:
+    return "fp16" if policy == AS_IS else policy.split(":")[0].split("-")[0]
+
+
+# --- the runs in the record --------------------------------------------------------------------------------------------------------
+
+
+def _pass(ran: ScriptRun, before: Sequence[ScriptRun]) -> Pass:
+    if ran.run is None or ran.evidence is None:
+        return Pass(policy=ran.policy, reason=ran.reason, outcome=_outcome(ran))
+    return Pass(
+        policy=ran.run.policy,
+        reason=ran.reason,
+        num_steps=len(ran.run.steps),
+        watched=ran.evidence.watched,
+        outcome=_outcome(ran),
+    )
+
+
+def _outcome(ran: ScriptRun) -> str:
+    if ran.stopped_by:
+        return f"stopped by {ran.stopped_by}"
+    of_step = ran.role in ("scale of 1", "fp32")
+    if ran.evidence is None:
+        return words.NOT_REACHED if of_step else words.DIED
+    again = judged(ran)
+    if ran.role == "fix":
+        return words.seen_with_fix(again)
+    if not of_step:
+        return words.seen(again)
+    fails = ran.step in ran.evidence.bad_steps or again.located if ran.role == "scale of 1" else _fails(again)
+    if ran.step not in ran.evidence.watched and (ran.role == "scale of 1" or not fails):
+        return words.NOT_REACHED
+    return words.seen(again) if fails else "finite"
+
+
+def _trend(run: RunRecord, step: int) -> list[TrendStep]:
+    """Return the last steps of ``run`` up to ``step``."""
+    steps = run.steps
+    return [
+        TrendStep(
+            step=i + 1,
+            loss=steps.loss[i],
+            grad_norm=steps.grad_norm[i],
+            loss_scale=steps.loss_scale[i] if steps.loss_scale else math.nan,
+            skipped=steps.skipped[i],
+        )
+        for i in range(max(0, step - TREND_LENGTH), min(step, len(steps)))
+    ]
+
+
+def _showed(ran: ScriptRun) -> tuple[RunRecord, Evidence]:
+    assert ran.run is not None
+    assert ran.evidence is not None
+    return ran.run, ran.evidence

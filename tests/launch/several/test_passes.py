@@ -1,0 +1,205 @@
+"""Which runs a diagnosis makes: asked for by the evidence so far, each at most once, and never without end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mezzo.launch.request import Request
+from mezzo.launch.several.passes import diagnose_script, inspected
+from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues, WrongGradients, write_evidence
+from mezzo.observe.settings import DiagnoseSettings
+from mezzo.records import DiagnoseRecord, RunRecord, Steps
+from record_builders import environment
+
+Answer = Callable[[Request, DiagnoseSettings], Evidence | None]
+
+
+def place(step: int = 3, **changed: Any) -> Located:
+    usual: dict[str, Any] = {
+        "kind": "made",
+        "op": "mul",
+        "module": "1",
+        "pattern": "1",
+        "format": "fp16",
+        "largest": 1e5,
+    }
+    gradients = changed.pop("gradients", None)
+    return Located(step=step, source=LostValues(**usual | changed), gradients=gradients)
+
+
+def showing(located: Located | None, step: int = 3) -> Evidence:
+    return Evidence(located=located, watched=[step], bad_steps=[step], faulty_steps=[step], scaled=True)
+
+
+OVERFLOW, INVALID = showing(place()), showing(place(largest=None))
+SCALE = showing(place(backward=True, loss_scale=1024.0))
+SILENT = Evidence(located=place(gradients=WrongGradients(parameter="w", error=1, count=1, total=1)), watched=[3])
+UNSEEN = Evidence(bad_steps=[3], faulty_steps=[3], watched=[1, 2, 4], scaled=True)
+FINE = Evidence(watched=[3])
+
+
+def diagnosed(
+    folder: Path, answer: Answer, *, policy: str = "fp16", **ending: Any
+) -> tuple[DiagnoseRecord | RunRecord, list[Request]]:
+    """Return the record of a made-up script, and what was asked for; ``answer`` gives the evidence of each run."""
+    asked: list[Request] = []
+    request = Request(
+        target="x", kind="script", policy=policy, record_path=str(folder / "record.json"), command=("mezzo",)
+    )
+
+    def child(one: Request, **_: Any) -> RunRecord:
+        asked.append(one)
+        assert isinstance(one.observe, DiagnoseSettings)
+        evidence = answer(one, one.observe)
+        if evidence is not None:
+            write_evidence(evidence, one.observe.evidence_path)
+        count = one.observe.steps[-1]
+        steps = Steps(loss=[1.0] * count, skipped=[False] * count, grad_norm=[1.0] * count, loss_scale=[1.0] * count)
+        where = environment()
+        return RunRecord(
+            command=[], script="x", script_sha256="", policy=one.policy, environment=where, steps=steps, **ending
+        )
+
+    return diagnose_script(request, steps=5, child=child), asked
+
+
+def told(first: Evidence, by: dict[str, Evidence | None], *, otherwise: Evidence | None = FINE) -> Answer:
+    """Return the answers of a script: to the first run, to others by what is asked, and to fixes."""
+
+    def answer(request: Request, asked: DiagnoseSettings) -> Evidence | None:
+        if not Path(request.record_path).name.startswith("pass"):
+            return first
+        kinds = {"suspects": bool(asked.suspects), "scale": asked.loss_scale == 1.0, "fp32": request.policy == "fp32"}
+        return next((by[kind] for kind, wanted in kinds.items() if wanted and kind in by), otherwise)
+
+    return answer
+
+
+ORDERS: list[tuple[Answer, str, list[str]]] = [
+    # what the script shows, the policy, the reasons of the runs after the first
+    (told(FINE, {}), "fp16", []),
+    (told(OVERFLOW, {}), "fp16", ["in FP32, to step 3", "to try: keep 1 in FP32"]),
+    (told(OVERFLOW, {}), "fp32", ["to try: keep 1 in FP32"]),
+    (told(INVALID, {"fp32": INVALID}), "fp16", ["in FP32, to step 3"]),
+    (told(INVALID, {"fp32": FINE}), "fp16", ["in FP32, to step 3", "to try: keep 1 in FP32"]),
+    (told(INVALID, {"fp32": None}), "fp16", ["in FP32, to step 3"]),
+    (told(SILENT, {}), "fp16", ["to try: keep 1 in FP32"]),
+    (
+        told(SCALE, {}),
+        "fp16",
+        ["with a loss scale of 1 in step 3", "to try: begin with a loss scale of 1 and let it be dynamic"],
+    ),
+    (
+        told(SCALE, {"scale": OVERFLOW}),
+        "fp16",
+        ["with a loss scale of 1 in step 3", "in FP32, to step 3", "to try: keep 1 in FP32"],
+    ),
+    (told(SCALE, {"scale": SILENT}), "fp16", ["with a loss scale of 1 in step 3", "to try: keep 1 in FP32"]),
+    (
+        told(UNSEEN, {"suspects": OVERFLOW}),
+        "fp16",
+        ["to inspect the operations of step 3", "in FP32, to step 3", "to try: keep 1 in FP32"],
+    ),
+    (told(UNSEEN, {"suspects": FINE}), "fp16", ["to inspect the operations of step 3"]),
+    (told(UNSEEN, {"suspects": None}), "fp16", ["to inspect the operations of step 3"]),
+    (  # found in another step than the first time: a fix that helps would prove nothing
+        told(UNSEEN, {"suspects": showing(place(5), 5)}),
+        "fp16",
+        ["to inspect the operations of step 3", "in FP32, to step 5"],
+    ),
+    (  # nothing helps
+        told(OVERFLOW, {"fp32": FINE}, otherwise=OVERFLOW),
+        "fp16",
+        ["in FP32, to step 3"]
+        + [
+            f"to try: {fix}"
+            for fix in ("keep 1 in FP32", "compute mul in FP32", "train in BF16, which has FP32's range")
+        ],
+    ),
+    (told(showing(place(kind="refused", largest=1e9)), {}), "fp16", ["to try: keep 1 in FP32"]),
+]
+
+
+@pytest.mark.parametrize(("answer", "policy", "reasons"), ORDERS)
+def test_each_run_follows_from_the_evidence_so_far(
+    answer: Answer, policy: str, reasons: list[str], tmp_path: Path
+) -> None:
+    record, asked = diagnosed(tmp_path, answer, policy=policy)
+    assert isinstance(record, DiagnoseRecord)
+    assert [one.reason for one in record.passes] == ["to find the first step that is not finite", *reasons]
+    names = [Path(one.record_path).name for one in asked]
+    assert names == ["record.json", *(f"pass{k}.json" for k in range(2, len(asked) + 1))]
+
+
+def test_a_script_that_raised_runs_again_with_its_last_step_inspected(tmp_path: Path) -> None:
+    _, asked = diagnosed(tmp_path, told(Evidence(watched=[1, 2, 4]), {}), exit_code=1, error="ValueError: nan")
+    settings = asked[1].observe
+    assert isinstance(settings, DiagnoseSettings)
+    assert (settings.suspects, settings.steps) == ((6,), (5, 6))
+    _, asked = diagnosed(tmp_path, told(Evidence(watched=[1, 2, 4]), {}), exit_code=130, error="KeyboardInterrupt")
+    assert len(asked) == 1
+
+
+def test_an_earlier_skip_is_inspected_before_the_one_that_was_seen(tmp_path: Path) -> None:
+    first = SCALE.model_copy(update={"bad_steps": [2, 3], "faulty_steps": [2, 3]})
+    _, asked = diagnosed(tmp_path, told(first, {}))
+    assert isinstance(asked[1].observe, DiagnoseSettings)
+    assert asked[1].observe.suspects == (2,)
+
+
+def test_a_child_that_dies_gives_the_record_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "record.evidence.json").write_text("{}")  # of an earlier run in the same folder
+    record, asked = diagnosed(tmp_path, lambda *_: None, exit_code=137, error="killed")
+    assert isinstance(record, RunRecord)
+    assert (record.exit_code, len(asked)) == (137, 1)
+
+
+def test_nothing_is_run_again_after_an_interruption(tmp_path: Path) -> None:
+    def answer(request: Request, asked: DiagnoseSettings) -> Evidence:
+        if Path(request.record_path).name == "pass2.json":
+            signal.raise_signal(signal.SIGINT)
+        return OVERFLOW
+
+    record, asked = diagnosed(tmp_path, answer)
+    assert isinstance(record, DiagnoseRecord)
+    assert [p.outcome for p in record.passes][1:] == ["stopped by SIGINT"]
+    assert len(asked) == 2
+    assert (record.located, record.fix_tried, record.fix_note) == (True, False, "not tried: the search was interrupted")
+
+
+def test_several_processes_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    record, asked = diagnosed(tmp_path, told(OVERFLOW, {}))
+    assert isinstance(record, DiagnoseRecord)
+    assert isinstance(asked[0].observe, DiagnoseSettings)
+    assert (len(asked), asked[0].observe.steps) == (1, (1, 2, 3, 4, 5))
+    assert record.fix_note == "not tried: several processes would have to meet a second time"
+
+
+@pytest.mark.parametrize(
+    ("last", "steps"), [(1, (1,)), (2, (1, 2)), (5, (1, 2, 4, 5)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20))]
+)
+def test_powers_of_two_are_inspected_and_the_last_step(last: int, steps: tuple[int, ...]) -> None:
+    assert inspected(last) == steps
+
+
+KNOWN = st.sampled_from([OVERFLOW, INVALID, SCALE, SILENT, UNSEEN, FINE, showing(place(2, pattern="2"), 2), None])
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(answers=st.lists(KNOWN, min_size=12, max_size=12), policy=st.sampled_from(["fp16", "bf16", "fp32", "as-is"]))
+def test_any_answers_come_to_an_end(answers: list[Evidence | None], policy: str, tmp_path: Path) -> None:
+    left = iter(answers)
+    record, asked = diagnosed(tmp_path, lambda *_: next(left), policy=policy)
+    assert len(asked) <= 9  # the first, suspects, a scale of 1, FP32 and five fixes
+    assert isinstance(record, DiagnoseRecord) == (answers[0] is not None)
+    if isinstance(record, DiagnoseRecord):
+        reasons = [one.reason for one in record.passes]
+        assert len(reasons) == len(set(reasons)) == len(asked)
