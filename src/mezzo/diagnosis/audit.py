@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.devices import this_device
 from mezzo.diagnosis import kernels, totals
+from mezzo.diagnosis.effective import Lowering
 from mezzo.diagnosis.findings import Watched, findings
 from mezzo.diagnosis.names import Names
 from mezzo.diagnosis.noted import Trace
@@ -104,7 +105,11 @@ class Audit(Diagnosis):
         )
         formats = {"flops_by_format": audited.flops_by_format, "counted_on_step": next(iter(self.watched), None)}
         emulated = self.run.emulates and lowered(audited.flops_by_format)
-        effective = run.effective.model_copy(update={**formats, "emulated": emulated})
+        seen = Lowering()
+        for trace, step in zip(self._traces, self.watched, strict=False):  # the last one may not have ended
+            seen.add(trace.operations, step)
+        effective = seen.effective(run.effective, self.run.applied, emulates=self.run.emulates)
+        effective = effective.model_copy(update={**formats, "emulated": emulated})
         return audited.model_copy(update={"run": run.model_copy(update={"effective": effective})})
 
     def _keep(self, trace: Trace) -> None:
