@@ -142,6 +142,16 @@ def test_a_planted_fault_is_found(planted: Planted, tmp_path: Path) -> None:
     assert record.forced_eager == planted.name.startswith("compiled")
 
 
+@pytest.mark.parametrize("policy", ["fp16", "fp32"])
+def test_a_training_that_diverges_is_not_blamed_on_precision(policy: str, tmp_path: Path) -> None:
+    record = diagnosed("diverges", policy, tmp_path, steps=30)
+    assert record.verdict != "healthy"
+    assert not record.fix_tried
+    said = f"{record.detail} {record.fix} {record.fix_note}"
+    assert "lower the learning rate" in said, said
+    assert "change the cast" not in said
+
+
 class InFamily(NamedTuple):
     """Hold a planted fault with the fix that was tried and helped; ``fix`` is part of the line to write, empty where none can be tried."""
 

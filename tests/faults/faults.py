@@ -56,6 +56,11 @@ def train(model, *, steps=STEPS, lr=1e-3, loss_of=F.mse_loss, change=None, call=
         optimizer.step()
 
 
+def diverges():
+    """Train with a learning rate that no precision bears."""
+    train(net(F.relu), lr=1e4, steps=30)
+
+
 # --- range overflow ------------------------------------------------------------------------------
 
 
