@@ -56,9 +56,9 @@ def train(model, *, steps=STEPS, lr=1e-3, loss_of=F.mse_loss, change=None, call=
         optimizer.step()
 
 
-def diverges():
-    """Train with a learning rate that no precision bears."""
-    train(net(F.relu), lr=1e4, steps=30)
+def huge_gradients():
+    """Give finite gradients whose norm FP32 cannot hold."""
+    train(net(torch.tanh), lr=1e-30, loss_of=lambda p, y: F.mse_loss(p, y) * 1e25)
 
 
 # --- range overflow ------------------------------------------------------------------------------

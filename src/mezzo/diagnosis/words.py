@@ -85,8 +85,8 @@ def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
 def beyond_fp32(step: int) -> str:
     """Return what is known of a step whose operations were all inspected, and were finite."""
     return (
-        f"every gradient of step {step} is finite, but their norm is beyond FP32's range: its square is above 3.4e38. The "
-        "training diverges, whatever its precision"
+        f"every gradient of step {step} is finite, but their norm is beyond FP32's range: its square is above 3.4e38, so "
+        "the training diverges or its loss is far too large"
     )
 
 
