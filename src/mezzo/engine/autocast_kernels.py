@@ -255,6 +255,14 @@ def open_table() -> CastTable | None:
     return _LOCAL.table or _table_of_state()
 
 
+def is_off_inside() -> bool:
+    """Return whether a region is open in this thread and code inside it has turned autocast off again."""
+    if not _LOCAL.depth:
+        return False
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > _LOCAL.nesting
+
+
 # --- a table's number in autocast's state ------------------------------------------------------------------------------------
 
 _DIGITS = ("maia", "ipu")

@@ -99,7 +99,11 @@ class _Passes:
             return first
         self._say(_seen(second))
         self._repeats = not second.located or second.step in suspects
-        if second.located or (first.verdict == "healthy" and second.verdict != "unfinished"):
+        if (
+            second.located
+            or second.fix == words.DIVERGES
+            or (first.verdict == "healthy" and second.verdict != "unfinished")
+        ):
             return second
         return first
 
@@ -135,10 +139,8 @@ class _Passes:
             return found
         self._say(_seen(third) if fails else "finite")
         if fails and found.verdict == "range_overflow":
-            why = "under fp32, too, the step leaves this format: the script casts to it by itself"
-            return found.model_copy(
-                update={"notes": [*found.notes, Reason(what="cause", value=found.format, reason=why)]}
-            )
+            cause = _cause_in_fp32(third, found)
+            return found.model_copy(update={"notes": [*found.notes, cause]})
         if fails or not self._repeats or found.verdict != "invalid_operation":
             return found
         return self._of_the_format(found)
@@ -185,6 +187,15 @@ class _Passes:
 
     def _say(self, outcome: str) -> None:
         self._passes[-1] = self._passes[-1].model_copy(update={"outcome": outcome})
+
+
+def _cause_in_fp32(third: DiagnoseRecord, found: DiagnoseRecord) -> Reason:
+    """Return what it means that a run in FP32 failed as well."""
+    if third.located and third.format == found.format:
+        why = "under fp32, too, the step leaves this format: the script casts to it by itself"
+        return Reason(what="cause", value=found.format, reason=why)
+    why = f"in FP32, too, the training fails, in step {third.step}: precision is not the cause"
+    return Reason(what="cause", value=words.ITSELF, reason=why)
 
 
 def _whole(found: DiagnoseRecord, first: DiagnoseRecord, passes: list[Pass]) -> DiagnoseRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mezzo.observe.fallback.search import outermost
-from mezzo.observe.nonfinite import fixes
+from mezzo.observe.nonfinite import fixes, words
 from mezzo.observe.nonfinite.fixes import Offer
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.records import AnyRecord, DiagnoseRecord
@@ -72,9 +72,12 @@ class Trials:
         if not offers:
             return found
         advice = f"none of these helps by itself: {'; '.join(self._tried)}"
-        together = "mezzo fallback searches for what has to stay in FP32 together"
-        own = any(note.what == "cause" for note in found.notes)  # a format that the script chose itself
-        next_step = f"change the cast to {found.format} in the script" if own else together
+        causes = [note.value for note in found.notes if note.what == "cause"]
+        next_step = "mezzo fallback searches for what has to stay in FP32 together"
+        if found.format in causes:  # a format that the script chose itself
+            next_step = f"change the cast to {found.format} in the script"
+        elif words.ITSELF in causes:
+            next_step = f"the training fails in FP32 too: {words.DIVERGES}"
         return found.model_copy(update={"fix": advice, "fix_line": "", "fix_tried": False, "fix_note": next_step})
 
 

@@ -72,7 +72,10 @@ def verdict_record(
     if values is not None:
         return fixes.offered(record.model_copy(update={**values, "trend": trend_of(run, values["step"])}))
     if faulty_steps:
-        return record.model_copy(update=_unlocated(run, faulty_steps[0], lost=lost, scaled=circumstances.scaled))
+        update = _unlocated(run, faulty_steps[0], lost=lost, scaled=circumstances.scaled)
+        if lost is None and not circumstances.scaled and faulty_steps[0] in watched and not circumstances.problems:
+            update |= {"detail": words.beyond_fp32(faulty_steps[0]), "fix": words.DIVERGES}
+        return record.model_copy(update=update)
     if run.error is not None or run.exit_code or not len(run.steps):
         return record.model_copy(update={"verdict": "unfinished", "detail": words.unfinished(run)})
     return record.model_copy(update={"notes": [*record.notes, *harmless]})

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 INTERRUPTED = (129, 130, 143)
 """Exit codes of a script that SIGHUP, Ctrl-C or SIGTERM ended."""
+ITSELF = "the training itself"
+"""As a cause: not its precision."""
+DIVERGES = "lower the learning rate, or clip the gradients"
 _FIRST_STEPS = 6
 
 
@@ -77,6 +80,14 @@ def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
     steps = ", ".join(map(str, lost[:_FIRST_STEPS])) + (" and so on" if len(lost) > _FIRST_STEPS else "")
     share = "all" if len(lost) == count else f"{len(lost)} of them"
     return f"{count} of {total} updates were skipped, {share} after the loss scale had been found: steps {steps}"
+
+
+def beyond_fp32(step: int) -> str:
+    """Return what is known of a step whose operations were all inspected, and were finite."""
+    return (
+        f"every gradient of step {step} is finite, but their norm is beyond FP32's range: its square is above 3.4e38, so "
+        "the training diverges or its loss is far too large"
+    )
 
 
 def unlocated(step: int, *, lost: bool) -> str:
