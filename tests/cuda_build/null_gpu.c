@@ -13,6 +13,7 @@
 
 #define DEVICES 2
 #define KINDS 512
+#define PINNED 512
 
 static struct { const char *name; int calls; } counted[KINDS];
 static int waits;
@@ -20,6 +21,7 @@ static cudaStream_t captured; /* the stream that is captured, if one is */
 static unsigned long long captures;
 static _Thread_local int current;
 static _Thread_local cudaError_t last;
+static _Thread_local enum cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 
 static void count(const char *name) {
     int i = 0;
@@ -37,14 +39,16 @@ int null_gpu_calls(const char *name) {
 
 int null_gpu_waits(void) { return waits; }
 
-static cudaError_t wait(void) {
+/* While a stream is captured the host may wait for another one only, and only where it says so, as torch does for its generators. */
+static cudaError_t wait_for(cudaStream_t stream) {
     waits++;
-    return last = captured == NULL ? cudaSuccess : cudaErrorStreamCaptureUnsupported;
+    int permitted = captured == NULL || (stream != captured && mode == cudaStreamCaptureModeRelaxed);
+    return last = permitted ? cudaSuccess : cudaErrorStreamCaptureUnsupported;
 }
 
 #define CALL count(__func__)
 #define DONE(declaration) cudaError_t declaration { CALL; return cudaSuccess; }
-#define WAITS(declaration) cudaError_t declaration { CALL; return wait(); }
+#define WAITS(declaration) cudaError_t declaration { CALL; return wait_for(captured); }
 
 static int nothing(void) { CALL; return 0; }
 
@@ -100,14 +104,28 @@ static cudaError_t memory(void **to, size_t bytes) {
     return cudaSuccess;
 }
 cudaError_t cudaMalloc(void **to, size_t bytes) { CALL; return memory(to, bytes); }
-cudaError_t cudaHostAlloc(void **to, size_t bytes, unsigned flags) { CALL; return memory(to, bytes); }
+static struct { char *at; size_t bytes; } pinned[PINNED];
+cudaError_t cudaHostAlloc(void **to, size_t bytes, unsigned flags) {
+    CALL;
+    int i = 0;
+    while (i < PINNED && pinned[i].at != NULL) i++;
+    cudaError_t error = i < PINNED ? memory(to, bytes) : cudaErrorMemoryAllocation;
+    if (error == cudaSuccess) pinned[i].at = *to, pinned[i].bytes = bytes;
+    return error;
+}
 cudaError_t cudaFree(void *at) { CALL; free(at); return cudaSuccess; }
-cudaError_t cudaFreeHost(void *at) { CALL; free(at); return cudaSuccess; }
+cudaError_t cudaFreeHost(void *at) {
+    CALL;
+    for (int i = 0; i < PINNED; i++)
+        if (pinned[i].at == at) pinned[i].at = NULL;
+    free(at);
+    return cudaSuccess;
+}
 DONE(cudaHostRegister(void *at, size_t bytes, unsigned flags))
 DONE(cudaHostUnregister(void *at))
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) { CALL; *available = *total = 8ull << 30; return cudaSuccess; }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
-    CALL; memmove(to, from, bytes); return wait();
+    CALL; memmove(to, from, bytes); return wait_for(captured);
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
     CALL; memmove(to, from, bytes); return cudaSuccess;
@@ -118,7 +136,11 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int device, const void *from, int sour
 cudaError_t cudaMemset(void *at, int value, size_t bytes) { CALL; memset(at, value, bytes); return cudaSuccess; }
 cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stream) { CALL; memset(at, value, bytes); return cudaSuccess; }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const void *at) {
-    CALL; memset(found, 0, sizeof *found); found->type = cudaMemoryTypeUnregistered; return cudaSuccess;
+    CALL;
+    memset(found, 0, sizeof *found); /* the host's, and not pinned */
+    for (int i = 0; i < PINNED; i++)
+        if (pinned[i].at != NULL && (char *)at >= pinned[i].at && (char *)at < pinned[i].at + pinned[i].bytes) found->type = cudaMemoryTypeHost;
+    return cudaSuccess;
 }
 
 /* --- streams and events */
@@ -128,9 +150,14 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *to, unsigned flags) { CALL; 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *to, unsigned flags, int priority) { CALL; return token((void **)to); }
 DONE(cudaStreamDestroy(cudaStream_t stream))
 DONE(cudaStreamQuery(cudaStream_t stream))
-WAITS(cudaStreamSynchronize(cudaStream_t stream))
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { CALL; return wait_for(stream); }
 DONE(cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags))
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return cudaSuccess; }
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *other) {
+    enum cudaStreamCaptureMode was = mode;
+    mode = *other;
+    *other = was;
+    return cudaSuccess;
+}
 cudaError_t cudaEventCreate(cudaEvent_t *to) { CALL; return token((void **)to); }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *to, unsigned flags) { CALL; return token((void **)to); }
 DONE(cudaEventDestroy(cudaEvent_t event))
@@ -168,7 +195,7 @@ cudaError_t cudaStreamGetCaptureInfo(
     if (id != NULL) *id = captures;
     return status_of(stream, status);
 }
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode kind) {
     CALL;
     if (stream == NULL || captured != NULL) return last = cudaErrorStreamCaptureUnsupported;
     captured = stream;
@@ -213,3 +240,13 @@ LIBRARY(cuFuncSetAttribute) LIBRARY(cuFuncSetCacheConfig) LIBRARY(cuGetErrorStri
 LIBRARY(cuLinkAddData_v2) LIBRARY(cuLinkComplete) LIBRARY(cuLinkCreate_v2) LIBRARY(cuModuleGetFunction) LIBRARY(cuModuleLoad)
 LIBRARY(cuModuleLoadData) LIBRARY(cuModuleLoadDataEx) LIBRARY(cuModuleUnload) LIBRARY(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 LIBRARY(cuPointerGetAttribute) LIBRARY(cuTensorMapEncodeTiled)
+
+/* --- CUPTI: not here, so that a profile has no kernels */
+#define REFUSED(name) int name(void) { return 15; } /* not initialized */
+REFUSED(cuptiSubscribe) REFUSED(cuptiUnsubscribe) REFUSED(cuptiFinalize) REFUSED(cuptiEnableCallback) REFUSED(cuptiEnableDomain)
+REFUSED(cuptiActivityDisable) REFUSED(cuptiActivityEnable) REFUSED(cuptiActivityFlushAll) REFUSED(cuptiActivitySetAttribute)
+REFUSED(cuptiActivityEnableCudaEventDeviceTimestamps) REFUSED(cuptiActivityEnableDriverApi) REFUSED(cuptiActivityEnableRuntimeApi)
+REFUSED(cuptiActivityGetNextRecord) REFUSED(cuptiActivityGetNumDroppedRecords) REFUSED(cuptiActivityPopExternalCorrelationId)
+REFUSED(cuptiActivityPushExternalCorrelationId) REFUSED(cuptiActivityRegisterCallbacks) REFUSED(cuptiActivityRegisterTimestampCallback)
+int cuptiGetVersion(unsigned *version) { *version = CUDART_VERSION; return 0; }
+int cuptiGetResultString(int result, const char **text) { *text = "there is no CUPTI"; return 0; }

@@ -5,25 +5,20 @@ Usage: ``python null_sessions.py DEVICE POLICY OPTIMIZER``, the last as ``mezzo.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from typing import Any
 
 import torch
 import triton_driver
+from fake_cuda import Operations
 from null_model import Loss, Net, calls
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import mezzo
 
 STEPS = 8
-
-
-def operations_across(device: str) -> Any:
-    from fake_cuda import Operations
-
-    return Operations()
 
 
 def main(device: str, policy: str, library: str, kind: str) -> dict[str, Any]:
@@ -41,7 +36,7 @@ def main(device: str, policy: str, library: str, kind: str) -> dict[str, Any]:
     waits, launches, mixed = [], [], []
     for number in range(STEPS):
         before, launched = calls.null_gpu_waits(), len(triton_driver.launched)
-        with operations_across(device) as log:
+        with Operations() as log:
             session.step(loss_of(number))
         mixed += log.mixed
         waits.append(calls.null_gpu_waits() - before)
@@ -50,21 +45,37 @@ def main(device: str, policy: str, library: str, kind: str) -> dict[str, Any]:
     kept = torch.cuda.memory_allocated(device)
     state = session.state_dict()
     saved = torch.cuda.max_memory_allocated(device) - kept
-    held = sum(t.untyped_storage().nbytes() for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
+    state = tree_map_only(Tensor, lambda t: t.cpu(), state)  # as it comes from a file
     torch.cuda.reset_peak_memory_stats(device)
     session.load_state_dict(state)
     loaded = torch.cuda.max_memory_allocated(device) - kept
-    gc.collect()
     return {
         "waits": waits,
         "launches": launches,
         "mixed": mixed,
         "saved_bytes": saved,
         "loaded_bytes": loaded,
-        "held_bytes": held,
         "after_bytes": torch.cuda.memory_allocated(device) - kept,
         "largest_bytes": max(p.numel() for p in model.parameters()) * 4,
-        "explained": [str(reason) for reason in session.explain()],
+        "update": {choice.what: choice.reason for choice in session.explain()}["update"],
+        **captured(session, model, inputs, losses),
+    }
+
+
+def captured(session: mezzo.Session, model: Net, inputs: Tensor, losses: Tensor) -> dict[str, Any]:
+    """Capture the step, replay it; return why it could not be, or what replays asked of the GPU."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    try:
+        step = session.capture(lambda x, loss: Loss.apply(model(x), loss), inputs, losses[0])
+    except mezzo.SessionError as error:
+        return {"not_captured": str(error)}
+    waits, graphs = calls.null_gpu_waits(), calls.null_gpu_calls(b"cudaGraphLaunch")
+    for number in range(1, STEPS):
+        step(inputs, losses[number])
+    return {
+        "replay_waits": calls.null_gpu_waits() - waits,
+        "graphs_launched": calls.null_gpu_calls(b"cudaGraphLaunch") - graphs,
     }
 
 
