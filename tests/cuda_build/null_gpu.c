@@ -240,13 +240,3 @@ LIBRARY(cuFuncSetAttribute) LIBRARY(cuFuncSetCacheConfig) LIBRARY(cuGetErrorStri
 LIBRARY(cuLinkAddData_v2) LIBRARY(cuLinkComplete) LIBRARY(cuLinkCreate_v2) LIBRARY(cuModuleGetFunction) LIBRARY(cuModuleLoad)
 LIBRARY(cuModuleLoadData) LIBRARY(cuModuleLoadDataEx) LIBRARY(cuModuleUnload) LIBRARY(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 LIBRARY(cuPointerGetAttribute) LIBRARY(cuTensorMapEncodeTiled)
-
-/* --- CUPTI: not here, so that a profile has no kernels */
-#define REFUSED(name) int name(void) { return 15; } /* not initialized */
-REFUSED(cuptiSubscribe) REFUSED(cuptiUnsubscribe) REFUSED(cuptiFinalize) REFUSED(cuptiEnableCallback) REFUSED(cuptiEnableDomain)
-REFUSED(cuptiActivityDisable) REFUSED(cuptiActivityEnable) REFUSED(cuptiActivityFlushAll) REFUSED(cuptiActivitySetAttribute)
-REFUSED(cuptiActivityEnableCudaEventDeviceTimestamps) REFUSED(cuptiActivityEnableDriverApi) REFUSED(cuptiActivityEnableRuntimeApi)
-REFUSED(cuptiActivityGetNextRecord) REFUSED(cuptiActivityGetNumDroppedRecords) REFUSED(cuptiActivityPopExternalCorrelationId)
-REFUSED(cuptiActivityPushExternalCorrelationId) REFUSED(cuptiActivityRegisterCallbacks) REFUSED(cuptiActivityRegisterTimestampCallback)
-int cuptiGetVersion(unsigned *version) { *version = CUDART_VERSION; return 0; }
-int cuptiGetResultString(int result, const char **text) { *text = "there is no CUPTI"; return 0; }

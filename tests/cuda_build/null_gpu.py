@@ -14,7 +14,9 @@ import torch
 
 SOURCE = Path(__file__).with_name("null_gpu.c")
 ROOT = SOURCE.parents[2]
-_WORDS = "host device global shared constant managed forceinline device_builtin cudart_builtin device_builtin_texture_type"
+_WORDS = (
+    "host device global shared constant managed forceinline device_builtin cudart_builtin device_builtin_texture_type"
+)
 _HOST_DEFINES = "\n".join(
     [
         *(f"#define __{word}__" for word in [*_WORDS.split(), "device_builtin_surface_type"]),
@@ -54,9 +56,16 @@ def library() -> Path:
 
 def run(*arguments: str, folder: Path, limit_s: float = 300.0, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run Python with ``arguments`` in ``folder``, on two GPUs that compute nothing."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+    }
     paths = [str(ROOT / "src"), str(ROOT), str(SOURCE.parent), str(ROOT / "tests")]
-    environment |= {"LD_PRELOAD": str(library()), "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **variables}
+    environment |= {
+        "LD_PRELOAD": str(library()),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,

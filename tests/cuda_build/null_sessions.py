@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import triton_driver
-from fake_cuda import Operations
 from null_model import Loss, Net, calls
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import mezzo
+from fake_cuda import Operations
 
 STEPS = 8
 

@@ -26,7 +26,11 @@ class Utils:
         return (1, 2, 32, 0, 1024)
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        known = {"max_shared_mem": 101376 if self._capability != 75 else 65536, "multiprocessor_count": 100, "warpSize": 32}
+        known = {
+            "max_shared_mem": 101376 if self._capability != 75 else 65536,
+            "multiprocessor_count": 100,
+            "warpSize": 32,
+        }
         return {**known, "max_num_regs": 65536, "sm_clock_rate": 1, "mem_clock_rate": 1, "mem_bus_width": 1}
 
 
