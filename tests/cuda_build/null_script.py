@@ -5,6 +5,7 @@ Usage: ``python null_script.py FILE DEVICE [own]``; ``own`` is a loop with autoc
 
 import ctypes
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -29,4 +30,5 @@ for number in range(STEPS):
     scaler.step(optimizer)
     scaler.update()
     waits.append(calls.null_gpu_waits() - before)
-Path(sys.argv[1]).write_text(json.dumps({"before_line_1": before_line_1, "waits": waits}))
+parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+Path(sys.argv[1]).write_text(json.dumps({"before_line_1": before_line_1, "waits": waits, "parent": parent}))

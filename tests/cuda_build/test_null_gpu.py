@@ -69,6 +69,16 @@ def test_as_is_waits_where_the_scripts_own_scaler_does(tmp_path: Path) -> None:
     assert asked(tmp_path)["waits"][3:] == own["waits"][3:]
 
 
+def test_runs_are_forked_from_a_process_that_never_asked_the_driver(tmp_path: Path) -> None:
+    """Counts are inherited by a fork: what is 0 at the script's first line was 0 before the fork."""
+    command = ["compare", "--policies", "fp32,bf16,fp16", "--seeds", "1", "--out", str(tmp_path / "out"), SCRIPT]
+    done = null_gpu.run("-m", "mezzo", *command, str(tmp_path / "{run}.json"), "cuda:1", folder=tmp_path)
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert len(found) == 3, done.stderr[-3000:]
+    assert [run["before_line_1"] for run in found] == [0, 0, 0]
+    assert all("mezzo.launch.ready" in run["parent"] for run in found)
+
+
 @pytest.mark.parametrize(("policy", "device"), [("as-is", "cuda:1"), ("fp16", "cuda:0")])
 def test_an_audit_finds_the_module_of_every_product(policy: str, device: str, tmp_path: Path) -> None:
     """Autograd has a thread of its own for each GPU, which numbers its nodes by itself and runs no Python around an operation."""
