@@ -52,7 +52,7 @@ class PlacingTracer(Tracer):
     def _remember(self) -> None:
         made = self._local.made
         if made not in self._ops:
-            self._lines[made], callers = script_line(sys._getframe(3))
+            self._lines[made], callers = script_line(sys._getframe(2).f_back)
             self._ops[made] = self.forward_name(callers)
 
     def in_backward(self) -> bool:
