@@ -110,13 +110,12 @@ class Run:
 
     def casting(self, device_type: str) -> Casting | None:
         """Return how the policy is applied on a device in this thread, or None where it casts nothing."""
-        if self.applied is None or not self.applied.lowers:
-            return None
         # A casting keeps casts of weights while a region is open: another thread's region must not keep stale ones for this one.
         key = (device_type, threading.get_ident())
-        if key not in self._castings:
-            self._castings[key] = Casting.of(self.applied, device_type)
-        return self._castings[key]
+        found = self._castings.get(key)
+        if found is None and self.applied is not None and self.applied.lowers:
+            found = self._castings[key] = Casting.of(self.applied, device_type)
+        return found
 
     @property
     def main_casting(self) -> Casting | None:

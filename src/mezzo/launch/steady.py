@@ -41,7 +41,7 @@ class Steady:
         """Become steady if nothing more can come of what is watched in the first hundred updates."""
         run = self._run
         scaled = run.scale.checks or run.scaled_by_script or run.script_scaler is not None
-        if scaled or run.diagnosis is not None or run.compiles or run.lint.hears_calls or len(run.optimizers) != 1:
+        if scaled or run.diagnosis is not None or run.compiles or not run.lint.over or len(run.optimizers) != 1:
             return
         optimizer = self._last()
         if optimizer is None or optimizer not in run.optimizers:
