@@ -100,7 +100,7 @@ class Regions:
                 return original(module, *args, **kwargs)
             if local.autocasts_off and not is_compiling():
                 args, kwargs = to_format(args, _FP32), to_format(kwargs, _FP32)
-            if local.depth:  # inside modules this stands for torch's function, not before it; torch.compile must meet torch's own
+            if local.depth:  # in place of torch's function, not before it; torch.compile has to meet torch's own
                 if is_torchs and not run.compiles and module._compiled_call_impl is None:
                     return module._call_impl(*args, **kwargs)
                 return original(module, *args, **kwargs)
