@@ -230,9 +230,9 @@ def test_audit_sees_products_outside_modules() -> None:
             _functional()()
         except StopScript:
             pass
-    assert run.diagnosis is not None
+    assert run.observer is not None
     whole = RunRecord(command=[], script="", script_sha256="", policy="as-is", environment=environment("cpu"))
-    record = run.diagnosis.record(whole)
+    record = run.observer.record(whole)
     assert isinstance(record, AuditRecord)
     assert record.flops_by_phase["forward"] == {"fp32": PRODUCT_FLOPS}
     assert record.flops_by_format == WIDE
