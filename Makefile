@@ -6,7 +6,8 @@ READY := $(VENV)/.ready
 DIGITS := --policies fp32,bf16,fp16 --seeds 2 --metric 'acc +([0-9.]+)'
 FRAMEWORKS := keras paddle
 # torch's CUDA build is some GB with its libraries: tests of it are not part of CI. They need no GPU.
-CUDA_PYTHON ?= $(shell command -v python3.12 || echo $(PYTHON))
+# A shim of a version manager is found without being runnable: ask it.
+CUDA_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 CUDA_BUILD := .venv-cuda
 
 # Byte code is kept where it can be: a framework that is compiled anew at every start takes longer to start than to train.

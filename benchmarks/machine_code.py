@@ -40,7 +40,7 @@ _KINDS = {
 _TYPES = {torch.int64: "i64", torch.int32: "i32", torch.float64: "fp64", FP32: "fp32"}
 _ADAMW = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, amsgrad=False, maximize=False)
 _SGD = SGDSettings(lr=1e-3, momentum=0.9, dampening=0.0, weight_decay=0.01, nesterov=True, maximize=False)
-_OPTIONS = ("num_warps", "enable_fp_fusion", "maxnreg")
+_OPTIONS = ("num_warps", "enable_fp_fusion", "maxnreg", "enable_reflect_ftz")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,8 @@ _KINDS = {
     "fp32 weights": (torch.float32, 4, 28),  # 4 + 4 + 8 read, 4 + 8 written
 }
 
+_NO_KERNELS = "the profiler returned no kernel: CUPTI is missing, or counters are for administrators only"
+
 
 def measure(device: str, sizes: Sizes, roofs: Roofs) -> Iterator[dict[str, str]]:
     """Yield what was measured, one line at a time."""
@@ -74,7 +76,8 @@ def _shares(
     times = [block_ms(run, steps, device) / steps for _ in range(sizes.rounds)]
     yield {"what": f"{what}, as called", "value": _share(statistics.median(times), ideal, roofs)}
     if device == "cuda":
-        yield {"what": f"{what}, kernels alone", "value": _share(busy_ms(run), ideal, roofs)}
+        busy = busy_ms(run)
+        yield {"what": f"{what}, kernels alone", "value": _share(busy, ideal, roofs) if busy else _NO_KERNELS}
 
 
 def _share(ms: float, ideal: int, roofs: Roofs) -> str:

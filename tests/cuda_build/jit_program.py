@@ -1,7 +1,6 @@
 """Compile all GPU kernels through Triton's own JIT for a GPU that is not there, and print what came of it as JSON.
 
-A driver stands in for NVIDIA's: it says which GPU there is, takes binaries and records launches. Everything before that, from the
-arguments' specialization to the assembler, is what runs on a GPU. Usage: ``python jit_program.py CAPABILITY``.
+Usage: ``python jit_program.py CAPABILITY``.
 """
 
 from __future__ import annotations
@@ -17,59 +16,12 @@ warnings.simplefilter("error")
 
 import torch  # noqa: E402
 from benchmarks.machine_code import _ADAMW, _KINDS, _SGD, BF16, FP16, FP32, read  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime.driver import driver  # noqa: E402
+from triton_driver import install, launched, loaded  # noqa: E402
 
 from mezzo.engine.kernels import exponents, gpu, gpu_exponents  # noqa: E402
 from mezzo.engine.kernels.batch import Batch  # noqa: E402
 
 CAPABILITY = int(sys.argv[1])
-
-
-class Utils:
-    def load_binary(self, name: str, binary: bytes, *_: Any) -> tuple[int, ...]:
-        loaded.append((name, binary))
-        return (1, 2, 32, 0, 1024)
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        known = {"max_shared_mem": 101376 if CAPABILITY != 75 else 65536, "multiprocessor_count": 100, "warpSize": 32}
-        return {**known, "max_num_regs": 65536, "sm_clock_rate": 1, "mem_clock_rate": 1, "mem_bus_width": 1}
-
-
-class Launcher:
-    def __init__(self, source: Any, metadata: Any) -> None: ...
-
-    def __call__(self, x: int, y: int, z: int, *_: Any) -> None:
-        launched.append(x * y * z)
-
-
-class Driver:
-    utils, launcher_cls = Utils(), Launcher
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def set_current_device(self, device: int) -> None: ...
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", CAPABILITY, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, kind: str) -> str:
-        return kind
-
-    @staticmethod
-    def is_active() -> bool:
-        return True
-
-
-loaded: list[tuple[str, bytes]] = []
-launched: list[int] = []
 
 
 def batch(sizes: list[int], formats: tuple[Any, ...], *, at: int) -> Batch:
@@ -105,7 +57,7 @@ def launch_all(sizes: list[int], *, at: int) -> None:
 
 def main() -> None:
     """Launch everything once, then at other addresses and counts, and print what was compiled in each."""
-    driver.set_active(Driver())
+    install(CAPABILITY)
     launch_all([5000], at=0)
     first = list(loaded)
     launches = len(launched)

@@ -56,6 +56,11 @@ def train(model, *, steps=STEPS, lr=1e-3, loss_of=F.mse_loss, change=None, call=
         optimizer.step()
 
 
+def huge_gradients():
+    """Give finite gradients whose norm FP32 cannot hold."""
+    train(net(torch.tanh), lr=1e-30, loss_of=lambda p, y: F.mse_loss(p, y) * 1e25)
+
+
 # --- range overflow ------------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +87,32 @@ def test_nothing_asks_the_driver_before_the_scripts_first_line(command: str, pol
         with training(chosen, seed=0, observe=COMMANDS[command]):
             before_line_1 = list(asked)
     assert before_line_1 == []
+
+
+BEFORE_A_FORK = """
+import sys
+import torch
+import test_launch_costs
+from mezzo.launch import ready
+assert "torch._dynamo" not in sys.modules
+torch._C._cuda_getCurrentRawStream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # imported where it seems a CUDA build
+with test_launch_costs.no_driver_calls() as asked:
+    imported = ready._import()
+assert imported.failed is None, imported.failed
+assert "torch._dynamo" in sys.modules
+print(asked)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
+def test_nothing_asks_the_driver_before_the_runs_of_a_command_are_forked(tmp_path: Path) -> None:
+    """``compare`` and ``fallback`` fork their runs from one process that has made the imports: CUDA would not survive that."""
+    said = tmp_path / "said.txt"  # a file, as a command's own process has: what the imports print is read again
+    with said.open("w+") as file:
+        subprocess.run(
+            [sys.executable, "-c", BEFORE_A_FORK], stdout=file, cwd=Path(__file__).parent, timeout=120, check=True
+        )
+    assert said.read_text().splitlines()[-1] == "[]"
 
 
 # --- reads of the device a step ----------------------------------------------------------------------------------------------

@@ -5,12 +5,16 @@ The oracle is the shape: no two layers of a model have the same widths, so that 
 
 from __future__ import annotations
 
+import _thread
+import functools
 import itertools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +28,7 @@ from helpers_backward import WAYS, DeviceThread, LastingThread, backward_in
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
 from mezzo.observe.module_names import Names
+from mezzo.observe.nonfinite.location import PlacingTracer
 from mezzo.observe.tracer import Tracer
 from paths import TESTS
 
@@ -200,6 +205,31 @@ def test_autograds_own_thread_gives_the_same_modules() -> None:
         timeout=120,
     )
     assert done.stdout.splitlines()[-1:] == [f"{len(CASES)} cases in the device's thread"], done.stderr
+
+
+@pytest.mark.parametrize("kind", [Tracer, PlacingTracer])
+def test_an_operation_that_nothing_of_python_called_is_noted(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Tracer]
+) -> None:
+    """The thread that autograd has for a GPU runs no Python: there the mode is the outermost call of the stack."""
+    tracer: Any = kind(OperandFormats(), device_type="cpu", flags=SimpleNamespace(recomputing=False))
+    x = torch.ones(2, 2)
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda broken: raised.append(broken.exc_value))
+    calls: list[tuple[Any, Any, Any]] = [
+        (torch.ops.aten.mm.default, (x, x), {}),
+        (torch.ops.aten._to_copy.default, (x,), {"dtype": torch.float16}),
+        (torch.ops.aten.relu.default, (x,), {}),
+    ]
+    for number, (func, args, kwargs) in enumerate(calls, start=1):
+        tracer._running = (func, args)
+        _thread.start_new_thread(functools.partial(tracer.__torch_dispatch__, func, (), args, kwargs), ())
+        for _ in range(1000):
+            if len(tracer.trace.operations) + len(raised) == number:
+                break
+            time.sleep(0.01)
+    assert raised == []
+    assert {noted[0] for noted in tracer.trace.operations} == {func for func, _, _ in calls}
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ HEADLINES = [
     ([LOUD, QUIET], "fp16", "No loss scale fits the fp16 gradients of train.py"),
     ([LOUD, QUIET], "bf16", "The gradients of train.py need no loss scale in bf16"),
     ([LOUD, QUIET], "fp8", "No loss scale fits the e5m2 gradients of train.py"),
-    ([0.0], "fp16", "train.py has no gradient that is other than zero"),
+    ([0.0], "fp16", "Every gradient of train.py is zero"),
 ]
 
 

@@ -250,9 +250,52 @@ class Region:
             _LOCAL.casts.clear()
 
 
+class PlainRegion:
+    """Autocast on for one kind of device with torch's own lists, where no table is open: nothing but torch's state to set."""
+
+    __slots__ = ("_before", "_device_type", "_dtype")
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self._device_type, self._dtype = device_type, dtype
+
+    def __enter__(self) -> None:
+        """Set autocast's state."""
+        kind = self._device_type
+        self._before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        torch.autocast_increment_nesting()
+        torch.set_autocast_enabled(kind, True)
+        torch.set_autocast_dtype(kind, self._dtype)
+
+    def __exit__(self, *error: object) -> None:
+        """Put back what was before."""
+        kind = self._device_type
+        enabled, dtype = self._before
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def region(
+    table: CastTable | None, device_type: str, dtype: torch.dtype, *, enabled: bool = True
+) -> Region | PlainRegion:
+    """Return the context of a region of code; where it has no table and none is open, the one that costs the host less."""
+    if table is None and enabled and _LOCAL.table is None:
+        return PlainRegion(device_type, dtype)
+    return Region(table, device_type, dtype, enabled=enabled)
+
+
 def open_table() -> CastTable | None:
     """Return the table of the region that is open here, also in a thread of autograd's."""
     return _LOCAL.table or _table_of_state()
+
+
+def is_off_inside() -> bool:
+    """Return whether a region is open in this thread and code inside it has turned autocast off again."""
+    if not _LOCAL.depth:
+        return False
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > _LOCAL.nesting
 
 
 # --- a table's number in autocast's state ------------------------------------------------------------------------------------

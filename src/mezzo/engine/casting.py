@@ -23,7 +23,7 @@ import torch
 
 from mezzo import oplists
 from mezzo.devices import Device, this_device
-from mezzo.engine.autocast_kernels import CastRule, CastTable, Region
+from mezzo.engine.autocast_kernels import CastRule, CastTable, region
 from mezzo.engine.emulation import Emulation, emulation, fft
 from mezzo.engine.registration import Op, find_op
 from mezzo.explain import Choice
@@ -86,17 +86,14 @@ class Casting:
 
     def region(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass under the policy; regions nest."""
-        return nullcontext() if self.way == "none" else self._region(enabled=True)
+        return nullcontext() if self.way == "none" else region(self.table, self.device_type, self._dtype)
 
     def backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass: what activation checkpointing computes again in it is computed under the policy.
 
         Autocast itself is off, as torch asks for backward passes; checkpointing turns it on around each recompute.
         """
-        return nullcontext() if self.table is None else self._region(enabled=False)
-
-    def _region(self, *, enabled: bool) -> Region:
-        return Region(self.table, self.device_type, self._dtype, enabled=enabled)
+        return nullcontext() if self.table is None else region(self.table, self.device_type, self._dtype, enabled=False)
 
     def autocast(self) -> Any:
         """Return torch's own autocast context in the policy's dtype, which torch.compile can trace; for the way ``kernels``."""

@@ -29,7 +29,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.autocast_kernels import is_off_inside
 from mezzo.engine.emulation import running
 from mezzo.engine.emulation_nodes import is_recomputed, stands_for
 from mezzo.engine.fp32products import runs_in_tf32
@@ -59,18 +61,27 @@ class FlopCounter(TorchDispatchMode):
         super().__init__()
         self.by_format: Counter[str] = Counter()
         self.outside_region = 0
-        """Operations of forward code that no region covered."""
+        """FLOPs of forward code that no region covered."""
+        self.switched_off = 0
+        """FLOPs of forward code inside a region in which autocast had been turned off again."""
+        self.num_lowered = 0
+        """Operations, products or not, that read or wrote numbers below 32 bits."""
         self._in_region, self._formats = in_region, OperandFormats(inside=inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and count it."""
         result = func(*args, **(kwargs or {}))
+        self.num_lowered += any(map(is_narrow, tree_leaves((args, result))))
         count = COUNTS.get(func.overloadpacket)
         if count is not None and not self._formats.computed_again():
             flops = count(result, *args) * reals(args)
-            self.by_format[self._formats.of(args, op=func.overloadpacket.__name__)] += flops
-            if torch._C._current_autograd_node() is None and not self._in_region():
-                self.outside_region += flops
+            form = self._formats.of(args, op=func.overloadpacket.__name__)
+            self.by_format[form] += flops
+            if torch._C._current_autograd_node() is None:
+                if not self._in_region():
+                    self.outside_region += flops
+                elif form in _WIDE and is_off_inside():
+                    self.switched_off += flops
         return result
 
 
@@ -99,6 +110,11 @@ class OperandFormats:
         node = torch._C._current_autograd_node()
         return is_recomputed(node) and self._inside() is None
 
+    def recomputing(self) -> Any:
+        """Return the emulated operation's node of the graph whose backward pass is a graph of its own, inside it; else None."""
+        node = self._inside()
+        return node if is_recomputed(node) else None
+
     def emulated(self) -> str | None:
         """Return the format that the running operation stands for, or None where nothing is emulated."""
         found = stands_for(self._inside() or torch._C._current_autograd_node())
@@ -106,6 +122,11 @@ class OperandFormats:
             return found
         emulation = running()
         return None if emulation is None else emulation.format
+
+
+def is_narrow(value: Any) -> bool:
+    """Return whether a value is a tensor of floating-point numbers below 32 bits."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < FP32.dtype.itemsize
 
 
 def lowered(by_format: Mapping[str, int]) -> bool:

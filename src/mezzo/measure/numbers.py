@@ -39,7 +39,7 @@ class Numbers:
             self._grow()
         self._rows.pop().copy_(value)
         self._num += 1
-        return Kept(self, self._num - 1)
+        return tuple.__new__(Kept, (self, self._num - 1))  # as Kept(...), without its frame
 
     def row(self, number: int) -> Tensor:
         """Return the tensor that holds a kept number."""

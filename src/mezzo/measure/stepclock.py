@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,13 +16,8 @@ _UNREAD = 64
 """Events that may wait to be read: a step's is over long before 64 more were enqueued."""
 
 
-class _Mark(NamedTuple):
-    """When a step ended."""
-
-    host_s: float
-    cpu_s: float
-    event: Any
-    """A ``torch.cuda.Event``; None off GPUs."""
+_Mark: TypeAlias = tuple[float, float, Any]
+"""When a step ended: the host's clock and the process's CPU time in seconds, and a ``torch.cuda.Event``, None off GPUs."""
 
 
 class StepClock:
@@ -42,17 +37,21 @@ class StepClock:
 
     def mark(self) -> None:
         """Take the time of an update; the last one before the step closes counts."""
-        self._ended = self._mark(None if self._ended is None else self._ended.event)
+        device, ended = self.device, self._ended
+        if device is None or device.type != "cuda":  # in every step of a script on a CPU: no call more than the clocks'
+            self._ended = (time.perf_counter(), time.process_time(), None)
+        else:
+            self._ended = self._mark(None if ended is None else ended[2])
 
     def close(self) -> None:
         """Close the step at its last mark, or now."""
-        last, self._last = self._last, self._ended or self._mark()
-        self._ended = None
-        self._time_ms.append((self._last.host_s - last.host_s) * 1e3)
-        self._cpu_ms.append((self._last.cpu_s - last.cpu_s) * 1e3)
-        if last.event is not None and self._last.event is not None:
-            self._unread.append((len(self._time_ms) - 1, last, self._last))
-            if len(self._unread) > _UNREAD and self._unread[0][2].event.query():
+        last, now = self._last, self._ended or self._mark()
+        self._last, self._ended = now, None
+        self._time_ms.append((now[0] - last[0]) * 1e3)
+        self._cpu_ms.append((now[1] - last[1]) * 1e3)
+        if last[2] is not None and now[2] is not None:
+            self._unread.append((len(self._time_ms) - 1, last, now))
+            if len(self._unread) > _UNREAD and self._unread[0][2][2].query():
                 self._read_first()
 
     @property
@@ -64,7 +63,7 @@ class StepClock:
         """Return the time of each step; waits for the device."""
         try:
             if self._unread:
-                self._unread[-1][2].event.synchronize()
+                self._unread[-1][2][2].synchronize()
             while self._unread:
                 self._read_first()
         except RuntimeError:  # the device has failed: the host's times stay
@@ -72,13 +71,13 @@ class StepClock:
         return self._time_ms
 
     def _read_first(self) -> None:
-        number, begin, end = self._unread[0]
-        self._time_ms[number] = begin.event.elapsed_time(end.event)
+        number, (_, _, begin), (_, _, end) = self._unread[0]
+        self._time_ms[number] = begin.elapsed_time(end)
         self._unread.popleft()
-        self._free.append(begin.event)
+        self._free.append(begin)
 
     def _mark(self, event: Any = None) -> _Mark:
-        return _Mark(time.perf_counter(), time.process_time(), self._recorded(event))
+        return (time.perf_counter(), time.process_time(), self._recorded(event))
 
     def _recorded(self, event: Any) -> Any:
         """Return an event at the end of what is enqueued; None off GPUs and inside a graph that a script captures."""

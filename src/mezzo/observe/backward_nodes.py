@@ -88,6 +88,11 @@ class Made:
         if local.made in _settle(local.results):
             local.found = True
 
+    def identity(self, node: Any) -> int:
+        """Return the identity of a node that runs."""
+        number: int = node.metadata.get(_KEY, node._sequence_nr()) if self._threads else node._sequence_nr()
+        return number
+
     def meet(self, local: ThreadNodes, running: Any, task: int) -> Node:
         """Return what is known of a node that begins to run in backward pass number ``task``."""
         local.results.clear()  # of the node that ran before

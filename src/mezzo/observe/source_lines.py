@@ -24,6 +24,8 @@ _CALLERS: dict[str, Caller | None] = {}
 _PASSED_THROUGH = (
     *(str(Path(_TORCH, *parts)) for parts in (("_tensor.py",), ("_ops.py",), ("library.py",), ("utils", "_pytree.py"))),
     str(Path(_MEZZO, "engine", "registration.py")),
+    str(Path(_MEZZO, "observe", "nonfinite", "propagation.py")),
+    str(Path(_MEZZO, "observe", "lint", "by_hand.py")),
 )
 """Python between who calls an operation and the operation."""
 _POLICY = (
@@ -38,6 +40,13 @@ _POLICY = (
     *("onepass.py", "optimizers.py"),
 )
 """Files of the engine whose operations a device would run, too: casts, emulated operations, updates."""
+_APEX = ("compat", "apex", "amp")
+_OF_POLICIES = (
+    str(Path(_MEZZO, "engine", "kernels")),
+    str(Path(_MEZZO, *_APEX, "function_mode.py")),
+    str(Path(_MEZZO, *_APEX, "casts.py")),
+)
+"""The same of whole folders, and of files whose names others have as well."""
 
 
 def caller(frame: FrameType | None) -> Caller:
@@ -62,8 +71,8 @@ def _caller_of(file: str) -> Caller | None:
         return None
     if not file.startswith(_MEZZO):
         return "script"
-    kernels = file.startswith(str(Path(_MEZZO, "engine", "kernels")))
-    return "policy" if kernels or Path(file).name in _POLICY else "mezzo"
+    inside = file.startswith(_OF_POLICIES)
+    return "policy" if inside or Path(file).name in _POLICY else "mezzo"
 
 
 def script_line(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:

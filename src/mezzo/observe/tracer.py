@@ -181,7 +181,7 @@ class Tracer(TorchDispatchMode):
             return result
         product, line, hidden, by_policy = None, "", False, False
         if entry is NOWHERE or kind == _CASTS:  # inside modules only casts can be anybody's but the script's
-            whose = caller(sys._getframe(1))
+            whose = caller(sys._getframe().f_back)  # None in autograd's own thread: nothing of Python called it
             if whose == "mezzo":
                 self._note((func, entry, node, *_both(args, result), False, again, None, "", True, False))
                 return result
@@ -259,7 +259,7 @@ class Tracer(TorchDispatchMode):
 
     def _where(self, product: TracedProduct | None) -> str:
         """Return the script's line that runs; record which functions of torch a product runs in."""
-        line, callers = script_line(sys._getframe(2))
+        line, callers = script_line(sys._getframe(1).f_back)
         if product is not None:
             product.callers = callers
         return line

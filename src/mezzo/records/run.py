@@ -81,6 +81,8 @@ class Effective(Value):
     """Floating-point operations of matrix products and convolutions, forward and backward, by the format of their operands."""
     emulated: bool = False
     """Whether the formats below FP32 were emulated, so that times say nothing about a device that has them."""
+    num_lowered: int | None = None
+    """How many operations of that step, products or not, read or wrote numbers below 32 bits; None where they were not counted."""
     counted_on_step: int | None = None
     left_alone: list[Reason] = []
     """What could not be switched, and why."""
@@ -161,6 +163,9 @@ class RunRecord(Value):
 
     @property
     def changed_nothing(self) -> bool:
-        """Return whether the policy was to lower precision, and none of the operations that were counted ran below 32 bits."""
-        asked = self.policy.split(":")[0] not in (AS_IS, *_LOWER_NOTHING)
-        return asked and bool(self.effective.flops_by_format) and not self.effective.lowered
+        """Return whether the policy was to lower precision, and no product that was counted ran below 32 bits.
+
+        Of a step without products: no operation at all.
+        """
+        asked, effective = self.policy.split(":")[0] not in (AS_IS, *_LOWER_NOTHING), self.effective
+        return asked and not effective.lowered and (bool(effective.flops_by_format) or effective.num_lowered == 0)

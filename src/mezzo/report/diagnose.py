@@ -76,7 +76,9 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
         script=fmt.clean(record.run.script),
         headline=_headline(record, script),
         verdict=title,
-        tone=_TONES.get(record.verdict, "bad"),
+        tone="open"
+        if record.verdict == "healthy" and record.run.changed_nothing
+        else _TONES.get(record.verdict, "bad"),
         meaning=_meaning(record),
         detail="" if record.verdict == "unfinished" else fmt.clean(record.detail),
         error=sheets.error_text(record.run) if record.run.error and record.verdict != "unfinished" else "",
@@ -87,7 +89,7 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
         operands=[_operand(number, operand) for number, operand in enumerate(record.operands, 1)],
         trend=[_step(step, bad=step.step in record.bad_steps) for step in record.trend],
         passes=[_pass(number, seen) for number, seen in enumerate(record.passes, 1)],
-        notes=[*_skips(record), *sheets.facts(record.notes)],
+        notes=[*_skips(record), *_ran_in(record), *sheets.facts(record.notes)],
         normal=_NORMAL if record.num_skipped else "",
         findings=[finding_line(finding) for finding in record.run.findings],
         environment=sheets.environment_facts(record.run.environment),
@@ -106,13 +108,32 @@ def _meaning(record: DiagnoseRecord) -> str:
         "invalid_operation": "not finite in FP32 either",
         "silent_saturation": f"values too large for {name} turn finite again: nothing shows it, and gradients are wrong",
         "unfinished": fmt.clean(record.detail),
-        "healthy": "",
+        "healthy": _untried(record),
     }[record.verdict]
+
+
+def _untried(record: DiagnoseRecord) -> str:
+    """Return that a policy under which nothing is wrong lowered nothing; nothing to say where it did."""
+    if not record.run.changed_nothing:
+        return ""
+    policy = fmt.clean(record.run.policy)
+    return f"but this says nothing of {policy}, which changed nothing: {sheets.ran_text(record.run)}"
+
+
+def _ran_in(record: DiagnoseRecord) -> list[Fact]:
+    """Return the formats that were counted, and what the policy did not reach."""
+    effective = record.run.effective
+    why = "share of the FLOPs of matrix products and convolutions, in the steps whose operations were inspected"
+    shares = [f"{share:.0%} {fmt.clean(name)}" for name, share in effective.share_by_format.items()]
+    ran = [Fact(what="ran in", value=fmt.listed(shares), reason=why)] if shares else []
+    return [*ran, *sheets.facts(effective.left_alone)]
 
 
 def _headline(record: DiagnoseRecord, script: str) -> str:
     policy = fmt.clean(record.run.policy)
     count = fmt.plural(len(record.run.steps), "step")
+    if record.verdict == "healthy" and record.run.changed_nothing:
+        return f"{script} under {policy}: every value is finite in {count}, but {policy} lowered nothing"
     if record.verdict == "healthy":
         found = fmt.plural(len(record.run.findings), "finding")
         if record.run.findings:

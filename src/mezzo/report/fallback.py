@@ -165,6 +165,8 @@ def _headline(record: FallbackRecord, script: str) -> str:
     if record.verdict == "found":
         more = fmt.plural(len(record.kept), "module")
         return f"{more} of {script} must stay in FP32 under {policy}, {fmt.share_text(record.fp32_share)} of the FLOPs"
+    if record.verdict == "not needed" and record.error_before == 0:
+        return f"{policy} changes no gradient of {script} by a bit, so it was not tried"
     return {
         "not needed": f"No module of {script} needs FP32 under {policy}: precision is not the cause",
         "elsewhere": f"FP32 in the modules of {script} does not help under {policy}",

@@ -147,7 +147,9 @@ def _headline(record: RangesRecord, window: ScaleWindow | None, script: str) -> 
     if sheets.error_text(record.run) and not record.steps_watched:
         return f"{script} failed before a step could be watched"
     if window is None or window.lowest is None:
-        return f"{script} has no gradient that is other than zero"
+        if any(t.kind in GRADIENTS and t.kept_fp32 and t.histogram.nonzero for t in record.tensors):
+            return f"{fmt.clean(record.policy)} keeps every gradient of {script} in FP32: there is none to scale"
+        return f"Every gradient of {script} is zero"
     if window.empty:
         return f"No loss scale fits the {form} gradients of {script}"
     if window.suggested == 0:

@@ -281,6 +281,12 @@ def error_text(record: RunRecord) -> str:
     return f"the script ended with exit code {record.exit_code}" if record.exit_code else ""
 
 
+def ran_text(record: RunRecord) -> str:
+    """Return what the operations that were counted ran in."""
+    shares = [f"{share:.0%} {fmt.clean(name)}" for name, share in record.effective.share_by_format.items()]
+    return f"{fmt.listed(shares)} ran" if shares else "no operation ran below 32 bits"
+
+
 def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
     steps = fmt.plural(len(record.steps), "step")
     if error_text(record):
@@ -288,8 +294,7 @@ def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
     if not record.steps.loss:
         return f"{script} ran under {policy}; no training step was seen"
     if record.changed_nothing:
-        ran = fmt.listed([f"{share:.0%} {name}" for name, share in record.effective.share_by_format.items()])
-        return f"{script} trained {steps}; {policy} changed nothing: {ran} ran, to a loss of {final_loss_text(record)}"
+        return f"{script} trained {steps}; {policy} changed nothing: {ran_text(record)}, to a loss of {final_loss_text(record)}"
     return f"{script} trained {steps} under {policy}, to a loss of {final_loss_text(record)}"
 
 

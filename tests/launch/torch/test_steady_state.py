@@ -114,8 +114,70 @@ def session(training: Training) -> None:
     kept.step(training.loss())
 
 
+def new_module(training: Training) -> None:
+    head = training.__dict__.setdefault("head", nn.Linear(4, 1))
+    training.optimizer.zero_grad()
+    (training.loss() + head(torch.ones(2, 4)).float().square().mean()).backward()
+    training.optimizer.step()
+
+
+def one_element_loss(training: Training) -> None:
+    training.optimizer.zero_grad()
+    training.loss().reshape(1, 1).backward()
+    training.optimizer.step()
+
+
+def nan_loss(training: Training) -> None:
+    training.optimizer.zero_grad()
+    (training.loss() * float("nan")).backward()
+    training.optimizer.step()
+
+
+def scheduler(training: Training) -> None:
+    schedule = training.__dict__.get("schedule")
+    if schedule is None:
+        schedule = training.__dict__["schedule"] = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.9)
+    training.step()
+    schedule.step()
+
+
+def failing_backward(training: Training) -> None:
+    loss = training.loss()
+    loss.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    training.step()
+
+
+def failing_step(training: Training) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    handle = training.optimizer.register_step_post_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        training.step()
+    handle.remove()
+    training.step()
+
+
+def model_zero_grad(training: Training) -> None:
+    training.model.zero_grad()
+    training.loss().backward()
+    training.optimizer.step()
+
+
+def loss_changed_in_place(training: Training) -> None:
+    training.optimizer.zero_grad()
+    loss = training.loss()
+    loss.backward()
+    with torch.no_grad():
+        loss.mul_(100)
+    training.optimizer.step()
+
+
 CHANGES = [plain, accumulates, two_updates_a_pass, closure, new_optimizer, second_optimizer, own_scaler, several_roots]
-CHANGES += [not_finite, nested, session]
+CHANGES += [not_finite, nested, session, new_module, one_element_loss, nan_loss, scheduler, failing_backward]
+CHANGES += [failing_step, model_zero_grad, loss_changed_in_place]
 
 
 @contextmanager

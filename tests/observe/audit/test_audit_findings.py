@@ -163,7 +163,7 @@ def test_tf32_that_is_off_where_the_gpu_has_it(
 def _one_product(flops: int, *, form: str = "bf16") -> list[object]:
     from mezzo.observe.audit.operations import TracedOperation
     from mezzo.observe.trace import NOWHERE, Noted
-    from mezzo.observe.trace import Product as Running
+    from mezzo.observe.trace import TracedProduct as Running
 
     running = Running(form, flops, [], 0)
     noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False, False)

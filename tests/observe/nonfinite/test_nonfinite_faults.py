@@ -145,6 +145,13 @@ def test_a_planted_fault_is_found(planted: Planted, tmp_path: Path) -> None:
     assert record.forced_eager == planted.name.startswith("compiled")
 
 
+def test_a_norm_beyond_fp32_is_not_called_unseen(tmp_path: Path) -> None:
+    record = diagnosed("huge_gradients", "fp32", tmp_path)
+    assert (record.verdict, record.located, record.step) == ("invalid_operation", False, 1)
+    assert record.detail.startswith("every gradient of step 1 is finite, but their norm is beyond FP32's range")
+    assert record.fix == "lower the learning rate, or clip the gradients"
+
+
 class InFamily(NamedTuple):
     """Hold a planted fault with the fix that was tried and helped; ``fix`` is part of the line to write, empty where none can be tried."""
 

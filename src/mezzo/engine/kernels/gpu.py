@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.gpu_formats import EXACT, HEAD
@@ -45,7 +46,11 @@ _JOINING = {"maxnreg": 80} if torch.version.hip is None else {}
 """Split masters: compilers for older and newer GPUs than Hopper would take 96 registers, without need."""
 _UNPACKING = {"num_warps": 4}
 """8-bit moments take more registers a number: two elements a thread."""
-_BEGINNING = {"TILE": 128, "num_warps": 4, "enable_fp_fusion": False}
+_SMALL_NUMBERS = (
+    {"enable_reflect_ftz": False} if torch.version.hip is None and isinstance(begin_kernel, JITFunction) else {}
+)
+"""CUDA's library takes subnormal numbers as they are, not as 0: for NVIDIA GPUs only, and the interpreter knows no such option."""
+_BEGINNING = {"TILE": 128, "num_warps": 4, "enable_fp_fusion": False, **_SMALL_NUMBERS}
 _TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, KINDS["8bit"]: tl.uint8}
 _ALONE, _MASTER, _SPLIT, _STOCHASTIC = 0, 1, 2, 3
 _EXACT, _ROUNDED = EXACT.value, 2 * (HEAD.value - EXACT.value)

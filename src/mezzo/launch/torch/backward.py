@@ -57,11 +57,16 @@ class BackwardPasses:
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         run_engine = ENTERED.get(original, original)  # torch's own would come back here if a function mode is on
+        run, steady = self._run, self._run.steady
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            run = self._run
-            if run.steady.backward(run_engine, tensors, grad_tensors, *args, **kwargs):
+            if steady.turns(tensors):
+                run.in_backward = True
+                try:
+                    run_engine(tensors, grad_tensors, *args, **kwargs)
+                finally:
+                    run.in_backward = False
                 return
             outputs = _listed(tensors)
             if run.in_backward or False in [isinstance(t, Tensor) for t in outputs]:

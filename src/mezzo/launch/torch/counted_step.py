@@ -23,6 +23,7 @@ from mezzo.launch.torch.state import Run
 from mezzo.measure import memory
 from mezzo.measure.cudapeaks import CudaPeaks
 from mezzo.measure.flops import FlopCounter, lowered
+from mezzo.measure.leftwide import not_lowered
 from mezzo.records import Effective, Memory
 
 _UPDATES_WEIGHED = 2  # the first one that is made leaves the optimizer's state behind
@@ -44,7 +45,8 @@ class CountedStep:
         """How many updates that were made were weighed, by the identity of the optimizer."""
         self._when_over: list[Callable[[], Any]] = []
         self._by_format: dict[str, int] = {}
-        self._outside_region = 0
+        self._num_lowered: int | None = None
+        self._outside_region = self._switched_off = 0
         self._bytes: dict[str, int] = {}
         """By kind; empty until an update was weighed."""
 
@@ -94,7 +96,8 @@ class CountedStep:
             self._go_on()
         elif self._stack is not None and not self._over:
             self._by_format = dict(self._flops.by_format)
-            self._outside_region = self._flops.outside_region
+            self._num_lowered = self._flops.num_lowered
+            self._outside_region, self._switched_off = self._flops.outside_region, self._flops.switched_off
 
     def memory(self) -> Memory:
         """Return the bytes of the inspected step, and the allocator's peaks over the run, all devices together."""
@@ -112,16 +115,22 @@ class CountedStep:
 
     def effective(self) -> Effective:
         """Return what the watched step ran in, and what could not be switched."""
-        lowers = self._run.applied is not None and self._run.applied.lowers
-        if lowers and self._outside_region:
-            share = f"{self._outside_region / sum(self._by_format.values()):.0%} of FLOPs and their backward pass"
-            why = "forward code outside any module: only modules, autocast regions and compiled functions are switched"
-            self._run.leave("FP32 code", share, why)
+        applied, left = self._run.applied, list(self._run.left_alone.values())
+        if applied is not None and applied.lowers:
+            left += not_lowered(
+                applied,
+                sum(self._by_format.values()),
+                num_lowered=self._num_lowered,
+                outside=self._outside_region,
+                switched_off=self._switched_off,
+            )
         return Effective(
             flops_by_format=self._by_format,
-            emulated=self._run.emulates and (lowered(self._by_format) or not self._by_format),
-            counted_on_step=self._watched if self._by_format else None,
-            left_alone=list(self._run.left_alone.values()),
+            emulated=self._run.emulates
+            and (lowered(self._by_format) or (not self._by_format and self._num_lowered != 0)),
+            num_lowered=self._num_lowered,
+            counted_on_step=self._watched if self._num_lowered is not None else None,
+            left_alone=left,
         )
 
     def _parameters(self) -> Iterable[Tensor]:

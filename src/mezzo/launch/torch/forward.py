@@ -24,16 +24,19 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.autocast_kernels import open_table
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import to_format
-from mezzo.formats import FP32
+from mezzo.formats import BF16, FP16, FP32
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
+
+_FP32 = FP32.dtype
+_HALF = (FP16.dtype, BF16.dtype)
 
 
 class Regions:
@@ -89,17 +92,23 @@ class Regions:
         A policy that casts the model does so here too: torch looks a module's ``forward`` up before any hook runs.
         """
         local, run = self._run.local, self._run
+        is_torchs = original is nn.Module._wrapped_call_impl
 
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():  # half the price of is_compiling, in every module's call
+                return original(module, *args, **kwargs)
+            if local.autocasts_off and not is_compiling():
+                args, kwargs = to_format(args, _FP32), to_format(kwargs, _FP32)
+            if local.depth:  # in place of torch's function, not before it; torch.compile has to meet torch's own
+                if is_torchs and not run.compiles and module._compiled_call_impl is None:
+                    return module._call_impl(*args, **kwargs)
+                return original(module, *args, **kwargs)
             if is_compiling():
                 return original(module, *args, **kwargs)
-            if local.autocasts_off:
-                args, kwargs = to_format(args, FP32.dtype), to_format(kwargs, FP32.dtype)
-            if local.depth:
-                return original(module, *args, **kwargs)
-            run.lint.called(args, kwargs)
-            if self._counted and not run.lint.hears_calls:
+            if not run.lint.over:
+                run.lint.called(args, kwargs)
+            elif self._counted:
                 self._remove()
             casting = run.casting(run.meet(module, args))
             local.depth, local.outermost = 1, module
@@ -227,7 +236,9 @@ def _content(cell: CellType) -> Any:
 
 
 def _half_to_fp32(output: Any) -> Any:
-    return to_format(output, FP32.dtype)
+    if type(output) is Tensor:  # mostly
+        return output.to(_FP32) if output.dtype in _HALF else output
+    return to_format(output, _FP32)
 
 
 def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,7 +247,7 @@ def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(input.device.type, enabled=False):
-            values, names = to_format((input, *args), FP32.dtype), to_format(kwargs, FP32.dtype)
+            values, names = to_format((input, *args), _FP32), to_format(kwargs, _FP32)
             return original(*values, **names)
 
     return call

@@ -50,8 +50,8 @@ def listen(lint: Lint, patches: Patches, *, as_is: bool) -> None:
         for owner in (clip_grad, torch.nn.utils):
             if hasattr(owner, name):
                 patches.replace(owner, name, heard)
-    patches.wrap(torch.optim.Optimizer, "zero_grad", functools.partial(_clearing, lint))
-    patches.wrap(nn.Module, "zero_grad", functools.partial(_clearing_model, lint))
+    patches.wrap(torch.optim.Optimizer, "zero_grad", functools.partial(_clearing, lint, torch.optim.Optimizer))
+    patches.wrap(nn.Module, "zero_grad", functools.partial(_clearing, lint, nn.Module))
     patches.wrap(AveragedModel, "update_parameters", functools.partial(_averaging, lint))
     patches.on_undo(lint.close)
 
@@ -174,22 +174,18 @@ def _number(limit: Any) -> float:
     return math.nan if isinstance(limit, Tensor) and limit.device.type != "cpu" else float(limit)
 
 
-def _clearing(lint: Lint, original: Listener) -> Listener:
+def _clearing(lint: Lint, owner: type, original: Listener) -> Listener:
+    """Hear what clears gradients, of an optimizer or of a model, while gradients are watched; after that, calls go straight to torch."""
+
     @functools.wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         original(self, set_to_none)
-        if not torch.compiler.is_compiling():
-            lint.cleared([self])
-
-    return zero_grad
-
-
-def _clearing_model(lint: Lint, original: Listener) -> Listener:
-    @functools.wraps(original)
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        original(self, set_to_none)
-        if not torch.compiler.is_compiling():
-            lint.model_cleared(self)
+        if torch.compiler.is_compiling():
+            return
+        if lint.awake:
+            lint.model_cleared(self) if isinstance(self, nn.Module) else lint.cleared([self])
+        elif vars(owner)["zero_grad"] is zero_grad:  # nobody has replaced it since
+            owner.zero_grad = original  # type: ignore[attr-defined]
 
     return zero_grad
 

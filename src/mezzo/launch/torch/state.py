@@ -96,8 +96,9 @@ class Run:
         self._met: tuple[Any, Any, torch.device] = (nothing, nothing, torch.device("cpu"))
         """The module that was met last, its first parameter, and where that was: a module is mostly called again and again."""
         self.steady = Steady(self)
-        self._stepped = False
-        self._made_by: set[int] = set()
+        self.stepped = False
+        """Whether the open update has been made, so that the next backward pass closes it."""
+        self.made_by: set[int] = set()
         """The optimizers that made the open update, by number."""
         self._cast_by_us = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
@@ -109,13 +110,12 @@ class Run:
 
     def casting(self, device_type: str) -> Casting | None:
         """Return how the policy is applied on a device in this thread, or None where it casts nothing."""
-        if self.applied is None or not self.applied.lowers:
-            return None
         # A casting keeps casts of weights while a region is open: another thread's region must not keep stale ones for this one.
         key = (device_type, threading.get_ident())
-        if key not in self._castings:
-            self._castings[key] = Casting.of(self.applied, device_type)
-        return self._castings[key]
+        found = self._castings.get(key)
+        if found is None and self.applied is not None and self.applied.lowers:
+            found = self._castings[key] = Casting.of(self.applied, device_type)
+        return found
 
     @property
     def main_casting(self) -> Casting | None:
@@ -242,19 +242,19 @@ class Run:
         """Return whether the norm of the open update's gradients is taken: reading all gradients takes 2 to 4% of a small model's step."""
         if self.scale.checks or self.observer is not None:
             return True
-        step = len(self.recorder) + 1
+        step = self.recorder.num_closed + 1
         return step <= _EVERY_NORM or step % _NORMS_APART == 0
 
     @property
     def num_updates(self) -> int:
         """Return how many updates were made, the open one included."""
-        return len(self.recorder) + self._stepped
+        return len(self.recorder) + self.stepped
 
     def evaluated(self, norm: Tensor | None) -> None:
         """Record an update whose gradients have this norm and need no check."""
         if self._unmatched:
             self.check_patterns()
-        self._stepped = True
+        self.stepped = True
         if norm is not None:
             self.recorder.norm(norm)
 
@@ -269,7 +269,7 @@ class Run:
         if optimizer is not None:
             self.steady.update_made(optimizer)
             if (number := self.owners.number(optimizer)) is not None:
-                self._made_by.add(number)
+                self.made_by.add(number)
         for watcher in tuple(self.watchers):
             watcher.updated(optimizer)
 
@@ -284,13 +284,13 @@ class Run:
         if self.observer is not None:  # weighs each skip as it comes
             skipped = bool(skipped)
         if isinstance(skipped, Tensor):
-            self._stepped = True
+            self.stepped = True
             if isinstance(self._skipped, Tensor):
                 self._skipped = self._skipped + skipped.to(self._skipped.device)
             else:
                 self._skipped = self._skipped or skipped
         elif skipped:
-            self._stepped = self._skipped = True
+            self.stepped = self._skipped = True
         if self.observer is not None:
             self.updates.append(Update(scaler=id(scaler), optimizer=id(optimizer), skipped=bool(skipped)))
 
@@ -305,11 +305,11 @@ class Run:
 
     def close_update(self) -> None:
         """Close the update that is open, if one is: all optimizer steps between two backward passes are one update."""
-        if not self._stepped or self.in_closure:
+        if not self.stepped or self.in_closure:
             return
         if self.steady.close():
-            self._stepped = False
-            self._made_by.clear()
+            self.stepped = False
+            self.made_by.clear()
             return
         floor_error = None
         scale = None if self.script_scaler is None else scale_on_device(self.script_scaler)
@@ -318,9 +318,9 @@ class Run:
             if self._found is not None:
                 self.back_off_or_grow(self._found)
             scale = self.scale.on_device()
-        self.recorder.close(skipped=self._skipped, scale=scale, made_by=frozenset(self._made_by))
-        self._stepped, self._found, self._skipped = False, None, False
-        self._made_by.clear()
+        self.recorder.close(skipped=self._skipped, scale=scale, made_by=frozenset(self.made_by))
+        self.stepped, self._found, self._skipped = False, None, False
+        self.made_by.clear()
         for watcher in tuple(self.watchers):
             watcher.step_closed(len(self.recorder))
         self.updates = []

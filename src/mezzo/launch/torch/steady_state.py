@@ -41,7 +41,7 @@ class Steady:
         """Become steady if nothing more can come of what is watched in the first hundred updates."""
         run = self._run
         scaled = run.scale.checks or run.scaled_by_script or run.script_scaler is not None
-        if scaled or run.observer is not None or run.compiles or run.lint.hears_calls or len(run.optimizers) != 1:
+        if scaled or run.observer is not None or run.compiles or not run.lint.over or len(run.optimizers) != 1:
             return
         optimizer = self._last()
         if optimizer is None or optimizer not in run.optimizers:
@@ -56,19 +56,17 @@ class Steady:
         """Record everything again."""
         self.optimizer = self._last = nothing
 
-    def steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Record a step of which nothing but its time is recorded; return False where more is."""
+    def turns(self, loss: Any) -> bool:
+        """Close the update that is open and record the loss of the backward pass that begins; return False where more is to be done."""
         run = self._run
-        if self.optimizer() is not optimizer or run.takes_norm:
+        if self.optimizer() is None or not run.stepped or run.in_backward or run.in_closure:
             return False
-        run.evaluated(None)
-        return True
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the time of a step that is over; return False where more is to be done."""
-        if self.optimizer() is not optimizer:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return False
-        self._run.recorder.updated()
+        run.stepped = False
+        if run.made_by:
+            run.made_by.clear()
+        run.recorder.turn(loss, made_by=self._made_by)
         return True
 
     def close(self) -> bool:
@@ -76,19 +74,4 @@ class Steady:
         if self.optimizer() is None:
             return False
         self._run.recorder.close(skipped=False, scale=None, made_by=self._made_by)
-        return True
-
-    def backward(self, run_engine: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> bool:
-        """Run a backward pass from one tensor and record its loss; return False where more is to be done."""
-        run = self._run
-        if self.optimizer() is None or run.in_backward or not isinstance(loss, torch.Tensor):
-            return False
-        run.close_update()
-        if loss.numel() == 1:
-            run.recorder.loss(loss)
-        run.in_backward = True
-        try:
-            run_engine(loss, *args, **kwargs)
-        finally:
-            run.in_backward = False
         return True

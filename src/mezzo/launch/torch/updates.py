@@ -97,10 +97,13 @@ class Updates:
         return init
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        run = self._run
         if self._stepping not in (None, optimizer):  # an optimizer around others steps them: one update
             return None
         self._stepping = optimizer
-        if args[1:] in ((), (None,)) and not kwargs and self._run.steady.steps(optimizer):
+        plain = not kwargs and (len(args) == 1 or args[1:] == (None,))
+        if plain and run.steady.optimizer() is optimizer and not run.takes_norm:
+            run.stepped = True  # nothing but the time of this update is recorded
             self._made[optimizer][0] += 1
             return None
         if optimizer not in self._made:
@@ -135,7 +138,8 @@ class Updates:
         if self._stepping is not optimizer:
             return
         self._stepping = None
-        if not self._run.in_closure and self._run.steady.stepped(optimizer):
+        if self._run.steady.optimizer() is optimizer and not self._run.in_closure:
+            self._run.recorder.clock.mark()
             return
         if self._run.in_closure:
             self._run.lint.closure_ended(optimizer)

@@ -162,7 +162,8 @@ def _bars(group: Group, pairs: Sequence[Pair], ways: Mapping[Key, Way], *, base:
 def _told_of_nothing(run: RunRecord) -> str:
     ran = listed([f"{share:.0%} {name}" for name, share in run.effective.share_by_format.items()])
     why = "".join(f" ({reason.what}: {reason.reason})" for reason in run.effective.left_alone[:1])
-    return f"{run.policy} changed nothing, so this shows nothing of it: {ran} ran{why}"
+    what = f"{ran} ran" if ran else "no operation ran below 32 bits"
+    return f"{run.policy} changed nothing, so this shows nothing of it: {what}{why}"
 
 
 def _is_identical(pair: Pair) -> bool:

@@ -260,7 +260,8 @@ RULES: tuple[FindingRule, ...] = (
     FindingRule(
         "A101",
         "no mixed precision",
-        "run it under a policy: mezzo run --policy bf16 (or fp16), or mezzo.Session in the script",
+        "run it under a policy: mezzo run --policy bf16 (or fp16), or mezzo.Session in the script. If it is under one already, call "
+        "models as model(x), not model.forward(x), and put other code into a module or torch.autocast",
         _wide("off", lowers=False),
     ),
     FindingRule(

@@ -12,6 +12,7 @@ from mezzo.measure.flops import OperandFormats, lowered
 from mezzo.observe.audit import kernels, totals
 from mezzo.observe.audit.findings import AuditedSteps, findings
 from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
+from mezzo.observe.effective import Lowering
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import AuditSettings
@@ -94,7 +95,11 @@ class Audit(Observer):
         )
         formats = {"flops_by_format": audited.flops_by_format, "counted_on_step": next(iter(self.watched), None)}
         emulated = self.run.emulates and lowered(audited.flops_by_format)
-        effective = run.effective.model_copy(update={**formats, "emulated": emulated})
+        seen = Lowering()
+        for trace, step in zip(self._traces, self.watched, strict=False):  # the last one may not have ended
+            seen.add(trace.operations, step)
+        effective = seen.effective(run.effective, self.run.applied, emulates=self.run.emulates)
+        effective = effective.model_copy(update={**formats, "emulated": emulated})
         return audited.model_copy(update={"run": run.model_copy(update={"effective": effective})})
 
     def _keep(self, trace: Trace) -> None:

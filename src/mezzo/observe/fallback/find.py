@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from mezzo.errors import PolicyError, SessionError
+from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.observe.fallback.evidence import LocalError, Measured, fitting_scale
 from mezzo.observe.fallback.operations import Command, in_fp32, needed, next_steps
 from mezzo.observe.fallback.search import Names, search
@@ -141,8 +141,10 @@ def _judge(hunt: Hunt) -> Judged:
             run,
         )
     if not reference.steps or not reference.steps[0].errors:
-        why = "no gradient was found in the parameters of a module"
-        return "not repeatable", why, (), run
+        raise ScriptError(
+            f"{run.script} calls no module whose parameters get gradients, so there is none to keep in FP32",
+            hint=f"call the model as model(x), not as model.forward(x): {hunt.policy.name} lowers nothing outside modules either",
+        )
     unsteady = _judge_noise(hunt)
     if unsteady:
         return "not repeatable", unsteady, (), run
@@ -200,6 +202,9 @@ def _searched(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
     )
 
 
+_CHANGED_NOTHING = "the policy lowers nothing here, or nothing that it rounds, so this says nothing of it"
+
+
 def _whole(hunt: Hunt) -> set[str]:
     """Return the modules that fail by what they compute themselves; a dear one is opened all the same."""
     most = _DEAR * max((local.flops for local in hunt.local), default=0)
@@ -209,6 +214,8 @@ def _whole(hunt: Hunt) -> set[str]:
 def _found(hunt: Hunt, kept: Names, how: str) -> tuple[FallbackVerdict, str, Names]:
     if not kept:
         worst = max((t.error for t in hunt.trials), default=0.0)
+        if worst == 0:
+            return "not needed", f"every gradient is the same to the bit as in FP32; {how}: {_CHANGED_NOTHING}", ()
         why = (
             f"with nothing kept in FP32 no gradient is off by more than {worst:.2g}; {how}: precision is not the cause"
         )
@@ -308,6 +315,7 @@ def _suspicion(local: LocalError) -> float:
 
 
 def _record(hunt: Hunt, run: RunRecord, verdict: FallbackVerdict, reason: str, kept: Names) -> FallbackRecord:
+    before = next((t.error for t in hunt.trials), None)
     whole = max((local.flops for local in hunt.local), default=0)
     spent = sum(local.flops for local in hunt.local if local.module in kept)
     modules = [
@@ -326,9 +334,9 @@ def _record(hunt: Hunt, run: RunRecord, verdict: FallbackVerdict, reason: str, k
         kept=list(kept),
         operations=list(hunt.operations),
         suggested=str(in_fp32(_with(hunt.policy, kept), hunt.operations)),
-        next_steps=next_steps(verdict, hunt.policy, hunt.command, helped=bool(hunt.operations)),
+        next_steps=next_steps(verdict, hunt.policy, hunt.command, helped=bool(hunt.operations), unchanged=before == 0),
         fp32_share=spent / whole if whole else 0.0,
-        error_before=next((t.error for t in hunt.trials), None),
+        error_before=before,
         error_after=_after(hunt, kept) if verdict in ("found", "not needed") else None,
         steps=list(hunt.steps),
         modules=modules,
@@ -355,6 +363,6 @@ def _notes(hunt: Hunt) -> list[Reason]:
     ]
     alone = [local for local in hunt.local if local.reason]
     if alone:
-        value = f"{len(alone)} modules, as {alone[0].module}"
+        value = f"{len(alone)} modules, as {alone[0].module}" if len(alone) > 1 else alone[0].module
         notes.append(Reason(what="not run by themselves", value=value, reason=alone[0].reason))
     return notes

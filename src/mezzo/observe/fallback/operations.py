@@ -54,7 +54,9 @@ def needed(policy: Policy, verify: Callable[[Names], float], *, tolerance: float
     return search(names, verified, tolerance=tolerance).kept or ()
 
 
-def next_steps(verdict: FallbackVerdict, policy: Policy, command: Command, *, helped: bool) -> list[Reason]:
+def next_steps(
+    verdict: FallbackVerdict, policy: Policy, command: Command, *, helped: bool, unchanged: bool
+) -> list[Reason]:
     """Return what to do after a search that ended without a set of modules.
 
     Args:
@@ -62,6 +64,7 @@ def next_steps(verdict: FallbackVerdict, policy: Policy, command: Command, *, he
         policy: what was judged.
         command: gives what to type.
         helped: whether operations in FP32 help.
+        unchanged: whether the policy changes no bit of any gradient.
     """
     if verdict == "fp32 fails":
         why = "it names the operation that is not finite in FP32, its line and what to write"
@@ -69,6 +72,9 @@ def next_steps(verdict: FallbackVerdict, policy: Policy, command: Command, *, he
     if verdict == "not repeatable":
         why = "set the script's seeds, and let it read the same batches in the same order at each start"
         return [Reason(what="make it repeat", value=command("fallback", str(policy)), reason=why)]
+    if verdict == "not needed" and unchanged:
+        why = "it lists each product with its format, and why it stays in FP32"
+        return [Reason(what="find out why", value=command("audit", str(policy)), reason=why)]
     if verdict != "elsewhere":
         return []
     name = "it names the operation that loses values and its line, and tries that operation in FP32"

@@ -62,8 +62,11 @@ class Lint:
         self._needless: tuple[int, str] | None = None
         """Step and line of the first step of a scaler that is on."""
         self._statistics = Statistics(self._noticed)
-        self._over = False
-        """Whether only scalers and schedules are watched from now on: nothing else may cost a long run's steps time."""
+        self.over = False
+        """Whether only scalers and schedules are watched from now on: nothing else may cost a long run's steps time.
+
+        Calls of modules matter until then: the view of work by hand can be taken out there, and not inside a backward pass.
+        """
         self._called_at = ""
         """The script's line that called a model in training."""
 
@@ -71,11 +74,6 @@ class Lint:
     def awake(self) -> bool:
         """Return whether gradients are watched."""
         return len(self._run.recorder) < _AWAKE_UPDATES and self._num_passes < _AWAKE_PASSES
-
-    @property
-    def hears_calls(self) -> bool:
-        """Return whether it still matters that modules are called."""
-        return not self._over  # the view of work by hand can be taken out there, and not inside a backward pass
 
     @property
     def _step(self) -> int:
@@ -89,7 +87,7 @@ class Lint:
 
     def called(self, args: Any, kwargs: Any) -> None:
         """Hear that a module is called from outside any module."""
-        if self._over:
+        if self.over:
             return
         self._hands.stop()
         if not self._statistics.done and torch.is_grad_enabled():
@@ -111,12 +109,12 @@ class Lint:
 
     def backward_begins(self, roots: list[Tensor], given: Any, *, keeps_graph: bool) -> None:
         """Hear that a backward pass begins at ``roots``; ``given`` are the gradients that it starts from."""
-        if not self._over:
+        if not self.over:
             self._hands.judge()
             self._hands.stop()
         self._pass = None
         self.scalers.backward_begins()
-        if self._over or not self.awake:
+        if self.over or not self.awake:
             return
         self._num_passes += 1
         frame = sys._getframe(1)
@@ -238,7 +236,7 @@ class Lint:
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Hear that an optimizer is to step with the gradients that are there."""
-        if self._over or self._in_scaler or self._run.in_backward:
+        if self.over or self._in_scaler or self._run.in_backward:
             return
         self._hands.judge()
         self._check_used(optimizer)
@@ -293,7 +291,7 @@ class Lint:
         held.num_steps += 1
         held.skipped, held.made = held.skipped + skipped, held.made + (not skipped)
         held.use()
-        if self._over:
+        if self.over:
             return
         if self.awake:
             self._gradients.settle(optimizer)
@@ -301,7 +299,7 @@ class Lint:
             self._watch_averages()
         if not self.awake:
             self._hands.rest()
-        self._over = not self.awake and self._statistics.done and self._hands.over
+        self.over = not self.awake and self._statistics.done and self._hands.over
 
     # --- the schedule, and what is kept beside the weights -----------------------------------------------------------------------
 

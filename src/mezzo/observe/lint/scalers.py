@@ -64,9 +64,12 @@ class Scalers:
         """Return what is known of a scaler that is on and fully heard, None of another."""
         as_is = self._run.applied is None
         on = scaler.is_enabled() if as_is else self._asked.get(scaler, scaler.is_enabled())
-        if not on or any(getattr(type(scaler), name) is not getattr(GradScaler, name) for name in _METHODS):
+        if not on:
             return None
-        return self._known.setdefault(scaler, _Known())
+        known = self._known.get(scaler)
+        if known is None and all(getattr(type(scaler), name) is getattr(GradScaler, name) for name in _METHODS):
+            known = self._known[scaler] = _Known()
+        return known
 
     # --- what scaled a loss ------------------------------------------------------------------------------------------------------
 

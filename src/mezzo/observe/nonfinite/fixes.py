@@ -15,6 +15,7 @@ from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
 from mezzo.observe.limits import HEADROOM
 from mezzo.observe.nested_names import outermost
+from mezzo.observe.nonfinite.words import ITSELF
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand
 
@@ -30,6 +31,7 @@ _MOST = 5
 _MOST_MODULES = 3
 RUN_AGAIN = "run it again, with the script's seeds set, so that the step can be inspected"
 """Against a fault whose operation was not seen."""
+DIVERGES = "lower the learning rate, or clip the gradients"
 
 
 class Offer(NamedTuple):
@@ -105,9 +107,12 @@ def settled(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Diag
     if not offers or any(not offer.policy for offer in offers):
         return offered(found, untried="")
     advice = f"none of these helps by itself: {'; '.join(one.offer.advice for one in tried)}"
-    together = "mezzo fallback searches for what has to stay in FP32 together"
-    own = any(note.what == "cause" for note in found.notes)  # a format that the script chose itself
-    next_step = f"change the cast to {found.format} in the script" if own else together
+    causes = [note.value for note in found.notes if note.what == "cause"]
+    next_step = "mezzo fallback searches for what has to stay in FP32 together"
+    if found.format in causes:  # a format that the script chose itself
+        next_step = f"change the cast to {found.format} in the script"
+    elif ITSELF in causes:
+        next_step = f"the training fails in FP32 too: {DIVERGES}"
     return found.model_copy(update={"fix": advice, "fix_line": "", "fix_tried": False, "fix_note": next_step})
 
 

@@ -52,7 +52,7 @@ class PlacingTracer(Tracer):
     def _remember(self) -> None:
         made = self._local.made
         if made not in self._ops:
-            self._lines[made], callers = script_line(sys._getframe(3))
+            self._lines[made], callers = script_line(sys._getframe(2).f_back)
             self._ops[made] = self.forward_name(callers)
 
     def in_backward(self) -> bool:
@@ -76,7 +76,10 @@ class PlacingTracer(Tracer):
         return Place(op, self.trace.maker(node).module, self._lines[place], backward=True)
 
     def _node(self) -> Node:
-        """Return what is known of the node of the graph that runs."""
+        """Return what is known of the node of the graph that runs, or of the emulated operation inside which it does."""
+        outer = self._formats.recomputing()
+        if outer is not None:
+            return Node(self._made.identity(outer), torch._C._current_graph_task_id())
         local, running = self._local, torch._C._current_autograd_node()
         if running is local.running:
             return local.node

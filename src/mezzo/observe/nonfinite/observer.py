@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.measure.flops import OperandFormats
+from mezzo.observe.effective import Lowering
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite import ranks
 from mezzo.observe.nonfinite.blame import Look, blamed, seen_of
@@ -67,6 +68,7 @@ class NonFinite(Observer):
         self._late: _Closed | None = None
         self._thread = 0
         self._skips = Skips()
+        self._formats_seen = Lowering()
         self.bad_steps: list[int] = []
         self.faults: list[Located] = []
         """What was located, by step."""
@@ -126,6 +128,7 @@ class NonFinite(Observer):
         """Keep the step and go on with the next one."""
         assert self._tracer is not None
         self._look = seen_of(self._tracer, self._marked)
+        self._formats_seen.add(self._tracer.trace.operations[: self._marked], step - 1)
         self._tracer.keep_after(self._marked)
         self._marked = 0
 
@@ -139,6 +142,8 @@ class NonFinite(Observer):
         finished = self._looking is not None and self._num_closed >= self._looking
         everything = len(self._tracer.trace.operations) + 1  # with one that raised, which was not noted
         self._look = seen_of(self._tracer, self._marked if finished else everything)
+        if finished and self._looking is not None:
+            self._formats_seen.add(self._tracer.trace.operations[: self._marked], self._looking)
 
     def start(self) -> None:
         """Get ready; a look at step 1 begins inside the first call of a module, which has to be known."""
@@ -326,10 +331,12 @@ class NonFinite(Observer):
         )
 
     def record(self, run: RunRecord) -> RunRecord:
-        """Write the evidence where the settings say; return the run's own record."""
+        """Write the evidence where the settings say; return the run's own record, with the formats of inspected steps."""
         if self._settings.evidence_path:
             write_evidence(self.evidence(run), self._settings.evidence_path)
-        return run
+        applied, emulates = self.run.applied, self.run.emulates
+        effective = self._formats_seen.effective(run.effective, applied, emulates=emulates)
+        return run.model_copy(update={"effective": effective})
 
 
 def _set_scale(scaler: Any, value: float) -> None:

@@ -178,26 +178,34 @@ def _of_fault(record: DiagnoseRecord, located: Located) -> DiagnoseRecord:
 
 
 def _of_unseen(record: DiagnoseRecord, evidence: Evidence) -> DiagnoseRecord:
-    """Return the verdict on a faulty step whose operations were not inspected."""
+    """Return the verdict on a faulty step none of whose operations is to blame, as far as is known."""
     lost, step = evidence.lost_step, evidence.faulty_steps[0]
+    diverges = _has_infinite_norm_alone(evidence)
     return record.model_copy(
         update={
             "verdict": "scale_overflow" if evidence.scaled and lost is None else "invalid_operation",
             "step": step if lost is None else lost,
             "phase": "backward" if lost is None else "forward",
-            "detail": words.unlocated(step if lost is None else lost, lost=lost is not None),
+            "detail": words.beyond_fp32(step) if diverges else words.unlocated(lost or step, lost=lost is not None),
             "own_scaler": False,
-            "fix": fixes.RUN_AGAIN,
+            "fix": fixes.DIVERGES if diverges else fixes.RUN_AGAIN,
         }
     )
+
+
+def _has_infinite_norm_alone(evidence: Evidence) -> bool:
+    """Return whether all operations of the first faulty step were inspected and finite: then the norm overflowed, in FP32."""
+    faulty, inspected = evidence.faulty_steps[:1], evidence.located is None and not evidence.problems
+    unscaled = evidence.lost_step is None and not evidence.scaled
+    return inspected and unscaled and bool(faulty) and faulty[0] in evidence.watched
 
 
 # --- what a further run teaches ----------------------------------------------------------------------------------------------------
 
 
 def _inspected(found: DiagnoseRecord, ran: ScriptRun, before: Sequence[ScriptRun]) -> DiagnoseRecord:
-    again = judged(ran)
-    return again if again.located else found
+    again, (_, evidence) = judged(ran), _showed(ran)
+    return again if again.located or _has_infinite_norm_alone(evidence) else found
 
 
 def _at_scale_of_1(found: DiagnoseRecord, ran: ScriptRun, before: Sequence[ScriptRun]) -> DiagnoseRecord:
@@ -213,8 +221,8 @@ def _in_fp32(found: DiagnoseRecord, ran: ScriptRun, before: Sequence[ScriptRun])
     """Return range overflow for an operation that fails only on what a narrow format made of its operands."""
     again, (_, evidence) = judged(ran), _showed(ran)
     if _fails(again):
-        own_cast = [words.own_cast(found)] if found.verdict == "range_overflow" else []
-        return found.model_copy(update={"notes": [*found.notes, *own_cast]})
+        cause = [words.cause_in_fp32(found, again)] if found.verdict == "range_overflow" else []
+        return found.model_copy(update={"notes": [*found.notes, *cause]})
     if found.step not in evidence.watched or not repeats(before) or found.verdict != "invalid_operation":
         return found
     narrow = next((o.format for o in found.operands if o.format in ("fp16", "bf16")), _format(before[0].policy))

@@ -14,6 +14,8 @@ DIED = "the process died"
 NOT_REACHED = "the step was not reached"
 INTERRUPTED = (129, 130, 143)
 """Exit codes of a script that SIGHUP, Ctrl-C or SIGTERM ended."""
+ITSELF = "the training itself"
+"""As a cause: not its precision."""
 _FIRST_STEPS = 6
 
 
@@ -67,10 +69,13 @@ def harmless(one: Harmless) -> Reason:
     return Reason(what="harmless", value=value, reason=why)
 
 
-def own_cast(found: DiagnoseRecord) -> Reason:
-    """Return why a value leaves a narrow format even in a run in FP32."""
-    why = "under fp32, too, the step leaves this format: the script casts to it by itself"
-    return Reason(what="cause", value=found.format, reason=why)
+def cause_in_fp32(found: DiagnoseRecord, again: DiagnoseRecord) -> Reason:
+    """Return why a value leaves a narrow format although a run in FP32 fails as well, which is ``again``."""
+    if again.located and again.format == found.format:
+        why = "under fp32, too, the step leaves this format: the script casts to it by itself"
+        return Reason(what="cause", value=found.format, reason=why)
+    why = f"in FP32, too, the training fails, in step {again.step}: precision is not the cause"
+    return Reason(what="cause", value=ITSELF, reason=why)
 
 
 def rounded_away(found: DiagnoseRecord, form: str) -> str:
@@ -94,6 +99,14 @@ def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
     steps = ", ".join(map(str, lost[:_FIRST_STEPS])) + (" and so on" if len(lost) > _FIRST_STEPS else "")
     share = "all" if len(lost) == count else f"{len(lost)} of them"
     return f"{count} of {total} updates were skipped, {share} after the loss scale had been found: steps {steps}"
+
+
+def beyond_fp32(step: int) -> str:
+    """Return what is known of a step whose operations were all inspected, and were finite."""
+    return (
+        f"every gradient of step {step} is finite, but their norm is beyond FP32's range: its square is above 3.4e38, so "
+        "the training diverges or its loss is far too large"
+    )
 
 
 def unlocated(step: int, *, lost: bool) -> str:

@@ -63,6 +63,8 @@ def ranges_record(run: RunRecord, seen: ObservedValues, *, policy: str) -> Range
         if kind in GRADIENTS and not _kept(kind, name, judged, seen)
     }
     windows = [scale_window(gradients, form) for form in CAST_TO]
+    if not gradients and any(t.kind in GRADIENTS and t.histogram.nonzero for t in tensors):
+        windows = [w.model_copy(update={"reason": f"{judged.name} keeps every gradient in FP32"}) for w in windows]
     updates = update_losses({seen.name(name): row for name, row in seen.swallowed.items()})
     record = RangesRecord(
         run=run,
@@ -195,6 +197,8 @@ def _notes(record: RangesRecord, policy: Policy, target: Format, seen: ObservedV
         notes.append(Reason(what="updates", value="not counted", reason=why))
     if not any(t.kind == "activations" for t in record.tensors):
         why = "the script calls no module in its training steps: values outside modules are not seen"
+        if policy.lowers:
+            why += f", and {policy.name} lowers none of them. Call a model as model(x), not as model.forward(x)"
         notes.append(Reason(what="activations", value="not counted", reason=why))
     return notes
 

@@ -1,0 +1,75 @@
+"""Tell from the operations of inspected steps what a policy lowered: their formats, and what it did not reach."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from mezzo.formats import FP32
+from mezzo.measure.flops import lowered
+from mezzo.measure.leftwide import not_lowered
+from mezzo.observe.trace import NOWHERE, Noted
+from mezzo.policy import Policy
+from mezzo.records import Effective
+
+
+class Lowering:
+    """Add up what the operations of inspected steps ran in."""
+
+    def __init__(self) -> None:
+        self._by_format: Counter[str] = Counter()
+        self._num_lowered = self._outside = self._switched_off = 0
+        self._first_step: int | None = None
+
+    def add(self, operations: Sequence[tuple[Any, ...]], step: int) -> None:
+        """Add the operations of one step."""
+        self._first_step = self._first_step or step
+        for fields in operations:
+            noted = Noted(*fields)
+            self._num_lowered += any(
+                dtype.is_floating_point and dtype.itemsize < FP32.dtype.itemsize
+                for _, dtype, _ in (*noted.ins, *noted.outs)
+            )
+            if noted.product is not None:
+                self._add_product(noted)
+
+    def _add_product(self, noted: Noted) -> None:
+        product = noted.product
+        assert product is not None
+        self._by_format[product.format] += product.flops
+        if noted.node is not None or lowered({product.format: 1}):
+            return
+        calls = [] if noted.entry is NOWHERE else noted.entry.calls
+        if not product.nesting:  # neither in a region nor in an autocast of the script's
+            self._outside += product.flops
+        elif calls and product.nesting > calls[-1].nesting:
+            self._switched_off += product.flops
+
+    def effective(self, before: Effective, policy: Policy | None, *, emulates: bool) -> Effective:
+        """Return ``before`` with what was added up.
+
+        Args:
+            before: what is known of the run besides.
+            policy: what the run is under, as it is applied; None for the script's own precision.
+            emulates: whether the policy's formats are emulated.
+        """
+        if self._first_step is None:
+            return before
+        by_format, left = dict(self._by_format), list(before.left_alone)
+        if policy is not None and policy.lowers:
+            left += not_lowered(
+                policy,
+                sum(by_format.values()),
+                num_lowered=self._num_lowered,
+                outside=self._outside,
+                switched_off=self._switched_off,
+            )
+        update = {
+            "flops_by_format": by_format,
+            "num_lowered": self._num_lowered,
+            "emulated": emulates and (lowered(by_format) or (not by_format and self._num_lowered > 0)),
+            "counted_on_step": self._first_step,
+            "left_alone": left,
+        }
+        return before.model_copy(update=update)
