@@ -9,13 +9,13 @@ Where one run located a fault, its verdict follows from the operation, computed 
 - finite, in a backward pass: *scale overflow* if the result would fit the format at a loss scale of 1, because a backward
   pass is linear in the scale; else *range overflow*.
 
-Each further run may change that, by its role: ``known`` folds them one after the other.
+Each further run may change that, by its role (``known``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -68,15 +68,14 @@ def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord
         untried = untried or ("" if repeats(runs) else "the script goes another way each time")
         last = last_step(found, first)
         found = fixes.offered(found, untried=untried) if untried else fixes.settled(found, tried(runs), last=last)
-    of_skips = found.verdict == "scale_overflow" or (
-        found.verdict == "range_overflow" and len(evidence.faulty_steps) > 1
-    )
+    recurs = found.verdict == "range_overflow" and len(evidence.faulty_steps) > 1
+    of_skips = recurs or found.verdict == "scale_overflow"
     skips = words.skipped(first, evidence.faulty_steps) if of_skips else ""
     own_notes = judged(runs[0]).notes
     return found.model_copy(
         update={
             "detail": ". ".join(filter(None, [found.detail, skips])),
-            "passes": [_pass(ran, runs[:number]) for number, ran in enumerate(runs)],
+            "passes": [_pass(ran) for ran in runs],
             "bad_steps": evidence.bad_steps,
             "faulty_steps": evidence.faulty_steps,
             "num_skipped": first.steps.num_skipped,
@@ -89,9 +88,15 @@ def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord
 def known(runs: Sequence[ScriptRun]) -> DiagnoseRecord:
     """Return the verdict that ``runs`` lead to, as yet without a fix."""
     found = judged(runs[0])
-    for number, ran in enumerate(runs):
-        if ran.evidence is not None and ran.role in _LEARNED:
-            found = _LEARNED[ran.role](found, ran, runs[:number])
+    for ran in runs[1:]:
+        if ran.evidence is None:
+            continue
+        if ran.role == "suspects":
+            found = _inspected(found, ran)
+        elif ran.role == "scale of 1":
+            found = _at_scale_of_1(found, ran)
+        elif ran.role == "fp32":
+            found = _in_fp32(found, ran, runs)
     return found
 
 
@@ -203,12 +208,13 @@ def _has_infinite_norm_alone(evidence: Evidence) -> bool:
 # --- what a further run teaches ----------------------------------------------------------------------------------------------------
 
 
-def _inspected(found: DiagnoseRecord, ran: ScriptRun, before: Sequence[ScriptRun]) -> DiagnoseRecord:
+def _inspected(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
     again, (_, evidence) = judged(ran), _showed(ran)
-    return again if again.located or _has_infinite_norm_alone(evidence) else found
+    explained = again.located or (_has_infinite_norm_alone(evidence) and not found.located)
+    return again if explained else found
 
 
-def _at_scale_of_1(found: DiagnoseRecord, ran: ScriptRun, before: Sequence[ScriptRun]) -> DiagnoseRecord:
+def _at_scale_of_1(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
     """Return the fault that is left at a loss scale of 1; what is too small for the format there is none of the script's."""
     again, (_, evidence) = judged(ran), _showed(ran)
     if found.step not in evidence.watched or not again.located:
@@ -217,25 +223,17 @@ def _at_scale_of_1(found: DiagnoseRecord, ran: ScriptRun, before: Sequence[Scrip
     return found if no_other else again
 
 
-def _in_fp32(found: DiagnoseRecord, ran: ScriptRun, before: Sequence[ScriptRun]) -> DiagnoseRecord:
+def _in_fp32(found: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) -> DiagnoseRecord:
     """Return range overflow for an operation that fails only on what a narrow format made of its operands."""
     again, (_, evidence) = judged(ran), _showed(ran)
     if _fails(again):
         cause = [words.cause_in_fp32(found, again)] if found.verdict == "range_overflow" else []
         return found.model_copy(update={"notes": [*found.notes, *cause]})
-    if found.step not in evidence.watched or not repeats(before) or found.verdict != "invalid_operation":
+    if found.step not in evidence.watched or not repeats(runs) or found.verdict != "invalid_operation":
         return found
-    narrow = next((o.format for o in found.operands if o.format in ("fp16", "bf16")), _format(before[0].policy))
+    narrow = next((o.format for o in found.operands if o.format in ("fp16", "bf16")), _format(runs[0].policy))
     update = {"verdict": "range_overflow", "format": narrow, "detail": words.rounded_away(found, narrow)}
     return found.model_copy(update=update)
-
-
-_LEARNED: dict[Role, Callable[[DiagnoseRecord, ScriptRun, Sequence[ScriptRun]], DiagnoseRecord]] = {
-    "suspects": _inspected,
-    "scale of 1": _at_scale_of_1,
-    "fp32": _in_fp32,
-}
-"""The verdict after a run, from the verdict before, the run and those before it."""
 
 
 def _fails(found: DiagnoseRecord) -> bool:
@@ -249,7 +247,7 @@ def _format(policy: str) -> str:
 # --- the runs in the record --------------------------------------------------------------------------------------------------------
 
 
-def _pass(ran: ScriptRun, before: Sequence[ScriptRun]) -> Pass:
+def _pass(ran: ScriptRun) -> Pass:
     if ran.run is None or ran.evidence is None:
         return Pass(policy=ran.policy, reason=ran.reason, outcome=_outcome(ran))
     return Pass(
