@@ -127,7 +127,7 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
         run=run,
         evidence=evidence,
     )
-    return diagnosis([only], untried="a function cannot be run again from where it was")
+    return diagnosis([only], untried="a function cannot be run again from its first state")
 
 
 def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: int = 20) -> RangesRecord:

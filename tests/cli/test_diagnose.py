@@ -80,7 +80,7 @@ ENDINGS = [
         f"{TRAINS}raise SystemExit(5)",
         5,
         3,
-        "the script ended after 3 training steps, with exit code 5. No fault was seen",
+        "the script ended after 3 training steps, with exit code 5. No fault was found",
     ),
     (
         f"{TRAINS}raise KeyboardInterrupt",
@@ -235,7 +235,7 @@ def test_views_say_verdict_place_and_fix() -> None:
     page = render_html(record)
     for text in (output.getvalue(), page):
         assert "y = torch.log(x.clamp_min(1e-6))" in text
-        assert "not tried: it changes the script itself" in text
+        assert "not tried: it is a change of the script itself" in text
         assert "Skipped updates are normal" not in text  # none was skipped
 
 

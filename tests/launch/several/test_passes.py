@@ -180,7 +180,7 @@ def test_several_processes_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert isinstance(record, DiagnoseRecord)
     assert isinstance(asked[0].observe, DiagnoseSettings)
     assert (len(asked), asked[0].observe.steps) == (1, (1, 2, 3, 4, 5))
-    assert record.fix_note == "not tried: several processes would have to meet a second time"
+    assert record.fix_note == "not tried: several processes cannot be started again from here"
 
 
 @pytest.mark.parametrize(

@@ -130,11 +130,11 @@ SENTENCES: list[tuple[Located, str]] = [
     ),
     (
         at(kind="entered", operands=[OPERAND.model_copy(update={"num_not_finite": 3})]),
-        "mul() read an input that was not finite before the step began: 3 values",
+        "mul() read an input that already had 3 values that are not finite",
     ),
     (
         at(kind="entered", parameter=True, operands=[OPERAND.model_copy(update={"num_not_finite": 1})]),
-        "mul() read a weight that was not finite before the step began: 1 values",
+        "mul() read a weight that already had 1 value that is not finite",
     ),
     (
         at(kind="refused", largest=1e9),
@@ -142,22 +142,22 @@ SENTENCES: list[tuple[Located, str]] = [
     ),
     (
         at(largest=None, vanished=values(kind="vanished", op="add", largest=1e-9)),
-        "mul() has no finite result; it read 0 to 300 in fp16. add() makes 0 of values up to 1e-09, "
-        "because FP16's smallest number is 6e-08; in FP32 they stay",
+        "mul() has no finite result; it read 0 to 300 in fp16. add() turns values up to 1e-09 into 0, "
+        "because FP16's smallest number is 6e-08; FP32 keeps them",
     ),
     (
         at(symptom=values(op="log")),
-        "mul() reaches 1e+05; FP16 ends at 65504. What came of it is wrong, and log() has no finite result for that",
+        "mul() reaches 1e+05; FP16 ends at 65504. Its wrong values then reach log(), which has no finite result for them",
     ),
     (
         at(gradients=WRONG, swallowed_by=["div", "exp"]),
-        "mul() reaches 1e+05; FP16 ends at 65504. div() and exp() turn the infinity into finite numbers, and wrong ones. "
-        "1 of 2 gradients are wrong, that of 0.weight by 50% of its norm",
+        "mul() reaches 1e+05; FP16 ends at 65504. div() and exp() turn the infinity into finite but wrong numbers. "
+        "1 of 2 gradients are wrong; that of 0.weight is off by 50% of its norm",
     ),
     (
         at(kind="vanished", largest=1e-9, gradients=WRONG.model_copy(update={"zeros": 0.25})),
-        "mul() makes 0 of values up to 1e-09, because FP16's smallest number is 6e-08. "
-        "25% of the elements of all gradients are 0 for that alone. 1 of 2 gradients are wrong, that of 0.weight by 50% of its norm",
+        "mul() turns values up to 1e-09 into 0, because FP16's smallest number is 6e-08. "
+        "25% of all gradient elements are 0 for this reason alone. 1 of 2 gradients are wrong; that of 0.weight is off by 50% of its norm",
     ),
 ]
 
@@ -247,7 +247,7 @@ def test_notes_say_what_was_seen_beside_the_fault() -> None:
         (
             "harmless",
             "mul() in train.py:3",
-            "1e+09 is infinite in FP16; softmax() makes the same of both, and no gradient changes",
+            "1e+09 is infinite in FP16; softmax() returns the same for both, and no gradient changes",
         )
     ]
 
@@ -407,7 +407,7 @@ def test_an_operation_that_fails_in_a_format_alone_names_the_format(policy: str,
     broken = BROKEN.model_copy(update={"located": at(3, largest=None, format="fp32", operands=operands)})
     record = known([ran("first", broken, policy=policy), ran("fp32", FINITE, 3)])
     assert (record.verdict, record.format) == (RANGE, form)
-    assert f"rounding to {form.upper()} gave the operation what it cannot take" in record.detail
+    assert f"rounding to {form.upper()} gave the operation an input that it has no result for" in record.detail
 
 
 @pytest.mark.parametrize(
@@ -469,19 +469,19 @@ FIXES: list[tuple[list[ScriptRun], bool, str, str]] = [
     (
         tries(AGAIN, AGAIN, AGAIN),
         False,
-        "none of these helps by itself: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
-        "mezzo fallback searches for what has to stay in FP32 together",
+        "none of these is enough by itself: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
+        "mezzo fallback searches for a set of modules to keep in FP32",
     ),
     (
         tries(AGAIN, AGAIN, AGAIN, in_fp32=OVERFLOWS),
         False,
-        "none of these helps by itself: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
+        "none of these is enough by itself: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
         "change the cast to fp16 in the script",
     ),
     (
         tries(AGAIN, AGAIN, AGAIN, in_fp32=UNSEEN),
         False,
-        "none of these helps by itself: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
+        "none of these is enough by itself: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
         "the training fails in FP32 too: lower the learning rate, or clip the gradients",
     ),
 ]
@@ -501,9 +501,9 @@ def test_the_first_fix_that_helps_is_offered(runs: list[ScriptRun], helped: bool
         (
             [ran("first", UNSEEN), ran("suspects", OVERFLOWS, 2)],
             "",
-            "not tried: the script goes another way each time",
+            "not tried: the script does not repeat the same steps each time",
         ),
-        ([ran("first", BROKEN), ran("fp32", BROKEN, 3)], "", "not tried: it changes the script itself"),
+        ([ran("first", BROKEN), ran("fp32", BROKEN, 3)], "", "not tried: it is a change of the script itself"),
         (
             [ran("first", Evidence(located=at(3, **BACKWARD, format="complex64", largest=1e9), faulty_steps=[3]))],
             "no time",

@@ -8,9 +8,9 @@
 Each run leaves evidence; what to run next follows from that of all so far (``next_run``), and so does the verdict
 (``mezzo.observe.nonfinite.verdict``).
 
-A script that sets its seeds takes the same way each time. One that does not may pass the step unharmed the second time:
-every step after it is inspected then. Several processes are not run again, because they would have to meet a second
-time: there every step is inspected from the beginning. Imports no torch.
+A script that sets its seeds does the same each time. One that does not may pass the step unharmed the second time:
+every step after it is inspected then. Several processes are not run again, because all of them would have to be started
+again at once: there every step is inspected from the beginning. Imports no torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def diagnose_script(request: Request, *, steps: int, child: Child = run_child) -
         policy=request.policy,
         settings=DiagnoseSettings(steps=watched),
     )
-    untried = "" if alone else "several processes would have to meet a second time"
+    untried = "" if alone else "several processes cannot be started again from here"
     runs: list[ScriptRun] = []
     with stoppable() as stop:
         while asked is not None:

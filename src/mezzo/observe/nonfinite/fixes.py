@@ -25,11 +25,11 @@ _COSTLY = frozenset(("linear", "matmul", "mm", "addmm")).union(
     op.rsplit(".", maxsplit=1)[-1] for name in ("conv", "attention", "rnn") for op in oplists.BY_NAME[name].ops
 )
 """Operations that are nearly all the work: with these in FP32 nothing is left of mixed precision."""
-_IN_SCRIPT = "it changes the script itself"
+_IN_SCRIPT = "it is a change of the script itself"
 _MOST = 5
 """Runs at most to find a fix."""
 _MOST_MODULES = 3
-RUN_AGAIN = "run it again, with the script's seeds set, so that the step can be inspected"
+RUN_AGAIN = "set the script's seeds and run it again, so that the step can be inspected"
 """Against a fault whose operation was not seen."""
 DIVERGES = "lower the learning rate, or clip the gradients"
 
@@ -106,9 +106,9 @@ def settled(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Diag
     offers = offers_for(found)
     if not offers or any(not offer.policy for offer in offers):
         return offered(found, untried="")
-    advice = f"none of these helps by itself: {'; '.join(one.offer.advice for one in tried)}"
+    advice = f"none of these is enough by itself: {'; '.join(one.offer.advice for one in tried)}"
     causes = [note.value for note in found.notes if note.what == "cause"]
-    next_step = "mezzo fallback searches for what has to stay in FP32 together"
+    next_step = "mezzo fallback searches for a set of modules to keep in FP32"
     if found.format in causes:  # a format that the script chose itself
         next_step = f"change the cast to {found.format} in the script"
     elif ITSELF in causes:
@@ -146,12 +146,12 @@ def _more(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> 
 
 
 def _in_the_script(found: DiagnoseRecord) -> str:
-    """Return what a change of the script itself would do as well; nothing where there is no such change."""
+    """Return a change of the script itself that would do as well; nothing where there is none."""
     if found.origin == "refused":
-        return "torch.finfo(x.dtype).min or max in the script, in place of the number, was not tried"
+        return "writing torch.finfo(x.dtype).min or max in place of the number in the script was not tried"
     if found.origin == "vanished" and found.verdict == "range_overflow":
         least = FORMATS[found.format].min_subnormal if found.format in FORMATS else 0.0
-        return f"keeping what becomes 0 above {least:.1g} in the script was not tried"
+        return f"keeping the value that becomes 0 above {least:.1g} in the script was not tried"
     return ""
 
 
@@ -249,7 +249,7 @@ def _bf16(found: DiagnoseRecord) -> list[Offer]:
 
 def _for_entered(found: DiagnoseRecord) -> Offer:
     if found.origin == "constant":
-        return Offer("the script puts a value here that is not finite, and it reaches the loss", "")
+        return Offer("the script creates a value here that is not finite, and it reaches the loss", "")
     if found.parameter:
         return Offer(
             "an update made a weight infinite or NaN: lower the learning rate, or raise the optimizer's eps", ""
@@ -259,13 +259,14 @@ def _for_entered(found: DiagnoseRecord) -> Offer:
 
 def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
     if not operands:
-        return Offer(f"{op} gets no values here: leave it out where there are none", "if x.numel():")
+        return Offer(f"{op} gets no values here: skip it where there are none", "if x.numel():")
     if any(o.num_not_finite for o in operands) and "softmax" not in op:
-        advice = "an infinity that the script puts there meets 0 or another infinity: take it out before"
+        advice = "an infinity that the script creates meets 0 or another infinity: remove it first"
         return Offer(advice, "x = torch.where(x.isfinite(), x, 0)")
     if forward and op in ("std", "var"):
         return Offer(
-            "a single value has no deviation: pass more of them, or divide by their number", "y = x.std(correction=0)"
+            "a single value has no standard deviation: pass more values, or divide by their number",
+            "y = x.std(correction=0)",
         )
     for names, advice, line in _INVALID:
         if any(name in op.split("_") or name == op for name in names):
@@ -274,7 +275,7 @@ def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
         return Offer(
             "values grow beyond FP32: lower the learning rate, or clip gradients", "clip_grad_norm_(parameters, 1.0)"
         )
-    return Offer(f"keep what {op} reads away from where it has no finite result", "x = x.clamp(min=1e-6)")
+    return Offer(f"keep the input of {op} away from where it has no finite result", "x = x.clamp(min=1e-6)")
 
 
 _INVALID: tuple[tuple[tuple[str, ...], str, str], ...] = (

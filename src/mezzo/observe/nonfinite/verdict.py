@@ -65,7 +65,7 @@ def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord
     first, evidence = _showed(runs[0])
     found = known(runs).model_copy(update={"run": first})
     if found.located:
-        untried = untried or ("" if repeats(runs) else "the script goes another way each time")
+        untried = untried or ("" if repeats(runs) else "the script does not repeat the same steps each time")
         last = last_step(found, first)
         found = fixes.offered(found, untried=untried) if untried else fixes.settled(found, tried(runs), last=last)
     recurs = found.verdict == "range_overflow" and len(evidence.faulty_steps) > 1

@@ -25,14 +25,15 @@ def detail(located: Located, verdict: Diagnosed) -> str:
     if source.kind in ("entered", "constant"):
         count = sum(o.num_not_finite for o in source.operands)
         of = "a weight" if source.parameter else "an input"
-        return f"{_where(source)} read {of} that was not finite before the step began: {count} values"
+        values = f"{count} value{'s' * (count != 1)}"
+        return f"{_where(source)} read {of} that already had {values} that {'are' if count != 1 else 'is'} not finite"
     if source.kind == "refused":
         return f"{_where(source)} is given {_number(source.largest, '.4g')}; {_end(source.format)}, and torch raises an error"
     if source.kind == "vanished":
         return f"{_vanishing(source)}. {_off(located.gradients)}"
     failing = _failing(source.op, source.backward, source.operands)
     if located.vanished is not None:
-        return f"{failing}. {_vanishing(located.vanished)}; in FP32 they stay"
+        return f"{failing}. {_vanishing(located.vanished)}; FP32 keeps them"
     if verdict == "invalid_operation" or source.largest is None:
         return _failing(source.op, source.backward, source.operands, " in FP32 either")
     reach = f"{_where(source)} reaches {source.largest:.4g}; {_end(source.format)}"
@@ -43,9 +44,9 @@ def detail(located: Located, verdict: Diagnosed) -> str:
         names = [f"{op}()" for op in source.swallowed_by] or ["what reads it"]
         turn = "turns" if len(names) == 1 else "turn"
         wrong = _off(located.gradients)
-        return f"{reach}. {' and '.join(names)} {turn} the infinity into finite numbers, and wrong ones. {wrong}"
+        return f"{reach}. {' and '.join(names)} {turn} the infinity into finite but wrong numbers. {wrong}"
     if located.symptom is not None:
-        return f"{reach}. What came of it is wrong, and {_where(located.symptom)} has no finite result for that"
+        return f"{reach}. Its wrong values then reach {_where(located.symptom)}, which has no finite result for them"
     return reach
 
 
@@ -53,41 +54,39 @@ def notes(evidence: Evidence) -> list[Reason]:
     """Return how a run was inspected, and where its fault began if in another process."""
     found = [Reason(what="not inspected", value=f"{op}()", reason=why) for op, why in evidence.problems.items()]
     if evidence.forced_eager:
-        why = "operations inside compiled kernels cannot be told apart; compiled code may round elsewhere"
+        why = "operations inside compiled kernels cannot be told apart; compiled code may round differently"
         found.append(Reason(what="torch.compile", value="inspected steps ran eagerly", reason=why))
     if evidence.found_by_rank is not None:
-        why = "in this process it arrived with the gradients of all"
+        why = "this process received it with the gradients of all processes"
         found.append(Reason(what="found by", value=f"the process of rank {evidence.found_by_rank}", reason=why))
     return found
 
 
 def harmless(one: Harmless) -> Reason:
-    """Return what is known of a value that left its format and made no difference."""
+    """Return which value left its format and made no difference."""
     absorbed = " and ".join(f"{op}()" for op in one.absorbed_by)
     value = f"{one.op}() in {PurePath(one.line).name}"
-    why = f"{one.largest:.3g} is infinite in {one.format.upper()}; {absorbed} makes the same of both, and no gradient changes"
+    why = f"{one.largest:.3g} is infinite in {one.format.upper()}; {absorbed} returns the same for both, and no gradient changes"
     return Reason(what="harmless", value=value, reason=why)
 
 
 def cause_in_fp32(found: DiagnoseRecord, again: DiagnoseRecord) -> Reason:
     """Return why a value leaves a narrow format although a run in FP32 fails as well, which is ``again``."""
     if again.located and again.format == found.format:
-        why = "under fp32, too, the step leaves this format: the script casts to it by itself"
+        why = "the step leaves this format under fp32, too, because the script itself casts to it"
         return Reason(what="cause", value=found.format, reason=why)
-    why = f"in FP32, too, the training fails, in step {again.step}: precision is not the cause"
+    why = f"the training fails in FP32, too, in step {again.step}: precision is not the cause"
     return Reason(what="cause", value=ITSELF, reason=why)
 
 
 def rounded_away(found: DiagnoseRecord, form: str) -> str:
     """Return what happened where an operation has no finite result for what it read, and a run in FP32 has one."""
     failing = _failing(found.op, found.phase == "backward", found.operands)
-    return (
-        f"{failing}. In FP32 the same step is finite: rounding to {form.upper()} gave the operation what it cannot take"
-    )
+    return f"{failing}. The same step is finite in FP32: rounding to {form.upper()} gave the operation an input that it has no result for"
 
 
 def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
-    """Return how many updates a loss scale that does not find its way cost; nothing where it cost none."""
+    """Return how many updates were lost to a loss scale that never settles; nothing where none was."""
     count = run.steps.num_skipped
     lost = [step for step in faulty if step <= len(run.steps) and run.steps.skipped[step - 1]]
     if not lost:
@@ -102,7 +101,7 @@ def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
 
 
 def beyond_fp32(step: int) -> str:
-    """Return what is known of a step whose operations were all inspected, and were finite."""
+    """Return what is wrong with a step whose operations were all inspected, and were finite."""
     return (
         f"every gradient of step {step} is finite, but their norm is beyond FP32's range: its square is above 3.4e38, so "
         "the training diverges or its loss is far too large"
@@ -110,23 +109,23 @@ def beyond_fp32(step: int) -> str:
 
 
 def unlocated(step: int, *, lost: bool) -> str:
-    """Return what is known of a step that was not finite and was not inspected."""
+    """Return what is known of a step that was not finite and whose operations were not inspected."""
     what = f"the loss of step {step} was" if lost else f"gradients of step {step} were"
-    return f"{what} not finite; the operation that made it so was not seen"
+    return f"{what} not finite; the operation that caused it was not inspected"
 
 
 def unfinished(run: RunRecord) -> str:
-    """Return how a run ended that can be given no verdict."""
+    """Return how a run ended on which no verdict is possible."""
     count = len(run.steps)
     when = "before its first training step" if not count else f"after {count} training step{'s' if count > 1 else ''}"
     how = "was interrupted" if run.exit_code in INTERRUPTED else "ended"
     cause = f": {run.error.splitlines()[0]}" if run.error and run.exit_code not in INTERRUPTED else ""
-    nothing = ". No fault was seen until then" if count else ""
+    nothing = ". No fault was found up to then" if count else ""
     return f"the script {how} {when}, with exit code {run.exit_code}{cause}{nothing}"
 
 
 def seen(found: DiagnoseRecord) -> str:
-    """Return what a run by itself showed, in few words."""
+    """Return what one run showed, in a few words."""
     if found.located:
         return f"{_named_fault(found)}, {found.phase}"
     if found.verdict == "unfinished":
@@ -169,15 +168,15 @@ def _end(form: str) -> str:
 def _vanishing(source: LostValues) -> str:
     least = FORMATS[source.format].min_subnormal if source.format in FORMATS else 0.0
     name = source.format.upper()
-    return f"{_where(source)} makes 0 of values up to {_number(source.largest, '.3g')}, because {name}'s smallest number is {least:.2g}"
+    return f"{_where(source)} turns values up to {_number(source.largest, '.3g')} into 0, because {name}'s smallest number is {least:.2g}"
 
 
 def _off(gradients: WrongGradients | None) -> str:
     if gradients is None:
         return ""
-    zeros = f"{gradients.zeros:.0%} of the elements of all gradients are 0 for that alone. " if gradients.zeros else ""
+    zeros = f"{gradients.zeros:.0%} of all gradient elements are 0 for this reason alone. " if gradients.zeros else ""
     wrong = f"{gradients.count} of {gradients.total} gradients are wrong"
-    return f"{zeros}{wrong}, that of {gradients.parameter} by {min(gradients.error, 99.99):.0%} of its norm"
+    return f"{zeros}{wrong}; that of {gradients.parameter} is off by {min(gradients.error, 99.99):.0%} of its norm"
 
 
 def _failing(op: str, backward: bool, operands: Sequence[Operand], even: str = "") -> str:
