@@ -51,7 +51,12 @@ def diagnosed(
     """Return the record of a made-up script, and what was asked for; ``answer`` gives the evidence of each run."""
     asked: list[Request] = []
     request = Request(
-        target="x", kind="script", policy=policy, record_path=str(folder / "record.json"), command=("mezzo",)
+        target="x",
+        kind="script",
+        policy=policy,
+        record_path=str(folder / "record.json"),
+        command=("mezzo",),
+        output_to_stderr=True,
     )
 
     def child(one: Request, **_: Any) -> RunRecord:
@@ -134,6 +139,7 @@ def test_each_run_follows_from_the_evidence_so_far(
     record, asked = diagnosed(tmp_path, answer, policy=policy)
     assert isinstance(record, DiagnoseRecord)
     assert [one.reason for one in record.passes] == ["to find the first step that is not finite", *reasons]
+    assert [one.output_to_stderr for one in asked] == [True] + [False] * len(reasons)  # later ones print to files
     names = [Path(one.record_path).name for one in asked]
     assert names == ["record.json", *(f"pass{k}.json" for k in range(2, len(asked) + 1))]
 
@@ -145,6 +151,19 @@ def test_a_script_that_raised_runs_again_with_its_last_step_inspected(tmp_path: 
     assert (settings.suspects, settings.steps) == ((6,), (5, 6))
     _, asked = diagnosed(tmp_path, told(Evidence(watched=[1, 2, 4]), {}), exit_code=130, error="KeyboardInterrupt")
     assert len(asked) == 1
+
+
+def test_the_first_three_suspects_are_inspected(tmp_path: Path) -> None:
+    steps = [3, 5, 6, 7]
+    _, asked = diagnosed(tmp_path, told(Evidence(watched=[1, 2, 4], bad_steps=steps, faulty_steps=steps), {}))
+    assert isinstance(asked[1].observe, DiagnoseSettings)
+    assert asked[1].observe.suspects == (3, 5, 6)
+
+
+def test_a_fix_is_tried_beyond_the_fault(tmp_path: Path) -> None:
+    _, asked = diagnosed(tmp_path, told(OVERFLOW, {}))
+    assert isinstance(asked[-1].observe, DiagnoseSettings)
+    assert asked[-1].observe.steps == (1, 2, 4, 8, 16, 19)
 
 
 def test_an_earlier_skip_is_inspected_before_the_one_that_was_seen(tmp_path: Path) -> None:

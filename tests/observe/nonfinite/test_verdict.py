@@ -129,6 +129,16 @@ SENTENCES: list[tuple[Located, str]] = [
         "mul() has no finite result in FP32 either; it read 0 to 300 in fp16",
     ),
     (
+        at(backward=True, largest=math.inf, operands=[OPERAND, OPERAND.model_copy(update={"num_not_finite": 2})]),
+        "the backward pass of mul() has no finite result in FP32 either; it read 0 to 300 in fp16; "
+        "0 to 300 and 2 that are not finite in fp16",
+    ),
+    (
+        at(gradients=WRONG),
+        "mul() reaches 1e+05; FP16 ends at 65504. what reads it turns the infinity into finite but wrong numbers. "
+        "1 of 2 gradients are wrong; that of 0.weight is off by 50% of its norm",
+    ),
+    (
         at(kind="entered", operands=[OPERAND.model_copy(update={"num_not_finite": 3})]),
         "mul() read an input that already had 3 values that are not finite",
     ),
@@ -177,6 +187,12 @@ def test_the_record_has_the_place_and_what_is_wrong() -> None:
     assert (record.fix_line, record.fix_note) == ('policy = "fp16:fp32_modules=1"', "not tried: no time")
     assert [t.step for t in record.trend] == [1, 2, 3]
     assert record.passes[0].watched == [1, 3]
+
+
+def test_only_what_a_gradient_shows_is_called_swallowed() -> None:
+    located = at(backward=True, swallowed_by=["div"])
+    record = diagnosis([ran("first", Evidence(located=located))])
+    assert (record.phase, record.swallowed_by, record.gradient, record.gradient_error) == ("backward", "", "", None)
 
 
 def test_what_vanished_before_gives_the_record_its_format() -> None:
@@ -252,6 +268,25 @@ def test_notes_say_what_was_seen_beside_the_fault() -> None:
     ]
 
 
+ENDINGS: list[tuple[RunRecord, str]] = [
+    (record_of(0, exit_code=3), "the script ended before its first training step, with exit code 3"),
+    (
+        record_of(1, exit_code=1, error="KeyError: 'a'\nmore"),
+        "the script ended after 1 training step, with exit code 1: KeyError: 'a'. No fault was found up to then",
+    ),
+    (
+        record_of(2, exit_code=130, error="KeyboardInterrupt"),
+        "the script was interrupted after 2 training steps, with exit code 130. No fault was found up to then",
+    ),
+]
+
+
+@pytest.mark.parametrize(("run", "sentence"), ENDINGS)
+def test_a_run_without_a_verdict_says_how_it_ended(run: RunRecord, sentence: str) -> None:
+    record = diagnosis([ran("first", Evidence(), run=run)])
+    assert (record.verdict, record.detail, record.passes[0].outcome) == ("unfinished", sentence, sentence)
+
+
 @pytest.mark.parametrize(
     ("located", "faulty", "skipped", "said"),
     [
@@ -320,6 +355,12 @@ FURTHER: list[tuple[str, list[ScriptRun], tuple[str, str], list[str]]] = [
         [ran("first", SCALED), ran("scale of 1", UNSEEN.model_copy(update={"watched": [3]}), 3)],
         (SCALE, "1"),
         ["step 3 is not finite"],
+    ),
+    (
+        "skipped at a scale of 1, as is normal",
+        [ran("first", SCALED), ran("scale of 1", Evidence(watched=[3], bad_steps=[3]), 3, run=record_of(skipped=[3]))],
+        (SCALE, "1"),
+        ["1 updates skipped, as is normal"],
     ),
     (
         "the step is not reached at a scale of 1",
@@ -490,8 +531,38 @@ FIXES: list[tuple[list[ScriptRun], bool, str, str]] = [
 @pytest.mark.parametrize(("runs", "helped", "fix", "note"), FIXES)
 def test_the_first_fix_that_helps_is_offered(runs: list[ScriptRun], helped: bool, fix: str, note: str) -> None:
     record = diagnosis(runs)
+    assert ("nothing is wrong" in [one.outcome for one in record.passes]) == ("nothing is wrong" in record.fix_note)
     assert (record.fix_tried, record.fix) == (helped, fix)
     assert record.fix_note.startswith(note)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "num_steps", "helped"), [(SCALED, 8, True), (SCALED, 7, False), (OVERFLOWS, 3, True)]
+)
+def test_a_loss_scale_has_to_fit_to_the_end_of_the_scripts_own_run(
+    evidence: Evidence, num_steps: int, helped: bool
+) -> None:
+    first = ran("first", evidence, run=record_of(8))
+    offer = next_offer(known([first]), [], last=3)
+    assert offer is not None
+    fix = ran("fix", HEALTHY, 8, run=record_of(num_steps, policy=offer.policy), policy=offer.policy, offer=offer)
+    assert diagnosis([first, fix]).fix_tried == helped
+
+
+@pytest.mark.parametrize(
+    ("located", "first"),
+    [
+        (at(**BACKWARD, symptom=values(op="log")), "begin with a loss scale of"),
+        (at(**BACKWARD, largest=None, vanished=values(kind="vanished", largest=1e-9)), "keep 1 in FP32"),
+        (at(backward=True), "keep 1 in FP32"),
+        (at(loss_scale=1024.0), "keep 1 in FP32"),
+    ],
+)
+def test_another_loss_scale_comes_first_where_it_moves_the_value(located: Located, first: str) -> None:
+    record = known([ran("first", Evidence(located=located))])
+    offer = next_offer(record, [], last=3)
+    assert offer is not None
+    assert offer.advice.startswith(first)
 
 
 @pytest.mark.parametrize(

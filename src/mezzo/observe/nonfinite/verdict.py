@@ -266,14 +266,13 @@ def _outcome(ran: ScriptRun) -> str:
     if ran.evidence is None:
         return words.NOT_REACHED if of_step else words.DIED
     again = judged(ran)
-    if ran.role == "fix":
-        return words.seen_with_fix(again)
     if not of_step:
+        return words.seen_with_fix(again) if ran.role == "fix" else words.seen(again)
+    reached = ran.step in ran.evidence.watched
+    bad = ran.step in ran.evidence.bad_steps or again.located
+    if (bad and reached) if ran.role == "scale of 1" else _fails(again):
         return words.seen(again)
-    fails = ran.step in ran.evidence.bad_steps or again.located if ran.role == "scale of 1" else _fails(again)
-    if ran.step not in ran.evidence.watched and (ran.role == "scale of 1" or not fails):
-        return words.NOT_REACHED
-    return words.seen(again) if fails else "finite"
+    return "finite" if reached else words.NOT_REACHED
 
 
 def _trend(run: RunRecord, step: int) -> list[TrendStep]:
