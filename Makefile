@@ -12,7 +12,7 @@ CUDA_BUILD := .venv-cuda
 # Byte code is kept where it can be: a framework that is compiled anew at every start takes longer to start than to train.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-cuda-build test-frameworks demo-frameworks check bench clean
+.PHONY: demo test test-slow test-cuda-build test-frameworks demo-frameworks check bench readme clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 $(READY): pyproject.toml constraints.txt
@@ -68,6 +68,10 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# The README's picture and its table of figures. Times in the table are those of the last make bench.
+readme: $(READY)
+	$(BIN)/python -m benchmarks.readme
 
 clean:
 	rm -rf $(VENV) $(CUDA_BUILD) $(FRAMEWORKS:%=.venv-%) build dist runs

@@ -73,7 +73,7 @@ def report(name: str, rows: list[tuple[str, str, str]], data: dict[str, Any]) ->
     record = {
         "name": name,
         "command": f"python -m benchmarks {name}",
-        "environment": environment("cuda" if torch.cuda.is_available() else "cpu").model_dump(),
+        "environment": environment("cuda" if torch.cuda.is_available() else "cpu").model_dump(exclude={"folder"}),
         "rows": [{"what": what, "measured": measured, "target": target} for what, measured, target in rows],
         **data,
     }
@@ -86,6 +86,7 @@ def chosen(argv: list[str]) -> list[str]:
         "agreement",
         "emulation",
         "session_overhead",
+        "state_bytes",
         "host_time",
         "startup",
         "optimizers",
