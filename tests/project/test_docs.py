@@ -1,4 +1,4 @@
-"""Every Python block of the README and the docs runs, every link leads somewhere, every option named exists."""
+"""Every Python block of the README and the docs runs; every link, option, file and test that they name exists."""
 
 from __future__ import annotations
 
@@ -55,3 +55,47 @@ def test_options_exist(page: Path) -> None:
         known = {o for p in commands[command].params for o in p.opts}
         before_script = re.split(r"\s\S+\.py\b|(?<=-m) \S+", rest)[0]
         assert set(re.findall(r"(?<=\s)--?[a-z]+", before_script)) <= known, f"{page.name}: mezzo {command}{rest}"
+
+
+NAMING = [
+    page for page in PAGES if page.parent.name in ("docs", "design") or page.name in ("README.md", "CHANGELOG.md")
+]
+YOURS = {"train.py", "policy.toml", "record.json", "report.html", "script.py", "runs", "mezzo.pt", "float8/config.py"}
+"""Files of a reader's own, and of torchao."""
+
+
+def strangers(text: str, files: set[str], functions: set[str]) -> list[str]:
+    """Return the files, folders and tests that a page names in backticks and that the project does not have."""
+    found = []
+    for word in re.findall(r"`([\w./*-]+)`", text):
+        name = word.rstrip("/")
+        if word.endswith((".py", ".sh", ".toml", ".md", "/")) and "*" not in word and name not in YOURS:
+            known = any(f"/{path}".endswith(f"/{name}") or f"/{name}/" in f"/{path}" for path in files)
+            found += [] if known else [word]
+        if (
+            re.fullmatch(r"test_\w+", word)
+            and word not in functions
+            and not any(f"/{word}.py" in path for path in files)
+        ):
+            found.append(word)
+    return found
+
+
+@pytest.mark.skipif(not (ROOT / "src").is_dir(), reason="the source tree is not beside these tests")
+@pytest.mark.parametrize("page", NAMING, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_tests_that_are_named_exist(page: Path) -> None:
+    folders = ("src", "tests", "docs", "benchmarks", "examples")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files = {path.relative_to(ROOT).as_posix() for path in [*paths, *ROOT.glob("*.*")]}
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert strangers(page.read_text(encoding="utf-8"), files, set(re.findall(r"def (test_\w+)", tests))) == []
+
+
+def test_a_file_that_moved_is_found() -> None:
+    files, functions = {"src/mezzo/observe/lint/observer.py", "tests/engine/test_policy.py"}, {"test_it"}
+    there, gone = (
+        "`observe/lint/`, `observer.py`, `test_policy`, `test_it`",
+        "`diagnosis/lint/`, `ready.py`, `test_gone`",
+    )
+    text = f"{there}, `train.py`; {gone}, `tests/test_policy.py`"
+    assert strangers(text, files, functions) == ["diagnosis/lint/", "ready.py", "test_gone", "tests/test_policy.py"]
