@@ -30,7 +30,7 @@ COUNTED = ("agreement", "state_bytes", "float64")
 
 PICTURE = "docs/images/report.png"
 OPTIONS = ["--policies", "fp32,bf16,bf16-pure", "--seeds", "3", "--metric", "acc +([0-9.]+)"]
-SCRIPT = ["examples/digits.py", "--lr", "3e-4"]
+SCRIPT = ["examples/digits.py"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WIDTH, HEIGHT = 1280, 1400
 
