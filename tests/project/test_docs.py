@@ -43,6 +43,27 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [t for t in missing if "src/" not in t or (ROOT / "src").is_dir()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Return what a link can name after ``#``: headings in lower case, without punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_name_headings_that_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    here = [(page.parent / to if to else page, anchor) for to, anchor in links if not to.startswith("http")]
+    assert [anchor for to, anchor in here if anchor not in anchors(to)] == []
+
+
+def test_every_page_is_on_the_map() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    named = {(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\(([^)#]+)", text)}
+    assert [
+        p.name for p in PAGES[1:] if p.parent.name in ("docs", "design") and p.name != "index.md" and p.resolve() not in named
+    ] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_options_exist(page: Path) -> None:
     from typer.main import get_command
