@@ -60,7 +60,9 @@ def test_every_page_is_on_the_map() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     named = {(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\(([^)#]+)", text)}
     assert [
-        p.name for p in PAGES[1:] if p.parent.name in ("docs", "design") and p.name != "index.md" and p.resolve() not in named
+        p.name
+        for p in PAGES[1:]
+        if p.parent.name in ("docs", "design") and p.name != "index.md" and p.resolve() not in named
     ] == []
 
 
