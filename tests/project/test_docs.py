@@ -121,3 +121,9 @@ def test_a_file_that_moved_is_found() -> None:
     )
     text = f"{there}, `train.py`; {gone}, `tests/test_policy.py`"
     assert strangers(text, files, functions) == ["diagnosis/lint/", "ready.py", "test_gone", "tests/test_policy.py"]
+
+
+def test_the_glossary_is_in_order_and_names_each_term_once() -> None:
+    rows = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").split("|---|---|\n")[1].splitlines()
+    terms = [row.split("|")[1].strip().casefold() for row in rows]
+    assert terms == sorted(set(terms))
