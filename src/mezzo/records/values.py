@@ -10,7 +10,13 @@ SCHEMA_VERSION = 1
 class Value(BaseModel):
     """Be a part of a record: frozen, and numbers that are not finite survive JSON."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", allow_inf_nan=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        ser_json_inf_nan="strings",
+        allow_inf_nan=True,
+        use_attribute_docstrings=True,
+    )
 
 
 class Reason(Value):
