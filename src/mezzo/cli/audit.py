@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mezzo.cli import options, results
-from mezzo.cli.folders import folder_of_rank
+from mezzo.cli import options
+from mezzo.cli.script import Script, run_and_finish
 from mezzo.errors import UsageError
 
 
@@ -32,21 +31,19 @@ def audit(
     The script runs unedited. In a distributed run (RANK is set) every process has a record of its own, those of other
     ranks in a folder rankN.
     """
-    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import diagnose_child
     from mezzo.observe.settings import AuditSettings
 
-    text = options.policy_text(policy)
-    numbers = _numbers(steps)
-    options.check_script(target, arguments, as_module=as_module, policies=[text])
-    folder = folder_of_rank(out, f"{Path(target).stem}-audit")
-    settings = AuditSettings(steps=numbers)
-    request = options.request_for(
-        target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json, observe=settings
+    script = Script(
+        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
     )
-    with stoppable() as stop:
-        record = diagnose_child(request)
-        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+    record, stop = run_and_finish(
+        script,
+        diagnose_child,
+        policy=options.asked_policy(policy),
+        name="audit",
+        observe=AuditSettings(steps=_numbers(steps)),
+    )
     raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "audit" else 1))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import options, results
-from mezzo.cli.folders import folder_of_rank
+from mezzo.cli.script import Script
 from mezzo.cli.words import typed
 from mezzo.errors import PolicyError, ScriptError
+from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
+    from mezzo.policy import Policy
     from mezzo.records import RunRecord
 
 RUN = "{run}"
@@ -61,27 +62,24 @@ def compare(
 
     Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
-    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import several_runs
     from mezzo.measure.compare import compare as judge
 
     options.check_metric(metric)
-    texts = _texts(policies)
-    baseline = "fp32" if "fp32" in texts else texts[0]
-    options.check_script(target, arguments, as_module=as_module, policies=texts)
-    folder = folder_of_rank(out, f"{Path(target).stem}-compare")
-    since_s = time.time()
-    requests = [
-        _request(target, arguments, text, seed, metric=metric, as_module=as_module, folder=folder, since_s=since_s)
-        for text, seed in _interleaved(texts, seeds)
-    ]
+    asked = _asked(policies)
+    baseline = "fp32" if "fp32" in asked else next(iter(asked))
+    script = Script(
+        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
+    )
+    script.check(*asked.values())
+    folder = script.folder("compare")
+    requests = _requests(script, asked, seeds, folder=folder, metric=metric)
     with stoppable() as stop:
         with several_runs() if len(requests) > 1 else nullcontext():
             runs = _run_all(requests, timeout_s=timeout)
-        runs.sort(key=lambda r: (texts.index(r.policy), r.seed))
+        runs.sort(key=lambda r: ([*asked].index(r.policy), r.seed))
         if any(run.policy == baseline for run in runs):
-            record = judge(runs, baseline=baseline, margin=margin, command=list(typed()))
-            results.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
+            script.finish(judge(runs, baseline=baseline, margin=margin, command=list(typed())), folder)
         if stop.heard:
             results.note(
                 f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; their records are in {folder}"
@@ -91,47 +89,38 @@ def compare(
     raise typer.Exit(stop.exit_code)
 
 
-def _texts(policies: str) -> list[str]:
-    from mezzo.policy import Policy
-    from mezzo.records import AS_IS
+def _asked(policies: str) -> dict[str, Policy | None]:
+    """Return the policies of a comparison by the text that their records carry."""
+    from mezzo.launch.request import policy_text
 
     named = [p.strip() for p in policies.split(",")]
     if not all(named):
         full = ",".join(filter(None, named)) or "fp32,bf16,fp16"
         raise PolicyError(f"--policies {policies!r} contains an empty policy name", hint=f"type: --policies {full}")
-    return list(dict.fromkeys(p if p == AS_IS else str(Policy.of(p)) for p in named))
+    return {policy_text(policy): policy for policy in map(options.asked_policy, named)}
 
 
-def _interleaved(texts: list[str], seeds: int) -> Iterator[tuple[str, int]]:
-    """Yield every policy with every seed; each seed begins with another policy, so that none is always first."""
+def _requests(
+    script: Script, asked: dict[str, Policy | None], seeds: int, *, folder: Path, metric: str | None
+) -> list[Request]:
+    """Return every policy with every seed, interleaved; each seed begins with another policy, so that none is always first."""
+    since_s, texts = time.time(), [*asked]
+    requests = []
     for seed in range(seeds):
         first = seed % len(texts)
         for text in texts[first:] + texts[:first]:
-            yield text, seed
-
-
-def _request(
-    target: str,
-    arguments: list[str] | None,
-    text: str,
-    seed: int,
-    *,
-    metric: str | None,
-    as_module: bool,
-    folder: Path,
-    since_s: float,
-) -> Request:
-    run = f"{text.replace(':', '_').replace('*', '_')[:80]}-seed{seed}"
-    return options.request_for(
-        target,
-        [argument.replace(RUN, run) for argument in arguments or ()],
-        as_module=as_module,
-        policy=text,
-        folder=folder / run,
-        seed=seed,
-        metric=metric,
-        compared_since_s=since_s,
-    )
+            run = f"{text.replace(':', '_').replace('*', '_')[:80]}-seed{seed}"
+            requests.append(
+                script.request(
+                    asked[text],
+                    folder=folder / run,
+                    arguments=tuple(argument.replace(RUN, run) for argument in script.arguments or ()),
+                    seed=seed,
+                    metric=metric,
+                    compared_since_s=since_s,
+                )
+            )
+    return requests
 
 
 def _limit_s(runs: list[RunRecord]) -> float | None:
@@ -143,7 +132,7 @@ def _limit_s(runs: list[RunRecord]) -> float | None:
 def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRecord]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from mezzo.launch.process.command_signals import Stopped, stoppable
+    from mezzo.launch.request import policy_text
     from mezzo.launch.runner import run_child
 
     runs: list[RunRecord] = []
@@ -153,7 +142,8 @@ def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRec
     with stoppable() as stop, suppress(Stopped), bar as progress:
         task = progress.add_task("", total=len(requests))
         for request in requests:
-            progress.update(task, description=f"{request.policy}, seed {request.seed}")
+            name = f"{policy_text(request.policy)}, seed {request.seed}"
+            progress.update(task, description=name)
             output = Path(request.record_path).with_name("output.log")
             output.parent.mkdir(parents=True, exist_ok=True)
             record = run_child(request, output=output, limit_s=timeout_s or _limit_s(runs))
@@ -163,8 +153,7 @@ def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRec
             progress.advance(task)
             if record.error or progress.disable:
                 outcome = record.error or f"{len(record.steps)} steps"
-                said = f"{request.policy}, seed {request.seed}: {outcome}"
-                progress.console.print(said, markup=False, soft_wrap=True)
+                progress.console.print(f"{name}: {outcome}", markup=False, soft_wrap=True)
         progress.update(task, description="runs")
     return runs
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from mezzo.cli import options, results
-from mezzo.cli.folders import folder_of_rank
+from mezzo.cli import options
+from mezzo.cli.script import Script, run_and_finish
+from mezzo.launch.process.command_signals import stoppable
 
 
 def diagnose(
@@ -29,17 +30,15 @@ def diagnose(
     it prints then goes to files beside the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
     fails by itself keeps its own.
     """
-    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import several_runs
     from mezzo.launch.several.passes import diagnose_script
 
-    text = options.policy_text(policy)
-    options.check_script(target, arguments, as_module=as_module, policies=[text])
-    folder = folder_of_rank(out, f"{Path(target).stem}-diagnose")
-    request = options.request_for(target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json)
-    with stoppable() as stop, several_runs():
-        record = diagnose_script(request, steps=steps)
-        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+    script = Script(
+        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
+    )
+    asked = options.asked_policy(policy)
+    with stoppable(), several_runs():
+        record, stop = run_and_finish(script, partial(diagnose_script, steps=steps), policy=asked, name="diagnose")
     if stop.heard:
         raise typer.Exit(stop.exit_code)
     if record.kind != "diagnose":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mezzo.cli import options, results
-from mezzo.cli.folders import new_folder
+from mezzo.cli.script import Script
 from mezzo.errors import ScriptError
+from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.records import FallbackRecord, RunRecord
@@ -39,7 +39,6 @@ def fallback(
     The script runs unedited and for a few steps only, some ten times: in FP32, and under the policy with one set of modules kept in
     FP32 after the other. The policy file is for --policy of the other commands and for mezzo.Session.
     """
-    from mezzo.launch.process.command_signals import Stopped, stoppable
     from mezzo.launch.runner import several_runs
     from mezzo.launch.several.fallback import fallback_of_script
     from mezzo.policy import Policy
@@ -49,10 +48,13 @@ def fallback(
             f"mezzo fallback runs in {os.environ['WORLD_SIZE']} processes; allowed: one",
             hint="search in one process, without torchrun; the policy file it writes serves distributed runs too",
         )
+    script = Script(
+        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
+    )
     judged = Policy.of(policy)
-    options.check_script(target, arguments, as_module=as_module, policies=[str(judged)])
-    folder = new_folder(out, f"{Path(target).stem}-fallback", leaves=("policy.toml", "runs"))
-    request = options.request_for(target, arguments, as_module=as_module, policy=str(judged), folder=folder)
+    script.check(judged)
+    folder = script.folder("fallback", leaves=("policy.toml", "runs"))
+    request = script.request(judged, folder=folder)
     with stoppable() as stop:
         record: FallbackRecord | RunRecord
         try:
@@ -67,5 +69,5 @@ def fallback(
             path = folder / "policy.toml"
             path.write_text(Policy.parse(record.suggested).to_toml(), encoding="utf-8")
             record = record.model_copy(update={"policy_file": str(path)})
-        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
+        script.finish(record, folder)
     raise typer.Exit(stop.exit_code)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mezzo.cli import options, results
-from mezzo.cli.folders import folder_of_rank
+from mezzo.cli import options
+from mezzo.cli.script import Script, run_and_finish
 
 
 def ranges(
@@ -31,19 +30,14 @@ def ranges(
     The script runs unedited and in FP32: weights, activations, gradients and updates are counted by exponent. In a
     distributed run (RANK is set) every process has a record of its own, in a folder rankN beside the first one's.
     """
-    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import diagnose_child
     from mezzo.observe.settings import RangesSettings
     from mezzo.policy import Policy
 
-    text = str(Policy.of(policy))
-    options.check_script(target, arguments, as_module=as_module, policies=["fp32"])
-    folder = folder_of_rank(out, f"{Path(target).stem}-ranges")
-    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=text)
-    request = options.request_for(
-        target, arguments, as_module=as_module, policy="fp32", folder=folder, as_json=as_json, observe=settings
+    script = Script(
+        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
     )
-    with stoppable() as stop:
-        record = diagnose_child(request)
-        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=Policy.of(policy))
+    fp32 = Policy.parse("fp32")
+    record, stop = run_and_finish(script, diagnose_child, policy=fp32, name="ranges", observe=settings)
     raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "ranges" else 1))

@@ -12,11 +12,12 @@ from mezzo.errors import UsageError
 if TYPE_CHECKING:
     from mezzo.launch.request import StandIn
     from mezzo.launch.targets import Target
+    from mezzo.policy import Policy
 
 _RUNS = "mezzo.compat.apex"
 
 
-def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
+def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
     """Return what runs a script that may need Apex where Apex is not installed; None for any other script.
 
     Raises:
@@ -24,14 +25,14 @@ def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
     """
     from mezzo.launch.frameworks import needs
     from mezzo.launch.request import WITHOUT_AMP, StandIn
-    from mezzo.records import AS_IS, Reason
+    from mezzo.records import Reason
 
     need = needs("apex", target.name, kind="module" if target.module else "script")
     if need == "no" or importlib.util.find_spec("apex") is not None:
         return None
-    if policy == AS_IS and need == "perhaps":  # it may do without
+    if policy is None and need == "perhaps":  # it may do without
         return None
-    if policy == AS_IS:
+    if policy is None:
         alone = shlex.join(["python", "-m", _RUNS, *(["-m"] if target.module else []), target.name, *target.arguments])
         instead = target._replace(typed=_under_fp16(target)).instead(target.name, module=target.module)
         raise UsageError(

@@ -119,6 +119,7 @@ class DoctorSheet:
     tf32: list[Fact] = field(default_factory=list)
     advice: list[Fact] = field(default_factory=list)
     environment: list[Fact] = field(default_factory=list)
+    command: str = ""
 
 
 # The first is grey, for the format that the baseline computes in.

@@ -44,6 +44,7 @@ class TogetherSheet:
     method: str
     groups: list[ComparedScript]
     environment: list[Fact]
+    command: str = ""
 
 
 def together_sheet(records: Sequence[CompareRecord]) -> TogetherSheet:
