@@ -2,8 +2,8 @@
 
 Records are the waist of the program: commands write them, views read them, and nothing else passes between the two. A
 record is JSON with a ``kind`` and a ``schema_version``; a reader refuses a version above its own. Numbers that are
-not finite are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, because JSON has no such numbers
-and a lost NaN is what this tool exists to show.
+not finite are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``: JSON has no such numbers, and a NaN
+is what this tool exists to show.
 
 Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""What records of every kind are made of."""
+"""Parts that all records share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SCHEMA_VERSION = 1
 
 
 class Value(BaseModel):
-    """Be a part of a record: frozen, and numbers that are not finite survive JSON."""
+    """A part of a record: frozen, and numbers that are not finite survive JSON."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -20,7 +20,7 @@ class Value(BaseModel):
 
 
 class Reason(Value):
-    """Say what happens in one respect, and why."""
+    """One choice, and why."""
 
     what: str
     value: str
@@ -28,7 +28,7 @@ class Reason(Value):
 
 
 class Environment(Value):
-    """State the machine and the versions that a number was measured with."""
+    """The machine and the versions behind a measurement."""
 
     date: str
     mezzo: str
@@ -45,6 +45,6 @@ class Environment(Value):
     cudnn: str | None = None
     triton: str | None = None
     variables: dict[str, str] = {}
-    """The environment variables that change what a training computes or where it runs, as the shell had them; never secrets."""
+    """Environment variables that change what a training computes or where it runs, as the shell set them; never secrets."""
     folder: str = ""
     """The folder that the command was typed in."""

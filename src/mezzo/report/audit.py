@@ -28,7 +28,7 @@ _OTHER_COLOUR = "#a974e6"
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Hold a table: heads, rows of cells, and which columns are numbers."""
+    """A table: heads, rows of cells, and which columns are numbers."""
 
     heads: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
@@ -37,7 +37,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditSheet:
-    """Hold what a view says of an audit."""
+    """What a view says of an audit."""
 
     title: str
     script: str

@@ -16,7 +16,7 @@ _MEMORY_COLOURS = ("#4f6bd8", "#6fa8f5", "#58bda4", "#efb55f")
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Hold the step times of one policy."""
+    """The step times of one policy."""
 
     policy: str
     times_ms: list[float]

@@ -16,7 +16,7 @@ _WIDE_RATIO = 50  # highest over lowest loss from which a linear axis hides the 
 
 @dataclass(frozen=True, kw_only=True)
 class _Curve:
-    """Hold a loss of one run, and the step of each value."""
+    """A loss of one run, and the step of each value."""
 
     run: RunRecord
     steps: Sequence[int]

@@ -30,7 +30,7 @@ _MANY_SKIPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StepLine:
-    """Hold one step in a row."""
+    """One step in a row."""
 
     step: str
     loss: str

@@ -31,7 +31,7 @@ _NAMED = 6
 
 @dataclass(frozen=True, kw_only=True)
 class FallbackSheet:
-    """Hold what a view says of a fallback search."""
+    """What a view says of a fallback search."""
 
     title: str
     script: str

@@ -15,7 +15,7 @@ from mezzo.report.plotting import POLICY_COLOURS, Figure, policy_colours
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Hold one plot with its heading and what to know when reading it; no figure where there is nothing to draw."""
+    """One plot with its heading and what to know when reading it; no figure where there is nothing to draw."""
 
     name: str
     title: str

@@ -13,7 +13,7 @@ _TONES = {"error": "bad", "warning": "warn", "info": "open", "": "warn"}
 
 @dataclass(frozen=True, kw_only=True)
 class FindingLine:
-    """Hold one finding."""
+    """One finding."""
 
     code: str
     title: str

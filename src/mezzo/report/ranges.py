@@ -27,7 +27,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True)
 class WindowLine:
-    """Hold the scale window of one format."""
+    """The scale window of one format."""
 
     format: str
     window: str
@@ -40,7 +40,7 @@ class WindowLine:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLine:
-    """Hold one tensor in a row."""
+    """One tensor in a row."""
 
     kind: str
     name: str
@@ -53,7 +53,7 @@ class TensorLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleLine:
-    """Hold what one scale loses of the gradients in each format."""
+    """What one scale loses of the gradients in each format."""
 
     scale: str
     lost: list[str]
@@ -61,7 +61,7 @@ class ScaleLine:
 
 @dataclass(frozen=True, kw_only=True)
 class RangesSheet:
-    """Hold what a view says of where values lie."""
+    """What a view says of where values lie."""
 
     title: str
     script: str

@@ -14,7 +14,7 @@ _SMALLEST_LIMIT = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Hold a run of steps whose values are not finite; ``start`` and ``stop`` are indices, ``stop`` is excluded."""
+    """A run of steps whose values are not finite; ``start`` and ``stop`` are indices, ``stop`` is excluded."""
 
     start: int
     stop: int

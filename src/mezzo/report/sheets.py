@@ -38,7 +38,7 @@ _ENVIRONMENT_LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """Hold one line of a table: what, its value and, where there is one, why."""
+    """One line of a table: what, its value and, where there is one, why."""
 
     what: str
     value: str
@@ -48,7 +48,7 @@ class Fact:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Hold the part of a whole that one format has."""
+    """The part of a whole that one format has."""
 
     format: str
     text: str
@@ -58,7 +58,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLine:
-    """Hold the memory of one policy by kind."""
+    """The memory of one policy by kind."""
 
     policy: str
     kinds: list[Fact]
@@ -67,7 +67,7 @@ class MemoryLine:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLine:
-    """Hold one run in a row."""
+    """One run in a row."""
 
     policy: str
     seed: str
@@ -82,7 +82,7 @@ class RunLine:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSheet:
-    """Hold what a view says of one run."""
+    """What a view says of one run."""
 
     title: str
     script: str
@@ -102,7 +102,7 @@ class RunSheet:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSheet:
-    """Hold what a view says of one device."""
+    """What a view says of one device."""
 
     name: str
     details: str
@@ -111,7 +111,7 @@ class DeviceSheet:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSheet:
-    """Hold what a view says of a machine."""
+    """What a view says of a machine."""
 
     title: str
     headline: str

@@ -15,7 +15,7 @@ from mezzo.report.verdicts import VerdictLine
 
 @dataclass(frozen=True, kw_only=True)
 class TogetherLine:
-    """Hold one policy of one comparison."""
+    """One policy of one comparison."""
 
     line: VerdictLine
     formats: str
@@ -26,7 +26,7 @@ class TogetherLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedScript:
-    """Hold one comparison."""
+    """One comparison."""
 
     script: str
     framework: str
@@ -37,7 +37,7 @@ class ComparedScript:
 
 @dataclass(frozen=True, kw_only=True)
 class TogetherSheet:
-    """Hold what a view says of several comparisons."""
+    """What a view says of several comparisons."""
 
     title: str
     headline: str

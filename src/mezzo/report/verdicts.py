@@ -27,7 +27,7 @@ VERDICT_TONES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Hold a quantity of one policy beside the baseline's."""
+    """A quantity of one policy beside the baseline's."""
 
     value: str
     difference: str = ""
@@ -36,7 +36,7 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictLine:
-    """Hold one row of the verdict table."""
+    """One row of the verdict table."""
 
     policy: str
     colour: str
@@ -58,7 +58,7 @@ class VerdictLine:
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveLine:
-    """Hold what one policy really ran in which format."""
+    """What one policy really ran in which format."""
 
     policy: str
     emulated: bool
@@ -68,7 +68,7 @@ class EffectiveLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Hold one policy in sentences."""
+    """One policy in sentences."""
 
     policy: str
     facts: list[Fact]
@@ -76,7 +76,7 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSheet:
-    """Hold what a view says of a comparison."""
+    """What a view says of a comparison."""
 
     title: str
     script: str
