@@ -1,4 +1,4 @@
-"""``mezzo audit``: which operation of chosen steps ran in which format, and what is worth changing."""
+"""``mezzo audit``: which operation ran in which format in chosen steps, and what is worth changing."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def audit(
     target: options.Target,
     arguments: options.Arguments = None,
     policy: Annotated[
-        str, typer.Option(help="What to run the script under: as-is (its own precision), or a precision policy.")
+        str, typer.Option(help="Precision policy to run the script under, or as-is for its own precision.")
     ] = "as-is",
     steps: Annotated[
-        str, typer.Option(help="Training steps to watch, from 1: 3, or 3,10, or 3-5; the script is ended after them.")
+        str, typer.Option(help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them.")
     ] = "3",
     as_module: options.AsModule = False,
     out: options.Out = None,
     tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
-    """Watch chosen steps of a training script: every operation with its format, module and phase, and findings.
+    """Record every operation of chosen training steps with its format, module and phase, and report findings.
 
-    The script runs unedited. In a distributed run (RANK is set) every process has a record of its own, those of other
-    ranks in a folder rankN.
+    The script runs unedited. In a distributed run (RANK is set), each process writes its own record, ranks above 0 to a
+    folder ending in rankN.
     """
     from mezzo.launch.runner import diagnose_child
     from mezzo.observe.settings import AuditSettings

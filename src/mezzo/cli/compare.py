@@ -1,4 +1,4 @@
-"""``mezzo compare``: a script under several policies, interleaved, with a verdict on each."""
+"""``mezzo compare``: one script under several policies, interleaved, with a verdict on each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mezzo.records import RunRecord
 
 RUN = "{run}"
-"""In an argument of the script: the name of the run."""
+"""Placeholder for the run's name in the script's arguments."""
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
@@ -31,15 +31,15 @@ def compare(
     arguments: options.Arguments = None,
     policies: Annotated[
         str,
-        typer.Option(help="Policies, separated by commas; the baseline is fp32 if it is among them, else the first."),
+        typer.Option(help="Policies, separated by commas. The baseline is fp32 if listed, else the first."),
     ] = "fp32,bf16,fp16",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each policy, each with its own seed.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, each with its own seed.")] = 3,
     margin: Annotated[
         float,
         typer.Option(
             min=1e-9,
-            help="Largest difference that still counts as equivalent, as a share of the baseline's final loss or metric; "
-            "the baseline's own seed-to-seed spread counts where it is wider.",
+            help="Largest difference that still counts as equivalent, as a share of the baseline's final loss or metric. "
+            "The baseline's own seed-to-seed spread replaces it where that is wider.",
         ),
     ] = 0.02,
     timeout: Annotated[
@@ -47,7 +47,7 @@ def compare(
         typer.Option(
             metavar="SECONDS",
             min=1e-9,
-            help="Stop a run that takes longer; its row says so. [default: 20 times the longest run until then, at least 600]",
+            help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 600]",
         ),
     ] = None,
     as_module: options.AsModule = False,
@@ -58,7 +58,7 @@ def compare(
 ) -> None:
     """Compare a training script across precision policies: speed, memory, loss, and a verdict on each.
 
-    Policies and seeds are interleaved, so that a machine that drifts drifts for all of them.
+    Policies and seeds are interleaved, so that a drift of the machine affects all of them alike.
 
     Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
@@ -103,7 +103,7 @@ def _asked(policies: str) -> dict[str, Policy | None]:
 def _requests(
     script: Script, asked: dict[str, Policy | None], seeds: int, *, folder: Path, metric: str | None
 ) -> list[Request]:
-    """Return every policy with every seed, interleaved; each seed begins with another policy, so that none is always first."""
+    """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
     since_s, texts = time.time(), [*asked]
     requests = []
     for seed in range(seeds):
@@ -124,7 +124,7 @@ def _requests(
 
 
 def _limit_s(runs: list[RunRecord]) -> float | None:
-    """Return how long the next run may take: none before a first one has ended, since nothing is known of the script."""
+    """Return the time limit of the next run; None until a run has ended, because nothing is known of the script before."""
     ended = [run.duration_s for run in runs if run.error is None]
     return max(_TIMES_LONGER * max(ended), _LEAST_LIMIT_S) if ended else None
 
@@ -137,7 +137,7 @@ def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRec
 
     runs: list[RunRecord] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # A bar that moves is for a terminal, also where colours are forced into a log.
+    # A moving bar belongs in a terminal only, even if colours are forced into a log.
     bar = Progress(*columns, console=results.console(stderr=True), disable=not sys.stderr.isatty())
     with stoppable() as stop, suppress(Stopped), bar as progress:
         task = progress.add_task("", total=len(requests))

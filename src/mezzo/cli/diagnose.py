@@ -1,4 +1,4 @@
-"""``mezzo diagnose``: where a script's first value that is not finite comes from, and what to write against it."""
+"""``mezzo diagnose``: where a script's first value that is not finite comes from, and how to fix it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def diagnose(
     target: options.Target,
     arguments: options.Arguments = None,
     policy: Annotated[
-        str, typer.Option(help="What to run the script under: a precision policy, or as-is (its own precision).")
+        str, typer.Option(help="Precision policy to run the script under, or as-is for its own precision.")
     ] = "fp16",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to watch at most.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Maximum number of training steps to inspect.")] = 200,
     as_module: options.AsModule = False,
     out: options.Out = None,
     tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
-    """Find the first value of a training script that leaves its format: module, operation, line, cause and a fix that was tried.
+    """Find the first value of a training script that leaves its format: module, operation, line, cause and a tested fix.
 
-    The script runs unedited, and again where that is needed, to see the step in question and to try what may help: what
-    it prints then goes to files beside the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
-    fails by itself keeps its own.
+    The script runs unedited. It runs again where needed, to inspect the step in question and to test fixes; the output
+    of these runs goes to files beside the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
+    fails by itself keeps its own exit code.
     """
     from mezzo.launch.runner import several_runs
     from mezzo.launch.several.passes import diagnose_script

@@ -1,4 +1,4 @@
-"""``mezzo fallback``: which modules of a script have to stay in FP32, verified."""
+"""``mezzo fallback``: the modules of a script that must stay in FP32, verified."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ if TYPE_CHECKING:
 def fallback(
     target: options.Target,
     arguments: options.Arguments = None,
-    policy: Annotated[str, typer.Option(help="The policy to judge; modules that it keeps in FP32 stay kept.")] = "fp16",
+    policy: Annotated[
+        str, typer.Option(help="Policy to judge. The modules that it keeps in FP32 stay in FP32.")
+    ] = "fp16",
     tolerance: Annotated[
         float | None,
         typer.Option(
             min=1e-9,
             max=1.0,
-            help="The largest relative error of a parameter's gradient. [default: fp16 0.02, bf16 0.16, fp8 0.5]",
+            help="Largest relative error accepted in a parameter's gradient. [default: fp16 0.02, bf16 0.16, fp8 0.5]",
         ),
     ] = None,
-    fresh: Annotated[int, typer.Option(min=0, max=100, help="More batches to check the set on.")] = 2,
+    fresh: Annotated[int, typer.Option(min=0, max=100, help="Number of further batches to check the set on.")] = 2,
     as_module: options.AsModule = False,
     out: options.Out = None,
     tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
-    """Find the modules that have to stay in FP32 under a policy, and write a policy file with them.
+    """Find the modules that must stay in FP32 under a policy, and write a policy file that keeps them there.
 
-    The script runs unedited and for a few steps only, some ten times: in FP32, and under the policy with one set of modules kept in
-    FP32 after the other. The policy file is for --policy of the other commands and for mezzo.Session.
+    The script runs unedited, some ten times for a few steps: in FP32, then under the policy with one set of modules after
+    another kept in FP32. Pass the policy file to --policy of the other commands, or to mezzo.Session.
     """
     from mezzo.launch.runner import several_runs
     from mezzo.launch.several.fallback import fallback_of_script

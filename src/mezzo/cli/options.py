@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mezzo.policy import Policy
 
 Target: TypeAlias = Annotated[
-    str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: a module's name).")
+    str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: the name of a module).")
 ]
 Arguments: TypeAlias = Annotated[
     list[str] | None,
@@ -27,14 +27,14 @@ AsModule: TypeAlias = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a m
 Metric: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        metavar="REGEX", help="Take a number from the script's output: the first group, as in 'acc=([0-9.]+)'."
+        metavar="REGEX", help="Read a number from the script's output: the first group, as in 'acc=([0-9.]+)'."
     ),
 ]
 Out: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Where record and report go; a folder beside it if it holds another command's. "
+        help="Folder for record and report; a folder beside it if it holds another command's results. "
         "[default: a new folder under runs/]",
     ),
 ]
@@ -56,7 +56,7 @@ TensorBoard: TypeAlias = Annotated[
         "--tensorboard",
         metavar="DIR",
         callback=_check_tensorboard,
-        help="Write the record for TensorBoard, too, into DIR.",
+        help="Also write the record for TensorBoard, into DIR.",
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
@@ -82,7 +82,7 @@ def check_seed(seed: int | None) -> None:
 
 
 def check_metric(pattern: str | None) -> None:
-    """Refuse a metric's pattern that is no regular expression with a group."""
+    """Refuse a metric's pattern that is not a regular expression with a group."""
     if pattern is None:
         return
     example = "as in --metric 'acc=([0-9.]+)'"

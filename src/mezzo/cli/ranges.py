@@ -1,4 +1,4 @@
-"""``mezzo ranges``: overflow and underflow of a script's values at every loss scale and format."""
+"""``mezzo ranges``: overflow and underflow of a script's values at every loss scale, in every format."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ def ranges(
     policy: Annotated[
         str,
         typer.Option(
-            help="The policy to judge: its formats, its initial loss scale, the modules that it keeps in FP32."
+            help="Policy to judge: its formats, its initial loss scale and the modules that it keeps in FP32."
         ),
     ] = "fp16",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to watch; the script is ended after them.")] = 20,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Number of training steps to record. The script stops after them.")
+    ] = 20,
     as_module: options.AsModule = False,
     out: options.Out = None,
     tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show where a training script's values lie, and what each format and loss scale would make of them.
+    """Show the ranges of a training script's values, and what each format and loss scale would do to them.
 
-    The script runs unedited and in FP32: weights, activations, gradients and updates are counted by exponent. In a
-    distributed run (RANK is set) every process has a record of its own, in a folder rankN beside the first one's.
+    The script runs unedited, in FP32: weights, activations, gradients and updates are counted by exponent. In a
+    distributed run (RANK is set), each process writes its own record, ranks above 0 to a folder ending in rankN.
     """
     from mezzo.launch.runner import diagnose_child
     from mezzo.observe.settings import RangesSettings

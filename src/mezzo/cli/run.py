@@ -17,7 +17,8 @@ def run(
     target: options.Target,
     arguments: options.Arguments = None,
     policy: Annotated[
-        str, typer.Option(help="Precision policy: a name such as fp16, bf16, fp16-master, O2, a .toml file, or as-is.")
+        str,
+        typer.Option(help="Precision policy: a name such as fp16, bf16, fp16-master or O2, a .toml file, or as-is."),
     ] = "fp16",
     as_module: options.AsModule = False,
     seed: Annotated[int | None, typer.Option(help="Add this to every seed that the script sets.")] = None,
@@ -26,11 +27,11 @@ def run(
     tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
-    """Run a training script under a precision policy, the script unedited.
+    """Run an unedited training script under a precision policy.
 
-    Output, exit code and signals pass through. The summary follows the script's output; with --json the script's
-    output goes to standard error. In a distributed run (RANK is set) every process has a record of its own, those of
-    other ranks in a folder rankN.
+    Output, exit code and signals pass through. The summary follows the script's output; with --json, the script's
+    output goes to standard error. In a distributed run (RANK is set), each process writes its own record, ranks
+    above 0 to a folder ending in rankN.
     """
     from mezzo.launch.request import policy_text
     from mezzo.launch.runner import run_child

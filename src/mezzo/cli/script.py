@@ -1,4 +1,4 @@
-"""A training script on the command line: checked, handed to child processes, and its record written and shown."""
+"""A training script on the command line: checked, run in child processes, its record written and printed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Script:
     as_json: bool
 
     def check(self, *policies: Policy | None) -> None:
-        """Refuse what is no script or module, or cannot run under a policy; show a syntax error as python does."""
+        """Refuse a target that is not a script or module, or cannot run under a policy; show a syntax error as python does."""
         from mezzo.launch.targets import check_target, show_syntax_error
 
         target = target_of(self.target, self.arguments, module=self.as_module)
@@ -49,7 +49,7 @@ class Script:
             raise typer.Exit(1) from None
 
     def request(self, policy: Policy | None, *, folder: Path, **more: Any) -> Request:
-        """Return what a child process is to run, its record in ``folder``; None is the script's own precision."""
+        """Return a request for a child process that writes its record to ``folder``; no policy means the script's own precision."""
         from mezzo.launch.frameworks import framework_of
         from mezzo.launch.request import Request
 

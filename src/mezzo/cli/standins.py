@@ -1,4 +1,4 @@
-"""Stand-ins for packages that scripts import and nobody can install any more: NVIDIA's Apex."""
+"""Stand-ins for packages that scripts import and that can no longer be installed: NVIDIA's Apex."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _RUNS = "mezzo.compat.apex"
 
 
 def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
-    """Return what runs a script that may need Apex where Apex is not installed; None for any other script.
+    """Return the stand-in for a script that may need Apex, if Apex is not installed; None for any other script.
 
     Raises:
-        UsageError: the script's own precision was asked for: Apex's loss scale would be taken for part of the loss.
+        UsageError: the script is to keep its own precision, and Apex's loss scale would be mistaken for part of the loss.
     """
     from mezzo.launch.frameworks import needs
     from mezzo.launch.request import WITHOUT_AMP, StandIn
@@ -30,7 +30,7 @@ def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
     need = needs("apex", target.name, kind="module" if target.module else "script")
     if need == "no" or importlib.util.find_spec("apex") is not None:
         return None
-    if policy is None and need == "perhaps":  # it may do without
+    if policy is None and need == "perhaps":  # it may run without Apex
         return None
     if policy is None:
         alone = shlex.join(["python", "-m", _RUNS, *(["-m"] if target.module else []), target.name, *target.arguments])
@@ -44,7 +44,7 @@ def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
 
 
 def note_for(error: str) -> str | None:
-    """Return what to do about an Apex that is installed without the part that the script imports."""
+    """Return advice for an installed Apex that lacks the part that the script imports; None for other errors."""
     if re.match(r"(?:ModuleNotFoundError|ImportError): .*\bapex\b", error) is None:
         return None
     return f"the installed apex lacks what the script imports; to run it with Mezzo's, type: python -m {_RUNS} SCRIPT"
