@@ -1,4 +1,4 @@
-"""Records as one HTML file that needs nothing else: no network, no neighbour files."""
+"""Records as self-contained HTML files, which need neither the network nor other files."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = _JSON  # and tojson escapes <, > and & for a script element
+    environment.policies["json.dumps_kwargs"] = _JSON  # tojson also escapes <, > and & for a script element
     environment.filters["breakable"] = _breakable
     return environment
 
 
 def _breakable(policy: str) -> Markup:
-    # A long policy text wraps between its fields, not inside a word.
+    # A long policy text wraps between fields, not inside a word.
     return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[:=+.,])", policy))
 
 
 @cache
 def _plotly_js() -> Markup:
-    # The file itself: importing plotly's Python side takes a second and is not needed to inline it.
+    # Read the file directly: importing plotly takes a second, and inlining its script does not need it.
     script = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     return Markup(script.replace("</script", "<\\/script"))

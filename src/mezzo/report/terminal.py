@@ -34,7 +34,7 @@ _SHOWN_ROWS = 8
 
 
 def print_framed(sheet: Any, body: Callable[[Any, Console], None], console: Console) -> None:
-    """Print what every kind of record has, around the ``body`` of its own kind."""
+    """Print the frame that every kind of record shares around the ``body`` of its own kind."""
     _line(console, sheet.headline, style=_HEADING)
     body(sheet, console)
     _section(console, "Environment", _fact_table(sheet.environment))
@@ -223,7 +223,7 @@ def _verdict_table(sheet: CompareSheet) -> Table:
     table = _table("policy", "verdict", "step\nspeed-up", "memory\nratio")
     heads = [*sheet.loss_heads, *([sheet.metric_name] if sheet.metric_name else [])]
     if len(heads) > 1:
-        table.padding = (0, 0)  # a second interval fits into 100 columns only so
+        table.padding = (0, 0)  # otherwise a second interval does not fit into 100 columns
     for head in heads:
         table.add_column(Text(f"{head}\ndifference\n95% interval"), justify="right", overflow="fold")
     table.add_column("skips", justify="right")

@@ -19,7 +19,7 @@ class TogetherLine:
 
     line: VerdictLine
     formats: str
-    """What really ran in which format."""
+    """The formats that really ran."""
     left_alone: list[str]
     """What could not be switched, in sentences."""
 
@@ -37,7 +37,7 @@ class ComparedScript:
 
 @dataclass(frozen=True, kw_only=True)
 class TogetherSheet:
-    """What a view says of several comparisons."""
+    """The words and tables of several comparisons, ready for any view."""
 
     title: str
     headline: str
@@ -48,7 +48,7 @@ class TogetherSheet:
 
 
 def together_sheet(records: Sequence[CompareRecord]) -> TogetherSheet:
-    """Return what a view says of ``records`` side by side; each is judged by its own baseline."""
+    """Return ``records`` side by side; each is judged against its own baseline."""
     groups = [_group(record) for record in records]
     frameworks = list(dict.fromkeys(group.framework for group in groups))
     return TogetherSheet(

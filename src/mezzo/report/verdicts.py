@@ -1,4 +1,4 @@
-"""A comparison as display strings: the headline, the verdict table and what stands behind it."""
+"""A comparison as display strings: the headline, the verdict table and the evidence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VERDICT_TONES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A quantity of one policy beside the baseline's."""
+    """A quantity of one policy, compared with the baseline's."""
 
     value: str
     difference: str = ""
@@ -58,7 +58,7 @@ class VerdictLine:
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveLine:
-    """What one policy really ran in which format."""
+    """The formats that really ran under one policy."""
 
     policy: str
     emulated: bool
@@ -76,7 +76,7 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSheet:
-    """What a view says of a comparison."""
+    """The words and tables of a comparison, ready for any view."""
 
     title: str
     script: str
@@ -96,7 +96,7 @@ class CompareSheet:
 
 
 def compare_sheet(record: CompareRecord) -> CompareSheet:
-    """Return what a view says of ``record``."""
+    """Return the sheet of ``record``."""
     script = record.runs[0].script if record.runs else ""
     policies = fmt.listed([fmt.clean(row.policy) for row in record.rows] or ["no policy"])
     headline, details = _headline(record)
@@ -122,7 +122,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
 
 
 def framework_of(record: CompareRecord) -> str:
-    """Return what the script trains in: what the runs that trained say, which know its versions."""
+    """Return the script's framework, from the runs that trained: these know its versions."""
     frameworks = [run.framework for run in record.runs if len(run.steps)] or [run.framework for run in record.runs]
     return next(iter(frameworks), "")
 
@@ -133,7 +133,7 @@ def runs_of(record: CompareRecord, policy: str) -> list[RunRecord]:
 
 
 def verdict_text(verdict: str) -> str:
-    """Return a verdict as people read it."""
+    """Return a verdict as words."""
     return verdict.replace("_", " ")
 
 
