@@ -165,8 +165,7 @@ class Driven:
         self._session = session = Observed(self.models, self._asked, policy=self.policy)
         self.scales = session.scales[0].checks or self.policy.master_weights
         self.recorder.clock.device = session.device
-        casting = session.casting
-        self.region = casting.autocast if casting.way == "kernels" else session.autocast  # type: ignore[method-assign]
+        self.region = session.autocast  # type: ignore[method-assign]
         held = self._asked.param_groups[0]["params"]
         self._held: dict[Tensor, Tensor] = dict(zip(self._parameters, held, strict=True))
         return session

@@ -8,7 +8,7 @@ always did, and ``torch.is_autocast_enabled`` tells the truth.
 
 Three ways, chosen once by ``Casting.choose`` with its reason:
 
-``kernels``  the policy is what the device's kernels do: plain ``torch.autocast``, no kernel and no cost of ours
+``kernels``  the policy is what the device's kernels do: autocast's state and torch's kernels, none of ours
 ``overlay``  torch's kernels, and ours for the operations that the policy changes
 ``table``    ours alone: portable lists on a device with other lists, or emulated arithmetic
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -86,21 +86,20 @@ class Casting:
 
     def region(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass under the policy; regions nest."""
-        return nullcontext() if self.way == "none" else self._region(enabled=True)
+        if self.way == "none":
+            return nullcontext()
+        if self.table is None and torch.compiler.is_dynamo_compiling():
+            return torch.autocast(self.device_type, dtype=self._dtype)  # Dynamo traces this context and not ours
+        return Region(self.table, self.device_type, self._dtype, enabled=True)
 
     def backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass: what activation checkpointing computes again in it is computed under the policy.
 
         Autocast itself is off, as torch asks for backward passes; checkpointing turns it on around each recompute.
         """
-        return nullcontext() if self.table is None else self._region(enabled=False)
-
-    def _region(self, *, enabled: bool) -> Region:
-        return Region(self.table, self.device_type, self._dtype, enabled=enabled)
-
-    def autocast(self) -> Any:
-        """Return torch's own autocast context in the policy's dtype, which torch.compile can trace; for the way ``kernels``."""
-        return torch.autocast(self.device_type, dtype=self._dtype)
+        if self.table is None:
+            return nullcontext()
+        return Region(self.table, self.device_type, self._dtype, enabled=False)
 
 
 def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastRule]:

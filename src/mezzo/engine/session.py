@@ -134,8 +134,7 @@ class Session:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass and the loss are computed."""
-        native = self.casting.way == "kernels"
-        return self._watch.region(self.casting.autocast() if native else self.casting.region())
+        return self._watch.region(self.casting.region())
 
     def step(self, loss: Tensor, *, weight: float | None = None, loss_id: int = 0) -> None:
         """Run a micro-batch's backward pass, and the update at the end of the window.
