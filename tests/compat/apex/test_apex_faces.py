@@ -288,7 +288,6 @@ assert __name__ == "__main__" and sys.modules["__main__"].__file__ == "train.py"
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-handle = amp.init()
 model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
 inputs = torch.randn(8, 4)
 for _ in range(6):
@@ -302,7 +301,6 @@ WITHOUT = [
     ("from apex import amp\nfrom apex.optimizers import FusedAdam\n", ""),
     ('["train.py"', '["plain.py"'),
     ('== "train.py"', '== "plain.py"'),
-    ("handle = amp.init()\n", ""),
     ('model, optimizer = amp.initialize(model, optimizer, opt_level="O2")\n', ""),
     ("with amp.scale_loss(loss, optimizer) as scaled_loss:", "if True:"),
     ("scaled_loss", "loss"),

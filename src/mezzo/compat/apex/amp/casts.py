@@ -33,12 +33,12 @@ _FORMATS = (FP16.dtype, FP32.dtype)
 class PatchedFunctions(CastMode):
     """Cast the operands of torch's functions by Apex's lists, on one kind of device."""
 
-    def __init__(self, device_type: str, *, keeps_casts: bool, allow_banned: bool, verbose: bool) -> None:
+    def __init__(self, device_type: str, *, verbose: bool) -> None:
         casting = Casting.of(lists.POLICY, device_type)
         super().__init__(casting, lists.rules(emulate=casting.emulates))
         self.takes_first = lists.takes_first()
-        self.refused = lists.refused(allow_banned=allow_banned)
-        self.table.keeps, self.verbose = keeps_casts, verbose
+        self.refused = lists.refused()
+        self.verbose = verbose
         self.dtype_before = torch.get_autocast_dtype(device_type)
         """What autocast cast to before."""
 

@@ -10,7 +10,7 @@ from torch import nn
 from mezzo.compat.apex.amp import levels
 from mezzo.compat.apex.amp import models as model_casts
 from mezzo.compat.apex.amp import optimizers as amp_optimizers
-from mezzo.compat.apex.amp.handle import init
+from mezzo.compat.apex.amp.handle import begin
 from mezzo.compat.apex.amp.scaler import LossScaler
 from mezzo.compat.apex.amp.state import _amp_state, maybe_print
 from mezzo.compat.apex.parallel.LARC import LARC
@@ -113,7 +113,7 @@ def _prepare(
     for optimizer in optimizers:
         amp_optimizers.process(optimizer, keeps_masters=bool(properties.master_weights))
     if properties.patch_torch_functions:
-        init(verbose=_amp_state.verbosity == 2, device_type=device_type)
+        begin(device_type, verbose=_amp_state.verbosity == 2)
 
 
 def _optimizers(optimizers: Any) -> list[Any]:

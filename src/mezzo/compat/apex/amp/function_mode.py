@@ -54,17 +54,16 @@ _COMPOSED = {
 
 
 class _Table(CastTable):
-    """The casts alone: which call is cast is the mode's to say."""
+    """The casts alone: the mode decides which calls are cast."""
 
     def __init__(self, device_type: str, low: Format) -> None:
         super().__init__({}, device_type=device_type, low=low, keeps_kernels=True)
-        self.keeps = True
-        """Whether casts of weights are kept; until somebody clears them, since no region ends."""
         self.kept = WeightCasts()
+        """Casts of weights, kept until they are cleared, since no region ends."""
 
     def cast_weight(self, weight: Tensor) -> Tensor:
         """Return a weight in the lower format."""
-        return self.kept.of(weight, self.low.dtype) if self.keeps else weight.to(self.low.dtype)
+        return self.kept.of(weight, self.low.dtype)
 
 
 class CastMode(TorchFunctionMode):
@@ -75,8 +74,6 @@ class CastMode(TorchFunctionMode):
         self.device_type = casting.device_type
         self.low = casting.policy.storage.dtype
         self.rules = rules
-        self.depth = 1
-        """0 once the casts have ended."""
         self.table = _Table(self.device_type, casting.policy.storage)
 
     def __torch_function__(

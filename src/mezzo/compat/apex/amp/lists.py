@@ -77,8 +77,7 @@ BANNED = {
     "F.binary_cross_entropy": (
         "amp does not take an FP16 input of torch.nn.functional.binary_cross_entropy or torch.nn.BCELoss: near 0 and 1 the "
         "logarithms of FP16 probabilities are infinite. Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss and "
-        "leave out the sigmoid; or call amp.register_float_function(torch, 'sigmoid') before amp.initialize; or pass "
-        "allow_banned=True to amp.init, which runs it in FP32."
+        "leave out the sigmoid, or call amp.register_float_function(torch, 'sigmoid') before amp.initialize."
     )
 }
 
@@ -97,7 +96,7 @@ def takes_first() -> set[Callable[..., Any]]:
     return set(_functions(f"Tensor.{name}_" for name in FIRST_IN_PLACE))
 
 
-def refused(*, allow_banned: bool) -> dict[Callable[..., Any], tuple[str, bool]]:
+def refused() -> dict[Callable[..., Any], tuple[str, bool]]:
     """Return the functions that refuse FP16, each with what to say and whether only its first operand counts."""
     found: dict[Callable[..., Any], tuple[str, bool]] = {}
     for name in FP32_IN_PLACE:
@@ -107,9 +106,8 @@ def refused(*, allow_banned: bool) -> dict[Callable[..., Any], tuple[str, bool]]
                 f"operand. Call {name} without the underscore, or cast the tensor to FP32 first."
             )
             found.update(dict.fromkeys(_functions([f"{place}.{name}_"]), (text, place == "Tensor")))
-    if not allow_banned:
-        for name, text in BANNED.items():
-            found.update(dict.fromkeys(_functions([name]), (text, False)))
+    for name, text in BANNED.items():
+        found.update(dict.fromkeys(_functions([name]), (text, False)))
     return found
 
 

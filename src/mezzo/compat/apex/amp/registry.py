@@ -11,7 +11,7 @@ from mezzo.launch.patches import Patches
 from mezzo.oplists import Precision
 
 if TYPE_CHECKING:
-    from mezzo.compat.apex.amp.handle import AmpHandle
+    from mezzo.compat.apex.amp.casts import PatchedFunctions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,10 +60,10 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, "widest")
 
 
-def install(handle: AmpHandle, patches: Patches) -> None:
+def install(mode: PatchedFunctions, patches: Patches) -> None:
     """Replace the registered functions until ``patches`` are undone; a torch function leaves the list that it stands in."""
     for module, name, precision in _registered.values():
-        handle.mode.prefer(getattr(module, name), precision)
+        mode.prefer(getattr(module, name), precision)
         patches.wrap(module, name, functools.partial(_decorated, precision=precision))
 
 
@@ -78,7 +78,7 @@ def _register(module: Any, name: str, precision: Precision) -> None:
 def _decorated(function: F, precision: Precision) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        handle = getattr(_amp_state, "handle", None)
+        handle = _amp_state.handle
         if handle is None or not handle.is_active():
             return function(*args, **kwargs)
         return handle.mode.call(function, precision, args, kwargs)

@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mezzo.compat.apex.amp.handle import AmpHandle, NoOpHandle
+    from mezzo.compat.apex.amp.handle import AmpHandle
     from mezzo.compat.apex.amp.levels import Properties
     from mezzo.compat.apex.amp.scaler import LossScaler
     from mezzo.engine.casting import Casting
 
 
 class AmpState:
-    """Hold what ``initialize`` decided; ``opt_properties`` and ``handle`` are unset before it."""
+    """The decisions of ``initialize``; ``opt_properties`` is unset before it."""
 
     opt_properties: Properties
-    handle: AmpHandle | NoOpHandle
 
     def __init__(self) -> None:
         self.gives_way = False
-        """Whether ``initialize`` and ``init`` do nothing, since a precision policy takes amp's place."""
+        """Whether ``initialize`` does nothing, since a precision policy takes amp's place."""
+        self.handle: AmpHandle | None = None
+        """The casts of O1; None before ``initialize`` and under other levels."""
         self.hard_override = False
         """Whether rules of ``initialize`` that are broken print a warning instead of raising."""
         self.allow_incoming_model_not_fp32 = False
