@@ -24,6 +24,7 @@ from mezzo.engine import arguments, checks
 from mezzo.engine.gradients import put_back, set_aside
 from mezzo.engine.parameters import parameters_of, trained_by
 from mezzo.engine.session import Session
+from mezzo.engine.window import Reduction
 from mezzo.errors import SessionError
 from mezzo.launch.schedules import ScriptSchedules
 from mezzo.measure import memory
@@ -79,21 +80,23 @@ class Observed(Session):
 
     def unscale(self) -> None:
         """Divide the scale out of the gradients and learn whether the update will be skipped."""
-        checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled)
+        checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled is not None)
         gradients, inverse = self._gradients(self.optimizers), self.scales[0].inverse()
         checks.refuse_half_gradients(gradients)
+        found = None
         if inverse is not None:
-            self._found = torch.zeros((), device=self.device)
+            found = torch.zeros((), device=self.device)
             for kind in {g.dtype for g in gradients}:  # torch's kernel takes one format at a time
                 alike = [g for g in gradients if g.dtype is kind]
-                torch._amp_foreach_non_finite_check_and_unscale_(alike, self._found, inverse)
-            self._overflowed = bool(self._found)  # the one host read of an update
-        self._window.unscaled = True
+                torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
+        overflowed = found is not None and bool(found)  # the one host read of an update
+        self._window.unscaled = Reduction(self._progress.norm, None, found, overflowed)  # the update takes the norm
 
     @property
     def overflowed(self) -> bool:
         """Return whether gradients that were unscaled are not finite, so that the update will be skipped."""
-        return self._overflowed
+        unscaled = self._window.unscaled
+        return unscaled is not None and bool(unscaled.overflowed)
 
     def look(self) -> None:
         """Take the norm now."""
@@ -299,7 +302,7 @@ class Driven:
         self.skipped = not asked.stepped
         self._made += 1
         self._skips += self.skipped
-        self.recorder.norm(session._norm)
+        self.recorder.norm(session._progress.norm)
         self.recorder.close(
             skipped=self.skipped, scale=session.scales[0].on_device() if session.scales[0].checks else None
         )

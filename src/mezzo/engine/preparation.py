@@ -19,6 +19,9 @@ from mezzo.engine.stephooks import have_hooks, step_is_own
 from mezzo.explain import Choice
 from mezzo.policy import Policy
 
+ONE_PASS = "one pass"
+"""What a choice of ``choose_update`` is called where the optimizers' own kernels read scaled gradients."""
+
 
 def listed(value: Any) -> list[Any]:
     """Return a model, an optimizer or a scheduler as a list of one, and several as a list."""
@@ -41,7 +44,7 @@ def choose_update(
         reason = "an optimizer has step hooks, which are shown true gradients, in FP32"
     if reason is not None:
         return False, Choice(what="update", value="optimizers' own step", reason=reason)
-    return True, Choice(what="update", value="one pass", reason=choose(device.type)[1])
+    return True, Choice(what="update", value=ONE_PASS, reason=choose(device.type)[1])
 
 
 def prepare(

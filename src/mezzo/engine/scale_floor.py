@@ -49,6 +49,10 @@ class FloorWatch:
             if self._sent is not None:
                 self._sent.record(torch.cuda.current_stream(self._stuck.device))
 
+    def in_place(self) -> Iterable[Tensor]:
+        """Return the tensors that an update changes in place."""
+        return self._stuck, self._arrived
+
     def reached(self) -> bool:
         """Return whether the flag was up in the copy that has arrived, and lower it: who goes on is told of the next time only."""
         if self._noted % self._every != self._every // 2:

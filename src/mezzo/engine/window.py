@@ -1,9 +1,9 @@
-"""An accumulation window: the backward passes between two updates, what share of it each is and what each loss found."""
+"""An accumulation window: the backward passes between two updates, the share of each, and what became of their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,18 +16,33 @@ Learned: TypeAlias = list[tuple[Scale, Tensor]]
 """Scales, each with what an update tells it: FP32 1 for overflow, else 0."""
 
 
+class Reduction(NamedTuple):
+    """The result of reading every gradient of an update once."""
+
+    norm: Tensor
+    """The norm of the gradients, unscaled and averaged."""
+    factor: Tensor | None = None
+    """What the gradients are multiplied by to unscale and average them, None for 1."""
+    found: Tensor | None = None
+    """FP32 1 where a gradient is not finite, else 0; None without a loss scale."""
+    overflowed: bool | None = False
+    """Whether the host read ``found`` and skips; None where the device decides."""
+
+
 class Window:
-    """Count a window's backward passes, weigh them and keep apart what several losses found.
+    """The backward passes between two updates: their number, their weights, and what each of several losses found.
 
     A micro-batch of weight ``w`` counts as ``w / (first * accumulate)`` of the window, as if all were like its first, and the
     update divides by the sum of what really came: equal full windows need no division at all, and short or uneven ones are
     averaged right.
     """
 
-    def __init__(self, accumulate: int, num_losses: int) -> None:
+    def open(self, accumulate: int, num_losses: int) -> None:
+        """Begin a window of ``accumulate`` micro-batches; ``num_losses`` losses have scales."""
         self.accumulate = accumulate
         self.calls = 0
-        self.unscaled = False
+        self.unscaled: Reduction | None = None
+        """What the gradients were reduced to when ``unscale`` was called; None while they are scaled."""
         self.found: dict[int, Tensor] = {}
         """With several scales: for each loss that had a backward pass, 1 where its gradients overflowed, else 0."""
         self.weighted = False
