@@ -69,7 +69,7 @@ _CPU_FLAGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """Say how a device computes in a format, and why."""
+    """How a device computes in a format, and why."""
 
     format: str
     level: Level
@@ -78,7 +78,7 @@ class Support:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Hold what decides the support for formats: the kind of device and what it reports of itself."""
+    """A device: its kind and what it reports about itself, which together decide which formats it supports."""
 
     kind: str
     """torch's device type: ``cpu``, ``cuda``, ``mps``, ``xpu``."""
@@ -112,7 +112,7 @@ class Device:
 
     @property
     def evidence(self) -> str:
-        """Return what is known from runs of Mezzo on such a device."""
+        """What is known from runs of Mezzo on such a device."""
         if self.kind == "cpu":
             return "Mezzo's tests run on x86 CPUs"
         return "nothing of Mezzo has ever run on such a device: what is said of it follows from documents and from torch's source"

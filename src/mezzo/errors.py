@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 
 
 class MezzoError(Exception):
-    """Report a mistake that the person at the keyboard can mend."""
+    """A mistake that the person at the keyboard can correct."""
 
     exit_code = 1
 
@@ -40,47 +40,47 @@ class MezzoError(Exception):
 
 
 class UsageError(MezzoError, ValueError):
-    """Report words of a command line that cannot be used."""
+    """A command line that cannot be used."""
 
     exit_code = 2
 
 
 class PolicyError(UsageError):
-    """Report a policy text, file or field that cannot be used."""
+    """A policy text, file or field that cannot be used."""
 
 
 class UnsupportedFormatError(MezzoError, ValueError):
-    """Report a number format that the device can neither compute nor emulate."""
+    """A number format that the device can neither compute in nor emulate."""
 
     exit_code = 3
 
 
 class SessionError(MezzoError, RuntimeError):
-    """Report calls of a training step in an order that would give a wrong update."""
+    """Calls of a training step that would give a wrong update."""
 
     exit_code = 4
 
 
 class ScaleFloorError(MezzoError, ArithmeticError):
-    """Report a loss scale at its floor with gradients that still overflow."""
+    """The loss scale is at its floor, and gradients still overflow."""
 
     exit_code = 5
 
 
 class NonFiniteLossError(MezzoError, ArithmeticError):
-    """Report a loss that is not finite before the first update."""
+    """The loss is not finite before the first update."""
 
     exit_code = 6
 
 
 class ScriptError(MezzoError, RuntimeError):
-    """Report a training script that never trained, or that cannot be watched."""
+    """A training script that never trained, or that cannot be observed."""
 
     exit_code = 7
 
 
 class RecordError(MezzoError, ValueError):
-    """Report a record that cannot be read."""
+    """A record that cannot be read."""
 
     exit_code = 8
 

@@ -18,7 +18,7 @@ NOT_HONOURED = "not honoured"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Say what happens in one respect, and why."""
+    """One choice that was made, and why."""
 
     what: str
     value: str

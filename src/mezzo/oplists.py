@@ -30,7 +30,7 @@ USER_LISTS: tuple[Precision, ...] = ("lower", "fp32", "widest")
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Hold operations that share one precision for one reason."""
+    """Operations that share one precision for one reason."""
 
     name: str
     precision: Precision

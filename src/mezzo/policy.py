@@ -44,7 +44,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """State in which formats a model computes and is kept, how its loss is scaled and what stays in FP32.
+    """The formats that a model computes in and is stored in, how its loss is scaled, and what stays in FP32.
 
     Presets give the fields that belong together (``Policy.parse("fp16")``); ``replace`` changes single ones.
     """
@@ -180,18 +180,18 @@ class Policy:
 
     @property
     def storage(self) -> formats.Format:
-        """Return the format that low-precision tensors are stored in (BF16 under ``fp8``)."""
+        """The format that low-precision tensors are stored in (BF16 under ``fp8``)."""
         stored = {"tf32": "fp32", "fp8": "bf16"}.get(self.compute, self.compute)
         return formats.FORMATS[stored]
 
     @property
     def lowers(self) -> bool:
-        """Return whether any tensor is cast below FP32."""
+        """Whether any tensor is cast below FP32."""
         return self.casting != "none"
 
     @property
     def required_formats(self) -> tuple[formats.Format, ...]:
-        """Return the formats that the device has to compute in."""
+        """The formats that the device has to compute in."""
         if self.compute == "fp8":
             return formats.FP8_PAIRS[self.fp8_formats]
         return (formats.FORMATS[self.compute],)

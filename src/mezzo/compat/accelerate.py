@@ -29,7 +29,7 @@ from mezzo.records import RunRecord
 
 
 class MezzoAccelerator(accelerate.Accelerator):
-    """Prepare and train under a precision policy.
+    """An ``Accelerator`` that prepares and trains under a precision policy.
 
     Args:
         policy: a ``Policy``, a policy text, or the path of a policy file.
@@ -144,7 +144,7 @@ class MezzoAccelerator(accelerate.Accelerator):
 
 
 class MezzoOptimizer(AcceleratedOptimizer):
-    """Step at the end of a window, or skip."""
+    """An optimizer that steps at the end of a window, or skips."""
 
     accelerator: MezzoAccelerator | None
     """None in a copy, which no accelerator has prepared yet."""

@@ -37,7 +37,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class Asked(Optimizer):
-    """Hold all parameters and do as the optimizer does that asked for an update; zero no gradients."""
+    """The session's one optimizer: it has all parameters and runs the step of whichever optimizer asked for an update."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__([{"params": list(parameters)}], {})  # as a group: a model that only predicts may have none
@@ -57,7 +57,7 @@ class Asked(Optimizer):
 
 
 class Observed(Session):
-    """Unscale and look for overflow in one pass, and take the norm once an update: who clips may know it already.
+    """A session that unscales and checks for overflow in one pass, and computes the norm at most once per update.
 
     Gradients are in one process and on one device, and the library has divided losses for its window.
     """
@@ -94,7 +94,7 @@ class Observed(Session):
 
     @property
     def overflowed(self) -> bool:
-        """Return whether gradients that were unscaled are not finite, so that the update will be skipped."""
+        """Whether gradients that were unscaled are not finite, so that the update will be skipped."""
         unscaled = self._window.unscaled
         return unscaled is not None and bool(unscaled.overflowed)
 
@@ -107,7 +107,7 @@ class Observed(Session):
 
 
 class Driven:
-    """Hold a policy, the models that are trained under it and, from their first use on, their session."""
+    """A policy, the models that are trained under it and, from their first use on, their session."""
 
     def __init__(self, policy: Policy | str) -> None:
         self.policy = Policy.of(policy)
@@ -149,12 +149,12 @@ class Driven:
 
     @property
     def session(self) -> Observed:
-        """Return the session, which casts the models when it begins."""
+        """The session, which casts the models when it begins."""
         return self._session or self._begin()
 
     @property
     def began(self) -> bool:
-        """Return whether the session has begun."""
+        """Whether the session has begun."""
         return self._session is not None
 
     def _begin(self) -> Observed:
@@ -274,7 +274,7 @@ class Driven:
 
     @property
     def overflowed(self) -> bool:
-        """Return whether this window's update, whose gradients were unscaled, will be skipped."""
+        """Whether this window's update, whose gradients were unscaled, will be skipped."""
         return self._unscaled and self.session.overflowed
 
     def step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:

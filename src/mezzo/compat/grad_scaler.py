@@ -26,7 +26,7 @@ from mezzo.formats import FP16, FP32
 
 
 class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler):
-    """Scale losses, unscale gradients, skip updates that overflow, find the scale.
+    """A ``torch.amp.GradScaler`` with a floor, a ceiling, a hysteresis and a count of skips.
 
     Args:
         device: torch's device type.
@@ -207,7 +207,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
 
     @property
     def skipped(self) -> int:
-        """Return how many updates had a gradient that was not finite; waits for the device."""
+        """The number of updates that had a gradient that was not finite; waits for the device."""
         return int(self._skips)
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _IDLE = lightning.Callback.on_before_optimizer_step
 
 
 class _Recorded:
-    """Give a plugin its record."""
+    """The record of a plugin's training."""
 
     driven: Driven
 
@@ -50,7 +50,7 @@ class _Recorded:
 
 
 class MezzoFabricPrecision(_Recorded, FabricPrecision):
-    """Train with Fabric under a precision policy.
+    """A Fabric plugin that trains under a precision policy.
 
     Args:
         policy: a ``Policy``, a policy text, or the path of a policy file.
@@ -115,7 +115,7 @@ class MezzoFabricPrecision(_Recorded, FabricPrecision):
 
 
 class MezzoPrecision(_Recorded, TrainerPrecision):
-    """Train with Lightning's Trainer under a precision policy.
+    """A plugin for Lightning's Trainer that trains under a precision policy.
 
     Args:
         policy: a ``Policy``, a policy text, or the path of a policy file.

@@ -12,7 +12,7 @@ from mezzo.policy import Policy
 
 
 class ModelRegion:
-    """Open the region of whoever trains the model, or, for a copy, one of the policy alone.
+    """The region of whoever trains the model or, for a copy of the model, one of the policy alone.
 
     A copy is another model: it does not train with this one, and pickles without its optimizers.
     """

@@ -22,7 +22,7 @@ STATE_NAME = "mezzo.pt"
 
 
 class MezzoTrainerMixin:
-    """Train under a precision policy; put it before Trainer, or a class that derives from it.
+    """A precision policy for Trainer: put this class before Trainer, or before a class that derives from it.
 
     Args:
         *args: Trainer's.

@@ -40,7 +40,7 @@ _CASTABLE = (*HALF, FP32.dtype)  # FP64 is never cast: who asks for it needs it
 
 @dataclass(frozen=True)
 class CastRule:
-    """Say what to do with a call of one operation."""
+    """What to do with a call of one operation."""
 
     precision: Precision
     emulation: Emulation | None = None

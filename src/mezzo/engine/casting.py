@@ -34,7 +34,7 @@ Way = Literal["none", "kernels", "overlay", "table"]
 
 
 class Casting:
-    """Apply a policy on one kind of device; ``region()`` is the context in which a forward pass runs."""
+    """A policy applied on one kind of device; ``region()`` is the context in which a forward pass runs."""
 
     def __init__(self, policy: Policy, device: Device) -> None:
         self.policy = policy
@@ -52,7 +52,7 @@ class Casting:
 
     @property
     def emulates(self) -> bool:
-        """Return whether 16-bit or 8-bit arithmetic is emulated, so that times say nothing about a device that has it."""
+        """Whether 16-bit or 8-bit arithmetic is emulated, so that times say nothing about a device that has it."""
         return self.arithmetic == "emulated"
 
     def choose(self) -> tuple[Way, str]:

@@ -18,7 +18,7 @@ from mezzo.policy import Policy
 
 
 class PrecisionWarning(UserWarning):
-    """Warn that a chosen format loses what training needs, or is used nowhere."""
+    """A chosen format loses what training needs, or is used nowhere."""
 
 
 def warn(text: str) -> None:

@@ -108,7 +108,7 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
 
 
 class OwnForward:
-    """Call the forward of a module's class: a copy of it belongs to the copy of the module.
+    """The forward method of a module's class: a copy of it belongs to the copy of the module.
 
     Not a bound method, which pickles as the attribute ``forward`` of its module: that is the forward that calls this one. Not the
     function either, which decorators may have left with a name that pickle cannot find.

@@ -44,7 +44,7 @@ def refusal(error: BaseException) -> SessionError:
 
 
 class CudaGraphs:
-    """Rehearse on a stream of its own, as capturing needs, and capture there into one pool."""
+    """CUDA graphs that share a memory pool, with a stream of their own for rehearsal and capture."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -43,7 +43,7 @@ from mezzo.policy import Policy
 
 
 class OneProcess:
-    """Stand for a session that has all of its gradients."""
+    """A session's only process: it has all gradients."""
 
     several = False
     sharded = False
@@ -90,7 +90,7 @@ class OneProcess:
 
 
 class Processes(OneProcess):
-    """Agree with the other processes of ``DistributedDataParallel`` or ``fully_shard``."""
+    """The processes of ``DistributedDataParallel`` or ``fully_shard``, which have to agree."""
 
     several = True
 

@@ -47,7 +47,7 @@ from mezzo.formats import FP8_PAIRS, FP16
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """Compute one operation as a unit for 16-bit or 8-bit operands does; called with the operation's arguments."""
+    """One operation, computed as a unit for 16-bit or 8-bit operands would; called with the operation's arguments."""
 
     name: str
     """The operation's name in torch."""

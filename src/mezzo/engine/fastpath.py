@@ -44,7 +44,7 @@ class _Switch:
 
 @dataclass(frozen=True)
 class _Case:
-    """Hold what the decisions are made from."""
+    """The facts that the decisions are made from."""
 
     model: nn.Module
     policy: Policy
@@ -238,7 +238,7 @@ def _shared_weights(model: nn.Module) -> int:
 
 
 class _Side(NamedTuple):
-    """Hold one size of a weight that is multiplied, and how many weights one more of it would take."""
+    """One dimension of a weight in a product, and how many weights one more of it would add."""
 
     layer: str
     what: str

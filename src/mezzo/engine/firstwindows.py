@@ -30,7 +30,7 @@ WINDOWS = 3
 
 
 class NoWatch:
-    """Look at nothing."""
+    """No checks: the state after the first windows."""
 
     def region(self, region: Region) -> Region:
         """Return the session's region, looked at from its begin to its end."""
@@ -48,7 +48,7 @@ class NoWatch:
 
 
 class FirstWindows(NoWatch):
-    """Look at the calls of a session's first windows."""
+    """Checks of the calls of a session's first windows."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

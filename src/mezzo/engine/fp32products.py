@@ -68,7 +68,7 @@ def runs_in_tf32(op: str, operand: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Switches:
-    """Hold what every switch read; an older one is None where the newer ones, set apart, keep it from being read."""
+    """The values of all switches; an older one is None where newer ones disagree, which makes it unreadable."""
 
     older: str | None
     older_cudnn: bool | None

@@ -32,7 +32,7 @@ from mezzo.formats import FP8_PAIRS, Format
 
 @dataclass(frozen=True)
 class Recipe:
-    """Say what is rounded to what, and how much one scale covers."""
+    """The formats of each operand and gradient, and how much one scale covers."""
 
     values: Format
     gradients: Format

@@ -22,7 +22,7 @@ from mezzo.formats import FP32
 
 
 class NoMasters:
-    """Stand for weights that are their own masters."""
+    """No masters: weights are their own."""
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take up work after the model was cast."""
@@ -72,7 +72,7 @@ class NoMasters:
 
 
 class _Followed(NoMasters):
-    """Tell from a weight's version counter whether somebody changed the model: what loads a state writes to all weights.
+    """The version counter of one weight, which tells whether the model was changed: loading a state writes to all weights.
 
     Changes through ``.data`` count no version and are lost, as the masters do not know of them.
     """
@@ -103,7 +103,7 @@ class _Followed(NoMasters):
 
 
 class MasterWeights(_Followed):
-    """Hold an FP32 master for every 16-bit parameter and move values between the two: for any torch optimizer."""
+    """FP32 masters of 16-bit parameters, for any torch optimizer."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Copy the masters from ``parameters``, as a rule still in FP32; cast the model after this."""
@@ -181,7 +181,7 @@ class MasterWeights(_Followed):
 
 
 class OptimizerMasters(_Followed):
-    """Stand for masters that one-pass optimizers keep in their own state: 16-bit gradients are read where they are."""
+    """Masters that one-pass optimizers keep in their own state: 16-bit gradients are read where they are."""
 
     def __init__(self, optimizers: Sequence[OnePass]) -> None:
         """Let the optimizers copy the FP32 weights; cast the model after this."""

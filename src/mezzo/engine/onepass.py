@@ -29,7 +29,7 @@ _ALLOWED = (FP32.dtype, *_MASTERS)
 
 
 class OnePass(torch.optim.Optimizer):
-    """Keep masters and moments, and hand every group to the device's kernel in one call."""
+    """An optimizer that keeps masters and moments in its state and updates each group by one kernel call."""
 
     _kernel: ClassVar[str]
 

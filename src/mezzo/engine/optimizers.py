@@ -27,7 +27,7 @@ from mezzo.errors import PolicyError, SessionError
 
 
 class AdamW(OnePass):
-    """Update by AdamW (Loshchilov & Hutter, arXiv:1711.05101) in one pass.
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) in one pass.
 
     Args:
         params: as for ``torch.optim.AdamW``; FP32, FP16 or BF16.
@@ -84,7 +84,7 @@ class AdamW(OnePass):
 
 
 class SGD(OnePass):
-    """Update by stochastic gradient descent, with momentum as torch defines it, in one pass.
+    """Stochastic gradient descent, with momentum as torch defines it, in one pass.
 
     Args:
         params: as for ``torch.optim.SGD``; FP32, FP16 or BF16.

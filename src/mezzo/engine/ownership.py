@@ -14,7 +14,7 @@ _LIVE: WeakSet[Ownership] = WeakSet()
 
 
 class Ownership:
-    """Hold what a session was built with: parameters, which are its alone, and the formats and places of their models."""
+    """What a session was built with: its parameters, which no other session may train, and the models' formats and devices."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Take the parameters from any session that has them.

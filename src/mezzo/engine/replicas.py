@@ -17,7 +17,7 @@ BUCKET_BYTES = 64 * 2**20
 
 
 class Replica:
-    """Follow a ``DistributedDataParallel`` module: did the backward pass that came last average the gradients?
+    """A ``DistributedDataParallel`` module, and whether its last backward pass averaged the gradients.
 
     It does after a forward pass made with ``require_backward_grad_sync``, once; a second backward pass from the same forward pass
     adds gradients that are this process's own. Averaging once more what is averaged already changes nothing.
@@ -57,7 +57,7 @@ class Replica:
 
 
 class _ForwardPasses:
-    """Note whether a forward pass made the model ready to average; a class of its own, so that the model still copies and pickles."""
+    """A hook that notes whether a forward pass made the model ready to average; a class, so that the model still copies and pickles."""
 
     def __init__(self) -> None:
         self.will_average = False

@@ -22,7 +22,7 @@ TOGETHER = 64
 
 
 class FloorWatch:
-    """Keep a flag on the device and its last known value on the host."""
+    """A flag on the device, and its last known value on the host."""
 
     def __init__(self, device: torch.device, *, together: bool = False) -> None:
         """Begin with the flag down.

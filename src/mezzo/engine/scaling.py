@@ -35,7 +35,7 @@ from mezzo.policy import Policy
 
 
 class NoScale:
-    """Leave the loss as it is; gradients are neither divided nor checked."""
+    """No loss scale: gradients are neither divided nor checked."""
 
     checks = False
     """Whether an update with a gradient that is not finite is skipped."""
@@ -76,7 +76,7 @@ class NoScale:
 
 
 class StaticScale(NoScale):
-    """Multiply the loss by a fixed scale; an update with a gradient that is not finite is skipped."""
+    """A fixed loss scale; an update with a gradient that is not finite is skipped."""
 
     checks = True
 
@@ -114,7 +114,7 @@ class StaticScale(NoScale):
 
 
 class DynamicScale(StaticScale):
-    """Multiply the loss by a scale that backs off on overflow and grows after a while without."""
+    """A dynamic loss scale: it backs off on overflow and grows after a number of good updates."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from mezzo.engine.checks import warn
 
 
 class Schedules:
-    """Step schedulers after updates of their optimizers."""
+    """Learning rate schedulers that step after updates of their optimizers."""
 
     def __init__(self, schedulers: Sequence[Any], device: torch.device) -> None:
         self._schedulers = schedulers

@@ -51,7 +51,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class Session:
-    """Train a model under a precision policy.
+    """A model's training under a precision policy.
 
     ::
 
@@ -316,22 +316,22 @@ class Session:
 
     @property
     def updates(self) -> int:
-        """Return how many updates were made, skipped ones not counted; waits for the device."""
+        """The number of updates made, skipped ones not counted; waits for the device."""
         return self._progress.windows - self.skipped
 
     @property
     def skipped(self) -> int:
-        """Return how many updates were skipped because a gradient was not finite; waits for the device."""
+        """The number of updates skipped because a gradient was not finite; waits for the device."""
         return int(self._progress.skips)
 
     @property
     def loss_scale(self) -> float:
-        """Return the first loss's scale; waits for the device."""
+        """The first loss's scale; waits for the device."""
         return self.scales[0].value()
 
     @property
     def grad_norm(self) -> float:
-        """Return the norm of the last update's gradients, unscaled and before clipping; waits for the device. NaN before any update."""
+        """The norm of the last update's gradients, unscaled and before clipping; waits for the device. NaN before any update."""
         return float(self._progress.norm)
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _CORRECTED = 2.0**23
 
 
 class FusedAdam(AdamW):
-    """Update by AdamW, or by Adam with ``adam_w_mode=False``.
+    """AdamW, or Adam with ``adam_w_mode=False``.
 
     Args:
         params: parameters or groups; FP32, FP16 or BF16.
@@ -114,7 +114,7 @@ class FusedAdam(AdamW):
 
 
 class FusedSGD(SGD):
-    """Update by stochastic gradient descent with momentum, as torch defines it.
+    """Stochastic gradient descent with momentum, as torch defines it.
 
     Args:
         params: parameters or groups; FP32, FP16 or BF16.

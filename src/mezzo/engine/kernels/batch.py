@@ -13,7 +13,7 @@ from mezzo.formats import FP32
 
 @dataclass(kw_only=True)
 class Batch:
-    """Hold the tensors of one parameter group on one device, entry by entry for each parameter that has a gradient.
+    """The tensors of one parameter group on one device: one entry in each list per parameter that has a gradient.
 
     A weight's master is the weight itself (FP32 weights, and 16-bit ones without a master), an FP32 tensor of its shape, or an
     int16 one: the low 16 bits of a split master, whose upper 16 bits are the BF16 weight.
@@ -35,14 +35,14 @@ class Batch:
 
     @property
     def random(self) -> bool:
-        """Return whether anything is rounded stochastically."""
+        """Whether anything is rounded stochastically."""
         kept = [tensors[0].dtype for tensors in self.moments.values() if tensors]
         return self.stochastic or any(dtype is not FP32.dtype for dtype in kept)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWSettings:
-    """Hold a group's settings for one update, as ``torch.optim.AdamW`` names them."""
+    """A group's settings for one update, as ``torch.optim.AdamW`` names them."""
 
     lr: float
     beta1: float
@@ -57,7 +57,7 @@ class AdamWSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SGDSettings:
-    """Hold a group's settings for one update, as ``torch.optim.SGD`` names them."""
+    """A group's settings for one update, as ``torch.optim.SGD`` names them."""
 
     lr: float
     momentum: float

@@ -68,7 +68,7 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class LaunchTable:
-    """Hold what a launch reads on the device: settings, then rows of sizes, numbers, corrections and addresses; all int64."""
+    """The table that a launch reads on the device: settings, then rows of sizes, numbers, corrections and addresses; all int64."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ def recording(rehearsed: Sequence[LaunchTable] = ()) -> Iterator[list[LaunchTabl
 
 
 class LaunchTables:
-    """Hold the last tables of a launch by their contents: allocators give a step's gradients the places of a step before."""
+    """The most recent tables of a launch, by their contents: allocators often reuse an earlier step's addresses for gradients."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -31,7 +31,7 @@ _FORMATS = (FP16.dtype, FP32.dtype)
 
 
 class PatchedFunctions(CastMode):
-    """Cast the operands of torch's functions by Apex's lists, on one kind of device."""
+    """Apex's op lists, applied to the operands of torch's functions on one kind of device."""
 
     def __init__(self, device_type: str, *, verbose: bool) -> None:
         casting = Casting.of(lists.POLICY, device_type)

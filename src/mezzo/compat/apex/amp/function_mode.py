@@ -67,7 +67,7 @@ class _Table(CastTable):
 
 
 class CastMode(TorchFunctionMode):
-    """Look every torch call up in a table while autocast is on."""
+    """A function mode that looks up every torch call in a table while autocast is on."""
 
     def __init__(self, casting: Casting, rules: dict[Function, CastRule]) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from mezzo.formats import FP32
 
 
 class HalfMasters(MasterWeights):
-    """Hold FP32 masters of parameters that are in 16 bits already."""
+    """FP32 masters of parameters that are already in 16 bits."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Copy the masters from those of ``parameters`` that are in 16 bits and are trained."""
@@ -44,7 +44,7 @@ class HalfMasters(MasterWeights):
 
 
 class AmpOptimizer:
-    """Hold what ``amp`` keeps of one optimizer; the optimizer has it as ``_amp_stash``."""
+    """The state that ``amp`` keeps for one optimizer, as its ``_amp_stash``."""
 
     def __init__(self, optimizer: Any, *, keeps_masters: bool) -> None:
         self.optimizer, self.keeps_masters = optimizer, keeps_masters
@@ -58,18 +58,18 @@ class AmpOptimizer:
 
     @property
     def all_fp16_params(self) -> list[nn.Parameter]:
-        """Return the parameters in 16 bits: those of the model that have masters, or else the optimizer's own."""
+        """The parameters in 16 bits: those of the model that have masters, or else the optimizer's own."""
         held = [half for half, _ in self._masters.pairs()]
         return held if self.keeps_masters else [p for p in self._held() if p.dtype in HALF]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
-        """Return the masters."""
+        """The masters."""
         return [master for _, master in self._masters.pairs()]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
-        """Return the FP32 parameters that are their own masters."""
+        """The FP32 parameters that are their own masters."""
         masters = {id(master) for _, master in self._masters.pairs()}
         return [p for p in self._held() if p.dtype is FP32.dtype and id(p) not in masters]
 

@@ -21,7 +21,7 @@ from mezzo.formats import FP32
 
 
 class LossScaler:
-    """Scale a loss, take the scale out of its gradients, and find the next scale.
+    """A loss scale, static or dynamic.
 
     Args:
         loss_scale: ``"dynamic"``, or a fixed scale.
