@@ -2,9 +2,9 @@
 
 ``torch.autocast`` is two things: a state (on or off, in which dtype; nestable, kept by activation checkpointing for
 its recompute, guarded by torch.compile) and an implementation (C++ kernels with one fixed list a device). Here the
-state stays torch's, and where the policy wants what the kernels do not do, kernels of ours take their place while the
-region is open (``engine.autocast_kernels``). So a nested ``torch.autocast(enabled=False)`` in a model works as it
-always did, and ``torch.is_autocast_enabled`` tells the truth.
+state stays torch's. Where the policy differs from what the kernels do, our kernels replace them while the region is
+open (``engine.autocast_kernels``). So a nested ``torch.autocast(enabled=False)`` in a model works as always, and
+``torch.is_autocast_enabled`` is right.
 
 Three ways, chosen once by ``Casting.choose`` with its reason:
 
@@ -93,9 +93,9 @@ class Casting:
         return Region(self.table, self.device_type, self._dtype, enabled=True)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return the context of a backward pass: what activation checkpointing computes again in it is computed under the policy.
+        """Return the context of a backward pass, in which activation checkpointing recomputes under the policy.
 
-        Autocast itself is off, as torch asks for backward passes; checkpointing turns it on around each recompute.
+        Autocast itself is off, as torch requires for backward passes; checkpointing turns it on around each recompute.
         """
         if self.table is None:
             return nullcontext()
@@ -103,12 +103,12 @@ class Casting:
 
 
 def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastRule]:
-    """Return the rule of every operation that the policy's lists name and this torch has.
+    """Return the rules of the operations that the policy's lists name and this torch has.
 
     Args:
         policy: gives the lists, and whether linear layers are computed in FP8.
         emulate: whether the lower-precision operations are emulated.
-        overlay: whether only what the policy itself names is listed, the rest being left to torch's kernels.
+        overlay: whether only the operations that the policy itself names get rules; torch's kernels cast the rest.
     """
     chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
     recipe = (policy.fp8_recipe, policy.fp8_formats) if policy.compute == "fp8" else None
