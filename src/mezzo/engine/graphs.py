@@ -1,19 +1,19 @@
 """A whole training step as CUDA graphs: forward, backward, loss scaling, clipping and the update in one replay.
 
-A small step spends its time launching kernels one by one. A graph launches what was recorded as a whole. What may differ
+A small step spends its time launching kernels one by one. A graph launches a recorded step as a whole. Whatever differs
 from replay to replay has to be on the device, at fixed addresses:
 
-* inputs are copied into the memory that was captured; the loss that comes back is a copy;
+* inputs are copied into the captured memory; the returned loss is a copy;
 * loss scale, growth tracker, found_inf, norm, clip coefficient and step counts live there anyway (``scaling``, ``kernels``);
-* learning rate and the other settings of a group stand at the head of the kernels' tables and are sent again when they changed;
-* dropout and the like advance, because torch's generator hands every replay a new offset.
+* learning rate and other settings of a group are at the head of the kernels' tables and are sent again when they change;
+* dropout and the like advance, because torch's generator gives every replay a new offset.
 
-Two graphs share a pool of memory: one adds a micro-batch's gradients up, one does so and updates. With ``accumulate=1`` the
-second is all there is, and its gradients are written rather than added. Graphs that share a pool may overwrite what another
-left behind: so what outlives a replay (gradients of a window, tables, norm and flag) is allocated outside.
+Two graphs share a memory pool: one adds up a micro-batch's gradients, the other also updates. With ``accumulate=1`` there is
+only the second, and its gradients are written, not added. Graphs that share a pool may overwrite each other's memory: so
+whatever outlives a replay (gradients of a window, tables, norm and flag) is allocated outside.
 
-Before the capture the step is rehearsed (``cudagraphs`` says where): kernels compile, the optimizer's state is allocated, the
-update is told to skip. Buffers, scales and generators are then put back, so that the first replay is the first step.
+Before the capture the step is rehearsed (on the stream of ``cudagraphs``): kernels compile and the optimizer's state is allocated,
+but the update skips. Buffers, scales and generators are then restored, so that the first replay is the first step.
 
 Limits: one process, one loss scale, mezzo's optimizers; random numbers from torch's default generator; no host reads in the
 forward pass or the loss; module hooks and Python side effects run at the capture and not again.
@@ -87,7 +87,7 @@ class CapturedStep:
         leaves, self._structure = pytree.tree_flatten(examples)
         self._inputs = [x.detach().to(session.device, copy=True) if isinstance(x, Tensor) else x for x in leaves]
         self._replays: dict[bool, tuple[Callable[[], None], Any]] = {}
-        """By whether it updates: a graph's replay, and its outputs in the memory that it writes."""
+        """Each graph's replay, and its outputs in the memory that it writes, by whether it updates."""
         self._norm, self._flag = torch.zeros_like(parts.progress.norm), torch.zeros((), device=session.device)
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._tables: list[Any] = []
@@ -98,7 +98,7 @@ class CapturedStep:
             try:
                 self._capture()
             except (torch.OutOfMemoryError, MezzoError):
-                raise  # they say themselves what is wrong
+                raise  # their messages say what is wrong
             except RuntimeError as error:
                 raise refusal(error) from error
 
@@ -123,7 +123,7 @@ class CapturedStep:
                 "optimizer state that the captured step knows was replaced, as load_state_dict() does",
                 hint="load first, then capture; or capture once more",
             )
-        self._take_hold()
+        self._restore_gradients()
         for mine, given in zip(self._inputs, leaves, strict=True):
             if isinstance(mine, Tensor):
                 mine.copy_(given, non_blocking=True)
@@ -140,8 +140,8 @@ class CapturedStep:
         parts.close(session.optimizers, self._flag, keep_gradients=bool(self._held))
         return result
 
-    def _take_hold(self) -> None:
-        """Put the gradients that the graphs add to back where an update or a backward pass outside the graphs changed them."""
+    def _restore_gradients(self) -> None:
+        """Restore the gradients that the graphs add to, if an update or backward pass outside the graphs replaced them."""
         for parameter, gradient in self._held:
             if parameter.grad is not gradient:
                 gradient.zero_() if parameter.grad is None else gradient.copy_(parameter.grad)
@@ -180,7 +180,7 @@ class CapturedStep:
     def _forward(self, inputs: tuple[Any, ...]) -> Any:
         with (
             self._session.autocast()
-        ):  # opened inside the capture: each weight is cast once a replay, from what it is then
+        ):  # opened inside the capture: each replay casts each weight once, from its current value
             return self._compute_loss(*inputs)
 
     def _run(self) -> Any:
@@ -259,7 +259,7 @@ def _drop_gradients(session: Session) -> None:
 
 @contextmanager
 def _as_before(session: Session, parts: Parts) -> Iterator[None]:
-    """Put back what rehearsing and capturing change: buffers, scales, counts and the window."""
+    """Restore what rehearsing and capturing change: buffers, scales, counts and the window."""
     places = [*(b for model in session.models for b in model.buffers()), *parts.progress.in_place()]
     for scale in session.scales:
         places += [value for value in vars(scale).values() if isinstance(value, Tensor)]

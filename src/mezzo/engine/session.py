@@ -8,11 +8,11 @@
                gradients *= factor                     one pass
                optimizers step, or all are skipped     one host read of one flag, where the loss is scaled
                masters are rounded into the model, schedulers step (not after a skip), gradients are dropped
-               the loss scale learns what was found
+               the loss scale backs off or grows
 
 The norm of the scaled gradients is not finite exactly when a gradient is not finite, or when their squares leave
-FP32's range; the second is told apart before anything is skipped. Scales are powers of two unless you choose others,
-so multiplying by one factor gives bit for bit what unscaling and clipping one after the other give.
+FP32's range; the second case is recognised before anything is skipped. Scales are powers of two unless you choose others,
+so multiplying by one factor gives the same bits as unscaling and then clipping.
 
 Host reads: the loss once, at the very first ``backward``; whatever you read (``loss_scale``, ``grad_norm``); and, where an
 optimizer is not Mezzo's, the flag once an update (only with a loss scale). Nothing else waits for the device.
@@ -81,7 +81,7 @@ class Session:
     """
 
     is_whole_loop = True
-    """Whether nobody else calls the optimizers or changes gradients, so that what a loop leaves behind tells whether it is right."""
+    """Whether only the session calls optimizers and changes gradients, so that the first windows can be checked."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Session:
         self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
 
     def _check_parts(self) -> torch.device:
-        """Refuse models, optimizers and schedulers that do not go together; return where the models are."""
+        """Refuse models, optimizers and schedulers that do not fit together; return the models' device."""
         return arguments.check_parts(self.models, self.optimizers, self.schedulers, self.policy)
 
     def explain(self) -> list[Choice]:
@@ -136,7 +136,7 @@ class Session:
 
         Args:
             loss: the micro-batch's mean loss, no dimensions.
-            weight: what the mean was taken over, samples or tokens; the window's average weights by it. 1 if left out.
+            weight: the number of samples or tokens in the mean; the window's average weights by it. 1 if left out.
             loss_id: which of ``num_losses`` scales to use.
         """
         self.backward(loss, weight=weight, loss_id=loss_id)
@@ -208,7 +208,7 @@ class Session:
         return CapturedStep(self, parts, compute_loss, examples, other_shapes=other_shapes)
 
     def unscale(self) -> None:
-        """Divide the scale and the window's weights out of the gradients now, to look at them or change them before ``update``.
+        """Unscale and average the gradients now, to inspect or change them before ``update``.
 
         Raises:
             SessionError: there was no backward pass, or the gradients were unscaled already.
@@ -286,7 +286,7 @@ class Session:
         self._open_window()
 
     def _at_once(self, chosen: list[Optimizer], factor: Tensor | None, flag: Tensor | None, to: Learned) -> Tensor:
-        """Hand factor and flag to the kernels: the host reads neither."""
+        """Pass factor and flag to the kernels: the host reads neither."""
         skips = self._zero if flag is None else flag
         for optimizer in chosen:
             assert isinstance(optimizer, OnePass)
@@ -335,7 +335,7 @@ class Session:
         return float(self._progress.norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training needs to go on: models (in FP32), optimizers, schedulers, scales and counts.
+        """Return everything that training needs to resume: models (in FP32), optimizers, schedulers, scales and counts.
 
         Raises:
             SessionError: a window is open; its gradients are not part of the state.
@@ -344,7 +344,7 @@ class Session:
         return state_of(self, window_calls=self._window.calls)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state that ``state_dict`` returned, under this policy or another.
+        """Load a state that ``state_dict`` returned, under this policy or another.
 
         Raises:
             SessionError: the state has other numbers of models, optimizers, schedulers or losses.

@@ -1,4 +1,4 @@
-"""What one kernel call works on, and with which settings."""
+"""The tensors and settings of one kernel call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Batch:
     moments: dict[str, list[Tensor]] = field(default_factory=dict)
     """By torch's name (``exp_avg``): FP32 or BF16 tensors of the weights' shapes, or 8-bit ones as ``eightbit`` packs them."""
     numbers: list[int] = field(default_factory=list)
-    """Each parameter's number in its optimizer: where its random bits begin (``noise``)."""
+    """Each parameter's number in its optimizer, which selects its random bits (``noise``)."""
     stochastic: bool = False
     """Whether BF16 weights without a master are rounded stochastically."""
     remembered: dict[Any, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class AdamWSettings:
     amsgrad: bool
     maximize: bool
     now: Callable[[], AdamWSettings] | None = field(default=None, compare=False, repr=False)
-    """Return the group's settings as they are when asked: a captured step asks before each replay."""
+    """Return the group's current settings: a captured step asks before each replay."""
 
 
 @dataclass(frozen=True, kw_only=True)
