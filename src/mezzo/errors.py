@@ -3,14 +3,14 @@
     MezzoError                      exit 1
       UsageError                    exit 2   a word of the command line cannot be used
         PolicyError                 exit 2   a policy text, file or field is wrong
-      UnsupportedFormatError        exit 3   this device cannot hold or emulate the format
+      UnsupportedFormatError        exit 3   this device can neither compute in the format nor emulate it
       SessionError                  exit 4   the calls of a step came in the wrong order
       ScaleFloorError               exit 5   the loss scale reached its floor and still overflows
       NonFiniteLossError            exit 6   the loss was not finite before the first update
-      ScriptError                   exit 7   the script never trained, or cannot be watched
+      ScriptError                   exit 7   the script never trained, or cannot be observed
       RecordError                   exit 8   a record cannot be read or was written by a newer Mezzo
 
-Every error says what was passed, what is allowed and what to do: the message holds the first two, the hint the third.
+Every error says what was passed, what is allowed and what to do: the message has the first two, the hint the third.
 The command line prints both, without a traceback, and exits with the class's code.
 """
 
@@ -88,7 +88,7 @@ class RecordError(MezzoError, ValueError):
 def nearest(name: str, allowed: Iterable[str], *, listed: Iterable[str] | None = None) -> str:
     """Return ``allowed`` as text for a message, the names nearest to ``name`` first.
 
-    ``listed`` shortens a long list: only its names are written out, all of ``allowed`` are searched for near ones.
+    ``listed`` shortens a long list: only its names are printed, but all of ``allowed`` are searched for near ones.
     """
     names = list(dict.fromkeys(allowed))
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)

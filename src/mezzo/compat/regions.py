@@ -1,4 +1,4 @@
-"""The region that a model's calls run in, kept with the model: a copy of the model has one of its own."""
+"""The region that a model's calls run in, stored with the model: a copy of the model has its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ModelRegion:
     """
 
     def __init__(self, policy: Policy, owner: Any = None) -> None:
-        """Belong to ``owner``, whose ``region()`` is opened; None for a copy."""
+        """Open the ``region()`` of ``owner``; None for a copy."""
         self.policy, self.owner = policy, owner
 
     def __call__(self, model: nn.Module) -> AbstractContextManager[Any]:

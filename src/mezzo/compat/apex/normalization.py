@@ -1,6 +1,6 @@
-"""``apex.normalization``: the fused layers, as faces of torch's, whose own kernels are fused by now.
+"""``apex.normalization``: the fused layers, by torch's, whose own kernels are fused by now.
 
-The mixed ones return the format of their weights, whatever they are given; the others want input and weights in one format.
+The mixed ones return the format of their weights for any input; the others need input and weights in one format.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Cast by the name that Python calls, as Apex did, where the rest of Mezzo casts at torch's dispatcher.
 
-A function mode is shown every call of a torch function or method in its thread before torch runs it. What it does not
-see: operations inside C++ composites, and TorchScript. Functions of torch that are written in Python and hand themselves
-to the mode are entered, so that what they call is seen. A call costs 2 to 5 us.
+A function mode receives every call of a torch function or method in its thread before torch runs it. It does not see
+operations inside C++ composites, nor TorchScript. Functions of torch that are written in Python and pass themselves to
+the mode are entered, so that it sees what they call. A call costs 2 to 5 us.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DUNDERS = {
 }
 _OTHER_NAMES = {other: name for other, name in oplists.ALIASES.items() if not other.startswith("__")}
 _NAMESAKES = {"linalg.cross"}
-"""Functions that share the name of a listed operation and are another operation."""
+"""Functions with the name of a listed operation that are a different operation."""
 _COMPOSED = {
     "_nn.nll_loss_nd": "nll_loss",
     "_nn.cross_entropy_loss": "nll_loss",

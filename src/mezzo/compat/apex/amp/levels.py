@@ -77,7 +77,7 @@ def override(properties: Properties, name: str, value: Any) -> None:
     """Change one property by a keyword of ``initialize``.
 
     Raises:
-        RuntimeError: the level does not go with it (a printed warning under ``hard_override``).
+        RuntimeError: the level does not allow it (a printed warning under ``hard_override``).
         ValueError, TypeError: the value is none of those allowed.
     """
     setattr(properties, name, _CHECKS[name](properties, value))

@@ -1,8 +1,9 @@
 """Apex's op lists, as changes of Mezzo's portable ones.
 
-The portable lists hold nearly all of Apex's: products run in FP16; exponentials, norms, sums and losses in FP32. What
-``oplists`` knows and Apex has elsewhere is said by a policy; what it does not know (dunder methods, comparisons, ``cpu``)
-is named here. Apex left alone what it did not know: ``einsum``, attention and whole recurrent layers run in FP16 here.
+The portable lists contain nearly all of Apex's: products run in FP16; exponentials, norms, sums and losses in FP32. A
+policy moves operations that Apex lists elsewhere, and functions that ``oplists`` lacks (dunder methods, comparisons,
+``cpu``) are named here. Apex did not cast what it did not know: ``einsum``, attention and whole recurrent layers run in
+FP16 here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mezzo.policy import Policy
 POLICY = Policy.parse("fp16:fp32=gelu+var+grid_sample:widest=add+mul+div")
 
 FP32 = "F.softmin F.local_response_norm F.normalize F.multilabel_soft_margin_loss Tensor.__ipow__ Tensor.cpu"
-"""Beyond the policy: run in FP32. ``cpu`` because what goes there is printed, saved or averaged."""
+"""Beyond the policy: run in FP32. ``cpu`` because tensors go there to be printed, saved or averaged."""
 
 _ARITHMETIC = "add sub mul div truediv"
 WIDEST = " ".join(
