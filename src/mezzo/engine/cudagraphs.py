@@ -20,14 +20,14 @@ from mezzo.errors import SessionError
 
 _READS = (
     "the forward pass or the loss waits for the host (.item(), .cpu(), print, a boolean index), makes a tensor of Python numbers, or "
-    "allocates by what it reads; take that out, or train with step(loss)"
+    "allocates by what it reads; remove that, or train with step(loss)"
 )
 _HINTS = {
     "CUDAGeneratorImpl": "activation checkpointing reads the generator's state, which a capture refuses: "
-    "checkpoint(..., preserve_rng_state=False); dropout inside then draws new numbers when it is computed again",
+    "checkpoint(..., preserve_rng_state=False); dropout inside then draws new numbers when it is recomputed",
     "stale reference": "a loss or output of an earlier step is alive and keeps autograd's nodes on another stream: del loss, then capture",
     "legacy stream": "a loss or output of an earlier step is alive and keeps autograd's nodes on the default stream: "
-    "del loss, then capture; or take work on other streams out of the step",
+    "del loss, then capture; or remove work on other streams from the step",
     "Only one capture": "a model compiled with mode='reduce-overhead' captures graphs of its own: compile it without a mode",
     "uncaptured work": "the step waits for work on another stream: wait for that stream before the capture, or keep to one stream",
 }

@@ -127,24 +127,24 @@ class FirstWindows(NoWatch):
         session, policy = self._session, self._session.policy
         if policy.casting == "ops" and session.casting.way != "none" and not self._entered:
             warn(
-                f"the first loss was computed outside session.autocast(): policy {policy!s} cast nothing of it; "
+                f"the first loss was computed outside session.autocast(): policy {policy!s} cast none of it; "
                 "write `with session.autocast():` around the forward pass and the loss",
             )
         if self._other is not None:
             warn(
                 f"session.autocast() and a torch.autocast of {self._other} are nested, and policy {policy!s} asks for another format; "
-                "take torch.autocast out"
+                "remove torch.autocast"
             )
         for what, number in _last_factors(loss):
             if what == "MulBackward0" and _is_a_loss_scale(number):
                 raise SessionError(
                     f"the loss was multiplied by the {float(number):g} of a GradScaler; allowed: the loss itself",
-                    hint="pass loss, not scaler.scale(loss), and take the scaler out of the loop: the session scales by its policy",
+                    hint="pass loss, not scaler.scale(loss), and remove the scaler from the loop: the session scales by its policy",
                 )
         if session.accumulate > 1 and _divided_by(loss, session.accumulate):
             warn(
                 f"the loss was divided by {session.accumulate}, and the session averages the {session.accumulate} micro-batches of a "
-                "window itself: gradients get too small; pass the loss undivided",
+                "window itself: gradients become too small; pass the loss undivided",
             )
 
     # --- parameters and gradients --------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class FirstWindows(NoWatch):
             return
         raise SessionError(
             what,
-            hint="take optimizer.step() and optimizer.zero_grad() out of the loop: session.step() and session.update() do both",
+            hint="remove optimizer.step() and optimizer.zero_grad() from the loop: session.step() and session.update() do both",
         )
 
     def _warn_of_changed_gradients(self, *, in_window: bool = False) -> None:
@@ -198,8 +198,8 @@ class FirstWindows(NoWatch):
         self._told_of_change = True
         if in_window:
             warn(
-                "gradients were changed between two backward passes of a window, whose sum they are to become; take "
-                "optimizer.zero_grad() and clipping out of the loop, and pass clip_norm="
+                "gradients were changed between two backward passes of a window, which adds them up; remove "
+                "optimizer.zero_grad() and clipping from the loop, and pass clip_norm="
             )
         else:
             warn(

@@ -42,7 +42,7 @@ class Ownership:
             if parameter.dtype is not dtype:
                 raise SessionError(
                     f"the model's weights are {parameter.dtype}, and were {dtype} when the session was built",
-                    hint="take model.half() and the like out: the policy casts; evaluate a copy (copy.deepcopy(model).half())",
+                    hint="remove model.half() and the like: the policy casts; evaluate a copy (copy.deepcopy(model).half())",
                 )
             if parameter.device != device:
                 raise SessionError(

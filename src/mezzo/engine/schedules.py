@@ -69,8 +69,8 @@ class Schedules:
         self._strange = self._strange + 1 if moved else 0
         if self._strange == 2:
             warn(
-                f"{type(moved[0]).__name__} is stepped by the script and by the session, so that it runs ahead; take scheduler.step() "
-                "out, or leave scheduler= out of Session(...)"
+                f"{type(moved[0]).__name__} is stepped by the script and by the session, so it runs ahead; remove scheduler.step(), "
+                "or leave scheduler= out of Session(...)"
             )
 
     def skipped(self, optimizers: list[Any], *, window: int) -> None:
@@ -82,7 +82,7 @@ class Schedules:
             self._told = True
             warn(
                 "the learning rate changed from one skipped update to the next: a scheduler is stepped where nothing was updated; pass it "
-                "as Session(..., scheduler=scheduler), which holds it then, and take scheduler.step() out"
+                "as Session(..., scheduler=scheduler), which holds it then, and remove scheduler.step()"
             )
         self._rates = window, rates
 
