@@ -22,7 +22,7 @@ def is_shared(tensor: Tensor) -> bool:
 
 def local(tensor: Any) -> Tensor:
     """Return this process's part of ``tensor``, in the same memory: all of a plain one."""
-    if type(tensor) in _WHOLE or not is_shared(tensor):  # asked for every tensor of every update
+    if type(tensor) in _WHOLE or not is_shared(tensor):  # called for every tensor of every update
         return tensor  # type: ignore[no-any-return]
     with torch.no_grad():
         return tensor.to_local()  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import json
 import pickle
@@ -362,6 +363,18 @@ def test_a_script_that_may_do_without_apex_is_left_alone(tmp_path: Path) -> None
     assert stand_in_for(target, policy="as-is") is None
     assert stand_in_for(target, policy="fp16") is not None
     script.write_text("try:\n    from apex import amp\nexcept ImportError:\n    amp = None\n")
+    assert stand_in_for(target, policy="fp16") is None
+
+
+def test_a_folder_called_apex_is_no_installed_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from apex import amp\n")
+    (tmp_path / "apex" / "apex").mkdir(parents=True)  # as of a cloned repository
+    monkeypatch.syspath_prepend(str(tmp_path))
+    target = Target(str(script), module=False)
+    assert stand_in_for(target, policy="fp16") is not None
+    (tmp_path / "apex" / "__init__.py").touch()
+    importlib.invalidate_caches()
     assert stand_in_for(target, policy="fp16") is None
 
 

@@ -1,7 +1,7 @@
 """Optimizers under a level: gradients set aside and unscaled, FP32 masters, skipped steps.
 
 Masters are made at the first backward pass, from the weights as they are then: a checkpoint that was loaded or a
-broadcast that was done after ``initialize`` is in them. From then on the optimizer's groups hold the masters.
+broadcast that was done after ``initialize`` is in them. From then on the optimizer's groups contain the masters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HalfMasters(MasterWeights):
         self._master_of = {p: nn.Parameter(p.detach().float()) for p in halves}
 
     def add(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return ``parameters`` with new masters in the place of those in 16 bits."""
+        """Return ``parameters`` with new masters in place of those in 16 bits."""
         given = list(parameters)
         self._master_of.update(HalfMasters(given)._master_of)
         return [self._master_of.get(p, p) for p in given]
@@ -104,12 +104,12 @@ class AmpOptimizer:
         self._aside = set_aside(self._own())
 
     def restore(self) -> None:
-        """Put back what was set aside, after a backward pass that failed."""
+        """Restore the gradients that were set aside, after a backward pass that failed."""
         put_back(self._aside)
         self._aside = []
 
     def finish(self, scaler: LossScaler) -> None:
-        """Take the scale out of the gradients of a backward pass and add those that were set aside."""
+        """Unscale the gradients of a backward pass and add those that were set aside."""
         self.begin()
         scaler.unscale_([p.grad for p in self._own() if p.grad is not None])
         pairs = [(half, master) for half, master in self._masters.pairs() if half.grad is not None]
@@ -120,11 +120,11 @@ class AmpOptimizer:
         self.params_have_scaled_gradients = False
 
     def skip(self, message: str) -> None:
-        """Let the next step change nothing and print ``message``, if none is to be skipped already."""
+        """Make the next step do nothing and print ``message``, unless it is to be skipped already."""
         self.skipping = self.skipping or message
 
     def skipped(self) -> bool:
-        """Return whether this step is to be skipped, and end the skipping."""
+        """Return whether this step is skipped, and clear the request."""
         if self.skipping is None:
             return False
         maybe_print(self.skipping)
@@ -153,7 +153,7 @@ class AmpOptimizer:
         self.drop_master_gradients()
 
     def with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a new parameter group with masters in the place of 16-bit parameters.
+        """Return a new parameter group with masters in place of 16-bit parameters.
 
         Raises:
             TypeError: a parameter is in neither FP32 nor 16 bits, or the parameters are a set, which has no order.
@@ -168,7 +168,7 @@ class AmpOptimizer:
 
 
 def process(optimizer: Any, *, keeps_masters: bool) -> None:
-    """Give an optimizer its ``_amp_stash``, and methods that heed it.
+    """Give an optimizer its ``_amp_stash``, and methods that use it.
 
     Raises:
         RuntimeError: it went through ``initialize`` before.
@@ -194,7 +194,7 @@ def _step(original: Any) -> Any:
                 "and call step() with no closure."
             )
         if stash.skipped():
-            self._opt_called = True  # to a scheduler a skipped step is one that was called
+            self._opt_called = True  # for schedulers a skipped step counts as called
             return None
         with disable_casts():
             result = original(*(() if closure is None else (closure,)), *args, **kwargs)
