@@ -1,6 +1,6 @@
 """Audit, diagnose, ranges and fallback of a function in this process; the commands do the same for a script in a child process.
 
-A function cannot be run again from its first line, so each of the four says what it needs of the function it calls.
+A function cannot be restarted from its first line, so each of the four says what it requires of the function.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
+from mezzo.launch.request import policy_text
 from mezzo.launch.torch import TorchTraining, training
 from mezzo.launch.torch.premade import amp_off, existing
 from mezzo.launch.torch.restoring import state_restored
@@ -39,11 +40,11 @@ from mezzo.records import AS_IS, AuditRecord, DiagnoseRecord, Environment, Fallb
 
 
 def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
-    """Return which operation of a training step runs in which format, and what is worth changing.
+    """Return which operation of a training step runs in which format, and what to change.
 
     Args:
         step: makes one training step: forward, backward, update.
-        warmup: how often to call it before the call that is recorded, so that optimizers have their state.
+        warmup: how often to call it before the recorded call, so that optimizers have their state.
 
     Raises:
         SessionError: ``step`` cannot be called, or ``warmup`` is negative.
@@ -88,8 +89,8 @@ def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
 def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: int = 20) -> DiagnoseRecord:
     """Return where the first value that is not finite comes from in the training steps that ``train()`` makes.
 
-    The operations of every step are inspected, and the cause is told from the operation alone. A SystemExit that goes no
-    further than here ends ``train`` at the first fault or after ``steps`` updates. An error of ``train`` in a step that is not
+    The operations of every step are inspected, and the cause is inferred from the operation alone. A SystemExit, caught
+    here, ends ``train`` at the first fault or after ``steps`` updates. An error of ``train`` in a step that is not
     finite ends it too, and is in the record.
 
     Args:
@@ -122,7 +123,7 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
     only = ScriptRun(
         role="first",
         reason="every step's operations",
-        policy=run.policy,
+        policy=chosen,
         settings=settings,
         run=run,
         evidence=evidence,
@@ -131,10 +132,10 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
 
 
 def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: int = 20) -> RangesRecord:
-    """Count by exponent where the values of the training steps lie that ``train()`` makes, and judge a policy by it.
+    """Count the values of ``train()``'s training steps by exponent, and judge a policy by the counts.
 
-    The steps run in FP32: autocast and GradScaler do nothing inside, and compiled code runs eagerly. A SystemExit that goes no
-    further than here ends ``train`` after ``steps`` updates. What it trained stays as it is then.
+    The steps run in FP32: autocast and GradScaler do nothing inside, and compiled code runs eagerly. A SystemExit, caught
+    here, ends ``train`` after ``steps`` updates. Whatever it trained stays trained.
 
     Args:
         train: makes training steps, called without arguments.
@@ -147,7 +148,7 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
     """
     if steps < 1:
         raise SessionError(f"steps={steps!r}; allowed: whole numbers from 1", hint="record 20 steps: steps=20")
-    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=str(Policy.of(policy)))
+    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=Policy.of(policy))
     with amp_off():
         trained, run, _ = _trained(train, Policy.parse("fp32"), settings, existing(torch.optim.Optimizer)[0])
     assert trained.observer is not None
@@ -168,12 +169,12 @@ def fallback(
 
     ``train`` is called some ten times, from the same state each time. Its updates are held back, and a SystemExit ends it after
     ``1 + fresh`` steps. Afterwards modules, optimizers, schedules and random numbers are as before. What else it changes, such
-    as an iterator that it reads from, stays changed: the search then says that no two runs see the same.
+    as an iterator that it reads from, stays changed: the search then reports that no two runs see the same data.
 
     Args:
         train: makes training steps, called without arguments; the same ones at every call.
-        policy: what is judged; modules that it keeps in FP32 stay kept.
-        tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
+        policy: the policy to judge; modules that it keeps in FP32 stay in FP32.
+        tolerance: the largest relative error of a parameter's gradient that passes; None for the format's default.
         fresh: how many more batches the set is checked on.
 
     Raises:
@@ -238,13 +239,13 @@ def _run_record(
     *,
     error: Exception | None = None,
 ) -> RunRecord:
-    """Return the record of a function's run; ``started`` is a reading of ``time.perf_counter``."""
+    """Return the record of a function's run; ``started`` is a value of ``time.perf_counter``."""
     message = error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}"
     return RunRecord(
         command=[sys.executable, *sys.argv],
         script=_name(called),
         script_sha256="",
-        policy=AS_IS if policy is None else str(policy),
+        policy=policy_text(policy),
         environment=where,
         duration_s=time.perf_counter() - started,
         exit_code=error.exit_code if isinstance(error, MezzoError) else int(error is not None),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
+
+from mezzo.policy import Policy
 
 
 def step_text(steps: Sequence[int]) -> str:
@@ -32,6 +34,15 @@ StepNumbers: TypeAlias = Annotated[
 """Numbers of steps, from 1, in ascending order."""
 
 
+def read_policy(value: Policy | str) -> Policy:
+    """Return the policy that came in a message, where it is a text."""
+    return Policy.parse(value) if isinstance(value, str) else value
+
+
+JudgedPolicy: TypeAlias = Annotated[Policy, PlainValidator(read_policy), PlainSerializer(str)]
+"""A policy whose text goes through JSON."""
+
+
 class Settings(BaseModel):
     """Settings of one kind of observer."""
 
@@ -52,7 +63,7 @@ class RangesSettings(Settings):
     kind: Literal["ranges"] = "ranges"
     steps: StepNumbers = (1,)
     """Numbers of the steps to watch, from 1, in ascending order."""
-    policy: str = "fp16"
+    policy: JudgedPolicy = Policy.parse("fp16")
     """The policy that is judged; the script runs in FP32."""
 
 
@@ -81,7 +92,7 @@ class FallbackSettings(Settings):
     """Numbers of the steps that are compared, from 1 without a gap."""
     all_steps: bool = True
     """Whether a check goes on after the first step whose gradients are finite."""
-    policy: str = "fp16"
+    policy: JudgedPolicy = Policy.parse("fp16")
     """The policy that modules are run under by themselves, in the reference."""
     folder: str = "."
     """Where the reference's gradients lie, and what is measured is written."""

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mezzo.launch.request import Request
+from mezzo.launch.request import Request, policy_text
 from mezzo.launch.several.passes import diagnose_script, inspected
 from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues, WrongGradients, write_evidence
 from mezzo.observe.settings import DiagnoseSettings
-from mezzo.records import DiagnoseRecord, RunRecord, Steps
+from mezzo.policy import Policy
+from mezzo.records import AS_IS, DiagnoseRecord, RunRecord, Steps
 from record_builders import environment
 
 Answer = Callable[[Request, DiagnoseSettings], Evidence | None]
@@ -53,7 +54,7 @@ def diagnosed(
     request = Request(
         target="x",
         kind="script",
-        policy=policy,
+        policy=None if policy == AS_IS else Policy.parse(policy),
         record_path=str(folder / "record.json"),
         command=("mezzo",),
         output_to_stderr=True,
@@ -69,7 +70,13 @@ def diagnosed(
         steps = Steps(loss=[1.0] * count, skipped=[False] * count, grad_norm=[1.0] * count, loss_scale=[1.0] * count)
         where = environment()
         return RunRecord(
-            command=[], script="x", script_sha256="", policy=one.policy, environment=where, steps=steps, **ending
+            command=[],
+            script="x",
+            script_sha256="",
+            policy=policy_text(one.policy),
+            environment=where,
+            steps=steps,
+            **ending,
         )
 
     return diagnose_script(request, steps=5, child=child), asked
@@ -81,7 +88,11 @@ def told(first: Evidence, by: dict[str, Evidence | None], *, otherwise: Evidence
     def answer(request: Request, asked: DiagnoseSettings) -> Evidence | None:
         if not Path(request.record_path).name.startswith("pass"):
             return first
-        kinds = {"suspects": bool(asked.suspects), "scale": asked.loss_scale == 1.0, "fp32": request.policy == "fp32"}
+        kinds = {
+            "suspects": bool(asked.suspects),
+            "scale": asked.loss_scale == 1.0,
+            "fp32": str(request.policy) == "fp32",
+        }
         return next((by[kind] for kind, wanted in kinds.items() if wanted and kind in by), otherwise)
 
     return answer

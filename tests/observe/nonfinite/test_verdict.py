@@ -24,7 +24,8 @@ from mezzo.observe.nonfinite.evidence import (
 from mezzo.observe.nonfinite.fixes import next_offer
 from mezzo.observe.nonfinite.verdict import Role, ScriptRun, diagnosis, known, tried, verdict_on
 from mezzo.observe.settings import DiagnoseSettings
-from mezzo.records import Operand, RunRecord, Steps
+from mezzo.policy import Policy
+from mezzo.records import AS_IS, Operand, RunRecord, Steps
 from mezzo.report.diagnose import diagnose_sheet
 from record_builders import environment
 
@@ -78,8 +79,9 @@ def ran(role: Role, evidence: Evidence | None, *steps: int, run: RunRecord | Non
     """Return a run of a script that was asked for certain steps."""
     policy = more.pop("policy", "fp32" if role == "fp32" else "fp16")
     asked = DiagnoseSettings(steps=steps or (1,), suspects=steps if role == "suspects" else ())
-    run = record_of(policy=policy) if run is None else run
-    return ScriptRun(role=role, reason="", policy=policy, settings=asked, run=run, evidence=evidence, **more)
+    run = record_of(policy=str(policy)) if run is None else run
+    parsed = None if policy == AS_IS else Policy.of(policy)
+    return ScriptRun(role=role, reason="", policy=parsed, settings=asked, run=run, evidence=evidence, **more)
 
 
 # --- one place: what it is -------------------------------------------------------------------------------------------------------
@@ -477,7 +479,9 @@ def tries(*outcomes: Evidence | None, in_fp32: Evidence = FINITE) -> list[Script
     for evidence in outcomes:
         offer = next_offer(found, tried(runs), last=3)
         assert offer is not None
-        runs.append(ran("fix", evidence, 19, run=record_of(19, policy=offer.policy), policy=offer.policy, offer=offer))
+        runs.append(
+            ran("fix", evidence, 19, run=record_of(19, policy=str(offer.policy)), policy=offer.policy, offer=offer)
+        )
     return runs
 
 
@@ -545,7 +549,7 @@ def test_a_loss_scale_has_to_fit_to_the_end_of_the_scripts_own_run(
     first = ran("first", evidence, run=record_of(8))
     offer = next_offer(known([first]), [], last=3)
     assert offer is not None
-    fix = ran("fix", HEALTHY, 8, run=record_of(num_steps, policy=offer.policy), policy=offer.policy, offer=offer)
+    fix = ran("fix", HEALTHY, 8, run=record_of(num_steps, policy=str(offer.policy)), policy=offer.policy, offer=offer)
     assert diagnosis([first, fix]).fix_tried == helped
 
 

@@ -29,6 +29,7 @@ from mezzo.observe.nonfinite import fixes
 from mezzo.observe.nonfinite.evidence import read_evidence
 from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis, judged, known, last_step, repeats, tried
 from mezzo.observe.settings import DiagnoseSettings
+from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, RunRecord
 
 _MAX_SUSPECTS = 3
@@ -110,7 +111,7 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
         return asked
     if "scale of 1" not in roles and found.located and found.verdict == "scale_overflow":
         return _at_scale_of_1(found, runs[0])
-    if "fp32" not in roles and _may_pass_in_fp32(found) and runs[0].policy != "fp32":
+    if "fp32" not in roles and _may_pass_in_fp32(found) and str(runs[0].policy) != "fp32":
         return _in_fp32(found)
     return _with_fix(found, runs)
 
@@ -150,7 +151,9 @@ def _may_pass_in_fp32(found: DiagnoseRecord) -> bool:
 
 def _in_fp32(found: DiagnoseRecord) -> ScriptRun:
     settings = DiagnoseSettings(steps=(found.step,))
-    return ScriptRun(role="fp32", reason=f"in FP32, to step {found.step}", policy="fp32", settings=settings)
+    return ScriptRun(
+        role="fp32", reason=f"in FP32, to step {found.step}", policy=Policy.parse("fp32"), settings=settings
+    )
 
 
 def _with_fix(found: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun | None:
@@ -166,4 +169,5 @@ def _with_fix(found: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun | N
         return None
     steps = inspected(max(last, found.step + _SETTLING))
     settings = DiagnoseSettings(steps=steps, loss_scale=offer.loss_scale, fp32_modules=offer.fp32_modules)
-    return ScriptRun(role="fix", reason=f"to try: {offer.advice}", policy=offer.policy, settings=settings, offer=offer)
+    policy = offer.policy or runs[0].policy
+    return ScriptRun(role="fix", reason=f"to try: {offer.advice}", policy=policy, settings=settings, offer=offer)

@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from mezzo.formats import FP16
 from mezzo.observe.nonfinite import fixes, words
 from mezzo.observe.nonfinite.evidence import Evidence, Located
 from mezzo.observe.nonfinite.fixes import Offer, Tried
 from mezzo.observe.settings import DiagnoseSettings
+from mezzo.policy import Policy
 from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep
 
 Role: TypeAlias = Literal["first", "suspects", "scale of 1", "fp32", "fix"]
@@ -38,7 +40,8 @@ class ScriptRun:
 
     role: Role
     reason: str
-    policy: str
+    policy: Policy | None
+    """None for the script's own precision."""
     settings: DiagnoseSettings
     offer: Offer | None = None
     """The fix that is tried."""
@@ -240,8 +243,8 @@ def _fails(found: DiagnoseRecord) -> bool:
     return found.verdict not in ("healthy", "unfinished")
 
 
-def _format(policy: str) -> str:
-    return "fp16" if policy == AS_IS else policy.split(":")[0].split("-")[0]
+def _format(policy: Policy | None) -> str:
+    return FP16.name if policy is None else policy.compute
 
 
 # --- the runs in the record --------------------------------------------------------------------------------------------------------
@@ -249,7 +252,7 @@ def _format(policy: str) -> str:
 
 def _pass(ran: ScriptRun) -> Pass:
     if ran.run is None or ran.evidence is None:
-        return Pass(policy=ran.policy, reason=ran.reason, outcome=_outcome(ran))
+        return Pass(policy=AS_IS if ran.policy is None else str(ran.policy), reason=ran.reason, outcome=_outcome(ran))
     return Pass(
         policy=ran.run.policy,
         reason=ran.reason,
