@@ -76,7 +76,7 @@ def _hears_everything() -> Iterator[None]:
 
 COMMAND = """
 import sys
-from mezzo.launch import stopping
+from mezzo.launch.process import command_signals as stopping
 from mezzo.launch.process.group import Guarded
 stopping.GRACE_S, stopping._IMPATIENT_S, stopping._AGAIN_S = 0.2, 0.2, 0.05
 hear = stopping.Stop.hear
