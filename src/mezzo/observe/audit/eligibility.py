@@ -1,11 +1,11 @@
-"""Say whether Tensor Cores can take a matrix product or convolution with full-width loads, and if not, why.
+"""Decide whether Tensor Cores can run a matrix product or convolution with full-width loads, and if not, why.
 
 The rule is NVIDIA's (Deep Learning Performance guide, "Matrix Multiplication"): every row that a kernel loads or
-stores begins at a multiple of 16 bytes. For 16-bit operands that makes the dimensions in memory order multiples of 8. Since
-cuBLAS 11 others run on Tensor Cores too, with narrower loads; for convolutions it is the channels, and the layout that the
-kernels take is channels-last: another one costs a transposition before and after.
+stores begins at a multiple of 16 bytes. For 16-bit operands, the innermost dimensions must therefore be multiples of 8. Since
+cuBLAS 11, other sizes run on Tensor Cores too, with narrower loads. For convolutions, the rule applies to the channels, and the
+kernels need the channels-last layout: any other costs a transposition before and after.
 
-An FP32 product is judged as it would be with 16-bit operands, because that is what is asked of it.
+An FP32 product is judged as if it had 16-bit operands: the question is what lowering it would give.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MULTIPLE = _BYTES // _HALF
 
 @dataclass
 class Shape:
-    """A product as ``batch`` times (m, k) x (k, n), and what keeps it off Tensor Cores."""
+    """The shape of a product, ``batch`` times (m, k) x (k, n), and what keeps it off Tensor Cores."""
 
     m: int
     n: int
     k: int
     batch: int = 1
     problems: dict[str, str] = field(default_factory=dict)
-    """By kind (``dimension``, ``alignment``, ``layout``, ``groups``) the sentence."""
+    """A sentence by kind of problem: ``dimension``, ``alignment``, ``layout``, ``groups``."""
 
 
 def shape_of(seen: TracedOperation) -> Shape | None:
@@ -62,7 +62,7 @@ def _matmul(seen: TracedOperation) -> Shape:
 
 
 def _row(size: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """Return how many elements apart the rows of a matrix begin, whichever way it lies; None where it is read in one piece."""
+    """Return the distance in elements between rows (or columns, if transposed) of a matrix; None if it is read in one piece."""
     if len(size) < 2 or 1 in size[-2:]:
         return max(size[-2:]) if len(size) >= 2 else None
     return max(strides[-2:])
@@ -96,7 +96,7 @@ def _convolution(seen: TracedOperation) -> Shape:
 
 
 def _settings(arguments: tuple[object, ...]) -> tuple[bool, int]:
-    # What is no tensor, in order: (bias,) stride, padding, dilation, transposed, output_padding, groups.
+    # The arguments that are not tensors, in order: (bias,) stride, padding, dilation, transposed, output_padding, groups.
     transposed, _, groups = arguments[-3:]
     assert isinstance(groups, int)
     return bool(transposed), groups

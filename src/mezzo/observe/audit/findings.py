@@ -1,10 +1,10 @@
-"""What is worth changing in the steps that an audit watched: one rule a code, each with its page in ``docs/findings``.
+"""What is worth changing in audited steps: one rule per code, each with its page in ``docs/findings``.
 
-A rule returns the part of the step that it concerns, or nothing. What a change would gain is an upper bound in plain
-numbers (FLOPs that would run in another format, bytes that would not move); what it gives in time depends on the device
+A rule returns the part of the step that it concerns, or nothing. The gain of a change is given as an upper bound in plain
+numbers (FLOPs that would run in another format, bytes that would not move); the time it saves depends on the device
 and is measured with ``mezzo compare``.
 
-FLOPs and bytes below a hundredth of the step's are not worth a finding.
+Less than a hundredth of the step's FLOPs or bytes is not worth a finding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AMPERE = (8, 0)
 
 @dataclass
 class AuditedSteps:
-    """What the rules inspect."""
+    """The audited steps, as the rules inspect them."""
 
     seen: Sequence[TracedOperation]
     wide: Sequence[WideProduct]
@@ -64,7 +64,7 @@ class Part:
     lines: Iterable[str] = ()
     gain: str = ""
     always: bool = field(default=False, kw_only=True)
-    """Whether it counts however small it is."""
+    """Whether it is reported however small it is."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class FindingRule:
 
 
 def findings(watched: AuditedSteps) -> list[Finding]:
-    """Return what every rule finds, the largest share first."""
+    """Return the findings of all rules, the largest share first."""
     found = [_finding(rule, part, watched) for rule in RULES if (part := rule.find(watched)) is not None]
     return sorted((f for f in found if f is not None), key=lambda f: -f.share)
 
@@ -205,7 +205,7 @@ def _many_casts(watched: AuditedSteps) -> Part | None:
     for one in own:
         by_module[one.module] += one.bytes
     order: list[str] = []
-    for module, moved in by_module.most_common():  # those that make up half of it
+    for module, moved in by_module.most_common():  # the modules that make up half of it
         order.append(module)
         size_left -= moved
         if size_left <= 0:

@@ -1,11 +1,11 @@
-"""Find the modules that have to stay in FP32: from a way to run a few training steps to a verdict.
+"""Find the modules that must stay in FP32, given a way to run a few training steps.
 
 The order of runs: the FP32 reference, the FP32 noise run, the policy with nothing kept, then the search, then the set on
-all batches. The tolerance stands for the format: forty units of roundoff, which is what a hundred healthy layers in a
-row stay well below and one that loses its values goes far beyond.
+all batches. The tolerance depends on the format: forty units of roundoff. A hundred healthy layers in a
+row stay well below that, and one that loses its values goes far beyond.
 
-A run begins with the loss scale that dynamic scaling would come to for what is not kept, from the gradients of the
-reference: a set is judged by what it loses, not by the first steps' search for a scale.
+A run starts with the loss scale at which dynamic scaling would settle for the modules that are not kept, computed from the
+reference's gradients: a set is judged by what it loses, not by the search for a scale in the first steps.
 
 Imports no torch.
 """
@@ -29,8 +29,8 @@ from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, RunRecord, Verification
 
 _MOST = 0.5
-_NOISE_SHARE = 0.25  # of the tolerance: what FP32 itself may move a gradient by for it to be judged
-_DEAR = 0.1  # of the FLOPs: a container with more is opened, where parts of it will do
+_NOISE_SHARE = 0.25  # of the tolerance: a gradient that FP32 noise moves by more is not judged
+_DEAR = 0.1  # of the FLOPs: a container with more is opened if parts of it suffice
 _LISTED = 200
 
 
@@ -38,7 +38,7 @@ class Measure(Protocol):
     """A function that runs a few training steps under a policy."""
 
     def __call__(self, policy: Policy, settings: FallbackSettings) -> tuple[Measured, RunRecord]:
-        """Return what was measured, and the record of the run."""
+        """Return the measurements and the record of the run."""
         ...
 
 
@@ -58,7 +58,7 @@ class Hunt:
     noise: float = 0.0
     trials: list[Verification] = field(default_factory=list)
     operations: Names = ()
-    """Operations, or families of them, that have to be in FP32, where no set of modules helps."""
+    """Operations, or families of them, that must run in FP32 if no set of modules helps."""
 
 
 def default_tolerance(policy: Policy) -> float:
@@ -77,16 +77,16 @@ def find(
     fresh: int = 2,
     note: Callable[[str], None] = lambda _: None,
 ) -> FallbackRecord:
-    """Return which modules have to stay in FP32 under ``policy``.
+    """Return which modules must stay in FP32 under ``policy``.
 
     Args:
         measure: runs the first steps of the training, the same ones each time.
-        policy: what is judged; modules that it keeps already stay kept.
-        folder: where runs leave what they measured.
-        tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
-        command: gives what to type for a command under a policy.
+        policy: the policy to judge; modules that it keeps already stay kept.
+        folder: where runs write their measurements.
+        tolerance: the largest relative error of a parameter's gradient that passes; None for the format's default.
+        command: returns the command line for a command under a policy.
         fresh: how many more batches the set is checked on.
-        note: is told what happens.
+        note: called with each line of progress.
 
     Raises:
         PolicyError: the policy computes nothing below FP32.
@@ -152,7 +152,7 @@ def _judge(hunt: Hunt) -> Judged:
 
 
 def _judge_noise(hunt: Hunt) -> str:
-    """Find out which gradients FP32 itself determines; return why none can be judged, or nothing."""
+    """Find the gradients that FP32 itself determines; return why none can be judged, or an empty text."""
     hunt.note("FP32 again, rounded another way")
     settings = FallbackSettings(role="noise", steps=hunt.steps, folder=hunt.folder, name="noise")
     noisy, _ = hunt.measure(Policy.parse("fp32"), settings)
@@ -205,7 +205,7 @@ _CHANGED_NOTHING = "the policy lowers nothing here, or nothing that it rounds, s
 
 
 def _whole(hunt: Hunt) -> set[str]:
-    """Return the modules that fail by what they compute themselves; a dear one is opened all the same."""
+    """Return the modules that fail by what they compute themselves; an expensive one is opened anyway."""
     most = _DEAR * max((local.flops for local in hunt.local), default=0)
     return {local.module for local in hunt.local if _suspicion(local) > hunt.tolerance and local.flops <= most}
 
@@ -223,7 +223,7 @@ def _found(hunt: Hunt, kept: Names, how: str) -> tuple[FallbackVerdict, str, Nam
 
 
 def _elsewhere(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
-    """Say that no set of modules helps, and find out whether operations in FP32 do."""
+    """Return that no set of modules helps, and whether operations in FP32 do."""
     least = min(hunt.trials, key=lambda trial: trial.error)
     hunt.note("no set of modules helps: operations in FP32, wherever they run")
     verify = functools.partial(_verify, hunt, ())
@@ -257,7 +257,7 @@ def _verify(hunt: Hunt, kept: Names, *, operations: Names = (), all_steps: bool 
         ignored=tuple(hunt.ignored),
     )
     measured, _ = hunt.measure(policy, settings)
-    # The first batches may overflow while the loss scale finds its place; one that overflows after others did not fails.
+    # The first batches may overflow while the loss scale settles; an overflow after a finite batch fails.
     first = next((n for n, step in enumerate(measured.steps) if math.isfinite(step.worst[0])), None)
     judged = measured.steps[first:] if first is not None else []
     judged = judged if all_steps else judged[:1]
@@ -282,7 +282,7 @@ def _with(policy: Policy, kept: Sequence[str]) -> Policy:
 
 
 def _scale(hunt: Hunt, policy: Policy, kept: Names) -> float:
-    """Return the scale that dynamic scaling comes to: the gradients of what is not kept just fit."""
+    """Return the scale at which dynamic scaling settles: the gradients of the modules not kept just fit."""
     free = [local for local in hunt.local if not local.unnamed and not covered(local.module, kept)]
     inside = [local.largest for local in free if not any(covered(name, [local.module]) for name in kept)]
     largest = max((value for value in inside if math.isfinite(value)), default=0.0)
@@ -290,12 +290,12 @@ def _scale(hunt: Hunt, policy: Policy, kept: Names) -> float:
 
 
 def _ranked(local: Sequence[LocalError], policy: Policy) -> list[LocalError]:
-    """Return the modules, the most suspect first: by what they lose alone, then leaves first, then the cheapest first.
+    """Return the modules, the most suspect first: by their own error, then leaves first, then the cheapest first.
 
-    What only rounded inputs bring out counts half: a norm behind a layer that overflows takes FP32 as it comes.
+    Errors that only rounded inputs cause count half: a norm behind a layer kept in FP32 would get FP32 inputs.
     """
     named: dict[str, LocalError] = {}
-    for one in local:  # a name in several models is kept in all of them
+    for one in local:  # a name that occurs in several models is kept in all of them
         known = named.get(one.module)
         if known is None or _suspicion(one) > _suspicion(known):
             named[one.module] = one
@@ -308,7 +308,7 @@ def _ranked(local: Sequence[LocalError], policy: Policy) -> list[LocalError]:
 
 def _suspicion(local: LocalError) -> float:
     if local.reason:
-        return 0.25  # unknown: behind what is wrong for sure, before what is healthy
+        return 0.25  # unknown: after what is certainly wrong, before what is healthy
     rounded = math.inf if math.isnan(local.rounded) else local.rounded
     return max(min(1.0, local.own), min(1.0, rounded) / 2)
 
