@@ -1,17 +1,17 @@
 """The verdict on one policy, and the reasons for it.
 
-What comes first wins:
+The first rule that applies decides:
 
-1. Runs that depend on each other show nothing: ``undecided``.
-2. ``failed`` where no run succeeded.
-3. ``diverged``, or ``stopped_learning``: one run is enough, unless as large a share of the baseline's runs went wrong.
-4. ``failed`` where a run failed with a seed with which the baseline succeeded.
-5. ``different`` where a quantity is shown to lie beyond its margin.
-6. What bars ``equivalent``: runs that went wrong as some of the baseline's did (``undecided``); another number of steps than the baseline
-   made with that seed (``different`` where all the baseline's seeds make the same number, else ``undecided``); a policy under which nothing
-   ran in a lower format, so that nothing of it was tried (``undecided``); a metric that was asked for and is missing in a run
+1. ``undecided`` if runs depend on each other, because they show nothing.
+2. ``failed`` if no run succeeded.
+3. ``diverged`` or ``stopped_learning``: one run is enough, unless as large a share of the baseline's runs went wrong.
+4. ``failed`` if a run failed with a seed with which the baseline succeeded.
+5. ``different`` if a quantity is shown to lie beyond its margin.
+6. What rules out ``equivalent``: runs that went wrong as some of the baseline's did (``undecided``); a number of steps other than the
+   baseline's with that seed (``different`` if all the baseline's seeds make the same number, else ``undecided``); a policy under which
+   nothing ran in a lower format, so that it was not really tried (``undecided``); a requested metric that is missing in a run
    (``undecided``).
-7. ``equivalent`` where every quantity is shown to lie within its margin, or nothing differs in any step; else ``undecided``, with the
+7. ``equivalent`` if every quantity is shown to lie within its margin, or nothing differs in any step; else ``undecided``, with the
    number of seeds that would decide.
 """
 
@@ -36,7 +36,7 @@ _WENT_WRONG = {"diverged": "diverged", "stopped_learning": "stopped learning"}
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """The verdict on a policy, its reasons with the most important first, and the quantities that it rests on."""
+    """The verdict on a policy, its reasons (the most important first), and the quantities that it is based on."""
 
     verdict: Verdict
     reasons: list[str]
@@ -47,7 +47,7 @@ class Judged:
 
 
 def judge(group: Group, *, base: Baseline) -> Judged:
-    """Return the verdict on the policy whose runs are ``group``; the baseline's own says how it trained."""
+    """Return the verdict on the policy whose runs are ``group``; for the baseline itself, how it trained."""
     if group is not base.group and (void := _void(group, base=base)) is not None:
         return void
     if not group.trained:
@@ -64,7 +64,7 @@ def judge(group: Group, *, base: Baseline) -> Judged:
 
 
 def _void(group: Group, *, base: Baseline) -> Judged | None:
-    """Return that nothing can be said of a policy, where one of its runs or of the baseline's depends on another; else None."""
+    """Return ``undecided`` if one of the policy's or of the baseline's runs depends on another; else None."""
     policies = {group.policy, base.group.policy}
     dependent = [d.text() for d in base.dependences if d.reader.policy in policies]
     if not dependent:
@@ -143,7 +143,7 @@ def _equivalent_or_not(
 
 
 def _bars(group: Group, pairs: Sequence[Pair], ways: Mapping[Key, Way], *, base: Baseline) -> list[tuple[str, Verdict]]:
-    """Return what keeps a policy from being called equivalent, with the verdict that is left."""
+    """Return the reasons why a policy cannot be called equivalent, each with the remaining verdict."""
     bars: list[tuple[str, Verdict]] = [(text, "undecided") for text in _told_of_ways(ways, group, base=base)]
     unequal = [pair for pair in pairs if len(pair.run.steps) != len(pair.baseline.steps)]
     if unequal:

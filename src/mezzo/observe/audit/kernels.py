@@ -1,8 +1,9 @@
 """Read from torch's profiler which kernels the products of a step really ran, as proof that Tensor Cores did the work.
 
 The profiler numbers every operation that the host calls and links every kernel to its operation. The trace and the profile
-contain the same products in the same order, so the n-th ``mm`` of one is the n-th of the other. Whether a kernel uses Tensor Cores is read from its name: NVIDIA's libraries put the instruction's tile into it
-(``s16816``, ``h884``), or the class of kernel (``tensorop``, ``xmma``, ``wgmma``, ``nvjet``, flash attention). CUTLASS 3 names
+contain the same products in the same order, so the n-th ``mm`` of one is the n-th of the other. Whether a kernel uses Tensor Cores
+is read from its name: NVIDIA's libraries put the instruction's tile into it (``s16816``, ``h884``), or the class of kernel
+(``tensorop``, ``xmma``, ``wgmma``, ``nvjet``, flash attention). CUTLASS 3 names
 the instruction (``Gmma`` on Hopper, ``Umma`` or ``tcgen05`` on Blackwell), AMD's libraries the matrix instruction's tile
 (``_MI32x32x8``) or its class (``mfma``, ``wmma``), and torch.compile calls its own templates of products ``triton_tem_``.
 

@@ -174,7 +174,7 @@ def _notes(device_type: str, *, forced_eager: bool, profiled: bool) -> list[Reas
         notes.append(Reason(what="torch.compile", value="watched steps ran eagerly", reason=why))
     if device_type != "cuda":
         why = f"the model ran on {device_type}; what the operations' shapes allow is judged, not what a GPU ran"
-        notes.append(Reason(what="kernels", value="not looked at", reason=why))
+        notes.append(Reason(what="kernels", value="not recorded", reason=why))
     elif not profiled:
-        notes.append(Reason(what="kernels", value="not looked at", reason="the profiler returned no kernel"))
+        notes.append(Reason(what="kernels", value="not recorded", reason="the profiler returned no kernel"))
     return notes

@@ -2,7 +2,7 @@
 
 The script runs in FP32, with its own mixed precision turned off: in an FP16 run, values that became zero are gone and values that
 overflowed are infinite, so neither can be counted. Hooks on modules see outputs; hooks on those outputs and on parameters see gradients
-as they are computed, before accumulation and clipping. Weights are counted before an optimizer's step, updates after it.
+as they are computed, before accumulation and clipping. Weights have their values before an optimizer's step; its updates are counted, too.
 
 What activation checkpointing recomputes is not counted twice. A container that returns a module's output does not count it
 again, unless the values were changed in place. Limits: operations outside modules and between a module's parts are not counted;
