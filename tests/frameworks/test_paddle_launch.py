@@ -25,7 +25,7 @@ nn, F, optimizers = paddle.nn, paddle.nn.functional, paddle.optimizer
 # Paddle says so at every step of every batch normalisation.
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
 
-NO_EFFECT = "Paddle's AMP makes no effect on a CPU: it turns itself off where there is no GPU"
+NO_EFFECT = "Paddle's AMP has no effect on a CPU: it turns itself off without a GPU"
 
 
 def loop(

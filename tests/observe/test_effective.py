@@ -157,9 +157,9 @@ def test_diagnose_says_that_nothing_was_tried(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_run_says_what_was_left_alone(case: Case) -> None:
-    with switched(Policy.parse("fp16")) as (run, look):
+    with switched(Policy.parse("fp16")) as (run, counted):
         case.make()()
-    training = TorchTraining(run, look)
+    training = TorchTraining(run, counted)
     record = RunRecord(
         command=[],
         script="train.py",

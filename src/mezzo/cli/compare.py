@@ -82,7 +82,7 @@ def compare(
         if any(run.policy == baseline for run in runs):
             record = judge(runs, baseline=baseline, margin=margin, command=list(typed()))
             results.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
-        if stop.heard:
+        if stop.stopped:
             results.note(
                 f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; their records are in {folder}"
             )
@@ -157,7 +157,7 @@ def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRec
             output = Path(request.record_path).with_name("output.log")
             output.parent.mkdir(parents=True, exist_ok=True)
             record = run_child(request, output=output, limit_s=timeout_s or _limit_s(runs))
-            if stop.heard:
+            if stop.stopped:
                 break
             runs.append(record)
             progress.advance(task)

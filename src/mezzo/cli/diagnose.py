@@ -40,7 +40,7 @@ def diagnose(
     with stoppable() as stop, several_runs():
         record = diagnose_script(request, steps=steps)
         results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
-    if stop.heard:
+    if stop.stopped:
         raise typer.Exit(stop.exit_code)
     if record.kind != "diagnose":
         raise typer.Exit(record.exit_code or 1)

@@ -48,5 +48,5 @@ def run(
         record = run_child(request)
         results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
         results.note_metric(record)
-    ended = stop.heard and record.exit_code > _SIGNALS  # otherwise the script has made its own end of it
+    ended = stop.stopped and record.exit_code > _SIGNALS  # otherwise the script has made its own end of it
     raise typer.Exit(stop.exit_code if ended else record.exit_code)

@@ -1,4 +1,4 @@
-"""Start a run's process under its guard, pass signals on to it, and kill it with all that it has started."""
+"""Start a run's process under its guard, pass signals on to it, and kill it with its descendants."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Process(Protocol):
         """
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
-        """Send it a signal, unless a terminal did so; kill it with its descendants ``kill_after_s`` seconds later (0: never)."""
+        """Send it a signal, unless a terminal already did; kill it with its descendants ``kill_after_s`` seconds later (0: never)."""
 
     def kill(self) -> None:
         """Kill it with its descendants."""
 
 
 class Guarded:
-    """A process that ends, with all that it has started, when this process ends (``guard.py``)."""
+    """A process that ends, with its descendants, when this process ends (``guard.py``)."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Guarded:
         return returned
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0, process: int = 0) -> None:
-        """Send a signal to the command, or to a ``process`` below it, unless a terminal did so."""
+        """Send a signal to the command, or to a ``process`` below it, unless a terminal already did."""
         if not self._tell(f"pass {number} {process} {kill_after_s:g}"):
             self._process.send_signal(number)
 
@@ -73,12 +73,12 @@ class Guarded:
             self._process.send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def forget(self) -> None:
-        """Cancel a kill that is due: the process that was signalled has ended."""
+        """Cancel a pending kill: the process that was signalled has ended."""
         self._tell("ended")
 
     def _tell(self, text: str) -> bool:
         """Write a line to the guard; return whether there is one."""
         if self._told is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and the run with it
+            with contextlib.suppress(BrokenPipeError):  # the guard has ended, and the run with it
                 os.write(self._told, f"{text}\n".encode())
         return _GUARDS

@@ -11,7 +11,7 @@ The margin of a quantity is the larger of two:
   to be closer to FP32 than FP32 is to itself.
 
 The spread is estimated from few seeds, so its error is taken into account: a 99% confidence bound from below is used to show that a
-difference lies inside the margin, and a bound from above to show that it lies beyond. It is the median of all pairwise distances (Bickel and
+difference lies inside the margin, and one from above to show that it lies beyond. It is the median of all pairwise distances (Bickel and
 Lehmann, Annals of Statistics 7, 1979; Shamos 1976), not the standard deviation, which a single outlier can stretch at will.
 Its distribution has no closed form; both approximations are fitted to a million samples each. Under normal noise the estimate is
 ``b * sqrt(chi2 / nu)`` times the true spread, with ``nu`` degrees of freedom (quantiles from 0.5% to 2.5% are right to within 2%). The
