@@ -26,7 +26,7 @@ _NORMS = ("BatchNormalization", "GroupNormalization", "LayerNormalization", "RMS
 
 
 class Layers:
-    """Patch ``keras.Layer``."""
+    """The patches of ``keras.Layer``."""
 
     def __init__(self, run: KerasRun, backend: Backend) -> None:
         self._run, self._backend = run, backend
