@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 MUTANTS ?= --count 120
 
-.PHONY: demo mutants test test-slow test-cuda-build test-frameworks demo-frameworks check bench clean
+.PHONY: demo mutants test test-slow test-cuda-build test-frameworks demo-frameworks check bench readme clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 $(READY): pyproject.toml constraints.txt
@@ -76,6 +76,10 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# The README's picture and its table of figures. Times in the table are those of the last make bench.
+readme: $(READY)
+	$(BIN)/python -m benchmarks.readme
 
 clean:
 	rm -rf $(VENV) $(CUDA_BUILD) $(FRAMEWORKS:%=.venv-%) build dist runs

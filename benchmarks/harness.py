@@ -21,6 +21,8 @@ import torch
 from mezzo.measure.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
+OF_ONE_MACHINE: dict[str, Any] = {"folder": True, "variables": {"TORCHINDUCTOR_CACHE_DIR": True}}
+"""What of the environment is a path that says nothing to anybody else."""
 
 
 def interleave(
@@ -73,7 +75,7 @@ def report(name: str, rows: list[tuple[str, str, str]], data: dict[str, Any]) ->
     record = {
         "name": name,
         "command": f"python -m benchmarks {name}",
-        "environment": environment("cuda" if torch.cuda.is_available() else "cpu").model_dump(),
+        "environment": environment("cuda" if torch.cuda.is_available() else "cpu").model_dump(exclude=OF_ONE_MACHINE),
         "rows": [{"what": what, "measured": measured, "target": target} for what, measured, target in rows],
         **data,
     }
@@ -86,6 +88,7 @@ def chosen(argv: list[str]) -> list[str]:
         "agreement",
         "emulation",
         "session_overhead",
+        "state_bytes",
         "host_time",
         "startup",
         "optimizers",

@@ -1,86 +1,50 @@
 """Mixed-precision training that people can turn on, trust and prove.
 
-The names below are the library; everything is imported on first use, so ``import mezzo`` costs nothing and needs no
-torch.
+The imports below are the library, for type checkers and for ``__getattr__``, which imports a name on first use: ``import mezzo``
+costs nothing and needs no torch.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mezzo.callables import audit, diagnose, fallback, ranges
-    from mezzo.engine.checks import PrecisionWarning
-    from mezzo.engine.fastpath import fast_path
-    from mezzo.engine.optimizers import SGD, AdamW
-    from mezzo.engine.scaling import DynamicScale, NoScale, StaticScale
-    from mezzo.engine.session import Session
-    from mezzo.errors import (
-        MezzoError,
-        NonFiniteLossError,
-        PolicyError,
-        RecordError,
-        ScaleFloorError,
-        ScriptError,
-        SessionError,
-        UnsupportedFormatError,
-    )
-    from mezzo.explain import Choice
-    from mezzo.policy import Policy
-    from mezzo.records import read_record
+    from mezzo.callables import audit as audit
+    from mezzo.callables import diagnose as diagnose
+    from mezzo.callables import fallback as fallback
+    from mezzo.callables import ranges as ranges
+    from mezzo.engine.checks import PrecisionWarning as PrecisionWarning
+    from mezzo.engine.fastpath import fast_path as fast_path
+    from mezzo.engine.optimizers import SGD as SGD
+    from mezzo.engine.optimizers import AdamW as AdamW
+    from mezzo.engine.scaling import DynamicScale as DynamicScale
+    from mezzo.engine.scaling import NoScale as NoScale
+    from mezzo.engine.scaling import StaticScale as StaticScale
+    from mezzo.engine.session import Session as Session
+    from mezzo.errors import MezzoError as MezzoError
+    from mezzo.errors import NonFiniteLossError as NonFiniteLossError
+    from mezzo.errors import PolicyError as PolicyError
+    from mezzo.errors import RecordError as RecordError
+    from mezzo.errors import ScaleFloorError as ScaleFloorError
+    from mezzo.errors import ScriptError as ScriptError
+    from mezzo.errors import SessionError as SessionError
+    from mezzo.errors import UnsupportedFormatError as UnsupportedFormatError
+    from mezzo.explain import Choice as Choice
+    from mezzo.policy import Policy as Policy
+    from mezzo.records import read_record as read_record
 
-_HOMES = {
-    "AdamW": "mezzo.engine.optimizers",
-    "Choice": "mezzo.explain",
-    "DynamicScale": "mezzo.engine.scaling",
-    "MezzoError": "mezzo.errors",
-    "NoScale": "mezzo.engine.scaling",
-    "NonFiniteLossError": "mezzo.errors",
-    "Policy": "mezzo.policy",
-    "PolicyError": "mezzo.errors",
-    "PrecisionWarning": "mezzo.engine.checks",
-    "RecordError": "mezzo.errors",
-    "SGD": "mezzo.engine.optimizers",
-    "ScaleFloorError": "mezzo.errors",
-    "ScriptError": "mezzo.errors",
-    "Session": "mezzo.engine.session",
-    "SessionError": "mezzo.errors",
-    "StaticScale": "mezzo.engine.scaling",
-    "UnsupportedFormatError": "mezzo.errors",
-    "diagnose": "mezzo.callables",
-    "fallback": "mezzo.callables",
-    "fast_path": "mezzo.engine.fastpath",
-    "ranges": "mezzo.callables",
-    "audit": "mezzo.callables",
-    "read_record": "mezzo.records",
-}
 
-__all__ = [
-    "SGD",
-    "AdamW",
-    "Choice",
-    "DynamicScale",
-    "MezzoError",
-    "NoScale",
-    "NonFiniteLossError",
-    "Policy",
-    "PolicyError",
-    "PrecisionWarning",
-    "RecordError",
-    "ScaleFloorError",
-    "ScriptError",
-    "Session",
-    "SessionError",
-    "StaticScale",
-    "UnsupportedFormatError",
-    "audit",
-    "diagnose",
-    "fallback",
-    "fast_path",
-    "ranges",
-    "read_record",
-]
+def _homes() -> dict[str, str]:
+    """Return the module of each public name, as the imports above state it."""
+    with open(__file__, encoding="utf-8") as source:
+        imports = [node for node in ast.walk(ast.parse(source.read())) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname}
+
+
+_HOMES = _homes()
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:

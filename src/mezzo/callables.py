@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
+from mezzo.launch.request import policy_text
 from mezzo.launch.torch import TorchTraining, training
 from mezzo.launch.torch.premade import amp_off, find_premade
 from mezzo.launch.torch.restoring import state_restored
@@ -143,7 +144,7 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
     """
     if steps < 1:
         raise SessionError(f"steps={steps!r}; allowed: whole numbers from 1", hint="record 20 steps: steps=20")
-    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=str(Policy.of(policy)))
+    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=Policy.of(policy))
     with amp_off():
         trained, run, _ = _trained(train, Policy.parse("fp32"), settings, find_premade(torch.optim.Optimizer)[0])
     assert trained.observer is not None
@@ -240,7 +241,7 @@ def _run_record(
         command=[sys.executable, *sys.argv],
         script=_name(called),
         script_sha256="",
-        policy=AS_IS if policy is None else str(policy),
+        policy=policy_text(policy),
         environment=where,
         duration_s=time.perf_counter() - started,
         exit_code=error.exit_code if isinstance(error, MezzoError) else int(error is not None),

@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import mezzo
 from helpers_audit import audited
 from helpers_launch import children_in_this_process
 from mezzo import cli
@@ -179,3 +182,21 @@ def test_consecutive_and_first_steps_are_alike() -> None:
     assert first.flops_by_phase == alone.flops_by_phase
     assert {p: {f: n // 2 for f, n in own.items()} for p, own in both.flops_by_phase.items()} == alone.flops_by_phase
     assert both.steps == [2, 3]
+
+
+def test_the_policys_cast_of_what_the_model_returns_belongs_to_the_model() -> None:
+    casts = [
+        (c.phase, c.of, c.source, c.target) for c in audited("plain", policy="fp16").casts if c.module == "Sequential"
+    ]
+    assert ("forward", "activation", "fp16", "fp32") in casts
+    assert ("dgrad", "gradient", "fp32", "fp16") in casts
+
+
+def test_marks_of_a_profiler_are_no_operations() -> None:
+    model = nn.Linear(2, 2)
+
+    def step() -> None:
+        with torch.profiler.record_function("mine"):
+            model(torch.ones(1, 2)).sum().backward()
+
+    assert not [o.op for o in mezzo.audit(step).operations if "record_function" in o.op]

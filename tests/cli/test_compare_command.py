@@ -14,6 +14,7 @@ from rich.console import Console
 from helpers_compare import row_of, run
 from mezzo import cli
 from mezzo.cli import compare as command
+from mezzo.cli.script import Script
 from mezzo.launch.request import Request
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
@@ -236,11 +237,19 @@ def test_a_norm_that_swallows_an_overflow_stops_learning() -> None:
     assert row.reason.startswith("2 of 2 runs stopped learning: with seed 0, the loss went from 1.")
 
 
-def test_a_runs_name_replaces_its_mark_in_the_scripts_arguments(tmp_path: Path) -> None:
-    request = command._request(
-        "train.py", ["--out", "a/{run}/{run}.pt", "{}"], "fp16:init_scale=64", 2,
-        metric=None, as_module=False, folder=tmp_path, since_s=1.5,
-    )  # fmt: skip
-    name = "fp16_init_scale=64-seed2"
-    assert request.arguments == ("--out", f"a/{name}/{name}.pt", "{}")
-    assert (request.record_path, request.compared_since_s) == (str(tmp_path / name / "record.json"), 1.5)
+def test_requests_are_interleaved_and_a_runs_name_replaces_its_mark(tmp_path: Path) -> None:
+    arguments = ["--out", "a/{run}/{run}.pt", "{}"]
+    script = Script(target="train.py", arguments=arguments, as_module=False, out=None, tensorboard=None, as_json=False)
+    asked = command._asked("as-is, O1:init_scale=64,fp16:init_scale=64")
+    requests = command._requests(script, asked, 3, folder=tmp_path, metric=None)
+    named = {"as-is": None, "fp16_init_scale=64": Policy.parse("fp16:init_scale=64")}
+    order = [(0, 0), (1, 0), (1, 1), (0, 1), (0, 2), (1, 2)]
+    assert [request.seed for request in requests] == [seed for _, seed in order]
+    for request, (place, seed) in zip(requests, order, strict=True):
+        text, policy = list(named.items())[place]
+        name = f"{text}-seed{seed}"
+        assert request.policy == policy
+        assert request.arguments == ("--out", f"a/{name}/{name}.pt", "{}")
+        assert request.record_path == str(tmp_path / name / "record.json")
+    assert len({request.compared_since_s for request in requests}) == 1
+    assert requests[0].compared_since_s is not None

@@ -238,7 +238,7 @@ def test_nothing_is_run_again_after_an_interruption(tmp_path: Path) -> None:
     ran: list[str] = []
 
     def child(asked: Request, **_: Any) -> DiagnoseRecord:
-        ran.append(asked.policy)
+        ran.append(str(asked.policy))
         if len(ran) > 1:
             signal.raise_signal(signal.SIGINT)
         return found().model_copy(update={"verdict": "range_overflow", "pattern": "1"})

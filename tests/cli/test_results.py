@@ -18,8 +18,9 @@ from mezzo import cli
 from mezzo.cli import results
 from mezzo.cli.folders import folder_of_rank, new_folder
 from mezzo.cli.words import WORDS
-from mezzo.launch.request import Request
+from mezzo.launch.request import Request, policy_text
 from mezzo.measure.variables import variables_that_matter
+from mezzo.policy import Policy
 from mezzo.records import Environment, RunRecord, read_record, write_record
 from mezzo.report.sheets import command_text
 from paths import SCRIPTS
@@ -390,6 +391,35 @@ def test_a_request_is_read_as_it_was_packed(tmp_path: Path) -> None:
         word = request.packed()
         assert len(word) < 131_072
         assert Request.unpacked(word) == request
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"),
+    [
+        ("as-is", "as-is"),
+        ("O1:init_scale=1024", "fp16:init_scale=1024"),
+        ("fp16:fp32_modules=a.toml", "fp16:fp32_modules=a.toml"),  # the end of a name, not a file
+    ],
+)
+def test_a_policy_is_parsed_once_in_each_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, text: str
+) -> None:
+    parsed: list[str] = []
+    parse = Policy.parse
+
+    def counted(given: str) -> Policy:
+        parsed.append(given)
+        return parse(given)
+
+    asked = None if typed == "as-is" else parse(typed)
+    monkeypatch.setattr(Policy, "parse", counted)
+    request = Request(
+        target="train.py", kind="script", policy=asked, record_path=str(tmp_path / "record.json"), command=("mezzo",)
+    )
+    assert parsed == []
+    assert policy_text(request.policy) == text
+    assert Request.unpacked(request.packed()) == request
+    assert parsed == ([] if asked is None else [text])
 
 
 def test_the_environment_of_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -366,3 +367,21 @@ def test_an_option_of_ours_after_the_script_is_said(
     assert capsys.readouterr().err == said
     behind = typed.split(f" {name}", 1)[1]
     assert list(asked[0].arguments) == behind.split()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("run", "[default: a new folder under runs/]"),
+        ("run", "with --json, the script's output goes to standard error. In a distributed run"),
+        ("compare", "[default: 20 times the longest run so far, at least 600]"),
+        ("fallback", "[default: fp16 0.02, bf16 0.16, fp8 0.5]"),
+    ],
+)
+def test_help_shows_defaults_in_words_and_wraps_whole_paragraphs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, words: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    cli.main([command, "--help"])
+    shown = " ".join(re.sub("[^ -~]", " ", capsys.readouterr().out).split())
+    assert words in shown

@@ -1,4 +1,4 @@
-"""Every Python block of the README and the docs runs, every link leads somewhere, every option named exists."""
+"""Every Python block of the README and the docs runs; every link, option, file and test that they name exists."""
 
 from __future__ import annotations
 
@@ -43,6 +43,29 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [t for t in missing if "src/" not in t or (ROOT / "src").is_dir()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Return what a link can name after ``#``: headings in lower case, without punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_name_headings_that_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    here = [(page.parent / to if to else page, anchor) for to, anchor in links if not to.startswith("http")]
+    assert [anchor for to, anchor in here if anchor not in anchors(to)] == []
+
+
+def test_every_page_is_on_the_map() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    named = {(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\(([^)#]+)", text)}
+    assert [
+        p.name
+        for p in PAGES[1:]
+        if p.parent.name in ("docs", "design") and p.name != "index.md" and p.resolve() not in named
+    ] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_options_exist(page: Path) -> None:
     from typer.main import get_command
@@ -55,3 +78,52 @@ def test_options_exist(page: Path) -> None:
         known = {o for p in commands[command].params for o in p.opts}
         before_script = re.split(r"\s\S+\.py\b|(?<=-m) \S+", rest)[0]
         assert set(re.findall(r"(?<=\s)--?[a-z]+", before_script)) <= known, f"{page.name}: mezzo {command}{rest}"
+
+
+OTHERS = ROOT / "docs" / "public-scripts.md"  # it names other people's files
+NAMING = [p for p in PAGES if p.parent.name in ("docs", "design", ROOT.name) and p != OTHERS] + [ROOT / "CHANGELOG.md"]
+YOURS = {"train.py", "policy.toml", "record.json", "report.html", "script.py", "runs", "mezzo.pt", "float8/config.py"}
+"""Files of a reader's own, and of torchao."""
+
+
+def strangers(text: str, files: set[str], functions: set[str]) -> list[str]:
+    """Return the files, folders and tests that a page names in backticks and that the project does not have."""
+    found = []
+    for word in re.findall(r"`([\w./*-]+)`", text):
+        name = word.rstrip("/")
+        if word.endswith((".py", ".sh", ".toml", ".md", "/")) and "*" not in word and name not in YOURS:
+            known = any(f"/{path}".endswith(f"/{name}") or f"/{name}/" in f"/{path}" for path in files)
+            found += [] if known else [word]
+        if (
+            re.fullmatch(r"test_\w+", word)
+            and word not in functions
+            and not any(f"/{word}.py" in path for path in files)
+        ):
+            found.append(word)
+    return found
+
+
+@pytest.mark.skipif(not (ROOT / "src").is_dir(), reason="the source tree is not beside these tests")
+@pytest.mark.parametrize("page", NAMING, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_tests_that_are_named_exist(page: Path) -> None:
+    folders = ("src", "tests", "docs", "benchmarks", "examples")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files = {path.relative_to(ROOT).as_posix() for path in [*paths, *ROOT.glob("*.*")]}
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert strangers(page.read_text(encoding="utf-8"), files, set(re.findall(r"def (test_\w+)", tests))) == []
+
+
+def test_a_file_that_moved_is_found() -> None:
+    files, functions = {"src/mezzo/observe/lint/observer.py", "tests/engine/test_policy.py"}, {"test_it"}
+    there, gone = (
+        "`observe/lint/`, `observer.py`, `test_policy`, `test_it`",
+        "`diagnosis/lint/`, `ready.py`, `test_gone`",
+    )
+    text = f"{there}, `train.py`; {gone}, `tests/test_policy.py`"
+    assert strangers(text, files, functions) == ["diagnosis/lint/", "ready.py", "test_gone", "tests/test_policy.py"]
+
+
+def test_the_glossary_is_in_order_and_names_each_term_once() -> None:
+    rows = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").split("|---|---|\n")[1].splitlines()
+    terms = [row.split("|")[1].strip().casefold() for row in rows]
+    assert terms == sorted(set(terms))

@@ -66,6 +66,6 @@ def test_what_is_no_record_does_not_fit(place: tuple[str, ...], value: object) -
 
 def test_fields_carry_the_sentences_that_stand_below_them() -> None:
     steps = SCHEMA["$defs"]["Steps"]["properties"]
-    assert steps["time_ms"]["description"] == "Wall time since the step before."
+    assert steps["time_ms"]["description"] == "Wall time since the previous step."
     assert "description" not in steps["loss"]
-    assert SCHEMA["$defs"]["Steps"]["description"].startswith("Hold one number a training step")
+    assert SCHEMA["$defs"]["Steps"]["description"].startswith("One number for each training step")

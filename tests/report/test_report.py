@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from rich.console import Console
@@ -17,6 +19,7 @@ from mezzo.records import (
     Effective,
     Loss,
     Memory,
+    Record,
     RunRecord,
     ScaleName,
     SharedFile,
@@ -25,8 +28,10 @@ from mezzo.records import (
 from mezzo.report import formatting, sampling, sheets, text, verdicts
 from mezzo.report.figures import compare_plots
 from mezzo.report.html import render_html
+from mezzo.report.views import VIEWS
 
 NAN, INF = float("nan"), float("inf")
+TEMPLATES = Path(text.__file__).parent / "templates"
 
 
 def rendered(record: RunRecord | CompareRecord | DoctorRecord, *, width: int = 100) -> str:
@@ -137,6 +142,7 @@ def test_verdict_line_word_for_word() -> None:
     line = verdicts.compare_sheet(build.compare_record()).lines[2]
     assert line == verdicts.VerdictLine(
         policy="fp16",
+        colour="#e8893a",
         verdict="undecided",
         tone="open",
         step="24.9 ms",
@@ -419,3 +425,9 @@ def test_the_note_below_shares_names_the_policies_that_were_emulated(
         for policy, (name, emulated, step) in formats.items()
     ]
     assert sheets.shares_note(*runs) == expected
+
+
+def test_every_kind_of_record_has_a_view_and_a_template() -> None:
+    kinds = {kind.model_fields["kind"].default for kind in get_args(get_args(Record)[0])}
+    assert set(VIEWS) == kinds
+    assert {path.stem for path in TEMPLATES.glob("*.html")} == kinds | {"base", "parts", "together"}

@@ -14,6 +14,7 @@ import record_builders as build
 from mezzo.engine.kernels import exponents
 from mezzo.observe.ranges.casts import Counts
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
+from mezzo.policy import Policy
 from mezzo.records import RangesRecord
 from mezzo.report import text
 from mezzo.report.html import render_html
@@ -43,7 +44,7 @@ def record(gradients: list[float], *, policy: str = "fp16", name: str = "head.we
         models=["Net"],
     )
     fields: dict[str, object] = {"script": "examples/train.py", "command": ["mezzo", "ranges", "train.py"], **run}
-    return ranges_record(build.run_record("fp32", num_steps=2, **fields), seen, policy=policy)
+    return ranges_record(build.run_record("fp32", num_steps=2, **fields), seen, policy=Policy.parse(policy))
 
 
 def shown(own: RangesRecord, *, width: int = 100) -> str:

@@ -1,4 +1,4 @@
-"""The command line: one small file a command, and the table of them. Heavy imports happen inside a command."""
+"""The command line: a table of the commands, each in a small file of its own. Heavy imports happen inside a command."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ app = typer.Typer(
     help="Mixed-precision training that you can turn on, trust and prove, on your own unmodified script.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",  # joins the lines of a paragraph, and shows text in brackets
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# What follows a script belongs to the script: parsing stops at the first word that is no option.
+# Words after the script belong to the script: parsing stops at the first word that is not an option.
 _SCRIPT = {"allow_interspersed_args": False}
 
 app.command("doctor")(doctor.doctor)
@@ -35,7 +36,7 @@ app.command("fallback", context_settings=_SCRIPT)(fallback.fallback)
 app.command("report")(report.report)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
-"""What the parser raises is of this class. Newer versions of typer have a parser of their own, so no import names it."""
+"""Base class of the parser's errors. Newer versions of typer bring their own parser, so no import names it."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -56,7 +57,7 @@ def _mezzo(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit code: errors of ours are two lines on standard error, never a traceback."""
+    """Run the command line and return its exit code; Mezzo's own errors are two lines on standard error, never a traceback."""
     words = sys.argv[1:] if arguments is None else arguments
     token = WORDS.set(tuple(words))
     try:

@@ -1,15 +1,14 @@
-"""``mezzo audit``: which operation of chosen steps ran in which format, and what is worth changing."""
+"""``mezzo audit``: which operation ran in which format in chosen steps, and what is worth changing."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mezzo.cli import options, results
-from mezzo.cli.folders import folder_of_rank
+from mezzo.cli import options
+from mezzo.cli.script import Script, run_and_finish
 from mezzo.errors import UsageError
 
 
@@ -17,36 +16,34 @@ def audit(
     target: options.Target,
     arguments: options.Arguments = None,
     policy: Annotated[
-        str, typer.Option(help="What to run the script under: as-is (its own precision), or a precision policy.")
+        str, typer.Option(help="Precision policy to run the script under, or as-is for its own precision.")
     ] = "as-is",
     steps: Annotated[
-        str, typer.Option(help="Training steps to watch, from 1: 3, or 3,10, or 3-5; the script is ended after them.")
+        str, typer.Option(help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them.")
     ] = "3",
     as_module: options.AsModule = False,
     out: options.Out = None,
     tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
-    """Watch chosen steps of a training script: every operation with its format, module and phase, and findings.
+    """Record every operation of chosen training steps with its format, module and phase, and report findings.
 
-    The script runs unedited. In a distributed run (RANK is set) every process has a record of its own, those of other
-    ranks in a folder rankN.
+    The script runs unedited. In a distributed run (RANK is set), each process writes its own record, ranks above 0 to a
+    folder ending in rankN.
     """
-    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import diagnose_child
     from mezzo.observe.settings import AuditSettings
 
-    text = options.policy_text(policy)
-    numbers = _numbers(steps)
-    options.check_script(target, arguments, as_module=as_module, policies=[text])
-    folder = folder_of_rank(out, f"{Path(target).stem}-audit")
-    settings = AuditSettings(steps=numbers)
-    request = options.request_for(
-        target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json, observe=settings
+    script = Script(
+        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
     )
-    with stoppable() as stop:
-        record = diagnose_child(request)
-        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+    record, stop = run_and_finish(
+        script,
+        diagnose_child,
+        policy=options.asked_policy(policy),
+        name="audit",
+        observe=AuditSettings(steps=_numbers(steps)),
+    )
     raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "audit" else 1))
 
 

@@ -1,45 +1,44 @@
-"""``mezzo diagnose``: where a script's first value that is not finite comes from, and what to write against it."""
+"""``mezzo diagnose``: where a script's first value that is not finite comes from, and how to fix it."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from mezzo.cli import options, results
-from mezzo.cli.folders import folder_of_rank
+from mezzo.cli import options
+from mezzo.cli.script import Script, run_and_finish
+from mezzo.launch.process.command_signals import stoppable
 
 
 def diagnose(
     target: options.Target,
     arguments: options.Arguments = None,
     policy: Annotated[
-        str, typer.Option(help="What to run the script under: a precision policy, or as-is (its own precision).")
+        str, typer.Option(help="Precision policy to run the script under, or as-is for its own precision.")
     ] = "fp16",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to watch at most.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Maximum number of training steps to inspect.")] = 200,
     as_module: options.AsModule = False,
     out: options.Out = None,
     tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
-    """Find the first value of a training script that leaves its format: module, operation, line, cause and a fix that was tried.
+    """Find the first value of a training script that leaves its format: module, operation, line, cause and a tested fix.
 
-    The script runs unedited, and again where that is needed, to see the step in question and to try what may help: what
-    it prints then goes to files beside the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
-    fails by itself keeps its own.
+    The script runs unedited. It runs again where needed, to inspect the step in question and to test fixes; the output
+    of these runs goes to files beside the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
+    fails by itself keeps its own exit code.
     """
-    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import several_runs
     from mezzo.launch.several.passes import diagnose_script
 
-    text = options.policy_text(policy)
-    options.check_script(target, arguments, as_module=as_module, policies=[text])
-    folder = folder_of_rank(out, f"{Path(target).stem}-diagnose")
-    request = options.request_for(target, arguments, as_module=as_module, policy=text, folder=folder, as_json=as_json)
-    with stoppable() as stop, several_runs():
-        record = diagnose_script(request, steps=steps)
-        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+    script = Script(
+        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
+    )
+    asked = options.asked_policy(policy)
+    with stoppable(), several_runs():
+        record, stop = run_and_finish(script, partial(diagnose_script, steps=steps), policy=asked, name="diagnose")
     if stop.stopped:
         raise typer.Exit(stop.exit_code)
     if record.kind != "diagnose":

@@ -1,4 +1,4 @@
-"""``mezzo doctor``: what this machine can do."""
+"""``mezzo doctor``: the formats that this machine computes in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mezzo.cli.folders import new_folder
 
 
 def doctor(out: options.Out = None, tensorboard: options.TensorBoard = None, as_json: options.Json = False) -> None:
-    """Show what this machine can compute, format by format, why, and what to change."""
+    """Show which formats this machine computes in, why, and what to change."""
     from mezzo.measure.doctor import examine
 
     results.finish(examine(), new_folder(out, "doctor"), as_json=as_json, tensorboard=tensorboard)

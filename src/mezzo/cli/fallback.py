@@ -1,16 +1,16 @@
-"""``mezzo fallback``: which modules of a script have to stay in FP32, verified."""
+"""``mezzo fallback``: the modules of a script that must stay in FP32, verified."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mezzo.cli import options, results
-from mezzo.cli.folders import new_folder
+from mezzo.cli.script import Script
 from mezzo.errors import ScriptError
+from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.records import FallbackRecord, RunRecord
@@ -19,27 +19,28 @@ if TYPE_CHECKING:
 def fallback(
     target: options.Target,
     arguments: options.Arguments = None,
-    policy: Annotated[str, typer.Option(help="The policy to judge; modules that it keeps in FP32 stay kept.")] = "fp16",
+    policy: Annotated[
+        str, typer.Option(help="Policy to judge. The modules that it keeps in FP32 stay in FP32.")
+    ] = "fp16",
     tolerance: Annotated[
         float | None,
         typer.Option(
             min=1e-9,
             max=1.0,
-            help="The largest relative error of a parameter's gradient. [default: fp16 0.02, bf16 0.16, fp8 0.5]",
+            help="Largest relative error accepted in a parameter's gradient. [default: fp16 0.02, bf16 0.16, fp8 0.5]",
         ),
     ] = None,
-    fresh: Annotated[int, typer.Option(min=0, max=100, help="More batches to check the set on.")] = 2,
+    fresh: Annotated[int, typer.Option(min=0, max=100, help="Number of further batches to check the set on.")] = 2,
     as_module: options.AsModule = False,
     out: options.Out = None,
     tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
-    """Find the modules that have to stay in FP32 under a policy, and write a policy file with them.
+    """Find the modules that must stay in FP32 under a policy, and write a policy file that keeps them there.
 
-    The script runs unedited and for a few steps only, some ten times: in FP32, and under the policy with one set of modules kept in
-    FP32 after the other. The policy file is for --policy of the other commands and for mezzo.Session.
+    The script runs unedited, some ten times for a few steps: in FP32, then under the policy with one set of modules after
+    another kept in FP32. Pass the policy file to --policy of the other commands, or to mezzo.Session.
     """
-    from mezzo.launch.process.command_signals import Stopped, stoppable
     from mezzo.launch.runner import several_runs
     from mezzo.launch.several.fallback import fallback_of_script
     from mezzo.policy import Policy
@@ -49,10 +50,13 @@ def fallback(
             f"mezzo fallback runs in {os.environ['WORLD_SIZE']} processes; allowed: one",
             hint="search in one process, without torchrun; the policy file it writes serves distributed runs too",
         )
+    script = Script(
+        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
+    )
     judged = Policy.of(policy)
-    options.check_script(target, arguments, as_module=as_module, policies=[str(judged)])
-    folder = new_folder(out, f"{Path(target).stem}-fallback", leaves=("policy.toml", "runs"))
-    request = options.request_for(target, arguments, as_module=as_module, policy=str(judged), folder=folder)
+    script.check(judged)
+    folder = script.folder("fallback", leaves=("policy.toml", "runs"))
+    request = script.request(judged, folder=folder)
     with stoppable() as stop:
         record: FallbackRecord | RunRecord
         try:
@@ -67,5 +71,5 @@ def fallback(
             path = folder / "policy.toml"
             path.write_text(Policy.parse(record.suggested).to_toml(), encoding="utf-8")
             record = record.model_copy(update={"policy_file": str(path)})
-        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard)
+        script.finish(record, folder)
     raise typer.Exit(stop.exit_code)

@@ -1,4 +1,4 @@
-"""Where a command writes its record and report: never over another command's, or over a person's own files."""
+"""The folder for a command's record and report, which never overwrites another command's results or a person's own files."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _RECORD, _REPORT = "record.json", "report.html"
 
 
 def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Path:
-    """Return a folder for records, made if need be: a new one under runs/ with date and ``name`` in its name, or ``out``.
+    """Return a folder for records, created if need be: ``out``, or a new one under runs/ named after the date and ``name``.
 
-    Where ``out`` holds what another command has left, or other files that this one would write, it is a folder beside it, and standard
-    error says so. The same command typed in the same folder again replaces what it left.
+    If ``out`` holds the results of another command, or files that this one would overwrite, the folder is a new one beside it, and
+    standard error says so. The same command repeated in the same folder replaces its own results.
 
     Args:
-        out: what was asked for.
+        out: the requested folder.
         name: the last part of a new folder's name.
         leaves: the files that the command writes beside its record and report.
 
     Raises:
-        UsageError: no folder can be made there, or none can be written to.
+        UsageError: the folder cannot be created or written to.
     """
     if out is None:
         stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
@@ -39,12 +39,12 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
         return next(folder for folder in _numbered(Path("runs") / f"{stamp}-{plain}") if _made(folder))
     folder = _free(out, leaves)
     _made(folder)
-    (folder / _REPORT).unlink(missing_ok=True)  # it shows the record that is about to be replaced
+    (folder / _REPORT).unlink(missing_ok=True)  # it shows the record about to be replaced
     return folder
 
 
 def folder_of_rank(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Path:
-    """Return the folder for the records of this process of a distributed run: rank 0's, or one in it named after another rank."""
+    """Return the folder for the records of this process: in a distributed run, other ranks get a subfolder of rank 0's."""
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         return new_folder(out, name, leaves=leaves)
@@ -60,7 +60,7 @@ def _free(out: Path, leaves: Sequence[str]) -> Path:
 
 
 def check_folder(folder: Path | None, option: str) -> None:
-    """Refuse a folder that is a file, or that nothing can be written to; make it.
+    """Create a folder; refuse one that is a file or not writable.
 
     Raises:
         UsageError: it cannot be used.
@@ -76,7 +76,7 @@ def _numbered(folder: Path) -> Iterator[Path]:
 
 
 def _made(folder: Path, option: str = "--out") -> bool:
-    """Return whether the folder is new; make it where there is none."""
+    """Create the folder if there is none; return whether it is new."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -97,7 +97,7 @@ def _made(folder: Path, option: str = "--out") -> bool:
 
 
 def _is_own(folder: Path, leaves: Sequence[str]) -> bool:
-    """Return whether what lies in the folder was left by the same command, or is nothing that it would write."""
+    """Return whether the folder holds results of the same command, or nothing that this command would overwrite."""
     path = folder / _RECORD
     if not path.exists():
         return not any((folder / name).exists() for name in (_REPORT, *leaves))
@@ -109,5 +109,5 @@ def _is_own(folder: Path, leaves: Sequence[str]) -> bool:
         if record.get("kind") == "doctor":
             return "doctor" in typed()
         return words == list(typed()) and place in ("", os.getcwd())
-    except (OSError, ValueError, AttributeError):  # it is no record, or none that this Mezzo can read
+    except (OSError, ValueError, AttributeError):  # not a record, or not one that this Mezzo can read
         return False

@@ -1,26 +1,23 @@
-"""Options that several commands share, what they refuse before anything runs, and what they ask of a child process."""
+"""Options that several commands share, and the values that they refuse before anything runs."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from mezzo.cli.folders import check_folder
-from mezzo.cli.standins import stand_in_for
-from mezzo.cli.words import check_arguments, target_of, typed
+from mezzo.cli.words import check_arguments
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
-    from mezzo.launch.request import Request
+    from mezzo.policy import Policy
 
 Target: TypeAlias = Annotated[
-    str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: a module's name).")
+    str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: the name of a module).")
 ]
 Arguments: TypeAlias = Annotated[
     list[str] | None,
@@ -30,14 +27,14 @@ AsModule: TypeAlias = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a m
 Metric: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        metavar="REGEX", help="Take a number from the script's output: the first group, as in 'acc=([0-9.]+)'."
+        metavar="REGEX", help="Read a number from the script's output: the first group, as in 'acc=([0-9.]+)'."
     ),
 ]
 Out: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Where record and report go; a folder beside it if it holds another command's. "
+        help="Folder for record and report; a folder beside it if it holds another command's results. "
         "[default: a new folder under runs/]",
     ),
 ]
@@ -59,7 +56,7 @@ TensorBoard: TypeAlias = Annotated[
         "--tensorboard",
         metavar="DIR",
         callback=_check_tensorboard,
-        help="Write the record for TensorBoard, too, into DIR.",
+        help="Also write the record for TensorBoard, into DIR.",
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
@@ -67,55 +64,12 @@ Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record 
 _LARGEST_SEED = 2**32 - 1
 
 
-def check_script(target: str, arguments: list[str] | None, *, as_module: bool, policies: Sequence[str]) -> None:
-    """Refuse what is no script or module, or cannot run under a policy; show an error in its syntax as python does."""
-    from mezzo.launch.targets import check_target, show_syntax_error
-
-    wanted = target_of(target, arguments, module=as_module)
-    try:
-        check_target(wanted)
-        for policy in policies:
-            stand_in_for(wanted, policy=policy)
-    except SyntaxError as error:
-        print(show_syntax_error(error), file=sys.stderr)
-        raise typer.Exit(1) from None
-
-
-def policy_text(policy: str) -> str:
-    """Return a policy's canonical text, or ``as-is``."""
+def asked_policy(text: str) -> Policy | None:
+    """Return the policy of an option; None for ``as-is``, the script's own precision."""
     from mezzo.policy import Policy
     from mezzo.records import AS_IS
 
-    return policy if policy == AS_IS else str(Policy.of(policy))
-
-
-def request_for(
-    target: str,
-    arguments: list[str] | None,
-    *,
-    as_module: bool,
-    policy: str,
-    folder: Path,
-    as_json: bool = False,
-    **more: Any,
-) -> Request:
-    """Return what a child process is to run, its record in ``folder``."""
-    from mezzo.launch.frameworks import framework_of
-    from mezzo.launch.request import Request
-
-    kind: Literal["script", "module"] = "module" if as_module else "script"
-    return Request(
-        target=target,
-        kind=kind,
-        framework=framework_of(target, kind=kind),
-        stand_in=stand_in_for(target_of(target, arguments, module=as_module), policy=policy),
-        arguments=tuple(arguments or ()),
-        policy=policy,
-        record_path=str(folder / "record.json"),
-        command=typed(),
-        output_to_stderr=as_json,
-        **more,
-    )
+    return None if text == AS_IS else Policy.of(text)
 
 
 def check_seed(seed: int | None) -> None:
@@ -128,7 +82,7 @@ def check_seed(seed: int | None) -> None:
 
 
 def check_metric(pattern: str | None) -> None:
-    """Refuse a metric's pattern that is no regular expression with a group."""
+    """Refuse a metric's pattern that is not a regular expression with a group."""
     if pattern is None:
         return
     example = "as in --metric 'acc=([0-9.]+)'"

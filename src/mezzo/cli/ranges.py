@@ -1,14 +1,13 @@
-"""``mezzo ranges``: overflow and underflow of a script's values at every loss scale and format."""
+"""``mezzo ranges``: overflow and underflow of a script's values at every loss scale, in every format."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mezzo.cli import options, results
-from mezzo.cli.folders import folder_of_rank
+from mezzo.cli import options
+from mezzo.cli.script import Script, run_and_finish
 
 
 def ranges(
@@ -17,33 +16,30 @@ def ranges(
     policy: Annotated[
         str,
         typer.Option(
-            help="The policy to judge: its formats, its initial loss scale, the modules that it keeps in FP32."
+            help="Policy to judge: its formats, its initial loss scale and the modules that it keeps in FP32."
         ),
     ] = "fp16",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to watch; the script is ended after them.")] = 20,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Number of training steps to record. The script stops after them.")
+    ] = 20,
     as_module: options.AsModule = False,
     out: options.Out = None,
     tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show where a training script's values lie, and what each format and loss scale would make of them.
+    """Show the ranges of a training script's values, and what each format and loss scale would do to them.
 
-    The script runs unedited and in FP32: weights, activations, gradients and updates are counted by exponent. In a
-    distributed run (RANK is set) every process has a record of its own, in a folder rankN beside the first one's.
+    The script runs unedited, in FP32: weights, activations, gradients and updates are counted by exponent. In a
+    distributed run (RANK is set), each process writes its own record, ranks above 0 to a folder ending in rankN.
     """
-    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.runner import diagnose_child
     from mezzo.observe.settings import RangesSettings
     from mezzo.policy import Policy
 
-    text = str(Policy.of(policy))
-    options.check_script(target, arguments, as_module=as_module, policies=["fp32"])
-    folder = folder_of_rank(out, f"{Path(target).stem}-ranges")
-    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=text)
-    request = options.request_for(
-        target, arguments, as_module=as_module, policy="fp32", folder=folder, as_json=as_json, observe=settings
+    script = Script(
+        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
     )
-    with stoppable() as stop:
-        record = diagnose_child(request)
-        results.finish(record, folder, as_json=as_json, tensorboard=tensorboard, after_script=True)
+    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=Policy.of(policy))
+    fp32 = Policy.parse("fp32")
+    record, stop = run_and_finish(script, diagnose_child, policy=fp32, name="ranges", observe=settings)
     raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "ranges" else 1))

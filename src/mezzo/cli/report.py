@@ -1,4 +1,4 @@
-"""``mezzo report``: records that were written before, as text and as a page."""
+"""``mezzo report``: existing records, as text and as pages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from mezzo.errors import UsageError
 
 
 def report(
-    records: Annotated[list[Path], typer.Argument(metavar="RECORD...", help="record.json files of any command.")],
+    records: Annotated[
+        list[Path], typer.Argument(metavar="RECORD...", help="record.json files written by any command.")
+    ],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write each page there instead of beside its record.")
     ] = None,
     tensorboard: options.TensorBoard = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show records in the terminal and write each as one self-contained HTML page; several comparisons also in one table."""
+    """Show records in the terminal and write each as a self-contained HTML page; several comparisons also share one table."""
     from mezzo.records import CompareRecord, read_record
     from mezzo.report.html import write_html, write_together
     from mezzo.report.tensorboard import write_events
@@ -62,7 +64,7 @@ def report(
 
 
 def _pages(records: list[Path], out: Path | None) -> list[Path]:
-    """Return a page of its own for each record: beside it, or in ``out`` by the name of its folder."""
+    """Return the path of each record's page: beside the record, or in ``out`` under the name of the record's folder."""
     pages: list[Path] = []
     for path in records:
         if out is None:
@@ -75,7 +77,7 @@ def _pages(records: list[Path], out: Path | None) -> list[Path]:
 
 
 def _check(path: Path) -> None:
-    """Refuse what is no file, and say which record may have been meant."""
+    """Refuse a path that is not a file, and suggest the record that may have been meant."""
     if path.is_file():
         return
     inside = sorted(path.glob("record.json")) or sorted(path.glob("*/record.json"))

@@ -1,4 +1,4 @@
-"""What all commands do with a record: files, results on standard output, notes on standard error."""
+"""How every command ends: it writes its record and report, prints results to standard output and notes to standard error."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WIDTH_WITHOUT_TERMINAL, _HEIGHT = 110, 25
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as COLUMNS says, or the terminal; in a pipe or a file wide enough for tables."""
+    """Return a console with the width of COLUMNS or the terminal; in a pipe or file, wide enough for tables."""
     from rich.console import Console
 
     class Patient(Console):
-        def on_broken_pipe(self) -> None:  # rich would end the process with an exit code of its own
+        def on_broken_pipe(self) -> None:  # rich would exit with a code of its own
             raise BrokenPipeError(errno.EPIPE, "nobody reads any more")
 
     stream = sys.stderr if stderr else sys.stdout
@@ -33,20 +33,20 @@ def console(*, stderr: bool = False) -> Console:
     width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
     if columns.isdecimal():
         width = int(columns) or WIDTH_WITHOUT_TERMINAL
-    # A width without a height is not heeded where TERM is dumb.
+    # rich ignores a width without a height if TERM is dumb.
     return Patient(stderr=stderr, width=width, height=width and _HEIGHT, highlight=False)
 
 
 @contextmanager
 def readers_may_go() -> Iterator[None]:
-    """Ignore that nobody reads what is printed inside, as after ``| head`` or in a closed terminal."""
+    """Ignore that the reader of the output has gone, as after ``| head`` or in a closed terminal."""
     try:
         yield
         sys.stdout.flush()
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python would complain at exit
 
 
 def finish(
@@ -57,14 +57,14 @@ def finish(
     tensorboard: Path | None,
     after_script: bool = False,
 ) -> None:
-    """Write ``record.json`` and ``report.html``, TensorBoard's files where asked, and print the record as text or as JSON.
+    """Write ``record.json``, ``report.html`` and any TensorBoard files, and print the record as text or as JSON.
 
     Args:
-        record: what the command has learned.
-        folder: where the files go.
+        record: the result of the command.
+        folder: the folder for the files.
         as_json: whether to print JSON.
-        tensorboard: TensorBoard's folder.
-        after_script: whether the script has printed to standard output before.
+        tensorboard: the folder for TensorBoard; None for no such files.
+        after_script: whether the script printed to standard output before.
     """
     from mezzo.records import write_record
     from mezzo.report.html import write_html
@@ -89,19 +89,19 @@ def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool
         print(f"mezzo: {files}", file=sys.stderr)
         return
     if after_script:
-        print()  # it may have left its last line open
+        print()  # the script may have left its last line open
     screen = console()
     render(record, screen)
     screen.print(files, soft_wrap=True)
 
 
 def note(text: str) -> None:
-    """Say on standard error what is no result."""
+    """Print a note to standard error."""
     print(f"mezzo: {text}", file=sys.stderr)
 
 
 def note_metric(record: RunRecord) -> None:
-    """Say that a metric's pattern has matched nothing."""
+    """Note that a metric's pattern matched nothing."""
     if record.metric is not None and not record.metric.values:
         note(f"--metric {record.metric.pattern!r} matched nothing in the output of {record.script}")
 

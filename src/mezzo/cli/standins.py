@@ -1,4 +1,4 @@
-"""Stand-ins for packages that scripts import and nobody can install any more: NVIDIA's Apex."""
+"""Stand-ins for packages that scripts import and that can no longer be installed: NVIDIA's Apex."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from mezzo.errors import UsageError
 if TYPE_CHECKING:
     from mezzo.launch.request import StandIn
     from mezzo.launch.targets import Target
+    from mezzo.policy import Policy
 
 _RUNS = "mezzo.compat.apex"
 
 
-def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
-    """Return what runs a script that may need Apex where Apex is not installed; None for any other script.
+def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
+    """Return the stand-in for a script that may need Apex, if Apex is not installed; None for any other script.
 
     Raises:
-        UsageError: the script's own precision was asked for: Apex's loss scale would be taken for part of the loss.
+        UsageError: the script is to keep its own precision, and Apex's loss scale would be mistaken for part of the loss.
     """
     from mezzo.launch.frameworks import needs
     from mezzo.launch.request import WITHOUT_AMP, StandIn
-    from mezzo.records import AS_IS, Reason
+    from mezzo.records import Reason
 
     need = needs("apex", target.name, kind="module" if target.module else "script")
     if need == "no" or importlib.util.find_spec("apex") is not None:
         return None
-    if policy == AS_IS and need == "perhaps":  # it may do without
+    if policy is None and need == "perhaps":  # it may run without Apex
         return None
-    if policy == AS_IS:
+    if policy is None:
         alone = shlex.join(["python", "-m", _RUNS, *(["-m"] if target.module else []), target.name, *target.arguments])
         instead = target._replace(typed=_under_fp16(target)).instead(target.name, module=target.module)
         raise UsageError(
@@ -43,7 +44,7 @@ def stand_in_for(target: Target, *, policy: str) -> StandIn | None:
 
 
 def note_for(error: str) -> str | None:
-    """Return what to do about an Apex that is installed without the part that the script imports."""
+    """Return advice for an installed Apex that lacks the part that the script imports; None for other errors."""
     if re.match(r"(?:ModuleNotFoundError|ImportError): .*\bapex\b", error) is None:
         return None
     return f"the installed apex lacks what the script imports; to run it with Mezzo's, type: python -m {_RUNS} SCRIPT"

@@ -1,4 +1,4 @@
-"""Errors of the command line in two lines, as all errors of Mezzo: what was typed, and what to type."""
+"""Errors of the command line in two lines, as all of Mezzo's errors: what was typed, and what to type instead."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mezzo.cli.words import typed, value_after
 from mezzo.errors import UsageError, nearest
 
 _NEAR = 0.7
-"""How similar an option has to be for the corrected command to be suggested."""
+"""How similar an option must be for the corrected command to be suggested."""
 
 _EXAMPLES = {"report": "runs/demo/record.json"}
 
 
 def usage_error(error: Any) -> UsageError | None:
-    """Return an error of the command-line parser as one of ours; None where the help has been shown instead."""
+    """Return an error of the command-line parser as one of ours; None if the help was shown instead."""
     message = str(error.format_message()).strip().rstrip(".")
     context = getattr(error, "ctx", None)
     if not message:

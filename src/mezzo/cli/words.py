@@ -1,4 +1,4 @@
-"""The words that a person typed: for records, and for the command that an error says to type instead."""
+"""The words of the command as typed: for records, and for the command that an error suggests instead."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from mezzo.launch.targets import Target
 
 WORDS: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
-"""What follows ``mezzo``."""
+"""The words after ``mezzo``."""
 
 _PARSERS_OF_LIBRARIES = re.compile(r"\b(?:HfArgumentParser|TrlParser|LightningCLI)\b")
-"""They take options that a script's own files do not name."""
+"""Parsers that accept options which a script's own files do not name."""
 
 
 def typed() -> tuple[str, ...]:
@@ -26,7 +26,7 @@ def typed() -> tuple[str, ...]:
 
 
 def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Target:
-    """Return the script or module that was asked for, with the words around it."""
+    """Return the script or module as typed, with the words around it."""
     from mezzo.launch.targets import Target
 
     own = tuple(arguments or ())
@@ -36,7 +36,7 @@ def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Ta
 
 
 def value_after(option: str) -> str:
-    """Return the word after an option, or nothing."""
+    """Return the value of an option as typed; empty without one."""
     words = WORDS.get()
     for word, following in zip_longest(words, words[1:]):
         if word == option:
@@ -47,7 +47,7 @@ def value_after(option: str) -> str:
 
 
 def check_arguments(context: typer.Context, arguments: list[str] | None) -> list[str] | None:
-    """Point out arguments of the script that look like options of the command, unless the script mentions them."""
+    """Point out script arguments that look like options of the command, unless the script mentions them."""
     name, module = context.params.get("target"), bool(context.params.get("as_module"))
     misplaced = list(_own_options(context, arguments or []))
     if not misplaced or name is None or context.resilient_parsing:
@@ -72,7 +72,7 @@ def check_arguments(context: typer.Context, arguments: list[str] | None) -> list
 
 
 def _own_options(context: typer.Context, arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Yield every option of the command that stands among the script's arguments, with its value."""
+    """Yield every option of the command among the script's arguments, with its value."""
     flags = {name: bool(getattr(p, "is_flag", False)) for p in context.command.params for name in p.opts}
     for word, following in zip_longest(arguments, arguments[1:]):
         option = word.partition("=")[0]

@@ -24,12 +24,11 @@ from mezzo.launch.files_read import files_read
 from mezzo.launch.frameworks import Framework, training_in
 from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
-from mezzo.launch.request import Request
+from mezzo.launch.request import Request, policy_text
 from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
 from mezzo.observe.settings import step_text
-from mezzo.policy import Policy
-from mezzo.records import AS_IS, Effective, Finding, Reason, RunRecord, write_record
+from mezzo.records import Effective, Finding, Reason, RunRecord, write_record
 
 INTERRUPTED = 130
 
@@ -44,14 +43,13 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     request = Request.unpacked(argv[0])
     process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
     shell = surroundings()
-    policy = None if request.policy == AS_IS else Policy.of(request.policy)
     with interrupts_kill():
         train = training_in(request.framework)
     started, started_at_s = time.perf_counter(), time.time()
     watched = files_read(request.compared_since_s)
     with (
         ended_by_signals(),
-        train(policy, seed=request.seed, observe=request.observe) as training,
+        train(request.policy, seed=request.seed, observe=request.observe) as training,
         watched as files,
     ):
         digest = _digest(request)  # imports a module's package
@@ -73,7 +71,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             script=request.target,
             script_sha256=digest,
             framework=training.framework,
-            policy=str(policy) if policy is not None else AS_IS,
+            policy=policy_text(request.policy),
             explanation=training.explanation(),
             seed=request.seed,
             environment=training.environment().model_copy(update=shell),

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
 
 from mezzo.launch.frameworks import Framework
-from mezzo.observe.settings import AnySettings
-from mezzo.records import Reason
+from mezzo.observe.settings import AnySettings, read_policy
+from mezzo.policy import Policy
+from mezzo.records import AS_IS, Reason
 
 _IN = "@"
 WITHOUT_AMP = "--without-amp"
 """Environment variable that tells the stand-in for Apex that a policy replaces ``apex.amp``."""
 _LONGEST = 100_000
 """Linux allows 131072 bytes per word; a script may be given the names of thousands of files."""
+
+
+def policy_text(policy: Policy | None) -> str:
+    """Return a policy as records name it; None is the script's own precision."""
+    return AS_IS if policy is None else str(policy)
+
+
+def _read(value: Policy | str | None) -> Policy | None:
+    return None if value is None or value == AS_IS else read_policy(value)
 
 
 class StandIn(BaseModel):
@@ -41,8 +51,8 @@ class Request(BaseModel):
     arguments: tuple[str, ...] = ()
     framework: Framework = "torch"
     stand_in: StandIn | None = None
-    policy: str
-    """A policy text, or ``as-is``."""
+    policy: Annotated[Policy | None, PlainValidator(_read), PlainSerializer(policy_text)]
+    """None leaves the script's own precision alone. As JSON, it is the text that records carry."""
     seed: int | None = None
     """Added to every seed that the script sets; None leaves seeds alone."""
     metric: str | None = None

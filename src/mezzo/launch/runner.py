@@ -21,7 +21,7 @@ from mezzo.errors import RecordError, ScriptError
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.process.fork_server import Starter, child_command
 from mezzo.launch.process.group import Guarded, Process
-from mezzo.launch.request import Request
+from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
 from mezzo.records import AnyRecord, RunRecord, read_record, write_record
 
@@ -141,7 +141,7 @@ def _without_record(request: Request, exit_code: int, why: str) -> RunRecord:
         script=request.target,
         script_sha256="",
         framework=request.framework,
-        policy=request.policy,
+        policy=policy_text(request.policy),
         seed=request.seed,
         environment=environment_without_torch(),
         exit_code=exit_code,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
+
+from mezzo.policy import Policy
 
 
 def step_text(steps: Sequence[int]) -> str:
@@ -32,6 +34,15 @@ StepNumbers: TypeAlias = Annotated[
 """Numbers of steps, from 1, in ascending order."""
 
 
+def read_policy(value: Policy | str) -> Policy:
+    """Return the policy that came in a message, where it is a text."""
+    return Policy.parse(value) if isinstance(value, str) else value
+
+
+JudgedPolicy: TypeAlias = Annotated[Policy, PlainValidator(read_policy), PlainSerializer(str)]
+"""A policy whose text goes through JSON."""
+
+
 class Settings(BaseModel):
     """Settings of one kind of observer."""
 
@@ -52,7 +63,7 @@ class RangesSettings(Settings):
     kind: Literal["ranges"] = "ranges"
     steps: StepNumbers = (1,)
     """Numbers of the steps to observe, from 1, in ascending order."""
-    policy: str = "fp16"
+    policy: JudgedPolicy = Policy.parse("fp16")
     """The policy to judge; the script runs in FP32."""
 
 
@@ -79,7 +90,7 @@ class FallbackSettings(Settings):
     """Numbers of the steps to compare, from 1 without a gap."""
     all_steps: bool = True
     """Whether a check continues after the first step with finite gradients."""
-    policy: str = "fp16"
+    policy: JudgedPolicy = Policy.parse("fp16")
     """The policy under which the reference runs each module on its own."""
     folder: str = "."
     """The folder of the reference's gradients and of the measurements."""

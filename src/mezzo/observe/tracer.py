@@ -218,7 +218,7 @@ class Tracer(TorchDispatchMode):
             self._counts[id(func)] = count
             return _COUNTED
         name = func.overloadpacket.__name__
-        if func.is_view or name in _WITHOUT_WORK:
+        if func.is_view or name in _WITHOUT_WORK or func.namespace == "profiler":
             return _SILENT
         return _CASTS if name in CASTS else _PLAIN
 

@@ -2,102 +2,68 @@
 
 Records are the waist of the program: commands write them, views read them, and nothing else passes between the two. A
 record is JSON with a ``kind`` and a ``schema_version``; a reader refuses a version above its own. Numbers that are
-not finite are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, because JSON has no such numbers
-and a lost NaN is what this tool exists to show.
+not finite are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``: JSON has no such numbers, and a NaN
+is what this tool exists to show.
 
 Imports no torch.
 """
 
 from __future__ import annotations
 
-from mezzo.records.audit import (
-    AuditRecord,
-    CastTotal,
-    Cause,
-    Kernel,
-    Operation,
-    Phase,
-    Product,
-    RoundTrip,
-    WideProduct,
-)
-from mezzo.records.compare import CompareRecord, Difference, Row, ScaleName, SharedFile, Verdict
-from mezzo.records.diagnose import Diagnosed, DiagnoseRecord, Direction, Operand, Pass, TrendStep
-from mezzo.records.doctor import DeviceReport, DoctorRecord, FormatSupport
-from mezzo.records.fallback import FallbackRecord, FallbackVerdict, ModuleError, Verification
-from mezzo.records.files import AnyRecord, Record, read_record, write_record
-from mezzo.records.findings import Finding, Severity
-from mezzo.records.ranges import (
-    GRADIENTS,
-    Casts,
-    FormatLimits,
-    Histogram,
-    KindRange,
-    RangeKind,
-    RangesRecord,
-    ScaleWindow,
-    TensorRange,
-    UpdateLoss,
-)
-from mezzo.records.run import AS_IS, FILE_CLOCK_TICK_S, Effective, FileRead, Loss, Memory, Metric, RunRecord, Steps
-from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
-
-__all__ = [
-    "AS_IS",
-    "FILE_CLOCK_TICK_S",
-    "GRADIENTS",
-    "SCHEMA_VERSION",
-    "AnyRecord",
-    "AuditRecord",
-    "CastTotal",
-    "Casts",
-    "Cause",
-    "CompareRecord",
-    "DeviceReport",
-    "DiagnoseRecord",
-    "Diagnosed",
-    "Difference",
-    "Direction",
-    "DoctorRecord",
-    "Effective",
-    "Environment",
-    "FallbackRecord",
-    "FallbackVerdict",
-    "FileRead",
-    "Finding",
-    "FormatLimits",
-    "FormatSupport",
-    "Histogram",
-    "Kernel",
-    "KindRange",
-    "Loss",
-    "Memory",
-    "Metric",
-    "ModuleError",
-    "Operand",
-    "Operation",
-    "Pass",
-    "Phase",
-    "Product",
-    "RangeKind",
-    "RangesRecord",
-    "Reason",
-    "Record",
-    "RoundTrip",
-    "Row",
-    "RunRecord",
-    "ScaleName",
-    "ScaleWindow",
-    "Severity",
-    "SharedFile",
-    "Steps",
-    "TensorRange",
-    "TrendStep",
-    "UpdateLoss",
-    "Value",
-    "Verdict",
-    "Verification",
-    "WideProduct",
-    "read_record",
-    "write_record",
-]
+from mezzo.records.audit import AuditRecord as AuditRecord
+from mezzo.records.audit import CastTotal as CastTotal
+from mezzo.records.audit import Cause as Cause
+from mezzo.records.audit import Kernel as Kernel
+from mezzo.records.audit import Operation as Operation
+from mezzo.records.audit import Phase as Phase
+from mezzo.records.audit import Product as Product
+from mezzo.records.audit import RoundTrip as RoundTrip
+from mezzo.records.audit import WideProduct as WideProduct
+from mezzo.records.compare import CompareRecord as CompareRecord
+from mezzo.records.compare import Difference as Difference
+from mezzo.records.compare import Row as Row
+from mezzo.records.compare import ScaleName as ScaleName
+from mezzo.records.compare import SharedFile as SharedFile
+from mezzo.records.compare import Verdict as Verdict
+from mezzo.records.diagnose import Diagnosed as Diagnosed
+from mezzo.records.diagnose import DiagnoseRecord as DiagnoseRecord
+from mezzo.records.diagnose import Direction as Direction
+from mezzo.records.diagnose import Operand as Operand
+from mezzo.records.diagnose import Pass as Pass
+from mezzo.records.diagnose import TrendStep as TrendStep
+from mezzo.records.doctor import DeviceReport as DeviceReport
+from mezzo.records.doctor import DoctorRecord as DoctorRecord
+from mezzo.records.doctor import FormatSupport as FormatSupport
+from mezzo.records.fallback import FallbackRecord as FallbackRecord
+from mezzo.records.fallback import FallbackVerdict as FallbackVerdict
+from mezzo.records.fallback import ModuleError as ModuleError
+from mezzo.records.fallback import Verification as Verification
+from mezzo.records.files import AnyRecord as AnyRecord
+from mezzo.records.files import Record as Record
+from mezzo.records.files import read_record as read_record
+from mezzo.records.files import write_record as write_record
+from mezzo.records.findings import Finding as Finding
+from mezzo.records.findings import Severity as Severity
+from mezzo.records.ranges import GRADIENTS as GRADIENTS
+from mezzo.records.ranges import Casts as Casts
+from mezzo.records.ranges import FormatLimits as FormatLimits
+from mezzo.records.ranges import Histogram as Histogram
+from mezzo.records.ranges import KindRange as KindRange
+from mezzo.records.ranges import RangeKind as RangeKind
+from mezzo.records.ranges import RangesRecord as RangesRecord
+from mezzo.records.ranges import ScaleWindow as ScaleWindow
+from mezzo.records.ranges import TensorRange as TensorRange
+from mezzo.records.ranges import UpdateLoss as UpdateLoss
+from mezzo.records.run import AS_IS as AS_IS
+from mezzo.records.run import FILE_CLOCK_TICK_S as FILE_CLOCK_TICK_S
+from mezzo.records.run import Effective as Effective
+from mezzo.records.run import FileRead as FileRead
+from mezzo.records.run import Loss as Loss
+from mezzo.records.run import Memory as Memory
+from mezzo.records.run import Metric as Metric
+from mezzo.records.run import RunRecord as RunRecord
+from mezzo.records.run import Steps as Steps
+from mezzo.records.values import SCHEMA_VERSION as SCHEMA_VERSION
+from mezzo.records.values import Environment as Environment
+from mezzo.records.values import Reason as Reason
+from mezzo.records.values import Value as Value

@@ -1,4 +1,4 @@
-"""What an audit saw: which operation of a step ran in which format, and what that cost."""
+"""Which operation of a step ran in which format, and what that cost."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ Cause: TypeAlias = Literal["off", "list", "promotion", "excluded", "no rule", "f
 
 
 class Operation(Value):
-    """Hold all operations of one kind in one module and phase."""
+    """All operations of one kind in one module and phase."""
 
     op: str
-    """The name that torch's dispatcher has for it."""
+    """Its name in torch's dispatcher."""
     module: str
     phase: Phase
     inputs: list[str]
-    """The formats of its operands, each once, in order; integers and booleans by torch's names."""
+    """Formats of its operands, each listed once, in order; integers and booleans under torch's names."""
     outputs: list[str]
     format: str = ""
-    """The format that a matrix product or convolution multiplies in; empty for what multiplies no matrices."""
+    """Format that a matrix product or convolution multiplies in; empty for other operations."""
     count: int = 1
     flops: int = 0
     bytes: int = 0
-    """Bytes of all operands and results: what is moved where nothing is kept in a cache."""
+    """Bytes of all operands and results: the memory traffic if nothing stays in a cache."""
 
 
 class CastTotal(Value):
-    """Hold all casts of one kind in one module and phase."""
+    """All casts of one kind in one module and phase."""
 
     module: str
     phase: Phase
@@ -44,13 +44,13 @@ class CastTotal(Value):
 
 
 class RoundTrip(Value):
-    """Hold casts to a format and back that one module causes."""
+    """Casts to a format and back that one module causes."""
 
     module: str
-    """Where the value was cast first."""
+    """Where the value is cast first."""
     phase: Phase
     formats: str
-    """As ``fp16 > fp32 > fp16``."""
+    """For example ``fp16 > fp32 > fp16``."""
     needless: bool
     """Whether nothing between the two casts needs the format in the middle."""
     count: int = 1
@@ -60,7 +60,7 @@ class RoundTrip(Value):
 
 
 class WideProduct(Value):
-    """Hold matrix products and convolutions of one module that ran in FP32 or wider, and why."""
+    """Matrix products and convolutions of one module that ran in FP32 or wider, and why."""
 
     op: str
     module: str
@@ -73,7 +73,7 @@ class WideProduct(Value):
 
 
 class Product(Value):
-    """Hold matrix products or convolutions of one shape in one module and phase, as a Tensor Core sees them."""
+    """Matrix products or convolutions of one shape in one module and phase, as a Tensor Core sees them."""
 
     op: str
     module: str
@@ -86,34 +86,34 @@ class Product(Value):
     count: int = 1
     flops: int = 0
     eligible: bool
-    """Whether Tensor Cores can take it with full-width loads, in its format or, of an FP32 one, once it has 16 bits."""
+    """Whether Tensor Cores can run it with full-width loads: in its own format or, if that is FP32, in 16 bits."""
     problems: list[str] = []
     kernels: list[str] = []
-    """What ran for it on the device, from the profiler."""
+    """The device kernels that the profiler recorded for it."""
     on_tensor_cores: bool | None = None
-    """Whether one of these kernels uses Tensor Cores; None where no profiler looked."""
+    """Whether one of these kernels uses Tensor Cores; None without a profile."""
 
 
 class Kernel(Value):
-    """Hold all launches of one kernel."""
+    """All launches of one kernel."""
 
     name: str
     count: int = 1
     time_ms: float = 0.0
     tensor_cores: bool = False
-    """Whether its name is one of those that use Tensor Cores."""
+    """Whether its name is that of a Tensor Core kernel."""
 
 
 class AuditRecord(Value):
-    """Hold what watching chosen steps of a script showed."""
+    """Operations, casts, products and findings of the recorded steps of a script."""
 
     kind: Literal["audit"] = "audit"
     schema_version: int = SCHEMA_VERSION
     run: RunRecord
     steps: list[int]
-    """The steps that were watched; all sums are over all of them."""
+    """The recorded steps; every sum is over all of them."""
     forced_eager: bool = False
-    """Whether compiled code ran eagerly in these steps, so that every operation could be seen."""
+    """Whether compiled code ran eagerly in these steps, so that every operation could be recorded."""
     operations: list[Operation] = []
     flops_by_phase: dict[str, dict[str, int]] = {}
     """FLOPs by phase, then by format."""
@@ -123,13 +123,13 @@ class AuditRecord(Value):
     products: list[Product] = []
     kernels: list[Kernel] = []
     findings: list[Finding] = []
-    """Those about the script's own mixed precision, which the run has too, come first."""
+    """Those on the script's own mixed precision come first; the run's record has them too."""
     notes: list[Reason] = []
-    """What limits the picture, and why."""
+    """What could not be recorded, and why."""
 
     @property
     def flops_by_format(self) -> dict[str, int]:
-        """Return the FLOPs of all phases by format."""
+        """The FLOPs of all phases by format."""
         total: dict[str, int] = {}
         for by_format in self.flops_by_phase.values():
             for name, flops in by_format.items():
@@ -138,5 +138,5 @@ class AuditRecord(Value):
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all operations."""
+        """The bytes of all operations."""
         return sum(operation.bytes for operation in self.operations)

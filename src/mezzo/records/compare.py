@@ -1,4 +1,4 @@
-"""What a comparison of policies showed."""
+"""Policies compared on one script: a row each, and the runs behind it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ScaleName: TypeAlias = Literal["absolute", "ratio", "proportion"]
 
 
 class Difference(Value):
-    """Compare a quantity with the baseline's over paired seeds."""
+    """A quantity and the baseline's, compared over paired seeds."""
 
     value: float
-    """Mean over seeds, on the scale that the two are compared on: the geometric mean where that is their ratio."""
+    """Mean over seeds, on the scale of the comparison: the geometric mean where that is a ratio."""
     baseline: float
     scale: ScaleName = "absolute"
     """``ratio``: differences are shares of the baseline's value. ``proportion`` (arcsine scale) and ``absolute``: in its unit."""
@@ -26,11 +26,11 @@ class Difference(Value):
     """Lower end of the 95% confidence interval of the difference; NaN with a single seed."""
     high: float
     margin: float
-    """The difference up to which the two count as equivalent."""
+    """Largest difference that still counts as equivalent."""
 
 
 class SharedFile(Value):
-    """Name a file through which a run depends on an earlier one."""
+    """A file that makes a run depend on an earlier one."""
 
     path: str
     written_by: str
@@ -39,7 +39,7 @@ class SharedFile(Value):
 
 
 class Row(Value):
-    """Hold what a comparison says of one policy, over the seeds that trained under it and under the baseline."""
+    """One policy of a comparison, over the seeds that trained under both it and the baseline."""
 
     policy: str
     num_runs: int
@@ -66,20 +66,20 @@ class Row(Value):
     verdict: Verdict
     reason: str
     seeds_needed: int | None = None
-    """For an undecided row: the number of seeds that would decide, in four cases of five or more; None where it is above 1000."""
+    """For an undecided row: the seeds that would decide it with a probability of 80%; None if more than 1000."""
 
 
 class CompareRecord(Value):
-    """Hold a comparison of policies on one script, with every run it rests on."""
+    """A comparison of policies on one script, with every run behind it."""
 
     kind: Literal["compare"] = "compare"
     schema_version: int = SCHEMA_VERSION
     command: list[str]
     baseline: str
     margin: float
-    """What was asked for, as a share of the baseline's value; ``Difference.margin`` is what became of it."""
+    """The requested margin, as a share of the baseline's value; ``Difference.margin`` is the one applied."""
     rows: list[Row]
     shared_files: list[SharedFile] = []
-    """Files that make runs depend on each other: no verdict holds then."""
+    """Files that make runs depend on each other: with any, no verdict holds."""
     runs: list[RunRecord]
     environment: Environment

@@ -18,7 +18,7 @@ Direction: TypeAlias = Literal["", "forward", "backward"]
 
 
 class Operand(Value):
-    """Hold what an operation read."""
+    """An operand of the operation."""
 
     format: str
     shape: list[int]
@@ -30,7 +30,7 @@ class Operand(Value):
 
 
 class TrendStep(Value):
-    """Hold one step before the fault, and the step itself."""
+    """One step before the fault, and the step itself."""
 
     step: int
     loss: float
@@ -40,18 +40,18 @@ class TrendStep(Value):
 
 
 class Pass(Value):
-    """Hold one time that the script was run."""
+    """One run of the script."""
 
     policy: str
     reason: str
     num_steps: int = 0
     watched: list[int] = []
-    """The steps whose operations were all inspected."""
+    """Steps whose operations were all inspected."""
     outcome: str = ""
 
 
 class DiagnoseRecord(Value):
-    """Hold what looking for the first value that is not finite showed."""
+    """The first value that is not finite: where it came from, why, and what fixes it."""
 
     kind: Literal["diagnose"] = "diagnose"
     schema_version: int = SCHEMA_VERSION
@@ -61,47 +61,47 @@ class DiagnoseRecord(Value):
     pattern: str = ""
     """The module's name for ``fp32_modules``; empty where it has none: a model itself, or code outside any module."""
     op: str = ""
-    """The operation by its name in torch; of a backward pass, the one whose gradient was being computed."""
+    """The operation's name in torch; in a backward pass, the operation whose gradient was computed."""
     origin: Origin = ""
     """What happened to the value there."""
     parameter: bool = False
     """Whether what entered the step is a weight."""
     phase: Direction = ""
     step: int = 0
-    """The step of the first such value; 0 where there was none."""
+    """The step of the first such value; 0 if there is none."""
     line: str = ""
     """Where the script, or a library outside torch, calls the forward operation: ``file:line``."""
     fix: str = ""
     fix_line: str = ""
-    """What to write."""
+    """The line to write."""
     fix_tried: bool = False
     """Whether the script ran again with the fix and was healthy."""
     fix_note: str = ""
     """How the fix was tried, or why it was not."""
     located: bool = False
-    """Whether the operation was seen."""
+    """Whether the operation was found."""
     detail: str = ""
     """What happened there, in a sentence."""
     format: str = ""
-    """The format that the operation's result is kept in."""
+    """The format of the operation's result."""
     largest: float | None = None
-    """The largest magnitude that the result would have in FP32; None where that is not finite either."""
+    """The largest magnitude of the result in FP32; None if that is not finite either."""
     loss_scale: float = 1.0
     """The loss scale of that step."""
     own_scaler: bool = False
-    """Whether it is that of a GradScaler of the script's own."""
+    """Whether it is that of the script's own GradScaler."""
     gradient: str = ""
-    """The parameter whose gradient is furthest off, where values leave the format and gradients stay finite."""
+    """The parameter with the largest gradient error, if values leave the format and gradients stay finite."""
     gradient_error: float | None = None
-    """The norm of what is wrong with it over its true norm."""
+    """Norm of that gradient's error over its true norm."""
     operands: list[Operand] = []
     swallowed_by: str = ""
-    """The operations that made wrong finite numbers of what was infinite."""
+    """The operations that turned infinities into wrong finite numbers."""
     num_skipped: int = 0
     bad_steps: list[int] = []
     """Steps whose loss or gradients were not finite."""
     faulty_steps: list[int] = []
-    """Those of them that are no normal skips of a loss scale that is being found."""
+    """Those of them that are not normal skips while the loss scale settles."""
     trend: list[TrendStep] = []
     passes: list[Pass] = []
     forced_eager: bool = False

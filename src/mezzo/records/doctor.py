@@ -8,7 +8,7 @@ from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
 
 
 class FormatSupport(Value):
-    """Say how a device computes in a format, and why."""
+    """How a device computes in a format, and why."""
 
     format: str
     level: Literal["native", "emulated", "impossible"]
@@ -16,7 +16,7 @@ class FormatSupport(Value):
 
 
 class DeviceReport(Value):
-    """Hold one device and its formats."""
+    """One device and its formats."""
 
     kind: str
     name: str
@@ -26,7 +26,7 @@ class DeviceReport(Value):
 
 
 class DoctorRecord(Value):
-    """Hold what this machine can do."""
+    """What this machine can do."""
 
     kind: Literal["doctor"] = "doctor"
     schema_version: int = SCHEMA_VERSION
@@ -35,4 +35,4 @@ class DoctorRecord(Value):
     tf32: list[Reason] = []
     """State of TF32 for matrix products and convolutions."""
     advice: list[Reason] = []
-    """What to change, and what it would give."""
+    """What to change, and what that gains."""

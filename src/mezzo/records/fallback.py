@@ -1,4 +1,4 @@
-"""Which modules of a training script have to stay in FP32 under a policy, and what shows it."""
+"""The modules of a training script that must stay in FP32 under a policy, with the evidence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FallbackVerdict: TypeAlias = Literal["found", "not needed", "elsewhere", "not re
 
 
 class ModuleError(Value):
-    """Hold the error that one module makes by itself: run on its own FP32 inputs, in FP32 and in the lower precision.
+    """The error that one module makes alone: run on its FP32 inputs, in FP32 and in the lower precision.
 
     A container's error is that of what it computes itself, its children in FP32.
     """
@@ -19,24 +19,24 @@ class ModuleError(Value):
     module: str
     type: str
     unnamed: bool = False
-    """Whether ``fp32_modules`` cannot name it, because the script calls it itself: it is the model, not a part."""
+    """Whether ``fp32_modules`` cannot name it, because it is the model that the script calls."""
     output: float | None = None
-    """Relative error of its outputs; None where it could not be run by itself."""
+    """Relative error of its outputs; None if it could not be run alone."""
     dgrad: float | None = None
-    """The same of the gradients of its inputs; None where none flow."""
+    """The same for the gradients of its inputs; None if none flow."""
     wgrad: float | None = None
-    """The same of the gradients of its weights, all together."""
+    """The same for the gradients of its weights, taken together."""
     rounded: float = 0.0
     """The largest of the three where its inputs, and its children's outputs, are in the lower precision as well."""
     flops: int = 0
-    """Of its matrix products and convolutions, forward and backward, with all that lies inside."""
+    """Of its matrix products and convolutions, forward and backward, submodules included."""
     kept: bool = False
     reason: str = ""
-    """Why it could not be run by itself."""
+    """Why it could not be run alone."""
 
 
 class Verification(Value):
-    """Hold one training run with a set of modules, or of operations, kept in FP32, compared with FP32."""
+    """One training run with a set of modules, or of operations, kept in FP32, compared with FP32."""
 
     kept: list[str]
     operations: list[str] = []
@@ -47,12 +47,12 @@ class Verification(Value):
     """That parameter."""
     init_scale: float = 1.0
     steps: list[int] = []
-    """The batches that were compared, by number of the step."""
+    """The batches that were compared, as step numbers."""
     passed: bool = False
 
 
 class FallbackRecord(Value):
-    """Hold the modules to keep in FP32, the local errors that rank them and the runs that verified them."""
+    """The modules to keep in FP32, the local errors that rank them and the runs that verified them."""
 
     kind: Literal["fallback"] = "fallback"
     schema_version: int = SCHEMA_VERSION
@@ -66,19 +66,19 @@ class FallbackRecord(Value):
     kept: list[str] = []
     """The modules to keep in FP32, beyond those that the policy keeps."""
     operations: list[str] = []
-    """Where no set of modules helps: operations, or families of them, to keep in FP32 wherever they run; empty where that does not help."""
+    """Operations, or families of them, to keep in FP32 wherever they run, if no set of modules helps; empty if these do not help either."""
     suggested: str = ""
     """The policy with them."""
     next_steps: list[Reason] = []
-    """What to do where no set of modules was found: what to type in ``value``."""
+    """What to do if no set of modules was found; ``value`` is the command to type."""
     policy_file: str = ""
     fp32_share: float = 0.0
-    """Share of the model's product FLOPs that lies in them."""
+    """Share of the model's product FLOPs in them."""
     error_before: float | None = None
     error_after: float | None = None
     """The largest error of a gradient with the set kept, fresh batches included."""
     steps: list[int] = []
-    """Batches that the final set was checked on; the first is the one it was searched with."""
+    """Batches on which the final set was checked; the search used the first."""
     modules: list[ModuleError] = []
     """The most suspect first."""
     verifications: list[Verification] = []

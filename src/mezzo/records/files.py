@@ -1,6 +1,6 @@
-"""Records as files: written whole or not at all, read with their kind and version checked.
+"""Records as files: written whole or not at all, and read with their kind and version checked.
 
-A record of a new kind has a file of its own here, one name more in ``AnyRecord``, and a view in the report.
+A new kind of record needs a file of its own here, a name in ``AnyRecord``, and a row in ``mezzo.report.views``.
 """
 
 from __future__ import annotations

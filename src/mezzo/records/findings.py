@@ -10,7 +10,7 @@ Severity: TypeAlias = Literal["", "error", "warning", "info"]
 
 
 class Finding(Value):
-    """Hold one thing to change, with what it would gain."""
+    """One thing to change, and what that gains."""
 
     code: str
     title: str
@@ -19,13 +19,13 @@ class Finding(Value):
     gain: str
     fix: str
     share: float = 0.0
-    """Share of the step's product FLOPs (of its bytes, of findings about casts) that it concerns."""
+    """Share of the step's product FLOPs that it affects; for casts, of the step's bytes."""
     flops: int = 0
     bytes: int = 0
     lines: list[str] = []
     severity: Severity = ""
-    """How wrong the script's own mixed precision is; empty for what costs speed or accuracy and is not misuse."""
+    """Severity of a misuse of the script's own mixed precision; empty for findings on speed or accuracy."""
     step: int | None = None
-    """The first step in which it was seen."""
+    """The first step in which it occurred."""
     count: int = 1
-    """How often it was seen in the steps that were watched for it."""
+    """How often it occurred in the inspected steps."""

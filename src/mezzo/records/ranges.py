@@ -1,4 +1,4 @@
-"""Where the values of a training script lie, and what casts to narrower formats would make of them."""
+"""The ranges of a training script's values, and what casts to narrower formats would do to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GRADIENTS: tuple[RangeKind, ...] = ("activation gradients", "weight gradients")
 
 
 class Histogram(Value):
-    """Count values by the exponent of their magnitude."""
+    """Values counted by the exponent of their magnitude."""
 
     first_exponent: int = 0
     counts: list[int] = []
@@ -23,46 +23,46 @@ class Histogram(Value):
 
     @property
     def nonzero(self) -> int:
-        """Return how many values are finite and not zero."""
+        """How many values are finite and not zero."""
         return sum(self.counts)
 
     @property
     def total(self) -> int:
-        """Return how many values were counted."""
+        """How many values were counted."""
         return self.nonzero + self.zeros + self.infinite + self.nan
 
     @property
     def last_exponent(self) -> int:
-        """Return the exponent of the largest finite value."""
+        """The exponent of the largest finite value."""
         return self.first_exponent + len(self.counts) - 1
 
 
 class Casts(Value):
-    """Count what a cast to one format makes of finite non-zero values, at every scale that the record looks at."""
+    """What a cast to one format does to finite non-zero values, at each scale of the record."""
 
     format: str
     zeroed: list[int]
     """Values that become zero."""
     subnormal: list[int]
-    """Values that stay, with fewer bits."""
+    """Values that survive with fewer bits."""
     overflowed: list[int]
-    """Values that round to more than the format holds: infinite, or in E4M3 (no infinity) NaN or 448, as the library has it."""
+    """Values that round beyond the format's range: to infinity or, in E4M3 (which has none), to NaN or 448, depending on the library."""
 
 
 class FormatLimits(Value):
-    """State which magnitudes a format holds, as exponents of two."""
+    """The magnitudes that a format represents, as exponents of two."""
 
     format: str
     smallest: int
     """The smallest subnormal number."""
     normal: int
-    """The smallest number with all bits."""
+    """The smallest normal number."""
     largest: int
-    """The largest number lies between this power of two and the next."""
+    """The largest number is between this power of two and the next."""
 
 
 class KindRange(Value):
-    """Hold all values of one kind together."""
+    """All values of one kind."""
 
     kind: RangeKind
     num_tensors: int
@@ -71,7 +71,7 @@ class KindRange(Value):
 
 
 class TensorRange(Value):
-    """Hold the values of one tensor over the watched steps."""
+    """The values of one tensor over the recorded steps."""
 
     kind: RangeKind
     name: str
@@ -85,7 +85,7 @@ class TensorRange(Value):
 
 
 class ScaleWindow(Value):
-    """Hold the loss scales at which no gradient overflows a format and little becomes zero in it."""
+    """The loss scales at which no gradient overflows a format and little becomes zero in it."""
 
     format: str
     lowest: int | None = None
@@ -93,53 +93,53 @@ class ScaleWindow(Value):
     highest: int | None = None
     """Exponent of the largest scale at which nothing overflows."""
     suggested: int | None = None
-    """Exponent of the initial loss scale to begin with; None where no scale fits."""
+    """Exponent of the initial loss scale to use; None if no scale fits."""
     lost_unscaled: float = 0.0
     """Share of the non-zero gradient values that become zero at scale 1."""
     lost: float = 0.0
-    """The same at the suggested scale, or at the highest where none fits."""
+    """The same at the suggested scale, or at the highest if none fits."""
     reason: str
     at_top: list[str] = []
     """Tensors whose largest values set the upper end."""
     at_bottom: list[str] = []
-    """Tensors that lose most values at the highest scale; empty where nothing is lost there."""
+    """Tensors that lose the most values at the highest scale; empty if nothing is lost there."""
 
     @property
     def empty(self) -> bool:
-        """Return whether no loss scale fits."""
+        """Whether no loss scale fits."""
         return self.lowest is not None and self.highest is not None and self.lowest > self.highest
 
 
 class UpdateLoss(Value):
-    """Count the weight updates that rounding swallows where weights are kept in a format without master weights."""
+    """Weight updates that rounding would lose with weights in a format and no master weights."""
 
     format: str
     num_updates: int
-    """Updates of single weights that are not zero."""
+    """Non-zero updates of single weights."""
     num_swallowed: int
-    """Those that leave the rounded weight as it was."""
+    """Those that leave the rounded weight unchanged."""
     worst: dict[str, float] = {}
-    """Share swallowed by parameter, of those that lose most."""
+    """Share lost, by parameter, for those that lose the most."""
 
     @property
     def share(self) -> float:
-        """Return the share of updates that are swallowed."""
+        """Share of updates that are lost."""
         return self.num_swallowed / self.num_updates if self.num_updates else 0.0
 
 
 class RangesRecord(Value):
-    """Hold where a script's values lie, from steps computed in FP32."""
+    """The ranges of a script's values, from steps computed in FP32."""
 
     kind: Literal["ranges"] = "ranges"
     schema_version: int = SCHEMA_VERSION
     run: RunRecord
     policy: str
-    """The policy that is judged; the script ran in FP32."""
+    """The policy under judgement; the script ran in FP32."""
     format: str
     """The format of gradients under that policy."""
     steps_watched: list[int] = []
     first_scale: int
-    """Exponent of the first scale in every ``Casts``; each following one is twice the one before."""
+    """Exponent of the first scale in every ``Casts``; each scale is twice the one before."""
     little: float
     """Share of non-zero gradient values up to which "little" becomes zero."""
     limits: list[FormatLimits] = []
@@ -148,4 +148,4 @@ class RangesRecord(Value):
     windows: list[ScaleWindow] = []
     updates: list[UpdateLoss] = []
     notes: list[Reason] = []
-    """What follows from the values, and what was not seen."""
+    """What follows from the values, and what was not recorded."""

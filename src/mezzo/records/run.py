@@ -1,4 +1,4 @@
-"""What one run of a script showed."""
+"""One run of a script under one policy."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from mezzo.records.findings import Finding
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
 
 AS_IS = "as-is"
-"""In place of a policy: the script's own precision is left alone."""
+"""In place of a policy: the script keeps its own precision."""
 
 
 class Loss(Value):
-    """Hold one of several losses of a script, with the number of the step of each value; the first step is 1."""
+    """One of several losses of a script, with the step of each value, counted from 1."""
 
     name: str
-    """Name of the module that its optimizer trains, where the script's variables tell it; else ``loss 1``, ``loss 2``."""
+    """Name of the module that its optimizer trains, if the script's variables give one; else ``loss 1``, ``loss 2``."""
     steps: list[int] = []
     values: list[float] = []
 
 
 class Steps(Value):
-    """Hold one number a training step, column by column; a step is what happens up to an optimizer's update."""
+    """One number for each training step, column by column. A step ends with an optimizer's update."""
 
     loss: list[float] = []
     losses: list[Loss] = []
-    """The losses one by one, where a script has several with an optimizer each, as a GAN has; empty where it has one."""
+    """Each loss, if a script has several with an optimizer each, as a GAN does; empty if it has one."""
     loss_scale: list[float] = []
     skipped: list[bool] = []
     grad_norm: list[float] = []
     """Norm of the unscaled gradients at the update, after the script's own clipping; NaN or infinite in a skipped step.
 
-    Without a loss scale every tenth step's after the first hundred; NaN for the others.
+    Without a loss scale, only every tenth step after the first hundred is measured; NaN for the others.
     """
     time_ms: list[float] = []
-    """Wall time since the step before."""
+    """Wall time since the previous step."""
     cpu_ms: list[float] = []
-    """CPU time of the process since the step before."""
+    """CPU time of the process since the previous step."""
 
     def __len__(self) -> int:
         return len(self.loss)
 
     @property
     def num_skipped(self) -> int:
-        """Return how many updates were skipped."""
+        """How many updates were skipped."""
         return sum(self.skipped)
 
 
 class Memory(Value):
-    """Hold the bytes of one training step by kind; peaks of the allocator where the device has them. None: not measured."""
+    """Bytes of one training step by kind, and the allocator's peaks on devices that report them. None: not measured."""
 
     parameters_bytes: int | None = None
     gradients_bytes: int | None = None
@@ -57,14 +57,14 @@ class Memory(Value):
     activations_bytes: int | None = None
     """Bytes that the forward pass keeps for the backward pass (copies of weights in a lower format included)."""
     cuda_allocated_bytes: int | None = None
-    """Sum of the peaks of all devices. Of compiled code without the step that was inspected eagerly."""
+    """Sum of the peaks of all devices; for compiled code, without the step that was inspected eagerly."""
     cuda_reserved_bytes: int | None = None
     cuda_allocated_bytes_by_device: list[int] = []
-    """The peak of each device, by its number; empty where one device or none was used."""
+    """The peak of each device, by its number; empty if at most one device was used."""
 
     @property
     def total_bytes(self) -> int | None:
-        """Return the bytes of the four kinds together; None where one of them was not measured."""
+        """Bytes of the four kinds together; None if one was not measured."""
         kinds = (self.parameters_bytes, self.gradients_bytes, self.optimizer_bytes, self.activations_bytes)
         known = [size for size in kinds if size is not None]
         return sum(known) if len(known) == len(kinds) else None
@@ -75,12 +75,12 @@ _WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
 
 class Effective(Value):
-    """State what really ran in which format, counted on one step."""
+    """What really ran in which format, counted on one step."""
 
     flops_by_format: dict[str, int] = {}
     """Floating-point operations of matrix products and convolutions, forward and backward, by the format of their operands."""
     emulated: bool = False
-    """Whether the formats below FP32 were emulated, so that times say nothing about a device that has them."""
+    """Whether the formats below FP32 were emulated, so that times say nothing about a device that supports them."""
     num_lowered: int | None = None
     """How many operations of that step, products or not, read or wrote numbers below 32 bits; None where they were not counted."""
     counted_on_step: int | None = None
@@ -89,18 +89,18 @@ class Effective(Value):
 
     @property
     def lowered(self) -> bool:
-        """Return whether anything that was counted ran below 32 bits."""
+        """Whether anything that was counted ran below 32 bits."""
         return any(name not in _WIDE for name in self.flops_by_format)
 
     @property
     def share_by_format(self) -> dict[str, float]:
-        """Return the share of all counted operations by format."""
+        """Share of all counted operations by format."""
         total = sum(self.flops_by_format.values())
         return {k: v / total for k, v in self.flops_by_format.items()} if total else {}
 
 
 class Metric(Value):
-    """Hold the values of one metric that a script printed, with the number of updates before each."""
+    """A metric that a script printed, with the number of updates before each value."""
 
     name: str
     """The words of its pattern."""
@@ -110,15 +110,15 @@ class Metric(Value):
     percent: bool = False
     """Whether a percent sign follows the numbers."""
     text: str | None = None
-    """What the pattern found last, where that is no number."""
+    """The pattern's last match, if that is not a number."""
 
 
 FILE_CLOCK_TICK_S = 0.02
-"""By how much a file's time may lie before the clock's."""
+"""How far a file's timestamp may lag behind the clock."""
 
 
 class FileRead(Value):
-    """Name a file that a run read and that was written before the run, but after the comparison had begun."""
+    """A file that a run read, written before the run but after the comparison began."""
 
     path: str
     written_at_s: float
@@ -126,7 +126,7 @@ class FileRead(Value):
 
 
 class RunRecord(Value):
-    """Hold what one run of a script under one policy showed."""
+    """One run of a script under one policy: its steps, memory, formats and findings."""
 
     kind: Literal["run"] = "run"
     schema_version: int = SCHEMA_VERSION
@@ -145,7 +145,7 @@ class RunRecord(Value):
     effective: Effective = Effective()
     metric: Metric | None = None
     findings: list[Finding] = []
-    """Misuse of the script's own mixed precision (codes A6xx), the gravest first."""
+    """Misuse of the script's own mixed precision (codes A6xx), the most severe first."""
     files_read: list[FileRead] = []
     """Files that an earlier run of the same comparison may have written."""
     started_at_s: float | None = None
@@ -157,13 +157,13 @@ class RunRecord(Value):
 
     @property
     def final_scale(self) -> float | None:
-        """Return the loss scale after the last step, or None where none was used."""
+        """Loss scale after the last step; None if none was used."""
         scales = self.steps.loss_scale
         return scales[-1] if scales and not math.isnan(scales[-1]) else None
 
     @property
     def changed_nothing(self) -> bool:
-        """Return whether the policy was to lower precision, and no product that was counted ran below 32 bits.
+        """Whether the policy should have lowered precision, but no counted product ran below 32 bits.
 
         Of a step without products: no operation at all.
         """

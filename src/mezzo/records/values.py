@@ -1,4 +1,4 @@
-"""What records of every kind are made of."""
+"""Parts that all records share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ SCHEMA_VERSION = 1
 
 
 class Value(BaseModel):
-    """Be a part of a record: frozen, and numbers that are not finite survive JSON."""
+    """A part of a record: frozen, and numbers that are not finite survive JSON."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", allow_inf_nan=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        ser_json_inf_nan="strings",
+        allow_inf_nan=True,
+        use_attribute_docstrings=True,
+    )
 
 
 class Reason(Value):
-    """Say what happens in one respect, and why."""
+    """One choice, and why."""
 
     what: str
     value: str
@@ -22,7 +28,7 @@ class Reason(Value):
 
 
 class Environment(Value):
-    """State the machine and the versions that a number was measured with."""
+    """The machine and the versions behind a measurement."""
 
     date: str
     mezzo: str
@@ -39,6 +45,6 @@ class Environment(Value):
     cudnn: str | None = None
     triton: str | None = None
     variables: dict[str, str] = {}
-    """The environment variables that change what a training computes or where it runs, as the shell had them; never secrets."""
+    """Environment variables that change what a training computes or where it runs, as the shell set them; never secrets."""
     folder: str = ""
     """The folder that the command was typed in."""

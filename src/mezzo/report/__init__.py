@@ -1,1 +1,1 @@
-"""Views of records: the terminal and one self-contained HTML file."""
+"""Views of records: the terminal, a self-contained HTML page and TensorBoard."""

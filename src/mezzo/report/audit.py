@@ -1,4 +1,4 @@
-"""What an audit saw, as display strings and as a plot: the findings stand first, the tables that they rest on below."""
+"""An audit as display strings and a plot: the findings first, then the tables behind them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OTHER_COLOUR = "#a974e6"
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Hold a table: heads, rows of cells, and which columns are numbers."""
+    """A table: column heads, rows of cells, and which columns hold numbers."""
 
     heads: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
@@ -37,7 +37,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditSheet:
-    """Hold what a view says of an audit."""
+    """The words and tables of an audit, ready for any view."""
 
     title: str
     script: str
@@ -57,7 +57,7 @@ class AuditSheet:
 
 
 def audit_sheet(record: AuditRecord) -> AuditSheet:
-    """Return what a view says of ``record``."""
+    """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.run.script).name)
     return AuditSheet(
         title=f"Audit of {script}",
@@ -88,7 +88,7 @@ def audit_plots(record: AuditRecord) -> list[Plot]:
 
 
 def flops_figure(record: AuditRecord) -> Figure | None:
-    """Return the FLOPs of each phase as one bar, stacked by format; None without any."""
+    """Return the FLOPs of each phase as one bar, stacked by format; None without FLOPs."""
     phases = [phase for phase in _PHASES if record.flops_by_phase.get(phase)]
     if not phases:
         return None

@@ -1,4 +1,4 @@
-"""Plots with a row a policy: memory by kind, and step times."""
+"""Plots with one row per policy: memory by kind, and step times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MEMORY_COLOURS = ("#4f6bd8", "#6fa8f5", "#58bda4", "#efb55f")
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Hold the step times of one policy."""
+    """The step times of one policy."""
 
     policy: str
     times_ms: list[float]
@@ -24,7 +24,7 @@ class Timed:
 
 
 def memory_figure(memory: Mapping[str, Memory]) -> Figure | None:
-    """Return the bytes of each kind as one stacked bar a policy; None where nothing was measured."""
+    """Return the bytes of each kind as one stacked bar per policy; None if nothing was measured."""
     sizes = {policy: _known_bytes(m) for policy, m in memory.items()}
     shown = {policy: m for policy, m in memory.items() if sizes[policy] or sheets.memory_peaks(m)}
     if not shown:
@@ -80,7 +80,7 @@ def _peak_marks(memory: Mapping[str, Memory], *, exponent: int) -> list[Figure]:
 
 
 def time_figure(timed: Sequence[Timed], *, colours: Mapping[str, str]) -> Figure | None:
-    """Return the spread of the step times, a box a policy; an emulated policy gets words in place of a box.
+    """Return the spread of the step times, one box per policy; an emulated policy gets a note instead of a box.
 
     None where no policy has a time that says something.
     """

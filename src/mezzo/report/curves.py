@@ -11,12 +11,12 @@ from mezzo.report import formatting as fmt
 from mezzo.report import sampling
 from mezzo.report.plotting import Figure, base_layout, json_number, label
 
-_WIDE_RATIO = 50  # highest over lowest loss from which a linear axis hides the end of training
+_WIDE_RATIO = 50  # ratio of highest to lowest loss above which a linear axis hides the end of training
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Curve:
-    """Hold a loss of one run, and the step of each value."""
+    """A loss of one run, and the step of each value."""
 
     run: RunRecord
     steps: Sequence[int]
@@ -24,7 +24,7 @@ class _Curve:
 
 
 def loss_figure(runs: Sequence[RunRecord], *, colours: Mapping[str, str], name: str | None = None) -> Figure | None:
-    """Return the loss over steps: a thin line a run, a cross where it stops being finite; None without any step.
+    """Return the loss over steps: a thin line per run, a cross where it stops being finite; None without steps.
 
     Args:
         runs: the runs to draw.
@@ -107,7 +107,7 @@ def _stretch_text(curve: _Curve, stretch: sampling.Stretch) -> str:
 
 
 def _loss_axis(series: Sequence[Sequence[float]]) -> tuple[Figure, float]:
-    """Return the axis of the losses and the highest place for a cross.
+    """Return the axis of the losses and the highest position of a cross.
 
     A run that diverges would press all others flat: the frame is made for those that stay finite, and the lines of the rest
     leave it.
@@ -139,7 +139,7 @@ def _cross_place(ends: Sequence[float]) -> float:
 
 
 def scale_figure(runs: Sequence[RunRecord], *, colours: Mapping[str, str]) -> Figure | None:
-    """Return the loss scale over steps in powers of two, with a mark at each skipped step; None where no run has a scale."""
+    """Return the loss scale over steps in powers of two, with a mark at each skipped step; None if no run has a scale."""
     scaled = [run for run in runs if any(_is_scale(s) for s in run.steps.loss_scale)]
     if not scaled:
         return None
@@ -205,7 +205,7 @@ def _layout(runs: Sequence[RunRecord], *, height: int, yaxis: Figure) -> Figure:
 
 
 def _group(run: RunRecord, *, first: bool) -> Figure:
-    # One legend entry a policy; a click on it toggles the lines of all its seeds.
+    # One legend entry per policy; a click on it toggles the lines of all its seeds.
     return {"name": label(run.policy), "legendgroup": run.policy, "showlegend": first}
 
 

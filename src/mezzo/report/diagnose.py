@@ -1,4 +1,4 @@
-"""Where a value stopped being finite, as display strings: verdict, place, cause and fix stand first."""
+"""A diagnosis as display strings: verdict, place, cause and fix come first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MANY_SKIPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StepLine:
-    """Hold one step in a row."""
+    """One step, as a row of a table."""
 
     step: str
     loss: str
@@ -42,7 +42,7 @@ class StepLine:
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnoseSheet:
-    """The words of one ``diagnose`` record, ready for any view."""
+    """The words and tables of a diagnosis, ready for any view."""
 
     title: str
     script: str
@@ -61,14 +61,14 @@ class DiagnoseSheet:
     passes: list[Fact]
     notes: list[Fact]
     normal: str
-    """What is no fault, of a run that skipped updates."""
+    """Which skipped updates are normal; empty if none was skipped."""
     findings: list[FindingLine]
     environment: list[Fact]
     command: str
 
 
 def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
-    """Return what a view says of ``record``."""
+    """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.run.script).name)
     title = TITLES[record.verdict]
     return DiagnoseSheet(

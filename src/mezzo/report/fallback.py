@@ -1,4 +1,4 @@
-"""Which modules have to stay in FP32, as display strings and as a picture of the module tree coloured by error."""
+"""A fallback search as display strings, and a plot of the module tree coloured by error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMED = 6
 
 @dataclass(frozen=True, kw_only=True)
 class FallbackSheet:
-    """Hold what a view says of a fallback search."""
+    """The words and tables of a fallback search, ready for any view."""
 
     title: str
     script: str
@@ -55,7 +55,7 @@ class FallbackSheet:
 
 
 def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
-    """Return what a view says of ``record``."""
+    """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.run.script).name)
     return FallbackSheet(
         title=f"FP32 modules of {script}",
@@ -80,7 +80,7 @@ def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
 
 
 def fallback_plots(record: FallbackRecord) -> list[Plot]:
-    """Return the picture of the module tree."""
+    """Return the plot of the module tree."""
     figure = tree_figure(record)
     caption = (
         f"Each module run by itself on its FP32 inputs in the lower precision. Green: less than an eighth of the tolerance of "
@@ -93,7 +93,7 @@ def fallback_plots(record: FallbackRecord) -> list[Plot]:
 
 
 def tree_figure(record: FallbackRecord) -> Figure | None:
-    """Return the module tree, a module under the one that it lies in; None without any module."""
+    """Return the module tree, each module below its parent; None without modules."""
     own = {m.module: m for m in record.modules[:_MOST_DRAWN] if not m.unnamed}
     if not own:
         return None

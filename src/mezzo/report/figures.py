@@ -1,4 +1,4 @@
-"""The plots of a record, in the order in which they are read, each with what to know when reading it."""
+"""The plots of a record in reading order, each with a caption that explains it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mezzo.report.plotting import POLICY_COLOURS, Figure, policy_colours
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Hold one plot with its heading and what to know when reading it; no figure where there is nothing to draw."""
+    """One plot with its heading and caption; no figure if there is nothing to draw."""
 
     name: str
     title: str
@@ -24,7 +24,7 @@ class Plot:
 
 
 def compare_plots(record: CompareRecord) -> list[Plot]:
-    """Return the plots of a comparison, in the order in which they are read."""
+    """Return the plots of a comparison in reading order."""
     timed = [_timed(record, row.policy, emulated=row.emulated) for row in record.rows]
     memory = {row.policy: row.memory for row in record.rows}
     colours = compare_colours(record)
@@ -73,7 +73,7 @@ def _plots(
 
 
 def _loss_plots(runs: Sequence[RunRecord], *, colours: Mapping[str, str]) -> list[Plot]:
-    """Return a plot of the loss, or of each where a script has several."""
+    """Return a plot of the loss, or one of each loss if a script has several."""
     names = list(dict.fromkeys(loss.name for run in runs for loss in run.steps.losses))
     if not names:
         figure = loss_figure(runs, colours=colours)

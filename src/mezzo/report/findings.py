@@ -13,19 +13,19 @@ _TONES = {"error": "bad", "warning": "warn", "info": "open", "": "warn"}
 
 @dataclass(frozen=True, kw_only=True)
 class FindingLine:
-    """Hold one finding."""
+    """One finding."""
 
     code: str
     title: str
     weight: str
-    """How much it concerns: a share of the step, or how wrong it is."""
+    """Its weight: the share of the step that it affects, or its severity."""
     tone: str
     rows: list[tuple[str, str]]
-    """What is said of it, by a word."""
+    """A label and a text each."""
 
 
 def finding_line(finding: Finding) -> FindingLine:
-    """Return what a view says of ``finding``."""
+    """Return ``finding`` as display strings."""
     rows = [("where", ", ".join(finding.modules)), ("what", finding.detail)]
     rows += [("harm" if finding.severity else "gain", finding.gain), ("fix", finding.fix)]
     rows += [("lines", ", ".join(PurePath(line).name for line in finding.lines))]

@@ -1,4 +1,4 @@
-"""Numbers and words as the views show them; the terminal and the page share these, so a fact reads the same in both.
+"""Numbers and words as the views show them; terminal and page share these functions, so a fact reads the same in both.
 
 Text is ASCII, so that it survives a pipe. Three significant digits are shown unless a function says otherwise.
 """
@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 MISSING = "-"
 UNKNOWN = "unknown"
-"""In place of a size that was not measured."""
+"""Shown for a size that was not measured."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LARGEST_PLAIN_EXPONENT = 16  # 65536 is read at a glance, 16777216 is not
 
 
 def clean(text: str, *, keep_lines: bool = False) -> str:
-    """Return ``text`` without control characters, which could drive a terminal or hide what a page shows."""
+    """Return ``text`` without control characters, which could control a terminal or hide part of a page."""
     return "".join(
         c if c == "\n" and keep_lines else "\ufffd" if _controls(c) else c
         for c in (text if keep_lines else " ".join(text.split()))
@@ -29,7 +29,7 @@ def _controls(character: str) -> bool:
 
 
 def number_text(value: float | None, *, digits: int = 4) -> str:
-    """Return ``value`` with ``digits`` significant digits, or its name where it is not finite."""
+    """Return ``value`` with ``digits`` significant digits, or its name if it is not finite."""
     if value is None:
         return MISSING
     return f"{value:.{digits}g}" if math.isfinite(value) else _not_finite(value)
@@ -49,7 +49,7 @@ def signed_text(value: float) -> str:
 
 
 def share_change_text(value: float) -> str:
-    """Return a difference that is a share of what it differs from: ``+3.1%``, or ``12x`` where it is many times that."""
+    """Return a relative difference: ``+3.1%``, or ``12x`` for a large ratio."""
     if not math.isfinite(value):
         return _not_finite(value)
     if -0.5 < value < 1.0:
@@ -58,7 +58,7 @@ def share_change_text(value: float) -> str:
 
 
 def interval_text(low: float, high: float, *, one: Callable[[float], str] = signed_text) -> str:
-    """Return the ends of an interval of differences, or that there is none; ``one`` makes text of an end."""
+    """Return the ends of an interval of differences, or that there is none; ``one`` formats an end."""
     if math.isnan(low) or math.isnan(high):
         return "no interval"
     return f"{one(low)} to {one(high)}"
@@ -72,14 +72,14 @@ def ratio_text(value: float | None) -> str:
 
 
 def spread_text(low: float | None, high: float | None) -> str:
-    """Return the ends of the spread of a ratio, or nothing where it is not known."""
+    """Return the ends of the spread of a ratio, or nothing if it is unknown."""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return ""
     return f"{three_digits(low)}x to {three_digits(high)}x"
 
 
 def three_digits(value: float) -> str:
-    """Return a finite ``value`` with three significant digits, or all digits of its whole part where these are more."""
+    """Return a finite ``value`` with three significant digits, or all digits of its integer part if there are more."""
     if value == 0:
         return "0"
     # Rounding first: 9.999 is 10.0, not 10.00.
@@ -88,12 +88,12 @@ def three_digits(value: float) -> str:
 
 
 def loss_title(name: str) -> str:
-    """Return what one of several losses is called: ``loss of netG``, ``loss 2``."""
+    """Return the title of one of several losses: ``loss of netG``, ``loss 2``."""
     return clean(name) if name.startswith("loss ") else f"loss of {clean(name)}"
 
 
 def bytes_text(num_bytes: int | None) -> str:
-    """Return a size in the largest binary unit that keeps it at 1 or above."""
+    """Return a size in the largest binary unit in which it is at least 1."""
     if num_bytes is None:
         return UNKNOWN
     value, exponent = byte_scale(num_bytes)
@@ -125,7 +125,7 @@ def ms_text(time_ms: float | None) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return how long something took, as a person would say it."""
+    """Return a duration as a person would say it."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -136,7 +136,7 @@ def duration_text(seconds: float) -> str:
 
 
 def share_text(share: float) -> str:
-    """Return a share of a whole in percent; what is there never reads as nothing, nor almost all as all."""
+    """Return a share of a whole in percent; a small share never reads as 0%, nor one below the whole as 100%."""
     percent = 100 * share
     if 0 < percent < 0.1:
         return "<0.1%"
@@ -146,7 +146,7 @@ def share_text(share: float) -> str:
 
 
 def scale_text(scale: float | None) -> str:
-    """Return a loss scale; powers of two that are long in digits are written as powers."""
+    """Return a loss scale; powers of two with many digits are written as powers."""
     if scale is None:
         return "none"
     if not math.isfinite(scale) or scale <= 0:
@@ -159,7 +159,7 @@ def scale_text(scale: float | None) -> str:
 
 
 def mean_text(count: float) -> str:
-    """Return a mean of counts: whole where it is whole, one decimal where it is not."""
+    """Return a mean of counts: an integer as such, anything else with one decimal."""
     return f"{count:.0f}" if float(count).is_integer() else f"{count:.1f}"
 
 
@@ -169,7 +169,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Return words as a sentence lists them: ``a, b and c``."""
+    """Return words as a list in a sentence: ``a, b and c``."""
     *head, last = words
     return f"{', '.join(head)} and {last}" if head else last
 

@@ -1,9 +1,9 @@
-"""Records as one HTML file that needs nothing else: no network, no neighbour files."""
+"""Records as self-contained HTML files, which need neither the network nor other files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -14,33 +14,17 @@ from markupsafe import Markup, escape
 
 from mezzo.records import AnyRecord, CompareRecord
 from mezzo.records.files import write_whole
-from mezzo.report import audit, fallback, figures, ranges, together
 from mezzo.report.figures import Plot
-from mezzo.report.plotting import policy_colours
-from mezzo.report.views import sheet_of
+from mezzo.report.together import together_sheet
+from mezzo.report.views import VIEWS
 
 _JSON = {"allow_nan": False, "separators": (",", ":")}
 
 
-_PLOTS: dict[str, Callable[[Any], Sequence[Plot]]] = {
-    "run": figures.run_plots,
-    "compare": figures.compare_plots,
-    "audit": audit.audit_plots,
-    "fallback": fallback.fallback_plots,
-    "ranges": ranges.ranges_plots,
-}
-"""The figures of a record's page."""
-
-
 def render_html(record: AnyRecord) -> str:
     """Return ``record`` as one page."""
-    sheet = sheet_of(record)
-    plots = _PLOTS[record.kind](record) if record.kind in _PLOTS else []
-    colours = {}
-    if isinstance(record, CompareRecord):
-        # The sheet's names are cleaned, the record's are not; both stand for the same colours in the same order.
-        colours = policy_colours(list(dict.fromkeys(line.policy for line in sheet.lines)))
-    return _environment().get_template(f"{record.kind}.html").render(_values(record.kind, sheet, plots, colours))
+    view = VIEWS[record.kind]
+    return _page(record.kind, view.sheet(record), view.plots(record))
 
 
 def write_html(record: AnyRecord, path: Path) -> None:
@@ -50,21 +34,14 @@ def write_html(record: AnyRecord, path: Path) -> None:
 
 def write_together(records: Sequence[CompareRecord], path: Path) -> None:
     """Write several comparisons as one page to ``path``, whole or not at all."""
-    values = _values("together", together.together_sheet(records), [], {})
-    write_whole(_environment().get_template("together.html").render(values), path)
+    write_whole(_page("together", together_sheet(records)), path)
 
 
-def _values(kind: str, sheet: Any, plots: Sequence[Plot], colours: dict[str, str]) -> dict[str, Any]:
+def _page(kind: str, sheet: Any, plots: Sequence[Plot] = ()) -> str:
     drawn = {plot.name: plot.figure for plot in plots if plot.figure is not None}
     library = _plotly_js() if drawn else ""
-    return {
-        "kind": kind,
-        "sheet": sheet,
-        "plots": plots,
-        "drawn": drawn,
-        "colours": colours,
-        "library": library,
-    }
+    template = _environment().get_template(f"{kind}.html")
+    return template.render(kind=kind, sheet=sheet, plots=plots, drawn=drawn, library=library)
 
 
 @cache
@@ -76,18 +53,18 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = _JSON  # and tojson escapes <, > and & for a script element
+    environment.policies["json.dumps_kwargs"] = _JSON  # tojson also escapes <, > and & for a script element
     environment.filters["breakable"] = _breakable
     return environment
 
 
 def _breakable(policy: str) -> Markup:
-    # A long policy text wraps between its fields, not inside a word.
+    # A long policy text wraps between fields, not inside a word.
     return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[:=+.,])", policy))
 
 
 @cache
 def _plotly_js() -> Markup:
-    # The file itself: importing plotly's Python side takes a second and is not needed to inline it.
+    # Read the file directly: importing plotly takes a second, and inlining its script does not need it.
     script = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     return Markup(script.replace("</script", "<\\/script"))

@@ -1,6 +1,6 @@
-"""What all plots share: plain dicts in plotly's schema, so that drawing needs no plotly and a test can read every point.
+"""What all plots share. Figures are plain dicts in plotly's schema: they need no plotly, and a test can read every point.
 
-Colours of text, grid and background are the page's to set, because it knows whether it is light or dark.
+The page sets the colours of text, grid and background, because it knows whether it is light or dark.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from mezzo.report import formatting as fmt
 
 Figure = dict[str, Any]
-"""``data`` and ``layout`` as plotly takes them, or a part of them."""
+"""``data`` and ``layout`` as plotly expects them, or a part of either."""
 
 POLICY_COLOURS = (
-    "#8a93a3",  # the baseline stays grey, so that the eye goes to what is compared with it
+    "#8a93a3",  # grey for the baseline, so that the eye goes to what is compared with it
     "#4f86f7",
     "#e8893a",
     "#3fae8f",
@@ -56,12 +56,12 @@ def base_layout(*, height: int, xaxis: Figure, yaxis: Figure) -> Figure:
 
 
 def label(policy: str) -> str:
-    """Return ``policy`` as plotly may show it, short enough for a narrow page."""
+    """Return ``policy`` as a plotly label, short enough for a narrow page."""
     # plotly reads a few HTML tags in its labels; a policy's name is text.
     return escape(fmt.shortened(fmt.clean(policy), length=_LABEL_LENGTH), quote=False)
 
 
 def json_number(value: float) -> float | None:
-    """Return ``value`` as the page carries it; None draws nothing."""
-    # Six digits are finer than a screen, and halve the page; JSON has no NaN.
+    """Return ``value`` as the page stores it; None draws nothing."""
+    # Six digits are finer than a screen and halve the page. JSON has no NaN.
     return float(f"{value:.6g}") if math.isfinite(value) else None

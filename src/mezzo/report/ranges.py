@@ -1,4 +1,4 @@
-"""Where a script's values lie, as display strings and as plots: the loss scale to begin with stands first."""
+"""A script's ranges as display strings and plots: the initial loss scale comes first."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KIND_COLOURS = {
 }
 _FORMAT_COLOURS = ("#8a93a3", "#46b3d1", "#c9a227", "#b0673f")
 _SHOWN = 10
-"""Tensors that the terminal lists; the page has all."""
+"""Number of tensors that the terminal lists; the page has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowLine:
-    """Hold the scale window of one format."""
+    """The scale window of one format."""
 
     format: str
     window: str
@@ -40,7 +40,7 @@ class WindowLine:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLine:
-    """Hold one tensor in a row."""
+    """One tensor, as a row of a table."""
 
     kind: str
     name: str
@@ -53,7 +53,7 @@ class TensorLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleLine:
-    """Hold what one scale loses of the gradients in each format."""
+    """The share of gradients that one scale loses in each format."""
 
     scale: str
     lost: list[str]
@@ -61,7 +61,7 @@ class ScaleLine:
 
 @dataclass(frozen=True, kw_only=True)
 class RangesSheet:
-    """Hold what a view says of where values lie."""
+    """The words and tables of a ranges record, ready for any view."""
 
     title: str
     script: str
@@ -75,7 +75,7 @@ class RangesSheet:
     kinds: list[TensorLine]
     tensors: list[TensorLine]
     tightest: list[TensorLine]
-    """The tensors that lose most, for a view that has no room for all."""
+    """The tensors that lose the most, for a view without room for all."""
     formats: list[str]
     scales: list[ScaleLine]
     notes: list[Fact]
@@ -85,7 +85,7 @@ class RangesSheet:
 
 
 def ranges_sheet(record: RangesRecord) -> RangesSheet:
-    """Return what a view says of ``record``."""
+    """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.run.script).name)
     window = _judged(record)
     tensors = [_tensor_line(t, record.format) for t in record.tensors]
@@ -262,7 +262,7 @@ def _broken(infinite: int, nan: int) -> str:
 
 
 def _tightest(record: RangesRecord) -> list[int]:
-    """Return the numbers of the gradients with the highest lower end, and of forward values that overflow, first."""
+    """Return tensors by index, the most critical first: forward values that overflow, then gradients by lower end."""
     form = record.format
 
     def order(number: int) -> tuple[bool, int]:
@@ -275,7 +275,7 @@ def _tightest(record: RangesRecord) -> list[int]:
 
 
 def _scale_lines(record: RangesRecord) -> list[ScaleLine]:
-    """Return every scale at which some format neither loses nothing nor everything."""
+    """Return the losses of every format at every scale of the record."""
     curves = [_lost(record, w.format) for w in record.windows]
     lines = []
     for place in range(len(curves[0][0]) if curves else 0):
@@ -286,7 +286,7 @@ def _scale_lines(record: RangesRecord) -> list[ScaleLine]:
 
 
 def _lost(record: RangesRecord, form: str) -> tuple[list[float], list[float]]:
-    """Return the shares of all gradient values that become zero and that overflow, scale by scale."""
+    """Return the shares of all gradient values that become zero and that overflow, for each scale."""
     kinds = [k for k in record.kinds if k.kind in GRADIENTS]
     casts: list[Casts] = [c for k in kinds for c in k.casts if c.format == form]
     total = sum(k.histogram.total for k in kinds) or 1

@@ -1,4 +1,4 @@
-"""Choose the points of a series that a plot needs, so that a page of long runs stays small and hides nothing."""
+"""The points of a series that a plot needs, so that a page of long runs stays small and hides nothing."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SERIES_LIMIT = 2000
-"""Points above which a series is thinned."""
+"""Number of points above which a series is thinned."""
 _FIGURE_LIMIT = 25_000  # keeps the page under 6 MB with many runs: about 16 bytes a point, several figures
 _SMALLEST_LIMIT = 120
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Hold a run of steps whose values are not finite; ``start`` and ``stop`` are indices, ``stop`` is excluded."""
+    """A run of steps whose values are not finite; ``start`` and ``stop`` are indices, ``stop`` is excluded."""
 
     start: int
     stop: int
@@ -28,9 +28,9 @@ def series_limit(num_series: int) -> int:
 
 
 def kept_indices(values: Sequence[float], *, limit: int = SERIES_LIMIT) -> list[int]:
-    """Return at most ``limit`` indices of ``values`` in order, of each stretch its lowest, highest and first non-finite one.
+    """Return at most ``limit`` indices of ``values`` in order: of each bucket the lowest, highest and first non-finite value.
 
-    A mean would hide the spikes that a person looks for.
+    A mean would hide the spikes that matter.
     """
     if len(values) <= limit:
         return list(range(len(values)))
@@ -53,7 +53,7 @@ def _telling(values: Sequence[float], bucket: range) -> list[int]:
 
 
 def changes(values: Sequence[float]) -> list[int]:
-    """Return the indices where ``values`` changes, and both ends: all that a staircase needs."""
+    """Return the indices where ``values`` changes, and both ends: the points of a staircase."""
     last = len(values) - 1
     return [i for i, v in enumerate(values) if i in (0, last) or v != values[i - 1]]
 

@@ -1,4 +1,4 @@
-"""Records as display strings: everything that a view says in words, built once for the terminal and the page.
+"""Records as display strings: all words of a view, built once for the terminal and the page.
 
 A sheet holds no markup. Text that came from a script or a model passes ``clean`` here; the views escape it for their
 medium.
@@ -38,7 +38,7 @@ _ENVIRONMENT_LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """Hold one line of a table: what, its value and, where there is one, why."""
+    """One line of a table: what, its value and, if there is one, the reason."""
 
     what: str
     value: str
@@ -48,7 +48,7 @@ class Fact:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Hold the part of a whole that one format has."""
+    """The share of one format."""
 
     format: str
     text: str
@@ -58,7 +58,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLine:
-    """Hold the memory of one policy by kind."""
+    """The memory of one policy by kind."""
 
     policy: str
     kinds: list[Fact]
@@ -67,7 +67,7 @@ class MemoryLine:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLine:
-    """Hold one run in a row."""
+    """One run, as a row of a table."""
 
     policy: str
     seed: str
@@ -82,7 +82,7 @@ class RunLine:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSheet:
-    """Hold what a view says of one run."""
+    """The words and tables of one run, ready for any view."""
 
     title: str
     script: str
@@ -102,7 +102,7 @@ class RunSheet:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSheet:
-    """Hold what a view says of one device."""
+    """The words and tables of one device, ready for any view."""
 
     name: str
     details: str
@@ -111,7 +111,7 @@ class DeviceSheet:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSheet:
-    """Hold what a view says of a machine."""
+    """The words and tables of a machine, ready for any view."""
 
     title: str
     headline: str
@@ -119,6 +119,7 @@ class DoctorSheet:
     tf32: list[Fact] = field(default_factory=list)
     advice: list[Fact] = field(default_factory=list)
     environment: list[Fact] = field(default_factory=list)
+    command: str = ""
 
 
 # The first is grey, for the format that the baseline computes in.
@@ -126,7 +127,7 @@ SHARE_COLOURS = ("#98a1b0", "#4f86f7", "#e8893a", "#3fae8f", "#a974e6", "#e0637c
 
 
 def run_sheet(record: RunRecord) -> RunSheet:
-    """Return what a view says of ``record``."""
+    """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.script).name)
     policy = fmt.clean(record.policy)
     share_by_format = record.effective.share_by_format
@@ -149,7 +150,7 @@ def run_sheet(record: RunRecord) -> RunSheet:
 
 
 def doctor_sheet(record: DoctorRecord) -> DoctorSheet:
-    """Return what a view says of ``record``."""
+    """Return the sheet of ``record``."""
     return DoctorSheet(
         title="What this machine can do",
         headline=_doctor_headline(record.devices),
@@ -166,7 +167,7 @@ def facts(reasons: Sequence[Reason]) -> list[Fact]:
 
 
 def environment_facts(environment: Environment, *, framework: str = "") -> list[Fact]:
-    """Return what is known of the machine and the versions; the framework is named where it is not torch."""
+    """Return what is known of the machine and the versions, and the framework if it is not torch."""
     known = [(k, getattr(environment, k)) for k in _ENVIRONMENT_LABELS]
     facts = [Fact(what=_ENVIRONMENT_LABELS[k], value=fmt.clean(str(v))) for k, v in known if v is not None]
     other = framework.partition(" ")[0] not in ("", "torch")
@@ -174,7 +175,7 @@ def environment_facts(environment: Environment, *, framework: str = "") -> list[
 
 
 def memory_kinds(memory: Memory) -> dict[str, int | None]:
-    """Return the bytes of the four kinds by their names for people; None for one that was not measured."""
+    """Return the bytes of the four kinds by display name; None for one that was not measured."""
     return {
         "parameters": memory.parameters_bytes,
         "gradients": memory.gradients_bytes,
@@ -184,7 +185,7 @@ def memory_kinds(memory: Memory) -> dict[str, int | None]:
 
 
 def memory_peaks(memory: Memory) -> dict[str, int | None]:
-    """Return the allocator's peaks where the device has them."""
+    """Return the allocator's peaks, if the device reports them."""
     peaks = {
         "peak allocated": memory.cuda_allocated_bytes,
         "peak reserved": memory.cuda_reserved_bytes,
@@ -193,7 +194,7 @@ def memory_peaks(memory: Memory) -> dict[str, int | None]:
 
 
 def memory_lines(measured: Sequence[tuple[str, Memory]]) -> list[MemoryLine]:
-    """Return the memory of each policy in words, all with the same kinds."""
+    """Return the memory of each policy as display strings, all with the same kinds."""
     sizes = [memory_kinds(memory) | memory_peaks(memory) for _, memory in measured]
     kinds = list(dict.fromkeys(kind for known in sizes for kind in known))
     return [
@@ -242,7 +243,7 @@ def _policies(runs: Iterable[RunRecord]) -> list[str]:
 
 
 def run_line(record: RunRecord) -> RunLine:
-    """Return ``record`` as one row."""
+    """Return ``record`` as a row of a table."""
     return RunLine(
         policy=fmt.clean(record.policy),
         seed=fmt.MISSING if record.seed is None else str(record.seed),
@@ -263,7 +264,7 @@ def final_loss_text(record: RunRecord) -> str:
 
 
 def command_text(command: Sequence[str], environment: Environment) -> str:
-    """Return a command as a shell takes it, the environment variables that matter before it."""
+    """Return a command as a shell line, preceded by the environment variables that matter."""
     variables = [f"{fmt.clean(name)}={shlex.quote(fmt.clean(value))}" for name, value in environment.variables.items()]
     return " ".join([*variables, shlex.join([fmt.clean(part) for part in command])])
 
@@ -275,7 +276,7 @@ def median_ms(times_ms: Sequence[float]) -> float | None:
 
 
 def error_text(record: RunRecord) -> str:
-    """Return what went wrong in a run, or nothing."""
+    """Return the error of a run; empty if there is none."""
     if record.error is not None:
         return fmt.clean(record.error, keep_lines=True)
     return f"the script ended with exit code {record.exit_code}" if record.exit_code else ""
@@ -320,7 +321,7 @@ def _run_facts(record: RunRecord) -> list[Fact]:
 def _doctor_headline(devices: Sequence[DeviceReport]) -> str:
     if not devices:
         return "No device was found"
-    # The processor is listed with the rest; a person asks about the accelerator where there is one.
+    # The headline is about the accelerator if there is one; the table lists the processor too.
     best = next((d for d in devices if d.kind != "cpu"), devices[0])
     native = [fmt.clean(f.format) for f in best.formats if f.level == "native"]
     name = fmt.clean(best.name)

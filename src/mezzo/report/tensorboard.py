@@ -1,4 +1,4 @@
-"""Records as TensorBoard event files: what is a number by step as scalars, values by exponent as histograms, the whole report as text.
+"""Records as TensorBoard event files: numbers by step as scalars, values by exponent as histograms, the report as text.
 
 A run is one folder. A comparison is one folder for the table and one for every run in it, so that TensorBoard draws the
 policies into the same plots. The files are written by tensorboardX, which needs neither torch nor TensorFlow.
@@ -26,7 +26,7 @@ _TEXT_WIDTH = 110
 
 
 def write_events(record: AnyRecord, folder: Path) -> None:
-    """Write ``record`` into ``folder``, beside what other records wrote there."""
+    """Write ``record`` to ``folder``, next to other records' events."""
     with _writer(folder) as writer:
         writer.add_text("report", f"```\n{_text(record)}\n```")
         if isinstance(record, RunRecord):
@@ -63,7 +63,7 @@ def _add_run(writer: SummaryWriter, record: RunRecord) -> None:
     for column in _STEP_COLUMNS:
         for number, value in enumerate(getattr(record.steps, column), start=1):
             if column == "grad_norm" and math.isnan(value) and not record.steps.skipped[number - 1]:
-                continue  # it was not taken
+                continue  # not measured
             writer.add_scalar(f"step/{column}", float(value), number)
     if record.metric is not None:
         for number, value in zip(record.metric.steps, record.metric.values, strict=True):

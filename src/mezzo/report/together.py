@@ -15,18 +15,18 @@ from mezzo.report.verdicts import VerdictLine
 
 @dataclass(frozen=True, kw_only=True)
 class TogetherLine:
-    """Hold one policy of one comparison."""
+    """One policy of one comparison."""
 
     line: VerdictLine
     formats: str
-    """What really ran in which format."""
+    """The formats that really ran."""
     left_alone: list[str]
     """What could not be switched, in sentences."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedScript:
-    """Hold one comparison."""
+    """One comparison."""
 
     script: str
     framework: str
@@ -37,17 +37,18 @@ class ComparedScript:
 
 @dataclass(frozen=True, kw_only=True)
 class TogetherSheet:
-    """Hold what a view says of several comparisons."""
+    """The words and tables of several comparisons, ready for any view."""
 
     title: str
     headline: str
     method: str
     groups: list[ComparedScript]
     environment: list[Fact]
+    command: str = ""
 
 
 def together_sheet(records: Sequence[CompareRecord]) -> TogetherSheet:
-    """Return what a view says of ``records`` side by side; each is judged by its own baseline."""
+    """Return ``records`` side by side; each is judged against its own baseline."""
     groups = [_group(record) for record in records]
     frameworks = list(dict.fromkeys(group.framework for group in groups))
     return TogetherSheet(

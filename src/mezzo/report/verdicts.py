@@ -1,4 +1,4 @@
-"""A comparison as display strings: the headline, the verdict table and what stands behind it."""
+"""A comparison as display strings: the headline, the verdict table and the evidence."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import PurePath
 from mezzo.records import CompareRecord, Difference, Row, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report import sheets
+from mezzo.report.plotting import policy_colours
 from mezzo.report.sheets import Fact, MemoryLine, RunLine, Share
 
 EMULATED = "emulated"
@@ -26,7 +27,7 @@ VERDICT_TONES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Hold a quantity of one policy beside the baseline's."""
+    """A quantity of one policy, compared with the baseline's."""
 
     value: str
     difference: str = ""
@@ -35,9 +36,11 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictLine:
-    """Hold one row of the verdict table."""
+    """One row of the verdict table."""
 
     policy: str
+    colour: str
+    """The policy's colour in the plots."""
     verdict: str
     tone: str
     step: str
@@ -55,7 +58,7 @@ class VerdictLine:
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveLine:
-    """Hold what one policy really ran in which format."""
+    """The formats that really ran under one policy."""
 
     policy: str
     emulated: bool
@@ -65,7 +68,7 @@ class EffectiveLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Hold one policy in sentences."""
+    """One policy in sentences."""
 
     policy: str
     facts: list[Fact]
@@ -73,7 +76,7 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSheet:
-    """Hold what a view says of a comparison."""
+    """The words and tables of a comparison, ready for any view."""
 
     title: str
     script: str
@@ -93,11 +96,12 @@ class CompareSheet:
 
 
 def compare_sheet(record: CompareRecord) -> CompareSheet:
-    """Return what a view says of ``record``."""
+    """Return the sheet of ``record``."""
     script = record.runs[0].script if record.runs else ""
     policies = fmt.listed([fmt.clean(row.policy) for row in record.rows] or ["no policy"])
     headline, details = _headline(record)
     names = list(dict.fromkeys(name for row in record.rows for name in row.losses))
+    colours = policy_colours([row.policy for row in record.rows])
     return CompareSheet(
         title=f"{fmt.clean(PurePath(script).name) or 'comparison'}: {policies}",
         script=fmt.clean(script),
@@ -106,7 +110,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         method=_method(record),
         loss_heads=[f"final {fmt.loss_title(name)}" for name in names] or ["final loss"],
         metric_name=_metric_name(record),
-        lines=[_verdict_line(row, names) for row in record.rows],
+        lines=[_verdict_line(row, names, colour=colours[row.policy]) for row in record.rows],
         memory=sheets.memory_lines([(row.policy, row.memory) for row in record.rows]),
         effective=_effective(record),
         effective_note=sheets.shares_note(*record.runs),
@@ -118,7 +122,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
 
 
 def framework_of(record: CompareRecord) -> str:
-    """Return what the script trains in: what the runs that trained say, which know its versions."""
+    """Return the script's framework, from the runs that trained: these know its versions."""
     frameworks = [run.framework for run in record.runs if len(run.steps)] or [run.framework for run in record.runs]
     return next(iter(frameworks), "")
 
@@ -129,7 +133,7 @@ def runs_of(record: CompareRecord, policy: str) -> list[RunRecord]:
 
 
 def verdict_text(verdict: str) -> str:
-    """Return a verdict as people read it."""
+    """Return a verdict as words."""
     return verdict.replace("_", " ")
 
 
@@ -218,11 +222,12 @@ def _metric_name(record: CompareRecord) -> str:
     return fmt.clean(names[0]) if names else "metric"
 
 
-def _verdict_line(row: Row, names: Sequence[str]) -> VerdictLine:
+def _verdict_line(row: Row, names: Sequence[str], *, colour: str) -> VerdictLine:
     is_baseline = row.verdict == "baseline"
     losses = [row.losses.get(name) for name in names] if names else [row.loss]
     return VerdictLine(
         policy=fmt.clean(row.policy),
+        colour=colour,
         verdict=verdict_text(row.verdict),
         tone=VERDICT_TONES[row.verdict],
         step=fmt.ms_text(row.step_ms),

@@ -25,6 +25,7 @@ from mezzo.compat.apex import amp, normalization, optimizers
 from mezzo.compat.apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 from mezzo.compat.apex.parallel.LARC import LARC
 from mezzo.launch.targets import Target
+from mezzo.policy import Policy
 
 
 @pytest.fixture(autouse=True)
@@ -260,6 +261,7 @@ from mezzo.cli.standins import stand_in_for
 from mezzo.launch import child
 from mezzo.launch.request import Request
 from mezzo.launch.targets import Target
+from mezzo.policy import Policy
 from mezzo.records import read_record
 
 found = {}
@@ -268,7 +270,7 @@ for name in ("plain.py", "train.py"):
         target=name,
         kind="script",
         arguments=("--lr", "0.1"),
-        stand_in=stand_in_for(Target(name, module=False), policy="fp16"),
+        stand_in=stand_in_for(Target(name, module=False), policy=Policy.parse("fp16")),
         policy="fp16",
         record_path=name + ".json",
         command=(),
@@ -361,10 +363,10 @@ def test_a_script_that_may_do_without_apex_is_left_alone(tmp_path: Path) -> None
     script = tmp_path / "train.py"
     target = Target(str(script), module=False)
     script.write_text("def half():\n    from apex import amp\n")
-    assert stand_in_for(target, policy="as-is") is None
-    assert stand_in_for(target, policy="fp16") is not None
+    assert stand_in_for(target, policy=None) is None
+    assert stand_in_for(target, policy=Policy.parse("fp16")) is not None
     script.write_text("try:\n    from apex import amp\nexcept ImportError:\n    amp = None\n")
-    assert stand_in_for(target, policy="fp16") is None
+    assert stand_in_for(target, policy=Policy.parse("fp16")) is None
 
 
 ERRORS = [

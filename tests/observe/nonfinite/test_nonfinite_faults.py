@@ -14,13 +14,12 @@ import pytest
 import torch
 
 import faults
-from mezzo.launch.request import Request
+from mezzo.launch.request import Request, policy_text
 from mezzo.launch.several.passes import diagnose_script
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
 from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.observer import StopScript
-from mezzo.policy import Policy
 from mezzo.records import (
     AS_IS,
     AnyRecord,
@@ -47,9 +46,8 @@ def _fresh() -> Iterator[None]:
 
 def run_here(script: Callable[[], None], request: Request) -> AnyRecord:
     """Run ``script`` in this process as the child process would."""
-    policy = None if request.policy == AS_IS else Policy.parse(request.policy)
     error: Exception | None = None
-    with switched(policy, observe=request.observe) as (run, _):
+    with switched(request.policy, observe=request.observe) as (run, _):
         for action in (script, run.close_update):
             try:
                 action()
@@ -61,7 +59,7 @@ def run_here(script: Callable[[], None], request: Request) -> AnyRecord:
         command=[],
         script=request.target,
         script_sha256="",
-        policy=request.policy,
+        policy=policy_text(request.policy),
         environment=environment("cpu"),
         steps=run.recorder.steps(),
         exit_code=int(error is not None),

@@ -43,7 +43,8 @@ def fallback_of_script(
     runs.mkdir(parents=True)
     try:
         measure = _Children(request, runs)
-        policy = Policy.of(request.policy)
+        policy = request.policy
+        assert policy is not None
 
         def command(kind: str, under: str) -> str:
             module = ["-m"] if request.kind == "module" else []
@@ -65,7 +66,7 @@ class _Children:
         output = self._folder / f"{settings.name}.log"
         request = self._request.model_copy(
             update={
-                "policy": str(policy),
+                "policy": policy,
                 "observe": settings,
                 "record_path": str(self._folder / f"{settings.name}.record.json"),
             }

@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
+from mezzo.formats import FP16
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
-from mezzo.launch.request import Request
+from mezzo.launch.request import Request, policy_text
 from mezzo.launch.runner import diagnose_child
 from mezzo.launch.several.trying import Trials, inspected
 from mezzo.observe.nonfinite import fixes, words
 from mezzo.observe.nonfinite.trend import trend_of
 from mezzo.observe.settings import DiagnoseSettings
-from mezzo.records import AS_IS, AnyRecord, DiagnoseRecord, Pass, Reason, RunRecord
+from mezzo.policy import Policy
+from mezzo.records import AnyRecord, DiagnoseRecord, Pass, Reason, RunRecord
 
 _MAX_SUSPECTS = 3
 _RAISED = (1, ScaleFloorError.exit_code, NonFiniteLossError.exit_code)
@@ -112,7 +114,7 @@ class _Passes:
             return found
         if found.verdict == "scale_overflow":
             return self._at_scale_one(found)
-        return found if self._request.policy == "fp32" else self._in_fp32(found)
+        return found if policy_text(self._request.policy) == "fp32" else self._in_fp32(found)
 
     def _at_scale_one(self, found: DiagnoseRecord) -> DiagnoseRecord:
         step = found.step
@@ -131,7 +133,7 @@ class _Passes:
 
     def _in_fp32(self, found: DiagnoseRecord) -> DiagnoseRecord:
         step = found.step
-        third = self._run(DiagnoseSettings(steps=(step,)), f"in FP32, to step {step}", policy="fp32")
+        third = self._run(DiagnoseSettings(steps=(step,)), f"in FP32, to step {step}", policy=Policy.parse("fp32"))
         fails = isinstance(third, DiagnoseRecord) and third.verdict not in ("healthy", "unfinished")
         reached = isinstance(third, DiagnoseRecord) and (fails or step in third.passes[0].watched)
         if not isinstance(third, DiagnoseRecord) or not reached:
@@ -152,7 +154,7 @@ class _Passes:
         return found.model_copy(update=update)
 
     def _format(self) -> str:
-        return "fp16" if self._request.policy == AS_IS else self._request.policy.split(":")[0].split("-")[0]
+        return FP16.name if self._request.policy is None else self._request.policy.compute
 
     def _fixed(self, found: DiagnoseRecord, first: DiagnoseRecord) -> DiagnoseRecord:
         """Return the record with a fix that was tried, or with the reason why it was not."""
@@ -164,7 +166,7 @@ class _Passes:
         last = max(found.step, len(first.run.steps)) if of_scale else found.step
         return Trials(self._run, self._say).fixed(found, last=last)
 
-    def _run(self, settings: DiagnoseSettings, why: str, *, policy: str | None = None) -> AnyRecord:
+    def _run(self, settings: DiagnoseSettings, why: str, *, policy: Policy | None = None) -> AnyRecord:
         """Run the script; what it prints from the second time on goes to a file beside the record."""
         number = len(self._passes) + 1
         if number > 1:
@@ -175,7 +177,7 @@ class _Passes:
         update: dict[str, Any] = {"observe": settings, "policy": policy}
         if output is not None:
             update |= {"output_to_stderr": False, "record_path": str(path.with_name(f"pass{number}.json"))}
-        self._passes.append(Pass(policy=policy, reason=why))
+        self._passes.append(Pass(policy=policy_text(policy), reason=why))
         record = self._child(self._request.model_copy(update=update), output=output)
         if number > 1 and self._stop.stopped:
             self._say(f"stopped by {self._stop.name}")

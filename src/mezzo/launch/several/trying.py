@@ -45,7 +45,7 @@ class Trials:
         waiting, steps = fixes.offers_for(found), max(last, found.step + _SETTLING)
         while waiting and len(self._tried) < _MOST:
             offer = waiting.pop(0)
-            if not offer.policy:
+            if not offer.can_run:
                 continue
             again = self._ran(offer, steps)
             if isinstance(again, DiagnoseRecord) and _helped(again, last):
@@ -66,7 +66,7 @@ class Trials:
 
     def _without_success(self, found: DiagnoseRecord) -> DiagnoseRecord:
         offers = fixes.offers_for(found)
-        untried = next((offer for offer in offers if not offer.policy), None)
+        untried = next((offer for offer in offers if not offer.can_run), None)
         if untried is not None:
             return fixes.offered(found.model_copy(update={"fix": "", "fix_line": ""}))
         if not offers:
@@ -84,7 +84,7 @@ class Trials:
 def _with(found: DiagnoseRecord, offer: Offer, again: DiagnoseRecord) -> DiagnoseRecord:
     count = len(again.run.steps)
     rest = "nothing is wrong" if again.verdict == "healthy" else f"the next fault is in step {again.step}"
-    how = f"under {offer.policy}" if offer.policy != found.run.policy else "with it"
+    how = "with it" if offer.policy is None or str(offer.policy) == found.run.policy else f"under {offer.policy}"
     note = f"tried: the script ran {count} step{'s' if count != 1 else ''} {how}, and {rest}"
     note = "; ".join(filter(None, [note, fixes.in_the_script(found)]))
     update = {"fix": offer.advice, "fix_line": offer.line, "fix_tried": True, "fix_note": note}
@@ -106,7 +106,7 @@ def _more(offer: Offer, found: DiagnoseRecord, again: AnyRecord) -> Offer | None
     if not isinstance(again, DiagnoseRecord) or not again.pattern or not kept or len(kept) >= _MOST_MODULES:
         return None
     names = outermost((*kept, again.pattern))
-    keeps_modules = bool(offer.fp32_modules) or "fp32_modules" in offer.policy
+    keeps_modules = bool(offer.fp32_modules or (offer.policy and offer.policy.fp32_modules))
     same = again.pattern in kept or again.verdict not in ("range_overflow", "silent_saturation")
     return None if same or not keeps_modules else fixes.wider(found, names)
 

@@ -31,12 +31,11 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.autocast_kernels import open_table
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import to_format
-from mezzo.formats import BF16, FP16, FP32
+from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
 
 _FP32 = FP32.dtype
-_HALF = (FP16.dtype, BF16.dtype)
 
 
 class Regions:
@@ -236,9 +235,9 @@ def _content(cell: CellType) -> Any:
 
 
 def _half_to_fp32(output: Any) -> Any:
-    if type(output) is Tensor:  # mostly
-        return output.to(_FP32) if output.dtype in _HALF else output
-    return to_format(output, _FP32)
+    return (
+        output if type(output) is Tensor and output.dtype is _FP32 else to_format(output, _FP32)
+    )  # mostly nothing to do
 
 
 def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -127,7 +127,7 @@ Judged = tuple[FallbackVerdict, str, Names, RunRecord]
 
 def _judge(hunt: Hunt) -> Judged:
     hunt.note("FP32, every module by itself")
-    settings = FallbackSettings(steps=hunt.steps, policy=str(hunt.policy), folder=hunt.folder)
+    settings = FallbackSettings(steps=hunt.steps, policy=hunt.policy, folder=hunt.folder)
     reference, run = hunt.measure(Policy.parse("fp32"), settings)
     hunt.local = _ranked(reference.local, hunt.policy)
     hunt.steps = tuple(step.step for step in reference.steps)

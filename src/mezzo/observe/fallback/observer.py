@@ -29,7 +29,6 @@ from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.fallback.local_errors import Bench, Calls
 from mezzo.observe.observer import ObservedRun, Observer, StopScript
 from mezzo.observe.settings import FallbackSettings
-from mezzo.policy import Policy
 from mezzo.records import RunRecord
 
 REFERENCE = "reference.pt"
@@ -193,7 +192,7 @@ class Fallback(Observer):
             names.setdefault(root, (type(root).__name__, True))
         self.run.in_backward = self._probing = True
         try:
-            bench = Bench(Policy.parse(self._settings.policy), self.run.device_type or "cpu")
+            bench = Bench(self._settings.policy, self.run.device_type or "cpu")
             self._local = bench.measure(calls, names)
         finally:
             self.run.in_backward, self._probing = was_backward, False

@@ -30,12 +30,17 @@ class Offer(NamedTuple):
 
     advice: str
     line: str
-    policy: str = ""
-    """What to run the script under to try it; empty where it cannot be tried."""
+    policy: Policy | None = None
+    """What to run the script under to try it; None for the run's own."""
     loss_scale: float | None = None
     """The loss scale to begin with, where the script has a scaler of its own."""
     fp32_modules: tuple[str, ...] = ()
     """Modules to keep in FP32 where the script's own precision is left alone."""
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a run can try it; a change of the script's own lines cannot be tried."""
+        return self.policy is not None or self.loss_scale is not None or bool(self.fp32_modules)
 
 
 def offered(
@@ -46,7 +51,7 @@ def offered(
     if not offers:
         return found
     first = offers[0]
-    note = f"not tried: {untried if first.policy else _IN_SCRIPT}"
+    note = f"not tried: {untried if first.can_run else _IN_SCRIPT}"
     return found.model_copy(update={"fix": first.advice, "fix_line": first.line, "fix_note": note})
 
 
@@ -81,10 +86,10 @@ def wider(found: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
     names = " and ".join(modules)
     if found.run.policy == AS_IS:
         line = "with torch.autocast(x.device.type, enabled=False):  # in their forward, on x.float()"
-        return Offer(f"turn autocast off inside {names}", line, AS_IS, None, modules)
+        return Offer(f"turn autocast off inside {names}", line, None, None, modules)
     policy = Policy.of(found.run.policy)
     kept = policy.replace(fp32_modules=tuple(dict.fromkeys((*policy.fp32_modules, *modules))))
-    return Offer(f"keep {names} in FP32", f'policy = "{kept}"', str(kept))
+    return Offer(f"keep {names} in FP32", f'policy = "{kept}"', kept)
 
 
 # --- loss scales -----------------------------------------------------------------------------------------------------------------
@@ -102,10 +107,10 @@ def _for_scale(found: DiagnoseRecord) -> list[Offer]:
     scale = 2.0**exponent
     if found.run.policy == AS_IS:
         line = f"scaler = torch.amp.GradScaler(init_scale={scale})"
-        return [Offer(f"begin with a loss scale of {scale:g}", line, AS_IS, scale), *bf16]
+        return [Offer(f"begin with a loss scale of {scale:g}", line, None, scale), *bf16]
     policy = Policy.of(found.run.policy).replace(loss_scale="dynamic", init_scale=scale)
     advice = f"begin with a loss scale of {scale:g} and let it be dynamic"
-    return [Offer(advice, f'policy = "{policy}"', str(policy)), *bf16]
+    return [Offer(advice, f'policy = "{policy}"', policy), *bf16]
 
 
 def _for_vanished(found: DiagnoseRecord) -> list[Offer]:
@@ -113,12 +118,12 @@ def _for_vanished(found: DiagnoseRecord) -> list[Offer]:
     bf16 = _bf16(found)
     if found.run.policy != AS_IS:
         policy = Policy.of(found.run.policy).replace(loss_scale="dynamic", init_scale=_DEFAULT_SCALE)
-        return [Offer("multiply the loss by a dynamic loss scale", f'policy = "{policy}"', str(policy)), *bf16]
+        return [Offer("multiply the loss by a dynamic loss scale", f'policy = "{policy}"', policy), *bf16]
     if found.own_scaler:
         line = f"scaler = torch.amp.GradScaler(init_scale={_DEFAULT_SCALE})"
-        return [Offer(f"begin with a loss scale of {_DEFAULT_SCALE:g}", line, AS_IS, _DEFAULT_SCALE), *bf16]
+        return [Offer(f"begin with a loss scale of {_DEFAULT_SCALE:g}", line, None, _DEFAULT_SCALE), *bf16]
     line = "scaler = torch.amp.GradScaler()  # scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
-    return [Offer("multiply the loss by a loss scale", line, FP16.name), *bf16]
+    return [Offer("multiply the loss by a loss scale", line, Policy.parse(FP16.name)), *bf16]
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------------------
@@ -145,14 +150,14 @@ def _operation(found: DiagnoseRecord) -> list[Offer]:
         changed = policy.replace(fp32=tuple(dict.fromkeys((*policy.fp32, name))), **lists)
     except PolicyError:  # an operation that no list has
         return []
-    return [Offer(f"compute {name} in FP32", f'policy = "{changed}"', str(changed))] if changed != policy else []
+    return [Offer(f"compute {name} in FP32", f'policy = "{changed}"', changed)] if changed != policy else []
 
 
 def _bf16(found: DiagnoseRecord) -> list[Offer]:
     advice = "train in BF16, which has FP32's range"
     if found.run.policy == AS_IS:
         line = "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler"
-        return [Offer(advice, line, "bf16")] if found.format == FP16.name else []
+        return [Offer(advice, line, Policy.parse("bf16"))] if found.format == FP16.name else []
     policy = Policy.of(found.run.policy)
     if policy.compute != FP16.name:
         return []
@@ -161,7 +166,7 @@ def _bf16(found: DiagnoseRecord) -> list[Offer]:
         name: getattr(policy, name) for name in ("lower", "fp32", "widest", "fp32_modules", "arithmetic", "op_lists")
     }
     changed = plain.replace(**kept)
-    return [Offer(advice, f'policy = "{changed}"', str(changed))]
+    return [Offer(advice, f'policy = "{changed}"', changed)]
 
 
 # --- the script's own lines ------------------------------------------------------------------------------------------------------

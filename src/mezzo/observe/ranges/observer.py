@@ -34,7 +34,6 @@ from mezzo.observe.ranges.casts import Counts
 from mezzo.observe.ranges.listed_formats import ListedFormats
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.observe.settings import RangesSettings
-from mezzo.policy import Policy
 from mezzo.records import RangeKind, RangesRecord, RunRecord
 
 Key: TypeAlias = tuple[RangeKind, str]
@@ -80,7 +79,7 @@ class Ranges(Observer):
     def __init__(self, settings: RangesSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
         self._policy = settings.policy
-        self._formats = ListedFormats(Policy.of(settings.policy))
+        self._formats = ListedFormats(settings.policy)
         self._lowered: set[Key] = set()
         """Counted tensors that have 16 bits under the policy; the op lists keep all others in FP32."""
         self._tables, self._swallowed = Tally(), Tally()

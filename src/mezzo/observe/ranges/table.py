@@ -51,24 +51,23 @@ class ObservedValues:
         return full.removeprefix(f"{self.models[0]}.") if len(self.models) == 1 else full
 
 
-def ranges_record(run: RunRecord, seen: ObservedValues, *, policy: str) -> RangesRecord:
+def ranges_record(run: RunRecord, seen: ObservedValues, *, policy: Policy) -> RangesRecord:
     """Return the record of ``seen``, judged for ``policy``."""
-    judged = Policy.of(policy)
-    target = gradient_format(judged)
+    target = gradient_format(policy)
     ordered = sorted(seen.counts.items(), key=lambda item: KINDS.index(item[0][0]))
-    tensors = [_tensor(kind, name, counts, judged, seen) for (kind, name), counts in ordered]
+    tensors = [_tensor(kind, name, counts, policy, seen) for (kind, name), counts in ordered]
     gradients = {
         (kind, seen.name(name)): counts
         for (kind, name), counts in ordered
-        if kind in GRADIENTS and not _kept(kind, name, judged, seen)
+        if kind in GRADIENTS and not _kept(kind, name, policy, seen)
     }
     windows = [scale_window(gradients, form) for form in CAST_TO]
     if not gradients and any(t.kind in GRADIENTS and t.histogram.nonzero for t in tensors):
-        windows = [w.model_copy(update={"reason": f"{judged.name} keeps every gradient in FP32"}) for w in windows]
+        windows = [w.model_copy(update={"reason": f"{policy.name} keeps every gradient in FP32"}) for w in windows]
     updates = update_losses({seen.name(name): row for name, row in seen.swallowed.items()})
     record = RangesRecord(
         run=run,
-        policy=str(judged),
+        policy=str(policy),
         format=target.name,
         steps_watched=seen.steps,
         first_scale=SCALES.start,
@@ -79,7 +78,7 @@ def ranges_record(run: RunRecord, seen: ObservedValues, *, policy: str) -> Range
         windows=windows,
         updates=updates,
     )
-    return record.model_copy(update={"notes": _notes(record, judged, target, seen)})
+    return record.model_copy(update={"notes": _notes(record, policy, target, seen)})
 
 
 def gradient_format(policy: Policy) -> Format:

@@ -1,0 +1,100 @@
+"""A training script on the command line: checked, run in child processes, its record written and printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import typer
+
+from mezzo.cli import results
+from mezzo.cli.folders import folder_of_rank
+from mezzo.cli.standins import stand_in_for
+from mezzo.cli.words import target_of, typed
+from mezzo.launch.process.command_signals import Stop, stoppable
+
+if TYPE_CHECKING:
+    from mezzo.launch.request import Request
+    from mezzo.policy import Policy
+    from mezzo.records import AnyRecord
+
+R = TypeVar("R", bound="AnyRecord")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A script with the options that every command on a script has."""
+
+    target: str
+    arguments: list[str] | None
+    as_module: bool
+    out: Path | None
+    tensorboard: Path | None
+    as_json: bool
+
+    def check(self, *policies: Policy | None) -> None:
+        """Refuse a target that is not a script or module, or cannot run under a policy; show a syntax error as python does."""
+        from mezzo.launch.targets import check_target, show_syntax_error
+
+        target = target_of(self.target, self.arguments, module=self.as_module)
+        try:
+            check_target(target)
+            for policy in policies:
+                stand_in_for(target, policy=policy)
+        except SyntaxError as error:
+            print(show_syntax_error(error), file=sys.stderr)
+            raise typer.Exit(1) from None
+
+    def request(self, policy: Policy | None, *, folder: Path, **more: Any) -> Request:
+        """Return a request for a child process that writes its record to ``folder``; no policy means the script's own precision."""
+        from mezzo.launch.frameworks import framework_of
+        from mezzo.launch.request import Request
+
+        kind: Literal["script", "module"] = "module" if self.as_module else "script"
+        target = target_of(self.target, self.arguments, module=self.as_module)
+        asked: dict[str, Any] = {"arguments": target.arguments, **more}
+        return Request(
+            target=self.target,
+            kind=kind,
+            framework=framework_of(self.target, kind=kind),
+            stand_in=stand_in_for(target, policy=policy),
+            policy=policy,
+            record_path=str(folder / "record.json"),
+            command=typed(),
+            **asked,
+        )
+
+    def folder(self, name: str, *, leaves: Sequence[str] = ()) -> Path:
+        """Return the folder for the records of this process; ``name`` is part of a new folder's name."""
+        return folder_of_rank(self.out, f"{Path(self.target).stem}-{name}", leaves=leaves)
+
+    def finish(self, record: AnyRecord, folder: Path, *, after_script: bool = False) -> None:
+        """Write ``record`` and its report, and print it."""
+        results.finish(record, folder, as_json=self.as_json, tensorboard=self.tensorboard, after_script=after_script)
+
+
+def run_and_finish(
+    script: Script, run: Callable[[Request], R], *, policy: Policy | None, name: str, **asked: Any
+) -> tuple[R, Stop]:
+    """Run a script that prints to the terminal, then write, report and print its record.
+
+    Args:
+        script: the script, as it was typed.
+        run: runs a request in child processes.
+        policy: the policy to run under; None is the script's own precision.
+        name: part of a new folder's name.
+        asked: more fields of the request.
+
+    Returns:
+        The record, and the signal that stopped the command, if one did.
+    """
+    script.check(policy)
+    folder = script.folder(name)
+    request = script.request(policy, folder=folder, output_to_stderr=script.as_json, **asked)
+    with stoppable() as stop:
+        record = run(request)
+        script.finish(record, folder, after_script=True)
+    return record, stop
