@@ -186,7 +186,7 @@ def test_fallback_does_not_call_it_harmless(case: Case) -> None:
     record = mezzo.fallback(train)
     script = record.run.script.rpartition(".")[2]
     assert fallback_sheet(record).headline.replace(record.run.script.rpartition("/")[2], script) == case.fallback
-    assert "so this says nothing of it" in record.reason
+    assert "so this says nothing about it" in record.reason
     assert [step.what for step in record.next_steps] == ["find out why"]
 
 

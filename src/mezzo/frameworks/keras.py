@@ -173,7 +173,7 @@ def _scale(policy: Policy) -> Choice:
 def _modules(policy: Policy) -> Iterator[Choice]:
     if policy.fp32_modules:
         patterns = ", ".join(policy.fp32_modules)
-        reason = "layers of these names, and what lies in them, get Keras' policy float32"
+        reason = "layers of these names, and the layers in them, get Keras' policy float32"
         yield Choice(what="modules", value=f"{patterns} in fp32", reason=reason)
     if policy.casting == "model" and policy.norms == "fp32":
         reason = "normalisation layers get Keras' policy float32"

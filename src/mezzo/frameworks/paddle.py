@@ -202,7 +202,7 @@ def _with_scale(policy: Policy, settings: dict[str, Any]) -> Policy:
     return policy.replace(loss_scale="dynamic" if dynamic else "static", **fields)
 
 
-# --- in sentences ------------------------------------------------------------------------------------------------------------
+# --- explanations ------------------------------------------------------------------------------------------------------------
 
 
 def explain(policy: Policy) -> list[Choice]:
@@ -234,9 +234,9 @@ def explain_run(policy: Policy, device: Device) -> list[Choice]:
             "of the lower list" if policy.casting == "ops" else "but losses" + (" and norms" * (policy.norms == "fp32"))
         )
         value = f"all {lists} rounded, the rest in fp32"
-        why = "Paddle has hardly any FP16 or BF16 kernels for a CPU; what a 16-bit operation reads is rounded all the same"
+        why = "Paddle has hardly any FP16 or BF16 kernels for a CPU; what a 16-bit operation reads is rounded anyway"
         choices.append(Choice(what="operations", value=value, reason=why))
-        why = "rounded values lie in FP32 tensors, beside those that they were rounded from: a GPU holds half as much"
+        why = "rounded values are kept in FP32 tensors, next to the originals: a GPU needs half as much"
         choices.append(Choice(what="memory", value="of the emulation", reason=why))
     if policy.fp32_modules:
         patterns = ", ".join(policy.fp32_modules)
@@ -304,9 +304,7 @@ def _left_out(policy: Policy) -> list[Choice]:
         bounds = f"{policy.min_scale:g} to {policy.max_scale:g}"
         found.append(left("scale bounds", bounds, "GradScaler has neither a floor nor a ceiling"))
         if policy.hysteresis > 1:
-            why = (
-                "decr_every_n_nan_or_inf counts anew after each backoff, a policy's hysteresis only after a good update"
-            )
+            why = "decr_every_n_nan_or_inf restarts its count after each backoff, a policy's hysteresis only after a good update"
             found.append(left("hysteresis", f"exactly {policy.hysteresis}", why))
         if policy.compute == "bf16":
             found.append(left("loss scale", "dynamic", "GradScaler turns itself off for BF16"))

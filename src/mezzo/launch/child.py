@@ -225,7 +225,7 @@ _TRAINS_BY: dict[Framework, tuple[str, str]] = {
 def _too_short(request: Request, num_steps: int) -> ScriptError:
     steps = () if request.observe is None else request.observe.steps
     return ScriptError(
-        f"{request.target} ended after {num_steps} training step{'s' * (num_steps != 1)}; the steps to watch are {step_text(steps)}",
+        f"{request.target} ended after {num_steps} training step{'s' * (num_steps != 1)}; the steps to observe are {step_text(steps)}",
         hint=f"pass numbers from 1 to {num_steps} with --steps, or arguments that make the script train longer",
     )
 

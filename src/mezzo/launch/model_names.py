@@ -24,10 +24,10 @@ def name_at_hand(parameters: set[int], kind: type, *, libraries: tuple[str, ...]
         kind: the class of models.
         libraries: packages whose frames are skipped.
     """
-    frame, looked = sys._getframe(1), 0
-    while frame is not None and looked < _MAX_FRAMES:
+    frame, num_frames = sys._getframe(1), 0
+    while frame is not None and num_frames < _MAX_FRAMES:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in libraries:
-            looked += 1
+            num_frames += 1
             sizes = _sizes_of_models(frame, kind, holding=parameters)
             if sizes:
                 return min(sizes, key=lambda found: found[0])[1]

@@ -70,8 +70,8 @@ def diagnose_child(request: Request, *, output: Path | None = None, limit_s: flo
     """
     if request.observe is not None and request.framework != "torch":
         raise ScriptError(
-            f"mezzo {request.observe.kind} watches PyTorch's operations; {request.target} imports {request.framework}",
-            hint="mezzo run and mezzo compare take such a script",
+            f"mezzo {request.observe.kind} observes PyTorch's operations; {request.target} imports {request.framework}",
+            hint="mezzo run and mezzo compare accept such a script",
         )
     path = Path(request.record_path)
     with stoppable() as stop:
@@ -100,7 +100,7 @@ def _run(request: Request, output: Path | None, limit_s: float | None, stop: Sto
     if stop.stopped:
         return stop.exit_code, f"stopped by {stop.name} before it could write a record"
     if stopped:
-        return 128 - returned, f"it was stopped after its limit of {limit_s:g} s"
+        return 128 - returned, f"it was stopped at its limit of {limit_s:g} s"
     how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
     why = f"the process died with {how} before it could write a record"
     return 128 - returned if returned < 0 else returned or 1, why

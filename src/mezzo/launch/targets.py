@@ -170,9 +170,9 @@ def _near_scripts(target: Target) -> str:
     if re.fullmatch(r"\w+(?:\.\w+)+", target.name) and path.suffix != ".py" and spec_of(target.name) is not None:
         return f"type: {target.instead(target.name, module=True)}"
     folder = path.parent if path.parent.is_dir() else Path()
-    beside = [p.name for p in folder.glob("*.py")]
+    neighbours = [p.name for p in folder.glob("*.py")]
     wanted = path.name if path.suffix else f"{path.name}.py"
-    near = get_close_matches(wanted, beside, n=1, cutoff=0.6)
+    near = get_close_matches(wanted, neighbours, n=1, cutoff=0.6)
     found = folder / near[0] if near else next((p for p in _below(Path()) if p.name == wanted), None)
     if found is None:
         return "pass the path of a Python file, or -m and the name of a module"

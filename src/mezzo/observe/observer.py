@@ -166,7 +166,7 @@ class Observer(ABC):
         if self._observing is not None:
             self._end()
 
-    # --- when ----------------------------------------------------------------------------------------------------------------
+    # --- when observation begins and ends ------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         open_step = self._num_closed + 1

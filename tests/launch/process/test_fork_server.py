@@ -235,7 +235,7 @@ def test_a_run_is_stopped_at_its_limit_and_the_next_one_goes_on(place: Path, sta
         run(place, "import os; os._exit(0)")  # the imports would count
         stopped = run(place, "import time; time.sleep(60)", limit_s=0.3)
         after = run(place, "import os; os._exit(4)", limit_s=30.0)
-    assert (stopped.exit_code, stopped.error) == (137, "it was stopped after its limit of 0.3 s")
+    assert (stopped.exit_code, stopped.error) == (137, "it was stopped at its limit of 0.3 s")
     assert after.exit_code == 4
 
 

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, str, list[str], str]] = {
     "A105": ("as-is", "as-is", ["middle"], "became FP32 by meeting FP32 operands"),
     "A106": ("as-is", "as-is", ["middle"], "autocast has no rule for mm"),
     "A107": ("as-is", "as-is", ["first", "middle", "last"], "its operands are FP64"),
-    "A201": ("as-is", "as-is", ["first", "last"], "n = 12: no multiple of 8"),
+    "A201": ("as-is", "as-is", ["first", "last"], "n = 12: not a multiple of 8"),
     "A202": ("as-is", "as-is", ["middle"], "begins at a multiple of 2 bytes, not of 16"),
     "A203": ("as-is", "as-is", ["0", "2"], "its input lies channels-first"),
     "A301": ("as-is", "as-is", ["middle"], "bf16 > fp32 > bf16 in middle"),

@@ -62,7 +62,7 @@ class Layers:
             takes = asked is None or asked.startswith(_MIXED)
             original(layer, *args, dtype=ours if takes else dtype, **kwargs)
             if asked in STORED_BYTES and asked != ours and not takes:
-                reason = "the script, or the file that it was loaded from, gives this layer a dtype of its own"
+                reason = "the script, or the file that it was loaded from, sets this layer's own dtype"
                 self._run.note_left_alone("layer", f"{layer.name} in {asked}", reason)
 
         return init

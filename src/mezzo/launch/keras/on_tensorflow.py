@@ -183,7 +183,7 @@ class TensorFlowBackend:
         self._run.flops, self._run.counted_on_step = self._labelled(found.flops), len(self._run.steps)
         self._run.activations_bytes = found.activations_bytes
         if found.loops:
-            why = "the number of turns is not in the graph: what is inside counts once"
+            why = "the number of iterations is not in the graph: the body counts once"
             self._run.note_left_alone("operations counted", f"{found.loops} loops", why)
         if found.unknown:
             why = "their sizes are not in the graph"
@@ -201,7 +201,7 @@ class TensorFlowBackend:
             _op_callbacks.remove_op_callback(self._see)
             self._run.flops = self._labelled(self._counting)
             self._run.counted_on_step = len(self._run.steps) if self._run.flops else None
-            why = "what TensorFlow's tape keeps outside traced functions cannot be seen"
+            why = "what TensorFlow's tape keeps outside traced functions is not visible"
             self._run.note_left_alone("activations", "not known", why)
 
     def _see(self, kind: Any, inputs: Any, attrs: Any, outputs: Any, *_: Any, **__: Any) -> None:

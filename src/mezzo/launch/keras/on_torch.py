@@ -31,10 +31,10 @@ class TorchBackend:
         self._losses: list[Tensor] = []
         self._divides: Tensor | None = None
         """Divisor of the gradients of the running backward pass, None if they are not scaled."""
-        self._look: ExitStack | None = None
+        self._count: ExitStack | None = None
         self._flops: FlopCounter | None = None
         self._saved = SavedTensors()
-        self._looked = False
+        self._counted = False
         self.name = f"torch {torch.__version__}"
 
     def install(self, patches: Patches) -> None:
@@ -73,10 +73,10 @@ class TorchBackend:
         loss = float(sum(float(loss) for loss in self._losses)) / accumulates if self._losses else math.nan
         self._losses = []
         scales = [math.nan if scale is None else float(scale)]
-        if self._look is not None:
+        if self._count is not None:
             self._end_count()
         self._run.close(losses=[loss], norms=[float(norm)], scales=scales, skips=[skipped], owners=[owner])
-        if not self._looked:
+        if not self._counted:
             self._begin_count()
 
     def collect(self) -> None:
@@ -84,9 +84,9 @@ class TorchBackend:
 
     def finish(self) -> None:
         """End a count that no further step has ended."""
-        if self._look is not None:
-            self._look.close()
-            self._look = None
+        if self._count is not None:
+            self._count.close()
+            self._count = None
 
     def device_type(self) -> str:
         """Return the type of the device of the trained variables."""
@@ -103,7 +103,7 @@ class TorchBackend:
             given = [o if o is not None else t for o, t in zip(origins, losses, strict=True)]
             self._losses += [loss.detach().sum() for loss in given]
             run.has_backward = True
-            if self._look is not None:
+            if self._count is not None:
                 self._saved.backward_begins()
             run.is_unscaled = run.scales and all(o is None for o in origins)
             if not run.is_unscaled:
@@ -135,18 +135,18 @@ class TorchBackend:
         return gradient if self._divides is None else gradient / self._divides.to(gradient.dtype)
 
     def _begin_count(self) -> None:
-        self._looked = True
+        self._counted = True
         self._flops = FlopCounter(in_region=lambda: True)
-        self._look = ExitStack()
-        self._look.enter_context(self._flops)
+        self._count = ExitStack()
+        self._count.enter_context(self._flops)
         self._saved.start(v.value for v in self._run.variables.values())
-        self._look.callback(self._saved.stop)
+        self._count.callback(self._saved.stop)
 
     def _end_count(self) -> None:
-        assert self._look is not None
+        assert self._count is not None
         assert self._flops is not None
-        self._look.close()
-        self._look = None
+        self._count.close()
+        self._count = None
         self._run.flops = dict(self._flops.by_format)
         self._run.activations_bytes = self._saved.peak_bytes
         self._run.counted_on_step = len(self._run.steps) + 1 if self._run.flops else None

@@ -95,7 +95,7 @@ class Regions:
                     "to_static", "not counted", "what a traced program computes is not seen: no FLOPs, no formats"
                 )
                 return original(function, *args, **kwargs)
-            why = "a traced program would not be under the policy; as-is leaves it traced"
+            why = "a traced program would not be under the policy; as-is keeps it traced"
             run.note_left_alone("to_static", "run eagerly", why)
             with self.region():
                 result = function._call_dygraph_function(*args, **kwargs)

@@ -43,23 +43,23 @@ class Guarded:
         stderr: int | None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        self._told: int | None = None
+        self._pipe: int | None = None
         if not _GUARDS:
             self._process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
             return
-        listens, self._told = os.pipe()
-        guarded = [sys.executable, "-S", _GUARD, str(listens), *command]
+        read_end, self._pipe = os.pipe()
+        guarded = [sys.executable, "-S", _GUARD, str(read_end), *command]
         try:
-            self._process = subprocess.Popen(guarded, stdout=stdout, stderr=stderr, pass_fds=[listens, *pass_fds])
+            self._process = subprocess.Popen(guarded, stdout=stdout, stderr=stderr, pass_fds=[read_end, *pass_fds])
         finally:
-            os.close(listens)
+            os.close(read_end)
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code, negative for the signal that ended it."""
         returned = self._process.wait(timeout)
-        if self._told is not None:
-            os.close(self._told)
-            self._told = None
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
         return returned
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0, process: int = 0) -> None:
@@ -78,7 +78,7 @@ class Guarded:
 
     def _tell(self, text: str) -> bool:
         """Write a line to the guard; return whether there is one."""
-        if self._told is not None:
+        if self._pipe is not None:
             with contextlib.suppress(BrokenPipeError):  # the guard has ended, and the run with it
-                os.write(self._told, f"{text}\n".encode())
+                os.write(self._pipe, f"{text}\n".encode())
         return _GUARDS

@@ -112,12 +112,12 @@ class _Guard:
         self._child, self._pipe = child, pipe
         self._status: int | None = None
         """The child's wait status, once it has ended."""
-        self._heard: set[int] = set()
+        self._received: set[int] = set()
         """Signals that this process received directly, and so did the whole group."""
         self._stopped = self._asked = False
         """Whether the run is to end, and whether its remaining descendants were asked to."""
         self._kill_at: float | None = None
-        self._told: int | None = None
+        self._ending: int | None = None
         """The process that was told to end, until it has been sent ``LAST_WORD``."""
         self._wakes, wake = os.pipe()
         for end in (self._wakes, wake):
@@ -131,7 +131,7 @@ class _Guard:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*PASSED_ON, *_JOB_CONTROL, signal.SIGCHLD})
 
     def _handle(self, number: int, frame: object) -> None:
-        self._heard.add(number)
+        self._received.add(number)
         self._stopped |= (
             number in STOPPING
         )  # the run has received it, too, and may end before the command sends a message
@@ -160,10 +160,10 @@ class _Guard:
 
     def _last_word(self) -> bool:
         """Send a run that is about to be killed a signal that it does not ignore; return whether there was one to send."""
-        if self._told is None or LAST_WORD is None or self._status is not None:
+        if self._ending is None or LAST_WORD is None or self._status is not None:
             return False
-        _send(self._told, LAST_WORD)
-        self._told, self._kill_at = None, time.monotonic() + _LAST_WORD_S
+        _send(self._ending, LAST_WORD)
+        self._ending, self._kill_at = None, time.monotonic() + _LAST_WORD_S
         return True
 
     def _listen(self) -> bool:
@@ -175,30 +175,30 @@ class _Guard:
                 os.read(self._wakes, _LONGEST_BYTES)
         if self._pipe not in ready:
             return True
-        told = os.read(self._pipe, _LONGEST_BYTES).decode()
-        for line in told.splitlines():
+        messages = os.read(self._pipe, _LONGEST_BYTES).decode()
+        for line in messages.splitlines():
             verb, *numbers = line.split()
             if verb == "pass":
                 self._pass(int(numbers[0]), int(numbers[1]) or self._child, float(numbers[2]))
             elif verb == "kill":
                 self._kill(int(numbers[0]))
             else:
-                self._told = self._kill_at = None
-        return bool(told)
+                self._ending = self._kill_at = None
+        return bool(messages)
 
     def _pass(self, number: int, process: int, seconds: float) -> None:
         if number in STOPPING:
             self._stopped = True
-        if number not in self._heard:
+        if number not in self._received:
             _send(process, number)
-        self._heard.discard(number)
+        self._received.discard(number)
         if seconds:
-            self._told = process
+            self._ending = process
             self._kill_at = time.monotonic() + (0.0 if _ignores(process, number) else seconds)
 
     def _kill(self, process: int) -> None:
         if process == 0:
-            self._stopped, self._told, self._kill_at = True, None, time.monotonic()
+            self._stopped, self._ending, self._kill_at = True, None, time.monotonic()
             return
         for number in tree(process):
             _send(number, signal.SIGKILL)

@@ -46,10 +46,10 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     patches.wrap(autocast, "__enter__", functools.partial(_entering, lint, as_is))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         home = vars(clip_grad).get(name) or getattr(torch.nn.utils, name)
-        heard = _clipping(lint, home)
+        reporting = _clipping(lint, home)
         for owner in (clip_grad, torch.nn.utils):
             if hasattr(owner, name):
-                patches.replace(owner, name, heard)
+                patches.replace(owner, name, reporting)
     patches.wrap(torch.optim.Optimizer, "zero_grad", functools.partial(_clearing, lint, torch.optim.Optimizer))
     patches.wrap(nn.Module, "zero_grad", functools.partial(_clearing, lint, nn.Module))
     patches.wrap(AveragedModel, "update_parameters", functools.partial(_averaging, lint))

@@ -87,7 +87,7 @@ def _row(group: Group, *, base: Baseline) -> Row:
     facts = _facts(group, base=base)
     notes = [] if group is base.group or judged.is_void else cost_notes(facts, baseline=base.group.policy)
     if facts["emulated"]:
-        notes.append("its formats are emulated here, so its times say nothing of a speed-up")
+        notes.append("its formats are emulated here, so its times say nothing about a speed-up")
     return row.model_copy(update=facts | _compared(judged) | {"reason": "; ".join([*judged.reasons, *notes])})
 
 

@@ -52,7 +52,7 @@ def _matmul(seen: TracedOperation) -> Shape:
     names = {"n": shape.n, "k": shape.k, "m": shape.m}
     odd = [f"{name} = {size}" for name, size in names.items() if size % MULTIPLE and size in rows]
     if odd:
-        shape.problems["dimension"] = f"{', '.join(odd)}: no multiple of {MULTIPLE}"
+        shape.problems["dimension"] = f"{', '.join(odd)}: not a multiple of {MULTIPLE}"
     elif any(row % MULTIPLE for row in rows):
         shape.problems["alignment"] = (
             f"rows lie {', '.join(str(r) for r in sorted(rows) if r % MULTIPLE)} elements apart"
@@ -89,9 +89,9 @@ def _convolution(seen: TracedOperation) -> Shape:
     if groups > 1 and odd:
         shape.problems["groups"] = f"{' and '.join(odd)} in each of {groups} groups: too few for a Tensor Core's tile"
     elif odd:
-        shape.problems["dimension"] = f"{' and '.join(odd)}: no multiple of {MULTIPLE}"
+        shape.problems["dimension"] = f"{' and '.join(odd)}: not a multiple of {MULTIPLE}"
     if len(x[0]) >= 4 and x[0][1] > 1 and x[1][1] != 1:
-        shape.problems["layout"] = "its input lies channels-first; the kernels take channels-last"
+        shape.problems["layout"] = "its input is channels-first; the kernels take channels-last"
     return shape
 
 
@@ -108,5 +108,5 @@ def _attention(seen: TracedOperation) -> Shape:
     q, k = seen.product.operands[skip : skip + 2]
     shape = Shape(q[0][-2], k[0][-2], q[0][-1], math.prod(q[0][:-2]))
     if shape.k % MULTIPLE:
-        shape.problems["dimension"] = f"heads are {shape.k} wide: no multiple of {MULTIPLE}"
+        shape.problems["dimension"] = f"heads are {shape.k} wide: not a multiple of {MULTIPLE}"
     return shape

@@ -110,7 +110,7 @@ def _gain(part: Part, share: float) -> str:
             f"{share:.1%} of the step's product FLOPs would run in 16 bits: on Tensor Cores up to 2 times as fast as in "
             "TF32 and 16 times as fast as in FP32 (NVIDIA A100: 312, 156 and 19.5 TFLOPS), with half the bytes"
         )
-    return f"{part.bytes / 1e6:.3g} MB a watched step need not move: {share:.1%} of all bytes"
+    return f"{part.bytes / 1e6:.3g} MB per audited step that need not move: {share:.1%} of all bytes"
 
 
 # --- products in FP32 or wider -----------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ RULES: tuple[FindingRule, ...] = (
     FindingRule(
         "A103",
         "a module leaves autocast",
-        "take the module out of fp32_modules, or its autocast(enabled=False) away, if FP32 is not needed there",
+        "remove the module from fp32_modules, or its autocast(enabled=False), if FP32 is not needed there",
         _wide("excluded"),
     ),
     FindingRule(
@@ -328,7 +328,7 @@ RULES: tuple[FindingRule, ...] = (
     FindingRule(
         "A301",
         "casts that are taken back",
-        "leave out both casts, or make one around all of the code between",
+        "drop both casts, or cast once around all of the code between",
         _needless_trips,
     ),
     FindingRule(
@@ -364,7 +364,7 @@ RULES: tuple[FindingRule, ...] = (
     FindingRule(
         "A501",
         "eligible products ran without Tensor Cores",
-        "look at the kernel's name in the record; check the library versions and torch.backends settings",
+        "read the kernel's name in the record; check the library versions and torch.backends settings",
         _off_tensor_cores,
     ),
 )

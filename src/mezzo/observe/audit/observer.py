@@ -171,7 +171,7 @@ def _notes(device_type: str, *, forced_eager: bool, profiled: bool) -> list[Reas
         why = (
             "operations inside compiled kernels belong to no module; compiled code may fuse casts that are listed here"
         )
-        notes.append(Reason(what="torch.compile", value="watched steps ran eagerly", reason=why))
+        notes.append(Reason(what="torch.compile", value="audited steps ran eagerly", reason=why))
     if device_type != "cuda":
         why = f"the model ran on {device_type}; what the operations' shapes allow is judged, not what a GPU ran"
         notes.append(Reason(what="kernels", value="not recorded", reason=why))

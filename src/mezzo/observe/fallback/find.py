@@ -111,7 +111,7 @@ def _check(policy: Policy, tolerance: float | None, fresh: int) -> None:
     if not policy.lowers:
         raise PolicyError(
             f"policy {policy!s} computes everything in FP32 or TF32; there is nothing to keep in FP32",
-            hint="judge a policy that lowers, as fp16, bf16 or fp8",
+            hint="choose a policy that lowers, such as fp16, bf16 or fp8",
         )
     if tolerance is not None and not 0 < tolerance < 1:
         raise SessionError(
@@ -183,11 +183,11 @@ def _searched(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
     if first.kept is None:
         return _elsewhere(hunt)
     if len(hunt.steps) < 2:
-        return _found(hunt, first.kept, "no fresh batch was there to check the set on")
+        return _found(hunt, first.kept, "there was no fresh batch to check the set on")
     error = _verify(hunt, first.kept, all_steps=True)
     if error <= hunt.tolerance:
         return _found(hunt, first.kept, f"checked on {len(hunt.steps) - 1} fresh batches")
-    hunt.note("a fresh batch needs more: the search goes on over all batches")
+    hunt.note("a fresh batch needs more: the search continues over all batches")
     known = {tuple(first.kept): error}
 
     def verify(kept: Names) -> float:
@@ -201,7 +201,7 @@ def _searched(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
     )
 
 
-_CHANGED_NOTHING = "the policy lowers nothing here, or nothing that it rounds, so this says nothing of it"
+_CHANGED_NOTHING = "the policy lowers nothing here, or nothing that it rounds, so this says nothing about it"
 
 
 def _whole(hunt: Hunt) -> set[str]:
@@ -237,7 +237,7 @@ def _elsewhere(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
     outcome = f"with {named} in FP32 wherever they run it passes" if named else "nor does any operation in FP32 help"
     reason = (
         f"with every module that has a name kept in FP32 a gradient is still off by more than {hunt.tolerance:.2g} "
-        f"({least.tensor or 'no gradient'}: {least.error:.2g}): what loses it is outside them, in the model's own forward or in "
+        f"({least.tensor or 'no gradient'}: {least.error:.2g}): the cause is outside them, in the model's own forward or in "
         f"the script, or it is not precision; {outcome}"
     )
     return "elsewhere", reason, ()

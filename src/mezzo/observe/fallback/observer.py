@@ -55,7 +55,7 @@ class Fallback(Observer):
         self._problem = ""
         self._probing = False
 
-    # --- the look --------------------------------------------------------------------------------------------------------------
+    # --- observation ------------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin at once: this observer sets hooks and enters no modes."""

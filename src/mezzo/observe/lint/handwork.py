@@ -111,7 +111,7 @@ class HandWork:
         detail = "the norm of gradients is taken between backward() and unscale_"
         self._noticed.add("A602", detail, parameters=parameters, line=line)
 
-    # --- what the mode tells -----------------------------------------------------------------------------------------------------
+    # --- what the mode reports -----------------------------------------------------------------------------------------------------
 
     def _norm_read(self) -> None:
         for _, held in self._watched:

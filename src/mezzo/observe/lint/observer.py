@@ -301,7 +301,7 @@ class Lint:
             self._hands.remove_mode()
         self.over = not self.awake and self._statistics.done and self._hands.over
 
-    # --- the schedule, and what is kept beside the weights -----------------------------------------------------------------------
+    # --- the schedule, and copies of the weights -----------------------------------------------------------------------
 
     def scheduled(self, scheduler: Any) -> None:
         """Record that the script steps a scheduler."""

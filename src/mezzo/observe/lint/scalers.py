@@ -173,7 +173,7 @@ class Scalers:
         known.epoch, known.checked = known.epoch + 1, False
         known.stages.clear()
 
-    # --- what lies in the gradients ------------------------------------------------------------------------------------------------
+    # --- the state of the gradients ------------------------------------------------------------------------------------------------
 
     def _check_formats(self, optimizer: Optimizer) -> None:
         narrow = [p for p in parameters_of(optimizer) if p.grad is not None and p.grad.dtype == FP16.dtype]

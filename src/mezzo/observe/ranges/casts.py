@@ -129,7 +129,7 @@ def suggested(counts: Counts, target: Format) -> tuple[int | None, str]:
     """Return the exponent of the initial loss scale for gradients with these counts, and why; None if none fits."""
     highest, lowest = counts.highest(target), counts.lowest(target)
     if highest is None or lowest is None:
-        return None, "no gradient is other than zero"
+        return None, "every gradient is zero"
     if lowest > highest:
         lost = counts.lost(target, highest)
         return (

@@ -97,7 +97,7 @@ class Ranges(Observer):
         """Copies of the weights from before the steps of the running optimizers."""
         self._on = self._updates = False
 
-    # --- the look --------------------------------------------------------------------------------------------------------------
+    # --- observation ------------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin at once if the first step is observed: this observer sets hooks and enters no modes, which belong to a thread."""

@@ -183,14 +183,14 @@ def _kept(kind: RangeKind, name: str, policy: Policy, seen: ObservedValues) -> b
     return any(fnmatchcase(module, pattern) for module in modules if module for pattern in policy.fp32_modules)
 
 
-# --- what follows ----------------------------------------------------------------------------------------------------------------
+# --- notes ----------------------------------------------------------------------------------------------------------------
 
 
 def _notes(record: RangesRecord, policy: Policy, target: Format, seen: ObservedValues) -> list[Reason]:
     notes = [*_forward_overflow(record, policy), *_not_finite(record), *_initial_scale(record, policy, target)]
     if seen.forced_eager:
         why = "inside compiled kernels a value belongs to no module; fused kernels may also round less often"
-        notes.append(Reason(what="torch.compile", value="compiled code ran eagerly in the watched steps", reason=why))
+        notes.append(Reason(what="torch.compile", value="compiled code ran eagerly in the observed steps", reason=why))
     if not seen.updates_seen:
         why = "the script has no torch optimizer: updates by hand are not seen"
         notes.append(Reason(what="updates", value="not counted", reason=why))
