@@ -432,7 +432,7 @@ def test_another_folder_or_environment(tmp_path: Path, monkeypatch: pytest.Monke
     assert starter.why_afresh == "the folder or the environment changed between the runs"
 
 
-def test_settings_that_came_too_late_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_came_too_late_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
     before = ready._compilers_settings()
     assert ready._set_too_late(before) == []

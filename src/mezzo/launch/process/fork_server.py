@@ -272,7 +272,7 @@ def _several_threads() -> str | None:
 
 
 def _device_opened() -> str | None:
-    """Return that a driver is in use, whatever opened it: torch only knows of its own calls."""
+    """Return the reason if a driver is in use, whatever opened it: torch only knows of its own calls."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
             file = os.readlink(f"/proc/self/fd/{name}")

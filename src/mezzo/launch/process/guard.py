@@ -140,7 +140,7 @@ class _Guard:
         """Return the child's wait status when it has ended and, after a stop, so have its descendants."""
         while True:
             self._reap()
-            if self._status is not None and not (self._stopped and self._rest_runs()):
+            if self._status is not None and not (self._stopped and self._ask_rest_to_end()):
                 return self._status
             due = self._kill_at is not None and time.monotonic() >= self._kill_at
             if (due and not self._last_word()) or not self._listen():
@@ -148,7 +148,7 @@ class _Guard:
                 self._reap()
                 return signal.SIGKILL if self._status is None else self._status
 
-    def _rest_runs(self) -> bool:
+    def _ask_rest_to_end(self) -> bool:
         """Ask the remaining descendants of a stopped run to end; return whether there are any."""
         left = tree(os.getpid())[1:]
         if left and not self._asked:

@@ -73,8 +73,8 @@ class Fallback(Observer):
     def begin(self, step: int) -> None:
         """Set the hooks."""
         self._handles = [
-            register_optimizer_step_pre_hook(self._hold_back),
-            register_optimizer_step_post_hook(self._let_go),
+            register_optimizer_step_pre_hook(self._suppress_update),
+            register_optimizer_step_post_hook(self._restore_gradients),
         ]
         if self._settings.role == "reference":
             self._handles += [
@@ -158,13 +158,13 @@ class Fallback(Observer):
         """Return whether the last step is conclusive: one that overflowed is repeated with a smaller scale."""
         return math.isfinite(self._compared[-1].worst[0])
 
-    def _hold_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _suppress_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         closures = [a for a in (*args[1:], *kwargs.values()) if callable(a)]
         if any(not getattr(closure, "evaluated", False) for closure in closures):
             self._problem = f"{type(optimizer).__name__} moves the weights inside its step, which calls a closure"
         self._aside += set_aside(p for group in optimizer.param_groups for p in group["params"])
 
-    def _let_go(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _restore_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         aside, self._aside = self._aside, []
         put_back(aside)
 
