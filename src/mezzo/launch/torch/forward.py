@@ -235,9 +235,9 @@ def _content(cell: CellType) -> Any:
 
 
 def _half_to_fp32(output: Any) -> Any:
-    return (
-        output if type(output) is Tensor and output.dtype is _FP32 else to_format(output, _FP32)
-    )  # mostly nothing to do
+    if type(output) is Tensor and output.dtype is _FP32:  # the usual case, without a walk through the output
+        return output
+    return to_format(output, _FP32)
 
 
 def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:

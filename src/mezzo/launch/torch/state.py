@@ -93,7 +93,7 @@ class Run:
         """Whether the last update of an optimizer was skipped."""
         self.updates: list[Update] = []
         """The parts of the open update."""
-        self._met: tuple[Any, Any, torch.device] = (nothing, nothing, torch.device("cpu"))
+        self._last_root: tuple[Any, Any, torch.device] = (nothing, nothing, torch.device("cpu"))
         """The module recorded last, its first parameter and that parameter's device: the same module is usually called repeatedly."""
         self.steady = Steady(self)
         self.stepped = False
@@ -133,7 +133,7 @@ class Run:
 
     def record_root(self, module: nn.Module, args: Any) -> str:
         """Record a module called from outside any module; return the device type that it runs on."""
-        known, known_parameter, device = self._met
+        known, known_parameter, device = self._last_root
         if known() is module:
             parameter = known_parameter()
             if parameter is not None and parameter.device == device:
@@ -149,7 +149,7 @@ class Run:
                     self._prepare(module, parameter.device)
             self.roots[module] = None
         if parameter is not None:
-            self._met = ref(module), ref(parameter), parameter.device
+            self._last_root = ref(module), ref(parameter), parameter.device
         return sample.device.type
 
     def begin_on(self, device: torch.device) -> None:
