@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, str, list[str], str]] = {
     "A107": ("as-is", "as-is", ["first", "middle", "last"], "its operands are FP64"),
     "A201": ("as-is", "as-is", ["first", "last"], "n = 12: not a multiple of 8"),
     "A202": ("as-is", "as-is", ["middle"], "begins at a multiple of 2 bytes, not of 16"),
-    "A203": ("as-is", "as-is", ["0", "2"], "its input lies channels-first"),
+    "A203": ("as-is", "as-is", ["0", "2"], "its input is channels-first"),
     "A301": ("as-is", "as-is", ["middle"], "bf16 > fp32 > bf16 in middle"),
     "A302": ("as-is", "as-is", ["middle"], "casts of weights that the same forward pass had cast before"),
     "A303": ("as-is", "as-is", ["middle"], "of all bytes, most in middle"),
