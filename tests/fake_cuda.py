@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo import devices
 from mezzo.engine import casting, graphs, onepass, preparation, session
 from mezzo.engine.kernels import reference
+from mezzo.engine.parameters import all_parameters
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "item")
 """Operations whose result the host waits for."""
@@ -110,7 +111,7 @@ def _kernels() -> types.ModuleType:
 @torch.no_grad()
 def _gradients(self: session.Session, loss: Tensor, share: float, *, loss_id: int = 0, **_: Any) -> None:
     self.scales[loss_id].scale(loss if share == 1.0 else loss * share)
-    for parameter in self._trained():
+    for parameter in all_parameters(self.models, self.optimizers):
         fresh = torch.empty_like(parameter)
         parameter.grad = fresh if parameter.grad is None else parameter.grad + fresh
 

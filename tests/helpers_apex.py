@@ -16,9 +16,8 @@ def clean() -> Iterator[None]:
     """End casts after a test and forget what it registered and initialized."""
     torch.manual_seed(0)
     yield
-    handle = getattr(amp._amp_state, "handle", None)
-    if handle is not None:
-        handle._deactivate()
+    if amp._amp_state.handle is not None:
+        amp._amp_state.handle._deactivate()
     registry._registered.clear()
     vars(amp._amp_state).clear()
     vars(amp._amp_state).update(vars(AmpState()))

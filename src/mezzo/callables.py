@@ -1,6 +1,6 @@
 """Audit, diagnose, ranges and fallback of a function in this process; the commands do the same for a script in a child process.
 
-A function cannot be run again from its first line, so each of the four says what it needs of the function it calls.
+A function cannot be restarted from its first line, so each of the four says what it requires of the function.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from mezzo.records import AS_IS, AuditRecord, DiagnoseRecord, Environment, Fallb
 
 
 def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
-    """Return which operation of a training step runs in which format, and what is worth changing.
+    """Return which operation of a training step runs in which format, and what to change.
 
     Args:
         step: makes one training step: forward, backward, update.
-        warmup: how often to call it before the call that is recorded, so that optimizers have their state.
+        warmup: how often to call it before the recorded call, so that optimizers have their state.
 
     Raises:
         SessionError: ``step`` cannot be called, or ``warmup`` is negative.
@@ -88,8 +88,8 @@ def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
 def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: int = 20) -> DiagnoseRecord:
     """Return where the first value that is not finite comes from in the training steps that ``train()`` makes.
 
-    The operations of every step are inspected, and the cause is told from the operation alone. A SystemExit that goes no
-    further than here ends ``train`` at the first fault or after ``steps`` updates. An error of ``train`` in a step that is not
+    The operations of every step are inspected, and the cause is inferred from the operation alone. A SystemExit, caught
+    here, ends ``train`` at the first fault or after ``steps`` updates. An error of ``train`` in a step that is not
     finite ends it too, and is in the record.
 
     Args:
@@ -128,10 +128,10 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
 
 
 def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: int = 20) -> RangesRecord:
-    """Count by exponent where the values of the training steps lie that ``train()`` makes, and judge a policy by it.
+    """Count the values of ``train()``'s training steps by exponent, and judge a policy by the counts.
 
-    The steps run in FP32: autocast and GradScaler do nothing inside, and compiled code runs eagerly. A SystemExit that goes no
-    further than here ends ``train`` after ``steps`` updates. What it trained stays as it is then.
+    The steps run in FP32: autocast and GradScaler do nothing inside, and compiled code runs eagerly. A SystemExit, caught
+    here, ends ``train`` after ``steps`` updates. Whatever it trained stays trained.
 
     Args:
         train: makes training steps, called without arguments.
@@ -165,12 +165,12 @@ def fallback(
 
     ``train`` is called some ten times, from the same state each time. Its updates are held back, and a SystemExit ends it after
     ``1 + fresh`` steps. Afterwards modules, optimizers, schedules and random numbers are as before. What else it changes, such
-    as an iterator that it reads from, stays changed: the search then says that no two runs see the same.
+    as an iterator that it reads from, stays changed: the search then reports that no two runs see the same data.
 
     Args:
         train: makes training steps, called without arguments; the same ones at every call.
-        policy: what is judged; modules that it keeps in FP32 stay kept.
-        tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
+        policy: the policy to judge; modules that it keeps in FP32 stay in FP32.
+        tolerance: the largest relative error of a parameter's gradient that passes; None for the format's default.
         fresh: how many more batches the set is checked on.
 
     Raises:
@@ -235,7 +235,7 @@ def _run_record(
     *,
     error: Exception | None = None,
 ) -> RunRecord:
-    """Return the record of a function's run; ``started`` is a reading of ``time.perf_counter``."""
+    """Return the record of a function's run; ``started`` is a value of ``time.perf_counter``."""
     message = error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}"
     return RunRecord(
         command=[sys.executable, *sys.argv],

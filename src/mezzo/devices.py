@@ -9,11 +9,11 @@ Support for a format on a device is one of
 NVIDIA's matrix units take FP16 from compute capability 7.0, BF16 and TF32 from 8.0, FP8 from 8.9 (NVIDIA CUDA C++
 Programming Guide, "Arithmetic Instructions" and "Compute Capabilities"). An x86 CPU has matrix or vector units for
 BF16 with AVX512-BF16 or AMX-BF16 and for FP16 with AVX512-FP16 or AMX-FP16; without them torch's half-precision
-kernels are 6 to 25 times slower than FP32 ones. AMD's GPUs report numbers that look like compute capabilities and are none: they are
-known by their architecture (``gfx942``). Sources of every table: docs/hardware.md.
+kernels are 6 to 25 times slower than FP32 ones. AMD's GPUs report numbers that look like compute capabilities but are not: they are
+identified by their architecture (``gfx942``). Sources of every table: docs/hardware.md.
 
-Mezzo's tests run on x86 CPUs. What is said of other devices follows from their makers' documents and torch's source, and
-``Device.evidence`` says so.
+Mezzo's tests run on x86 CPUs. Statements about other devices come from their makers' documents and torch's source, as
+``Device.evidence`` says.
 
 Importing this module imports no torch; the functions do.
 """
@@ -60,7 +60,7 @@ _ROCM: dict[str, tuple[str, str]] = {
     "gfx1201": ("RX 9070", "fp16 bf16 e4m3 e5m2"),
 }
 _WITHOUT_TENSOR_CORES = re.compile(r"GTX 16\d\d|\bMX[45]50\b|\bT(400|500|550|600|1000|1200|2000)\b")
-"""Names of Turing GPUs (7.5) whose processors have FP16 units in the place of Tensor Cores."""
+"""Names of Turing GPUs (7.5) that have FP16 units in place of Tensor Cores."""
 _CPU_FLAGS: dict[str, tuple[str, ...]] = {
     BF16.name: ("avx512_bf16", "amx_bf16"),
     FP16.name: ("avx512_fp16", "amx_fp16"),
@@ -69,7 +69,7 @@ _CPU_FLAGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """Say how a device computes in a format, and why."""
+    """How a device computes in a format, and why."""
 
     format: str
     level: Level
@@ -78,7 +78,7 @@ class Support:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Hold what decides the support for formats: the kind of device and what it reports of itself."""
+    """A device: its kind and what it reports about itself, which together decide which formats it supports."""
 
     kind: str
     """torch's device type: ``cpu``, ``cuda``, ``mps``, ``xpu``."""
@@ -112,7 +112,7 @@ class Device:
 
     @property
     def evidence(self) -> str:
-        """Return what is known from runs of Mezzo on such a device."""
+        """What is known from runs of Mezzo on such a device."""
         if self.kind == "cpu":
             return "Mezzo's tests run on x86 CPUs"
         return "nothing of Mezzo has ever run on such a device: what is said of it follows from documents and from torch's source"
@@ -189,7 +189,7 @@ class Device:
 
 
 def this_device(kind: str) -> Device:
-    """Return what the first device of torch type ``kind`` reports of itself (imports torch)."""
+    """Return what the first device of torch type ``kind`` reports about itself (imports torch)."""
     import torch
 
     if kind == "cpu":

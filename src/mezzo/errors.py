@@ -3,14 +3,14 @@
     MezzoError                      exit 1
       UsageError                    exit 2   a word of the command line cannot be used
         PolicyError                 exit 2   a policy text, file or field is wrong
-      UnsupportedFormatError        exit 3   this device cannot hold or emulate the format
+      UnsupportedFormatError        exit 3   this device can neither compute in the format nor emulate it
       SessionError                  exit 4   the calls of a step came in the wrong order
       ScaleFloorError               exit 5   the loss scale reached its floor and still overflows
       NonFiniteLossError            exit 6   the loss was not finite before the first update
-      ScriptError                   exit 7   the script never trained, or cannot be watched
+      ScriptError                   exit 7   the script never trained, or cannot be observed
       RecordError                   exit 8   a record cannot be read or was written by a newer Mezzo
 
-Every error says what was passed, what is allowed and what to do: the message holds the first two, the hint the third.
+Every error says what was passed, what is allowed and what to do: the message has the first two, the hint the third.
 The command line prints both, without a traceback, and exits with the class's code.
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 
 
 class MezzoError(Exception):
-    """Report a mistake that the person at the keyboard can mend."""
+    """A mistake that the person at the keyboard can correct."""
 
     exit_code = 1
 
@@ -40,47 +40,47 @@ class MezzoError(Exception):
 
 
 class UsageError(MezzoError, ValueError):
-    """Report words of a command line that cannot be used."""
+    """A command line that cannot be used."""
 
     exit_code = 2
 
 
 class PolicyError(UsageError):
-    """Report a policy text, file or field that cannot be used."""
+    """A policy text, file or field that cannot be used."""
 
 
 class UnsupportedFormatError(MezzoError, ValueError):
-    """Report a number format that the device can neither compute nor emulate."""
+    """A number format that the device can neither compute in nor emulate."""
 
     exit_code = 3
 
 
 class SessionError(MezzoError, RuntimeError):
-    """Report calls of a training step in an order that would give a wrong update."""
+    """Calls of a training step that would give a wrong update."""
 
     exit_code = 4
 
 
 class ScaleFloorError(MezzoError, ArithmeticError):
-    """Report a loss scale at its floor with gradients that still overflow."""
+    """The loss scale is at its floor, and gradients still overflow."""
 
     exit_code = 5
 
 
 class NonFiniteLossError(MezzoError, ArithmeticError):
-    """Report a loss that is not finite before the first update."""
+    """The loss is not finite before the first update."""
 
     exit_code = 6
 
 
 class ScriptError(MezzoError, RuntimeError):
-    """Report a training script that never trained, or that cannot be watched."""
+    """A training script that never trained, or that cannot be observed."""
 
     exit_code = 7
 
 
 class RecordError(MezzoError, ValueError):
-    """Report a record that cannot be read."""
+    """A record that cannot be read."""
 
     exit_code = 8
 
@@ -88,7 +88,7 @@ class RecordError(MezzoError, ValueError):
 def nearest(name: str, allowed: Iterable[str], *, listed: Iterable[str] | None = None) -> str:
     """Return ``allowed`` as text for a message, the names nearest to ``name`` first.
 
-    ``listed`` shortens a long list: only its names are written out, all of ``allowed`` are searched for near ones.
+    ``listed`` shortens a long list: only its names are printed, but all of ``allowed`` are searched for near ones.
     """
     names = list(dict.fromkeys(allowed))
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)

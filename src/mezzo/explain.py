@@ -1,4 +1,4 @@
-"""A policy in sentences: for each choice what happens on a device, and why."""
+"""A policy in sentences: what happens on a device for each choice, and why."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 NOT_HONOURED = "not honoured"
-"""What the value of a choice begins with where a framework cannot do what the policy asks."""
+"""The prefix of a choice's value if a framework cannot do what the policy asks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Say what happens in one respect, and why."""
+    """One choice that was made, and why."""
 
     what: str
     value: str
@@ -26,7 +26,7 @@ class Choice:
 
 
 def explain(policy: Policy, device: Device | str) -> list[Choice]:
-    """Return what ``policy`` does on ``device``, one choice a line.
+    """Return what ``policy`` does on ``device``, one choice per line.
 
     Raises:
         UnsupportedFormatError: the device can do neither what the policy asks nor emulate it.

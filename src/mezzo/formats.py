@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Describe a binary floating-point format by its bits; everything else is derived."""
+    """A binary floating-point format, given by its bits; everything else is derived."""
 
     name: str
     exponent_bits: int
@@ -33,12 +33,12 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """Return the exponent bias."""
+        """The exponent bias."""
         return (1 << (self.exponent_bits - 1)) - 1 + self.fnuz
 
     @property
     def max(self) -> float:
-        """Return the largest finite value."""
+        """The largest finite value."""
         if self.fnuz:
             return (2.0 - 2.0**-self.mantissa_bits) * 2.0 ** ((1 << self.exponent_bits) - 1 - self.bias)
         if self.has_inf:
@@ -47,27 +47,27 @@ class Format:
 
     @property
     def min_normal(self) -> float:
-        """Return the smallest positive value with full precision."""
+        """The smallest positive value with full precision."""
         return 2.0 ** (1 - self.bias)
 
     @property
     def min_subnormal(self) -> float:
-        """Return the smallest positive value."""
+        """The smallest positive value."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
     @property
     def eps(self) -> float:
-        """Return the distance from 1 to the next larger value."""
+        """The distance from 1 to the next larger value."""
         return 2.0**-self.mantissa_bits
 
     @property
     def bytes(self) -> int:
-        """Return the bytes that one stored value takes."""
+        """The bytes that one stored value takes."""
         return STORED_BYTES[self.dtype_name]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the torch dtype that stores the format (imports torch)."""
+        """The torch dtype that stores the format (imports torch)."""
         import torch
 
         found = getattr(torch, self.dtype_name)

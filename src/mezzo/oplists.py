@@ -9,9 +9,9 @@ and pow stay in 16 bits there), so a CPU run under ``torch.autocast("cpu")`` say
 ``widest``  mixed operands are cast to the widest format among them
 ``follow``  nothing is cast, unless a policy names the family
 
-An operation has its name in ATen, with the overload where that is not the default one (``sum.dim_IntList``). What
-torch makes of several operations (``square``, ``trapezoid``, ``matrix_power``) is in no list: its parts are cast one
-by one, as on CUDA. A name that a torch version lacks is left out when a policy is applied.
+An operation is listed by its ATen name, with the overload unless it is the default (``sum.dim_IntList``). Operations
+that torch composes of others (``square``, ``trapezoid``, ``matrix_power``) are in no list: their parts are cast one by
+one, as on CUDA. Names that a torch version lacks are ignored when a policy is applied.
 
 Two deliberate differences from CUDA: ``binary_cross_entropy`` runs in FP32 (CUDA's autocast refuses it), and whole
 recurrent layers are listed by the name that Python calls rather than by the cuDNN kernel.
@@ -30,7 +30,7 @@ USER_LISTS: tuple[Precision, ...] = ("lower", "fp32", "widest")
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Hold operations that share one precision for one reason."""
+    """Operations that share one precision for one reason."""
 
     name: str
     precision: Precision
@@ -213,7 +213,7 @@ def assign(lower: tuple[str, ...], fp32: tuple[str, ...], widest: tuple[str, ...
     """Return the precision of every operation: the families' own, changed by the names a user gave.
 
     Raises:
-        PolicyError: an unknown name, or one that stands in two lists.
+        PolicyError: an unknown name, or one that is in two lists.
     """
     chosen: dict[str, Precision] = {op: f.precision for f in FAMILIES for op in f.ops}
     changed: dict[str, str] = {}

@@ -5,7 +5,7 @@ Grammar of a policy text::
     policy  = name *(":" field "=" value)          fp16:init_scale=1024:fp32_modules=head.*+norm
     value   = number | word | name *("+" name)
 
-``name`` is a preset or what another library calls it (``O1``, ``16-mixed``, ``mixed_float16`` ...). ``str(policy)``
+``name`` is a preset or another library's name for it (``O1``, ``16-mixed``, ``mixed_float16`` ...). ``str(policy)``
 is the shortest such text, and ``Policy.parse(str(policy)) == policy`` for every policy. The separator is a colon
 because the command line lists policies with commas.
 """
@@ -44,7 +44,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """State in which formats a model computes and is kept, how its loss is scaled and what stays in FP32.
+    """The formats that a model computes in and is stored in, how its loss is scaled, and what stays in FP32.
 
     Presets give the fields that belong together (``Policy.parse("fp16")``); ``replace`` changes single ones.
     """
@@ -76,7 +76,7 @@ class Policy:
     op_lists: OpLists = "portable"
     """``portable``: the same lists on every device. ``device``: whatever torch.autocast does there."""
     fp8_recipe: Fp8Recipe = "tensorwise"
-    """Under ``fp8``: one scale a tensor and gradients in E5M2, or one scale a row (``rowwise``) and all in E4M3."""
+    """Under ``fp8``: one scale per tensor and gradients in E5M2, or one scale per row (``rowwise``) and all in E4M3."""
     fp8_formats: Fp8Formats = "ocp"
     """Under ``fp8``: E4M3 and E5M2 as NVIDIA and newer AMD GPUs have them, or ``fnuz``, as AMD's MI300 has them."""
     lower: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class Policy:
         """Return the policy in a TOML file: a ``policy`` text and any fields that change it.
 
         Raises:
-            PolicyError: the file is missing, is not TOML, or holds a field or value that no policy has.
+            PolicyError: the file is missing, is not TOML, or has a field or value that no policy has.
         """
         try:
             table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -180,18 +180,18 @@ class Policy:
 
     @property
     def storage(self) -> formats.Format:
-        """Return the format that low-precision tensors are stored in (BF16 under ``fp8``)."""
+        """The format that low-precision tensors are stored in (BF16 under ``fp8``)."""
         stored = {"tf32": "fp32", "fp8": "bf16"}.get(self.compute, self.compute)
         return formats.FORMATS[stored]
 
     @property
     def lowers(self) -> bool:
-        """Return whether any tensor is cast below FP32."""
+        """Whether any tensor is cast below FP32."""
         return self.casting != "none"
 
     @property
     def required_formats(self) -> tuple[formats.Format, ...]:
-        """Return the formats that the device has to compute in."""
+        """The formats that the device has to compute in."""
         if self.compute == "fp8":
             return formats.FP8_PAIRS[self.fp8_formats]
         return (formats.FORMATS[self.compute],)

@@ -1,4 +1,4 @@
-"""What a policy's fields may hold, and what may stand together; everything else is refused with what is allowed."""
+"""Allowed values of a policy's fields, and allowed combinations; errors say what is allowed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_policy(policy: Policy) -> None:
     """Refuse values outside what a field allows, and fields that contradict each other.
 
     Raises:
-        PolicyError: says the field, the value and what is allowed.
+        PolicyError: names the field, its value and what is allowed.
     """
     _check_words(policy)
     _check_numbers(policy)
@@ -88,7 +88,7 @@ def _check_numbers(policy: Policy) -> None:
 
 
 def _is_name(value: object) -> bool:
-    # A name must not hold what ends it in a policy text, or ends the text in a list of policies.
+    # A name must not contain a separator of policy texts, or of lists of policies.
     if not isinstance(value, str) or not value:
         return False
     return value.isprintable() and not set(value) & set(SEPARATORS)

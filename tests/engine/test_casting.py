@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from mezzo.engine.autocast_kernels import _LOCAL, open_table
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import keep_fp32
 from mezzo.engine.registration import find_op
+from mezzo.engine.session import Session
 from mezzo.policy import Policy
 
 # torch's own test helpers, imported above, forbid this process to set torch.backends' flags; other tests here do.
@@ -1059,6 +1061,55 @@ def test_device_lists_are_torchs_own_bits() -> None:
     with torch.autocast("cpu", dtype=FP16):
         theirs = model(x)
     assert same_bits([ours], [theirs])
+
+
+def autocast_state() -> tuple[Any, ...]:
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    kinds = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
+    return kinds, nesting, torch.is_autocast_cache_enabled()
+
+
+def test_device_lists_set_the_state_that_torchs_context_sets_and_do_not_enter_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, wanted, before = [], [], autocast_state()
+    for opens, states in (
+        (casting("fp16:op_lists=device").region, found),
+        (partial(torch.autocast, "cpu", FP16), wanted),
+    ):
+        for _ in range(2):
+            with suppress(ZeroDivisionError), opens():
+                states.append(autocast_state())
+                with torch.autocast("cpu", enabled=False), opens():
+                    states.append(autocast_state())
+                states.append(autocast_state())
+                raise ZeroDivisionError
+            states.append(autocast_state())
+    assert found == wanted
+    assert autocast_state() == before
+
+    entered: list[Any] = []
+    monkeypatch.setattr(torch.autocast, "__enter__", entered.append)
+    model = nn.Linear(2, 2)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp16:op_lists=device")
+    with casting("fp16:op_lists=device").region(), session.autocast():
+        assert model(randn(2, 2)).dtype is FP16
+    assert entered == []
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_device_lists_inside_compiled_code() -> None:
+    model, x, casts = Small(), randn(3, 2, 4), casting("fp16:op_lists=device")
+
+    def run(x: Tensor) -> Tensor:
+        with casts.region():
+            return model(x)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    eager, traced = run(x), compiled(x)
+    assert eager.dtype is FP16
+    assert same_bits([eager], [traced])
 
 
 # --- at the dispatcher: what a table of Python functions would not see ------------------------------------------------

@@ -341,18 +341,18 @@ CHANGED = (
     "you clip or change them, or pass clip_norm="
 )
 IN_WINDOW = (
-    "gradients were changed between two backward passes of a window, whose sum they are to become; take optimizer.zero_grad() and "
-    "clipping out of the loop, and pass clip_norm="
+    "gradients were changed between two backward passes of a window, which adds them up; remove optimizer.zero_grad() and "
+    "clipping from the loop, and pass clip_norm="
 )
 DIVIDED = (
-    "the loss was divided by 4, and the session averages the 4 micro-batches of a window itself: gradients get too small; "
+    "the loss was divided by 4, and the session averages the 4 micro-batches of a window itself: gradients become too small; "
     "pass the loss undivided"
 )
 OUTSIDE = (
-    "the first loss was computed outside session.autocast(): policy {} cast nothing of it; write `with session.autocast():` around the "
+    "the first loss was computed outside session.autocast(): policy {} cast none of it; write `with session.autocast():` around the "
     "forward pass and the loss"
 )
-OUTER = "session.autocast() and a torch.autocast of {} are nested, and policy {} asks for another format; take torch.autocast out"
+OUTER = "session.autocast() and a torch.autocast of {} are nested, and policy {} asks for another format; remove torch.autocast"
 WARNED: dict[str, tuple[Callable[[], Any], str]] = {
     "layers replaced before": (
         layers_replaced,
@@ -379,13 +379,13 @@ WARNED: dict[str, tuple[Callable[[], Any], str]] = {
     "gradients made zero in a window": (zeroed_in_the_window, IN_WINDOW),
     "a scheduler stepped by both": (
         stepped_twice,
-        "ExponentialLR is stepped by the script and by the session, so that it runs ahead; take scheduler.step() out, or leave "
+        "ExponentialLR is stepped by the script and by the session, so it runs ahead; remove scheduler.step(), or leave "
         "scheduler= out of Session(...)",
     ),
     "a scheduler stepped on skips": (
         stepped_by_hand_on_skips,
         "the learning rate changed from one skipped update to the next: a scheduler is stepped where nothing was updated; pass it as "
-        "Session(..., scheduler=scheduler), which holds it then, and take scheduler.step() out",
+        "Session(..., scheduler=scheduler), which holds it then, and remove scheduler.step()",
     ),
 }
 
@@ -548,16 +548,14 @@ BLOCK = (
 )
 SCALED = (
     "the loss was multiplied by the 1024 of a GradScaler; allowed: the loss itself",
-    "pass loss, not scaler.scale(loss), and take the scaler out of the loop: the session scales by its policy",
+    "pass loss, not scaler.scale(loss), and remove the scaler from the loop: the session scales by its policy",
 )
 NOTHING = (
     "no parameter of the optimizers has a gradient after the backward pass: the loss does not depend on them",
     "compute the loss from the output of the session's own model, and name the optimizers of what it reaches: update(optimizer)",
 )
-TAKE_OUT = (
-    "take optimizer.step() and optimizer.zero_grad() out of the loop: session.step() and session.update() do both"
-)
-GONE = ("the gradients of a window's earlier backward passes are gone", TAKE_OUT)
+REMOVE = "remove optimizer.step() and optimizer.zero_grad() from the loop: session.step() and session.update() do both"
+GONE = ("the gradients of a window's earlier backward passes are gone", REMOVE)
 LEFT = (
     "a parameter of shape {} has a gradient before the first backward pass of a window, one that was not multiplied by this "
     "session's loss scale",
@@ -569,7 +567,7 @@ TAKEN = (
     "use one session at a time; models that are trained in turns share one: Session([first, second], [first_optimizer, "
     "second_optimizer]), then update(first_optimizer)",
 )
-CAST_HINT = "take model.half() and the like out: the policy casts; evaluate a copy (copy.deepcopy(model).half())"
+CAST_HINT = "remove model.half() and the like: the policy casts; evaluate a copy (copy.deepcopy(model).half())"
 OTHERS = (
     "the model's parameters are not those that it had when the session was built: they would not be trained",
     "change the model first (layers, adapters, load_state_dict(assign=True), fully_shard), then build optimizer and session",
@@ -604,7 +602,7 @@ LOOPS: dict[str, tuple[Callable[[], Any], tuple[str, str]]] = {
     "zero_grad in the window": (gradients_dropped, GONE),
     "step in the window": (
         stepped_in_the_window,
-        ("weights were changed between two backward passes of a window", TAKE_OUT),
+        ("weights were changed between two backward passes of a window", REMOVE),
     ),
     "the old step after backward": (old_loop_with_backward, GONE),
     "a backward pass of one's own": (own_backward, (LEFT[0].format((8, 6)), LEFT[1])),

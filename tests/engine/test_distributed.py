@@ -306,7 +306,8 @@ def test_buckets_hold_one_format_and_no_more_than_their_size(
 
 
 def test_a_window_counts_in_a_given_unit() -> None:
-    window = Window(2, 1)
+    window = Window()
+    window.open(2, 1)
     assert [window.share(weight, 0, unit=4.0) for weight in (4.0, 12.0)] == [0.5, 1.5]
     assert window.total() == 2.0
     window.mean_total = torch.tensor(1.25)  # of this process's 2 and another's 0.5

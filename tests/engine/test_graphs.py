@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,12 @@ from tape import Kernel, TapeGraphs, refuse_an_old_interpreter, refuse_in_a_capt
 
 INF = float("inf")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")  # the hash is to wrap
+
+
+def test_a_captured_step_uses_nothing_private_of_its_session() -> None:
+    private = r"(?:session|parts|window|progress)\._\w+"
+    assert re.findall(private, "self._session._close() parts._norm window.calls") == ["session._close", "parts._norm"]
+    assert re.findall(private, Path(graphs.__file__).read_text()) == []
 
 
 @pytest.fixture

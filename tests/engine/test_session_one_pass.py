@@ -234,7 +234,12 @@ def test_persistent_bytes_a_parameter(policy: str, limit: float) -> None:
             session.update()
     kept = [*model.parameters(), *(p.grad for p in model.parameters())]
     kept += [t for s in session.optimizers[0].state.values() for t in s.values()]
-    kept += [t for o in (session, session._floor, *session.scales) for t in vars(o).values() if isinstance(t, Tensor)]
+    kept += [
+        t
+        for o in (session, session._progress, session._progress.floor, *session.scales)
+        for t in vars(o).values()
+        if isinstance(t, Tensor)
+    ]
     kept += list(getattr(session.optimizers[0], "_sources", {}).values())
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if t is not None}
     measured = sum(storages.values()) / count

@@ -28,7 +28,7 @@ def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
     from mezzo.records import Reason
 
     need = needs("apex", target.name, kind="module" if target.module else "script")
-    if need == "no" or importlib.util.find_spec("apex") is not None:
+    if need == "no" or _is_installed("apex"):
         return None
     if policy is None and need == "perhaps":  # it may run without Apex
         return None
@@ -41,6 +41,12 @@ def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
         )
     why = f"apex is not installed: {_RUNS} stands in for it, and the policy replaces apex.amp"
     return StandIn(module=_RUNS, options=(WITHOUT_AMP,), reason=Reason(what="apex.amp", value="off", reason=why))
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a package can be imported; a mere folder of that name, as of a cloned repository, has no origin."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def note_for(error: str) -> str | None:

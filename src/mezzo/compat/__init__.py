@@ -1,1 +1,1 @@
-"""Other libraries' faces over the engine: scripts written for them run without the library; nothing in Mezzo imports them."""
+"""Other libraries' interfaces over the engine: scripts written for them run without the library; nothing in Mezzo imports them."""

@@ -1,10 +1,10 @@
 """Accelerate under a precision policy: ``MezzoAccelerator(policy="fp16")`` in place of ``Accelerator(mixed_precision=...)``.
 
 The loop stays as it is: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``, ``save_state``. A step is that of a
-session: one unscale and one decision for all optimizers, a short last window averaged over what it holds, FP32 masters under
+session: one unscale and one decision for all optimizers, a short last window averaged over its micro-batches, FP32 masters under
 ``-master`` policies. Prepared schedulers wait on skipped updates.
 
-Limits: one process without DeepSpeed, FSDP or Megatron, which bring mixed precision of their own.
+Limits: one process without DeepSpeed, FSDP or Megatron, which have mixed precision of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mezzo.records import RunRecord
 
 
 class MezzoAccelerator(accelerate.Accelerator):
-    """Prepare and train under a precision policy.
+    """An ``Accelerator`` that prepares and trains under a precision policy.
 
     Args:
         policy: a ``Policy``, a policy text, or the path of a policy file.
@@ -51,7 +51,7 @@ class MezzoAccelerator(accelerate.Accelerator):
         self.take_policy(policy)
 
     def take_policy(self, policy: Policy | str) -> None:
-        """Begin under a policy; for an accelerator that another library made."""
+        """Start under a policy; for an accelerator that another library created."""
         if self.distributed_type != DistributedType.NO:
             raise SessionError(
                 f"MezzoAccelerator runs as {self.distributed_type}; allowed: one process",
@@ -60,11 +60,11 @@ class MezzoAccelerator(accelerate.Accelerator):
         self.driven = Driven(policy)
         self._micro_batches = 0
         self._unwrapped: list[nn.Module] = []
-        """Models whose calls were taken out of the policy."""
+        """Models whose calls no longer run under the policy."""
         self.register_for_checkpointing(self.driven)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Prepare a model and let its calls run under the policy."""
+        """Prepare a model so that its calls run under the policy."""
         model = super().prepare_model(model, *args, **kwargs)
         if not any(model is known for known in self.driven.models):
             self.driven.add(model)
@@ -78,7 +78,7 @@ class MezzoAccelerator(accelerate.Accelerator):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the model itself; ``keep_fp32_wrapper=False`` takes its calls out of the policy, until it is prepared again."""
+        """Return the model itself; ``keep_fp32_wrapper=False`` ends the policy for its calls until it is prepared again."""
         bare: nn.Module = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         if not keep_fp32_wrapper and wrapped_by(bare, _under_policy) is not None:
             unwrap(bare, _under_policy)
@@ -118,7 +118,7 @@ class MezzoAccelerator(accelerate.Accelerator):
         super()._do_sync()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Make gradients true, of all optimizers, once a window."""
+        """Unscale the gradients of all optimizers, once per window."""
         self._note_short_window()
         self.driven.unscale()
 
@@ -128,13 +128,13 @@ class MezzoAccelerator(accelerate.Accelerator):
             self.driven.short = steps / self._micro_batches
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip true gradients, of master weights where there are any; return their norm."""
+        """Clip unscaled gradients, those of master weights where there are any; return their norm."""
         self.unscale_gradients()
         norm: Tensor = torch.nn.utils.clip_grad_norm_(self.driven.held(parameters), max_norm, norm_type=norm_type)
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip true gradients, of master weights where there are any."""
+        """Clip unscaled gradients, those of master weights where there are any."""
         self.unscale_gradients()
         torch.nn.utils.clip_grad_value_(self.driven.held(parameters), clip_value)
 
@@ -144,7 +144,7 @@ class MezzoAccelerator(accelerate.Accelerator):
 
 
 class MezzoOptimizer(AcceleratedOptimizer):
-    """Step at the end of a window, or skip."""
+    """An optimizer that steps at the end of a window, or skips."""
 
     accelerator: MezzoAccelerator | None
     """None in a copy, which no accelerator has prepared yet."""
@@ -191,7 +191,7 @@ def _under_policy(call: Callable[..., Any], region: ModelRegion, model: nn.Modul
     if isinstance(driven, Driven) and not driven.began:
         for one in driven.models:
             unwrap(one, _under_policy)
-        _ = driven.session  # may cast the models: what it puts around their calls belongs inside of this
+        _ = driven.session  # may cast the models: its wrappers around their calls belong inside ours
         for one in driven.models:
             _wrap(one, driven)
         return model(*args, **kwargs)

@@ -1,11 +1,11 @@
-"""A session whose loop belongs to another library: it decides when there is a backward pass, a look at gradients, a step.
+"""A session whose loop belongs to another library, which decides when to run a backward pass, inspect gradients or step.
 
-Such a library calls ``optimizer.step`` one optimizer at a time, zeroes gradients itself and clips them itself. The session
-knows an update, after which everything is settled. So it is given one optimizer of all parameters, whose step is that
-of the optimizer that asked. The first optimizer that steps after a backward pass closes the session's window: every
-gradient is unscaled, once, and whether this update is skipped is decided, once. Further optimizers follow that decision.
+Such a library calls ``optimizer.step`` for one optimizer at a time, and zeroes and clips gradients itself. A session has
+one update for all of them. So it is given a single optimizer with all parameters, whose step runs the optimizer that
+asked. The first optimizer that steps after a backward pass closes the session's window: all gradients are unscaled
+once, and whether to skip is decided once. Later optimizers follow that decision.
 
-Gradients that an optimizer left behind unscaled are set aside while others' fresh ones are scaled.
+Unscaled gradients that an optimizer left behind are set aside while others' fresh ones are scaled.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mezzo.engine import arguments, checks
 from mezzo.engine.gradients import put_back, set_aside
 from mezzo.engine.parameters import parameters_of, trained_by
 from mezzo.engine.session import Session
+from mezzo.engine.window import Reduction
 from mezzo.errors import SessionError
 from mezzo.launch.schedules import ScriptSchedules
 from mezzo.measure import memory
@@ -36,10 +37,12 @@ Optimizer = torch.optim.Optimizer
 
 
 class Asked(Optimizer):
-    """Hold all parameters and do as the optimizer does that asked for an update; zero no gradients."""
+    """The session's one optimizer: it has all parameters and runs the step of whichever optimizer asked for an update."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__([{"params": list(parameters)}], {})  # as a group: a model that only predicts may have none
+        super().__init__(
+            [{"params": list(parameters)}], {}
+        )  # as a group, which may be empty: a model that only predicts
         self.run: Callable[[], Any] = lambda: None
         self.result: Any = None
         self.stepped = False
@@ -56,7 +59,7 @@ class Asked(Optimizer):
 
 
 class Observed(Session):
-    """Unscale and look for overflow in one pass, and take the norm once an update: who clips may know it already.
+    """A session that unscales and checks for overflow in one pass, and computes the norm at most once per update.
 
     Gradients are in one process and on one device, and the library has divided losses for its window.
     """
@@ -66,37 +69,39 @@ class Observed(Session):
     is_whole_loop = False
 
     def _check_parts(self) -> torch.device:
-        """Return where the models are: they may be frozen, or have no parameters, where the library only predicts."""
+        """Return the models' device: they may be frozen or have no parameters if the library only predicts."""
         tensors = (t for model in self.models for t in (*model.parameters(), *model.buffers()))
         places = (t.device for t in tensors)
         told = (place for model in self.models if isinstance(place := getattr(model, "device", None), torch.device))
         return next(places, None) or next(told, torch.device("cpu"))
 
     def forget_casts(self) -> None:
-        """Let weights be cast anew: the library may update them inside the region that it runs a step in."""
+        """Drop casts of weights: the library may update them inside the region that a step runs in."""
         if torch.is_autocast_enabled(self.device.type):
-            torch.clear_autocast_cache()  # Mezzo's own casts tell by a weight's version that it changed
+            torch.clear_autocast_cache()  # Mezzo's own casts compare a weight's version
 
     def unscale(self) -> None:
-        """Divide the scale out of the gradients and learn whether the update will be skipped."""
-        checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled)
+        """Unscale the gradients and find out whether the update will be skipped."""
+        checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled is not None)
         gradients, inverse = self._gradients(self.optimizers), self.scales[0].inverse()
         checks.refuse_half_gradients(gradients)
+        found = None
         if inverse is not None:
-            self._found = torch.zeros((), device=self.device)
+            found = torch.zeros((), device=self.device)
             for kind in {g.dtype for g in gradients}:  # torch's kernel takes one format at a time
                 alike = [g for g in gradients if g.dtype is kind]
-                torch._amp_foreach_non_finite_check_and_unscale_(alike, self._found, inverse)
-            self._overflowed = bool(self._found)  # the one host read of an update
-        self._window.unscaled = True
+                torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
+        overflowed = found is not None and bool(found)  # the one host read of an update
+        self._window.unscaled = Reduction(self._progress.norm, None, found, overflowed)  # the update takes the norm
 
     @property
     def overflowed(self) -> bool:
-        """Return whether gradients that were unscaled are not finite, so that the update will be skipped."""
-        return self._overflowed
+        """Whether gradients that were unscaled are not finite, so that the update will be skipped."""
+        unscaled = self._window.unscaled
+        return unscaled is not None and bool(unscaled.overflowed)
 
     def look(self) -> None:
-        """Take the norm now."""
+        """Compute the norm now."""
         self.norm = super()._norm_here(self._gradients(self.optimizers))
 
     def _norm_here(self, gradients: list[Tensor]) -> Tensor:
@@ -104,7 +109,7 @@ class Observed(Session):
 
 
 class Driven:
-    """Hold a policy, the models that are trained under it and, from their first use on, their session."""
+    """A policy, the models that are trained under it and, from their first use on, their session."""
 
     def __init__(self, policy: Policy | str) -> None:
         self.policy = Policy.of(policy)
@@ -113,16 +118,16 @@ class Driven:
         self.skipped = False
         """Whether the last update was skipped."""
         self.short = 1.0
-        """What gradients of this window are to be multiplied by because it is shorter than the library divided losses for."""
+        """The factor for this window's gradients if it is shorter than the window that the library divided losses by."""
         self._session: Observed | None = None
         self._asked: Asked
         self._parameters: list[nn.Parameter] = []
         self._open = self._unscaled = False
         self.scales = False
-        """Whether gradients are anything but true between a backward pass and ``unscale``."""
+        """Whether gradients are scaled, or in 16 bits, between a backward pass and ``unscale``."""
         self._left: list[tuple[nn.Parameter, Tensor]] = []
         self._taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """How many parameter groups each optimizer had when its parameters were taken in."""
+        """How many parameter groups each optimizer had when its parameters were added."""
         self._last: Optimizer | None = None
         self._made = self._skips = 0
         self._schedules = ScriptSchedules(lambda scheduler: (self._made, self._skips))
@@ -130,10 +135,10 @@ class Driven:
     # --- before training -------------------------------------------------------------------------------------------------------
 
     def add(self, model: nn.Module) -> None:
-        """Take a model in; those that were taken in before its first use make one session.
+        """Add a model; all models added before the first use form one session.
 
         Raises:
-            SessionError: the session has begun without it.
+            SessionError: the session has started without it.
         """
         if any(model is known for known in self.models):
             return
@@ -146,12 +151,12 @@ class Driven:
 
     @property
     def session(self) -> Observed:
-        """Return the session, which casts the models when it begins."""
+        """The session, which casts the models when it starts."""
         return self._session or self._begin()
 
     @property
     def began(self) -> bool:
-        """Return whether the session has begun."""
+        """Whether the session has started."""
         return self._session is not None
 
     def _begin(self) -> Observed:
@@ -165,14 +170,13 @@ class Driven:
         self._session = session = Observed(self.models, self._asked, policy=self.policy)
         self.scales = session.scales[0].checks or self.policy.master_weights
         self.recorder.clock.device = session.device
-        casting = session.casting
-        self.region = casting.autocast if casting.way == "kernels" else session.autocast  # type: ignore[method-assign]
+        self.region = session.autocast  # type: ignore[method-assign]
         held = self._asked.param_groups[0]["params"]
         self._held: dict[Tensor, Tensor] = dict(zip(self._parameters, held, strict=True))
         return session
 
     def take(self, optimizer: Optimizer) -> None:
-        """Give an optimizer the master weights of its parameters, if there are any, and take in parameters that no model has.
+        """Give an optimizer the master weights of its parameters, if there are any, and add parameters that no model has.
 
         Raises:
             SessionError: the optimizer cannot work in the format that the policy keeps weights in.
@@ -197,7 +201,7 @@ class Driven:
 
     def region(self) -> AbstractContextManager[Any]:
         """Return the context of a forward pass."""
-        return self.session.autocast()  # until the session has begun: then its own method stands here
+        return self.session.autocast()  # until the session has started and replaces this method
 
     # --- a step ----------------------------------------------------------------------------------------------------------------
 
@@ -206,7 +210,7 @@ class Driven:
 
         Args:
             loss: one number.
-            model: what the library says that it belongs to; of no matter here.
+            model: the model it belongs to, according to the library; ignored.
             *args: nothing.
             retain_graph: as in torch.
             **kwargs: nothing.
@@ -231,9 +235,9 @@ class Driven:
         session.backward(loss, retain_graph=retain_graph)
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
-        """Make gradients true and take their norm: the library is about to clip them.
+        """Unscale gradients and compute their norm: the library is about to clip them.
 
-        ``optimizer``: one that is to have its masters from now on.
+        ``optimizer``: one to give its masters first.
         """
         if optimizer is not None and optimizer is not self._last:
             self.take(optimizer)
@@ -241,12 +245,12 @@ class Driven:
         self.look()
 
     def look(self) -> None:
-        """Take the norm of true gradients, once a window: what follows may change them."""
+        """Compute the norm of unscaled gradients, once per window, before the library changes them."""
         if self._open and self.session.norm is None:
             self.session.look()
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float) -> None:
-        """Clip true gradients by their norm; it is the update's as well where these are all parameters."""
+        """Clip unscaled gradients by their norm, which is also the update's if these are all parameters."""
         self.settle()
         clipped = list(parameters)
         ids = set(map(id, clipped))
@@ -258,7 +262,7 @@ class Driven:
             self.session.norm = norm
 
     def settle(self) -> None:
-        """Make gradients what they are without a loss scale, masters and short windows seen to; once a window."""
+        """Unscale gradients, move them to the masters and correct a short window; once per window."""
         if not self._open or self._unscaled:
             return
         self._unscaled = True
@@ -272,11 +276,11 @@ class Driven:
 
     @property
     def overflowed(self) -> bool:
-        """Return whether this window's update, whose gradients were unscaled, will be skipped."""
+        """Whether this window's update, whose gradients were unscaled, will be skipped."""
         return self._unscaled and self.session.overflowed
 
     def step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Let an optimizer step by ``run`` unless the update is one to skip; return what it returns.
+        """Step an optimizer by ``run`` unless the update is skipped; return what it returns.
 
         Raises:
             ScaleFloorError: the loss scale is at its floor and gradients still overflow.
@@ -300,7 +304,7 @@ class Driven:
         self.skipped = not asked.stepped
         self._made += 1
         self._skips += self.skipped
-        self.recorder.norm(session._norm)
+        self.recorder.norm(session._progress.norm)
         self.recorder.close(
             skipped=self.skipped, scale=session.scales[0].on_device() if session.scales[0].checks else None
         )
@@ -316,9 +320,9 @@ class Driven:
     # --- schedules -------------------------------------------------------------------------------------------------------------
 
     def hold(self, scheduler: Any) -> Any:
-        """Make a scheduler wait where the one update since its last step was skipped; return it.
+        """Make a scheduler wait if the only update since its last step was skipped; return it.
 
-        A schedule by update waits, one by epoch never does. The object stays what it was, of a class derived from its own.
+        A schedule by update waits; one by epoch never does. The object stays the same, with a class derived from its own.
         """
         kind, schedules = type(scheduler), self._schedules
         if getattr(kind, "_mezzo_holds", None) is schedules:
@@ -336,7 +340,7 @@ class Driven:
     # --- what is kept ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scale, counts and, by model, FP32 masters: what the library's own checkpoint lacks."""
+        """Return what the library's own checkpoint lacks: loss scale, counts and, by model, FP32 masters."""
         session = self.session
         masters = [
             {n: v.clone() for n, p in m.named_parameters() if (v := session.masters.values(p)) is not None}
@@ -351,7 +355,7 @@ class Driven:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` returned, after the library has loaded models and optimizers."""
+        """Load what ``state_dict`` returned, after the library has loaded models and optimizers."""
         session = self.session
         session.scales[0].load_state_dict(state["scale"])
         for model, values in zip(self.models, state["masters"], strict=True):
@@ -361,7 +365,7 @@ class Driven:
         session.masters.push()
 
     def record(self, framework: str) -> RunRecord:
-        """Return what the training showed so far; ``framework`` says in which library and version."""
+        """Return the record of the training so far; ``framework`` names the library and its version."""
         session = self.session
         kept = [p for m in self.models for p in m.parameters()]
         optimizers = list(self._taken)

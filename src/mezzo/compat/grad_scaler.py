@@ -1,8 +1,8 @@
 """``torch.amp.GradScaler`` with a floor, a ceiling, a hysteresis and a count of skips, for loops that are written by hand.
 
-It is torch's class, with torch's numbers, order of calls and refusals, so that whoever asks ``isinstance``, or reads what other
-libraries read of a scaler, finds one. Beyond torch's: the scale has a floor (torch's reaches 0 after two hundred overflows) and,
-where asked, a ceiling and a hysteresis; ``skipped`` counts. What torch asserts is refused here with what to do.
+It derives from torch's class, with the same numbers, order of calls and refusals, so ``isinstance`` holds and other libraries find
+the attributes that they read. In addition the scale has a floor (torch's reaches 0 after two hundred overflows) and optionally a
+ceiling and a hysteresis; ``skipped`` counts. Where torch asserts, errors here say what to do.
 
 A step of an optimizer that is not fused reads one flag from the device, as torch's does; a ``mezzo.Session`` reads none.
 """
@@ -26,7 +26,7 @@ from mezzo.formats import FP16, FP32
 
 
 class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler):
-    """Scale losses, unscale gradients, skip updates that overflow, find the scale.
+    """A ``torch.amp.GradScaler`` with a floor, a ceiling, a hysteresis and a count of skips.
 
     Args:
         device: torch's device type.
@@ -34,7 +34,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         growth_factor: what the scale is multiplied by after ``growth_interval`` good updates in a row; above 1.
         backoff_factor: what it is multiplied by on an overflow; below 1.
         growth_interval: see there.
-        enabled: False lets losses and steps through as they are.
+        enabled: False leaves losses and steps unchanged.
         hysteresis: overflows in a row before the scale backs off.
         min_scale: floor of the scale.
         max_scale: ceiling of the scale.
@@ -59,7 +59,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         on = enabled and not (device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available())
         if on:
             _check_settings(init_scale, growth_factor, backoff_factor, hysteresis, min_scale, max_scale)
-        # Not by way of the classes between, which are deprecated and say so.
+        # Not through the classes in between, which are deprecated and warn.
         torch.amp.GradScaler.__init__(
             self,
             device,
@@ -99,7 +99,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the scale out of an optimizer's gradients and check them, before they are clipped or read.
+        """Unscale an optimizer's gradients and check them, before they are clipped or read.
 
         Raises:
             SessionError: no loss was scaled yet, they were unscaled since the last ``update``, or are FP16.
@@ -122,7 +122,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         super().unscale_(optimizer)
 
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        gradients_of(trained_by([optimizer]))  # adds the rows of sparse ones up first: a sum may overflow
+        gradients_of(trained_by([optimizer]))  # coalesces sparse gradients first: a sum of rows may overflow
         found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *args, **kwargs)
         return found
 
@@ -162,7 +162,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
             )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Let the scale learn from this iteration's checks, or set it; once, after all optimizers' steps.
+        """Update the scale from this iteration's checks, or set it; once, after all optimizers' steps.
 
         Raises:
             SessionError: no loss was scaled, no optimizer was stepped or unscaled since the last update, or ``new_scale`` is neither a
@@ -180,7 +180,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
             self._scale.clamp_(self._min_scale, self._max_scale)
 
     def _learn(self) -> None:
-        """Count what this iteration found, and take the overflows that the hysteresis bears from what torch's update reads."""
+        """Count this iteration's overflow, and hide overflows that the hysteresis tolerates from torch's update."""
         found = [one for state in self._per_optimizer_states.values() for one in state["found_inf_per_device"].values()]
         if not found:
             raise SessionError(
@@ -207,7 +207,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
 
     @property
     def skipped(self) -> int:
-        """Return how many updates had a gradient that was not finite; waits for the device."""
+        """The number of updates that had a gradient that was not finite; waits for the device."""
         return int(self._skips)
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         return {**super().state_dict(), "hysteresis": self._hysteresis, "hysteresis_left": int(self._left), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state of this class or of ``torch.amp.GradScaler``.
+        """Load a state of this class or of ``torch.amp.GradScaler``.
 
         Raises:
             SessionError: the state is empty, as one of a scaler that was off is, or lacks an entry.

@@ -1,8 +1,8 @@
 """Lightning's precision plugins: ``Trainer(plugins=MezzoPrecision("fp16"))``, ``Fabric(plugins=MezzoFabricPrecision("fp16"))``.
 
 Forward passes run under the policy, and a step is that of a session: one unscale and one decision for all optimizers,
-schedules held on a skipped update (Trainer; in Fabric by ``plugin.hold(scheduler)``), a short last window averaged over what it
-holds, FP32 masters under ``-master`` policies. Checkpoints of the Trainer hold the loss scale, and masters where there are any.
+schedules held on a skipped update (Trainer; in Fabric by ``plugin.hold(scheduler)``), a short last window averaged over its
+micro-batches, FP32 masters under ``-master`` policies. The Trainer's checkpoints contain the loss scale, and masters if there are any.
 
 Limits: one device and one process (several are refused); LBFGS is refused; Lightning's ``global_step`` counts skipped updates, as it
 does with its own mixed precision.
@@ -36,7 +36,7 @@ _IDLE = lightning.Callback.on_before_optimizer_step
 
 
 class _Recorded:
-    """Give a plugin its record."""
+    """The record of a plugin's training."""
 
     driven: Driven
 
@@ -50,7 +50,7 @@ class _Recorded:
 
 
 class MezzoFabricPrecision(_Recorded, FabricPrecision):
-    """Train with Fabric under a precision policy.
+    """A Fabric plugin that trains under a precision policy.
 
     Args:
         policy: a ``Policy``, a policy text, or the path of a policy file.
@@ -60,12 +60,12 @@ class MezzoFabricPrecision(_Recorded, FabricPrecision):
         self.driven = Driven(policy)
         self.precision = str(self.driven.policy)  # what Fabric prints
         self._lowers, self._low = self.driven.policy.lowers, self.driven.policy.storage.dtype
-        # Named here, not defined below: Fabric's own mixed precision makes as many calls a step, and one more each would show.
+        # Assigned, not defined as methods: Fabric's own mixed precision makes as many calls per step, and extra ones would show.
         self.backward = self.driven.backward
         self.unscale_gradients = self.driven.unscale
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Take a module in; it is cast, where the policy casts models, when it is first called."""
+        """Add a module; if the policy casts models, it is cast at its first call."""
         self.driven.add(module)
         return module
 
@@ -86,9 +86,9 @@ class MezzoFabricPrecision(_Recorded, FabricPrecision):
         return to_format(data, FP32.dtype)
 
     def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-        """Yield what Fabric clips: the optimizer's parameters, or a zero where the update will be skipped.
+        """Yield the parameters that Fabric clips, or a zero if the update will be skipped.
 
-        Fabric raises an error on gradients that are not finite unless told otherwise; a skipped update needs none.
+        By default Fabric raises an error on gradients that are not finite, which a skipped update does not need.
         """
         if self.driven.overflowed:
             nothing = nn.Parameter(torch.zeros(()))
@@ -110,12 +110,12 @@ class MezzoFabricPrecision(_Recorded, FabricPrecision):
         return self.driven.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` returned."""
+        """Load what ``state_dict`` returned."""
         self.driven.load_state_dict(state_dict)
 
 
 class MezzoPrecision(_Recorded, TrainerPrecision):
-    """Train with Lightning's Trainer under a precision policy.
+    """A plugin for Lightning's Trainer that trains under a precision policy.
 
     Args:
         policy: a ``Policy``, a policy text, or the path of a policy file.
@@ -126,14 +126,14 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
         self.precision = str(self.driven.policy)  # what the Trainer prints
         self._calls = 0
         self._idle: set[str] = set()
-        """Hooks that the module has not made its own: they do nothing, and calling them takes Lightning some thirty calls each."""
+        """Hooks that the module has not overridden: they do nothing, and Lightning makes some thirty calls for each."""
         self._changed = False
-        """Whether somebody's hook may change gradients before they are clipped, so that their norm is to be taken first."""
+        """Whether a hook may change gradients before they are clipped, so that their norm has to be computed first."""
 
     def connect(
         self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Begin with a module, or go on with it, and hold its schedules on skipped updates."""
+        """Start or continue with a module, and hold its schedules on skipped updates."""
         driven = self.driven
         _refuse_own_backward(model)
         if not any(model is known for known in driven.models):
@@ -162,18 +162,18 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
     train_step_context = val_step_context = test_step_context = predict_step_context = forward_context
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass; gradients are true again when ``on_before_optimizer_step`` is called."""
+        """Run a backward pass; gradients are unscaled when ``on_before_optimizer_step`` is called."""
         self._calls += 1
         self.driven.backward(tensor, model, *args, **kwargs)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Tell hooks of a loss, which is not scaled yet."""
+        """Call hooks with the loss, not scaled yet."""
         call._call_callback_hooks(module.trainer, "on_before_backward", tensor)
         self._tell(module, "on_before_backward", tensor)
         return tensor
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Tell hooks of the end of a backward pass."""
+        """Call hooks after a backward pass."""
         call._call_callback_hooks(module.trainer, "on_after_backward")
         self._tell(module, "on_after_backward")
         return tensor.detach()
@@ -190,10 +190,10 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
             call._call_lightning_module_hook(model.trainer, hook, *args)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, show gradients to hooks, clip them and step the optimizer, or skip; return what the step or the closure did.
+        """Run the closure, pass gradients to hooks, clip them and step the optimizer, or skip; return what step or closure returned.
 
-        The closure may have been run by the module's own ``optimizer_step`` already, and backward passes may have been left out:
-        ``training_step`` returned no loss, or weight averaging passes over the data once more. So these are counted.
+        The module's own ``optimizer_step`` may have run the closure already, and there may be no backward pass:
+        ``training_step`` returned no loss, or weight averaging passes over the data again. So backward passes are counted.
         """
         result, driven = closure(), self.driven
         if self._calls == 0 and model.automatic_optimization:
@@ -211,11 +211,11 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
         return result if stepped is None else stepped
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip true gradients by their norm, also in manual optimization."""
+        """Clip unscaled gradients by their norm, also in manual optimization."""
         self.driven.clip(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Clip the elements of true gradients, also in manual optimization."""
+        """Clip the elements of unscaled gradients, also in manual optimization."""
         self.driven.unscale()
         super().clip_grad_by_value(optimizer, clip_val)
 
@@ -224,7 +224,7 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
         return self.driven.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` returned."""
+        """Load what ``state_dict`` returned."""
         self.driven.load_state_dict(state_dict)
 
 
@@ -257,7 +257,7 @@ def _refuse_closure(kwargs: dict[str, Any]) -> None:
 
 
 def _cast_parts(model: nn.Module, policy: Policy) -> None:
-    """Let the parts of a LightningModule with 16-bit weights cast what they are given, and give FP32: its steps call them."""
+    """Make the parts of a LightningModule with 16-bit weights cast their inputs and return FP32: its steps call them."""
     if policy.casting != "model":
         return
     low, kept = policy.storage.dtype, set(fp32_modules(model, policy))

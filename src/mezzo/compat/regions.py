@@ -1,4 +1,4 @@
-"""The region that a model's calls run in, kept with the model: a copy of the model has one of its own."""
+"""The region that a model's calls run in, stored with the model: a copy of the model has its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mezzo.policy import Policy
 
 
 class ModelRegion:
-    """Open the region of whoever trains the model, or, for a copy, one of the policy alone.
+    """The region of whoever trains the model or, for a copy of the model, one of the policy alone.
 
     A copy is another model: it does not train with this one, and pickles without its optimizers.
     """
 
     def __init__(self, policy: Policy, owner: Any = None) -> None:
-        """Belong to ``owner``, whose ``region()`` is opened; None for a copy."""
+        """Open the ``region()`` of ``owner``; None for a copy."""
         self.policy, self.owner = policy, owner
 
     def __call__(self, model: nn.Module) -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 ``fp16`` and ``bf16`` of the arguments stay off. Steps are those of a session, through ``MezzoAccelerator``: clipping by
 ``max_grad_norm`` sees true gradients, the schedule waits on skipped updates, checkpoints hold loss scale and FP32 masters.
-A class of one's own that derives from Trainer takes ``MezzoTrainerMixin`` before it.
+For a class of your own that derives from Trainer, put ``MezzoTrainerMixin`` before it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATE_NAME = "mezzo.pt"
 
 
 class MezzoTrainerMixin:
-    """Train under a precision policy; put it before Trainer, or a class that derives from it.
+    """A precision policy for Trainer: put this class before Trainer, or before a class that derives from it.
 
     Args:
         *args: Trainer's.
@@ -41,7 +41,7 @@ class MezzoTrainerMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make Trainer's accelerator one that trains under the policy."""
+        """Create Trainer's accelerator, which trains under the policy."""
         own = [name for name in ("fp16", "bf16") if getattr(self.args, name)]
         if own:
             raise SessionError(

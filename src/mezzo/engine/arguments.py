@@ -1,4 +1,4 @@
-"""What a session is built from: models, optimizers, schedulers and numbers that could not be trained together are refused."""
+"""Checks of a session's arguments: models, optimizers, schedulers and numbers that cannot be trained together are refused."""
 
 from __future__ import annotations
 
@@ -140,9 +140,9 @@ def check_trained(optimizers: Optimizers, parameters: Sequence[nn.Parameter]) ->
 
 
 def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """Return the device that is trained on: the first parameter's that is not on the CPU, else the CPU.
+    """Return the device that training runs on: that of the first parameter off the CPU, else the CPU.
 
-    A model may be spread over several devices, or keep a large embedding on the CPU; where it computes is what casts are chosen for.
+    A model may be spread over several devices, or keep a large embedding on the CPU; casts are chosen for the device that computes.
 
     Raises:
         SessionError: the model has no parameter, or keeps them on the CPU and computes elsewhere, as FSDP2's ``CPUOffloadPolicy`` does.
@@ -176,7 +176,7 @@ def refuse_half(model: nn.Module, policy: Policy) -> None:
 
 
 def refuse_other_half(model: nn.Module, policy: Policy) -> None:
-    """Refuse 16-bit weights in another format than the one that a policy casts to."""
+    """Refuse 16-bit weights in a format other than the policy's."""
     low = policy.storage.dtype
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.element_size() < 4 and parameter.dtype is not low:
@@ -187,7 +187,7 @@ def refuse_other_half(model: nn.Module, policy: Policy) -> None:
 
 
 def refuse_lost_eps(optimizers: Optimizers, policy: Policy) -> None:
-    """Refuse an optimizer whose ``eps`` is 0 in the 16 bits that it keeps its state in: it would divide 0 by 0."""
+    """Refuse an optimizer whose ``eps`` rounds to 0 in the 16-bit format of its state: it would divide 0 by 0."""
     pure = policy.casting == "model" and not policy.master_weights and policy.storage is FP16
     for optimizer in optimizers if pure else ():
         if isinstance(optimizer, OnePass):  # computes in FP32, and keeps its state in it
@@ -202,7 +202,7 @@ def refuse_lost_eps(optimizers: Optimizers, policy: Policy) -> None:
 
 
 def warn_of_fp64(parameters: Sequence[nn.Parameter], policy: Policy) -> None:
-    """Warn of a model in FP64 under a policy that lowers precision: nothing of it is cast."""
+    """Warn of an FP64 model under a policy that lowers precision: none of it is cast."""
     floating = [p for p in parameters if p.is_floating_point()]
     if policy.lowers and floating and all(p.dtype is FP64.dtype for p in floating):
         warn(

@@ -1,19 +1,18 @@
 """Replace the kernels of ``torch.autocast``: what decides, below Python and above autograd, how an operation is cast.
 
-Every operation passes torch's dispatcher. While autocast is on for a device, an operation that has a kernel at that
-device's autocast key runs this kernel first, which casts the operands and calls the operation again below autocast.
-torch registers one fixed list a device. Here a Python kernel is registered over each of them. It finds the *cast table*
-of the region that is open and casts as the table says; where no region is open it calls torch's own kernel, so plain
-``torch.autocast`` is what it was.
+Every operation passes through torch's dispatcher. While autocast is on for a device, an operation that has a kernel at that
+device's autocast key runs this kernel first; it casts the operands and calls the operation again below autocast.
+torch registers one fixed list of kernels per device. Here a Python kernel is registered over each of them. It finds the
+*cast table* of the open region and casts as the table says. With no region open it calls torch's own kernel, so plain
+``torch.autocast`` works as before.
 
-Being at torch's own place for casts means that everything is seen that CUDA's autocast sees, and nothing else: the parts
-of composite operations (``square`` calls ``pow``, ``trapezoid`` calls ``sum``), TorchScript, ``torch.func``, what
-``torch.compile`` traces.
+At this key Mezzo sees exactly what CUDA's autocast sees: the parts of composite operations (``square`` calls ``pow``,
+``trapezoid`` calls ``sum``), TorchScript, ``torch.func`` and whatever ``torch.compile`` traces.
 
-Other threads of a backward pass, which compute checkpointed forward passes again, and guards of compiled code both go
-by autocast's state. So an open table writes its number there: autocast is turned on for two device types that no tensor
-here has, with two dtypes that spell the number. torch carries this state into autograd's threads and compiles anew when
-it changes. ``compiling`` holds what else the compiler has to be told.
+Autograd's threads, which recompute checkpointed forward passes, and the guards of compiled code both depend on
+autocast's state. So an open table encodes its number there: autocast is turned on for two device types that have no
+tensors here, with two dtypes as the digits of the number. torch copies this state into autograd's threads and recompiles
+when it changes. ``compiling`` has the compiler's other settings.
 
 Costs: about 5 us for each listed operation, nothing for others. Registered kernels stay for the life of the process.
 """
@@ -35,18 +34,18 @@ from mezzo.engine.registration import Op
 from mezzo.formats import FP32, Format
 from mezzo.oplists import Precision
 
-_CASTABLE = (*HALF, FP32.dtype)  # FP64 is never cast: who asks for it needs it
+_CASTABLE = (*HALF, FP32.dtype)  # FP64 is never cast: code that asks for it needs it
 
 
 @dataclass(frozen=True)
 class CastRule:
-    """Say what to do with a call of one operation."""
+    """What to do with a call of one operation."""
 
     precision: Precision
     emulation: Emulation | None = None
     """What computes the operation on 16-bit operands in its place."""
     keeps_weight: bool = False
-    """Whether the call is a linear layer whose weight the emulation takes in the format that it is kept in."""
+    """Whether the call is a linear layer whose emulation takes the weight uncast."""
 
 
 class CastTable:
@@ -79,11 +78,11 @@ class CastTable:
             compiling.keep_roundings()
 
     def rule(self, op: Op) -> CastRule | None:
-        """Return the rule for ``op``; None as well inside a kernel of ours."""
+        """Return the rule for ``op``; None if it has none, and inside one of our kernels."""
         return None if _LOCAL.casting else self.rules.get(op)
 
     def answer(self, op: Op, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run ``op`` as ``rule`` says, or as it is where it belongs to a backward pass."""
+        """Run ``op`` as ``rule`` says, or unchanged in a backward pass."""
         _LOCAL.casting = True
         try:
             return registration.call_op(op, args, kwargs) if _is_backward() else self.run(op, rule, args, kwargs)
@@ -111,11 +110,11 @@ class CastTable:
         return registration.call_op(op, args, kwargs)
 
     def cast_weight(self, weight: Tensor) -> Tensor:
-        """Return a weight in the lower format: one cast a weight while a region is open."""
+        """Return a weight in the lower format; each weight is cast once while a region is open."""
         low = self.low.dtype
         return (
             _LOCAL.casts.of(weight, low) if _LOCAL.depth else weight.to(low)
-        )  # a thread without a region of its own keeps none
+        )  # a thread with no region of its own keeps no casts
 
     def _casts(self, operands: Sequence[Any]) -> bool:
         return all(t.dtype in _CASTABLE and t.device.type == self.device_type for t in operands if t is not None)
@@ -143,7 +142,7 @@ class CastTable:
         return value
 
 
-_PLAIN = (Tensor, nn.Parameter)  # not what stands for a tensor while code is traced: a cast of that is no value to keep
+_PLAIN = (Tensor, nn.Parameter)  # not the stand-ins of tracing: their casts are no values to keep
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
@@ -169,13 +168,13 @@ def _dtypes(values: Sequence[Any]) -> set[torch.dtype]:
 
 
 class WeightCasts:
-    """Casts of weights that are used again while the weights do not change.
+    """Casts of weights, reused until a weight changes.
 
-    A cast made without gradients is kept apart from one made with them, so that validation does not cut the graph.
+    Casts made with and without gradients are kept separately, so that validation does not cut the graph.
     """
 
     def __init__(self) -> None:
-        # By id, whether gradients are recorded, and dtype. The weight is in the entry: an id is unique among living objects only.
+        # By id, whether gradients are recorded, and dtype. The entry keeps the weight alive: an id is unique among living objects only.
         self._kept: dict[tuple[int, bool, torch.dtype], tuple[Tensor, int, Tensor]] = {}
 
     def of(self, weight: Tensor, low: torch.dtype) -> Tensor:
@@ -206,7 +205,7 @@ class _Local(threading.local):
         self.node: Any = None
         """The node of the autograd graph in whose backward pass the region was opened."""
         self.casting = False
-        """Whether a kernel of ours is running. torch.func turns autocast on again for the operations inside, at each of its levels."""
+        """Whether one of our kernels is running: at each of its levels torch.func turns autocast on again for the operations inside."""
         self.casts = WeightCasts()
         """Kept until the outermost region ends."""
 
@@ -223,8 +222,7 @@ class Region:
     def __enter__(self) -> None:
         """Set autocast's state and the table.
 
-        By the functions of the state: a script's own ``torch.autocast`` may have been turned off, and a context manager
-        of torch's costs 5 us more.
+        It uses the state's functions, not ``torch.autocast``: that may be patched for the script, and costs 5 us more.
         """
         kind = self._device_type
         outer = _LOCAL.table, _LOCAL.nesting, _LOCAL.node
@@ -237,7 +235,7 @@ class Region:
         torch.set_autocast_dtype(kind, self._dtype)
 
     def __exit__(self, *error: object) -> None:
-        """Put back what was before."""
+        """Restore the previous state."""
         kind = self._device_type
         (table, _LOCAL.nesting, _LOCAL.node), enabled, dtype = self._before
         torch.set_autocast_enabled(kind, enabled)
@@ -250,43 +248,8 @@ class Region:
             _LOCAL.casts.clear()
 
 
-class PlainRegion:
-    """Autocast on for one kind of device with torch's own lists, where no table is open: nothing but torch's state to set."""
-
-    __slots__ = ("_before", "_device_type", "_dtype")
-
-    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
-        self._device_type, self._dtype = device_type, dtype
-
-    def __enter__(self) -> None:
-        """Set autocast's state."""
-        kind = self._device_type
-        self._before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        torch.autocast_increment_nesting()
-        torch.set_autocast_enabled(kind, True)
-        torch.set_autocast_dtype(kind, self._dtype)
-
-    def __exit__(self, *error: object) -> None:
-        """Put back what was before."""
-        kind = self._device_type
-        enabled, dtype = self._before
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-
-
-def region(
-    table: CastTable | None, device_type: str, dtype: torch.dtype, *, enabled: bool = True
-) -> Region | PlainRegion:
-    """Return the context of a region of code; where it has no table and none is open, the one that costs the host less."""
-    if table is None and enabled and _LOCAL.table is None:
-        return PlainRegion(device_type, dtype)
-    return Region(table, device_type, dtype, enabled=enabled)
-
-
 def open_table() -> CastTable | None:
-    """Return the table of the region that is open here, also in a thread of autograd's."""
+    """Return the table of the open region, in autograd's threads too."""
     return _LOCAL.table or _table_of_state()
 
 
@@ -301,7 +264,7 @@ def is_off_inside() -> bool:
 # --- a table's number in autocast's state ------------------------------------------------------------------------------------
 
 _DIGITS = ("maia", "ipu")
-"""Device types whose autocast state spells the number of the open table: torch has the names and no tensors there."""
+"""Device types whose autocast state encodes the number of the open table: torch knows their names but has no tensors there."""
 _DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 _VALUE = {dtype: value for value, dtype in enumerate(_DTYPES)}
 _TABLES: list[CastTable] = []
@@ -315,7 +278,7 @@ def _numbered(table: CastTable) -> int:
         for number, other in enumerate(_TABLES):
             if content == (other.rules, other.device_type, other.low, other.casts_operands, other.keeps_kernels):
                 return number
-        if len(_TABLES) == len(_DTYPES) ** len(_DIGITS):  # over 2,000 policies: forget compiled code and begin again
+        if len(_TABLES) == len(_DTYPES) ** len(_DIGITS):  # over 2,000 policies: drop compiled code and start again
             _TABLES.clear()
             torch.compiler.reset()
         _TABLES.append(table)
@@ -334,10 +297,10 @@ def _open(table: CastTable | None) -> None:
 
 
 def _is_backward() -> bool:
-    """Return whether an operation belongs to a backward pass, and not to a forward pass that is computed again in it.
+    """Return whether an operation belongs to a backward pass rather than to a forward pass recomputed in it.
 
-    A backward pass that is made in a region finds autocast on. Nothing of it is cast; a recompute is, and that opens
-    autocast or a region anew.
+    A backward pass inside a region runs with autocast on, and none of it may be cast. A recomputed forward pass is cast; it
+    opens autocast or a region of its own.
     """
     node = torch._C._current_autograd_node()
     if node is None or node is _LOCAL.node:

@@ -2,13 +2,13 @@
 
 ``torch.autocast`` is two things: a state (on or off, in which dtype; nestable, kept by activation checkpointing for
 its recompute, guarded by torch.compile) and an implementation (C++ kernels with one fixed list a device). Here the
-state stays torch's, and where the policy wants what the kernels do not do, kernels of ours take their place while the
-region is open (``engine.autocast_kernels``). So a nested ``torch.autocast(enabled=False)`` in a model works as it
-always did, and ``torch.is_autocast_enabled`` tells the truth.
+state stays torch's. Where the policy differs from what the kernels do, our kernels replace them while the region is
+open (``engine.autocast_kernels``). So a nested ``torch.autocast(enabled=False)`` in a model works as always, and
+``torch.is_autocast_enabled`` is right.
 
 Three ways, chosen once by ``Casting.choose`` with its reason:
 
-``kernels``  the policy is what the device's kernels do: plain ``torch.autocast``, no kernel and no cost of ours
+``kernels``  the policy is what the device's kernels do: autocast's state and torch's kernels, none of ours
 ``overlay``  torch's kernels, and ours for the operations that the policy changes
 ``table``    ours alone: portable lists on a device with other lists, or emulated arithmetic
 """
@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from mezzo import oplists
 from mezzo.devices import Device, this_device
-from mezzo.engine.autocast_kernels import CastRule, CastTable, region
+from mezzo.engine.autocast_kernels import CastRule, CastTable, Region
 from mezzo.engine.emulation import Emulation, emulation, fft
 from mezzo.engine.registration import Op, find_op
 from mezzo.explain import Choice
@@ -34,7 +34,7 @@ Way = Literal["none", "kernels", "overlay", "table"]
 
 
 class Casting:
-    """Apply a policy on one kind of device; ``region()`` is the context in which a forward pass runs."""
+    """A policy applied on one kind of device; ``region()`` is the context in which a forward pass runs."""
 
     def __init__(self, policy: Policy, device: Device) -> None:
         self.policy = policy
@@ -52,7 +52,7 @@ class Casting:
 
     @property
     def emulates(self) -> bool:
-        """Return whether 16-bit or 8-bit arithmetic is emulated, so that times say nothing about a device that has it."""
+        """Whether 16-bit or 8-bit arithmetic is emulated, so that times say nothing about a device that has it."""
         return self.arithmetic == "emulated"
 
     def choose(self) -> tuple[Way, str]:
@@ -86,27 +86,29 @@ class Casting:
 
     def region(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass under the policy; regions nest."""
-        return nullcontext() if self.way == "none" else region(self.table, self.device_type, self._dtype)
+        if self.way == "none":
+            return nullcontext()
+        if self.table is None and torch.compiler.is_dynamo_compiling():
+            return torch.autocast(self.device_type, dtype=self._dtype)  # Dynamo traces this context and not ours
+        return Region(self.table, self.device_type, self._dtype, enabled=True)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return the context of a backward pass: what activation checkpointing computes again in it is computed under the policy.
+        """Return the context of a backward pass, in which activation checkpointing recomputes under the policy.
 
-        Autocast itself is off, as torch asks for backward passes; checkpointing turns it on around each recompute.
+        Autocast itself is off, as torch requires for backward passes; checkpointing turns it on around each recompute.
         """
-        return nullcontext() if self.table is None else region(self.table, self.device_type, self._dtype, enabled=False)
-
-    def autocast(self) -> Any:
-        """Return torch's own autocast context in the policy's dtype, which torch.compile can trace; for the way ``kernels``."""
-        return torch.autocast(self.device_type, dtype=self._dtype)
+        if self.table is None:
+            return nullcontext()
+        return Region(self.table, self.device_type, self._dtype, enabled=False)
 
 
 def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastRule]:
-    """Return the rule of every operation that the policy's lists name and this torch has.
+    """Return the rules of the operations that the policy's lists name and this torch has.
 
     Args:
         policy: gives the lists, and whether linear layers are computed in FP8.
         emulate: whether the lower-precision operations are emulated.
-        overlay: whether only what the policy itself names is listed, the rest being left to torch's kernels.
+        overlay: whether only the operations that the policy itself names get rules; torch's kernels cast the rest.
     """
     chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
     recipe = (policy.fp8_recipe, policy.fp8_formats) if policy.compute == "fp8" else None

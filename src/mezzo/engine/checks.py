@@ -1,4 +1,4 @@
-"""What the calls of a session refuse, and what they warn of: each with what was passed, what is allowed and what to do."""
+"""Errors and warnings of a session's calls: each says what was passed, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mezzo.policy import Policy
 
 
 class PrecisionWarning(UserWarning):
-    """Warn that a chosen format loses what training needs, or is used nowhere."""
+    """A chosen format loses what training needs, or is used nowhere."""
 
 
 def warn(text: str) -> None:
@@ -47,7 +47,7 @@ def _describe(loss: Any) -> str:
 
 
 def check_unscale(*, calls: int, unscaled: bool) -> None:
-    """Refuse to unscale nothing, or a window twice."""
+    """Refuse to unscale an empty window, or one window twice."""
     if calls == 0:
         raise SessionError(
             "unscale() without a backward pass since the last update",
@@ -61,7 +61,7 @@ def check_unscale(*, calls: int, unscaled: bool) -> None:
 
 
 def no_backward() -> SessionError:
-    """Return the error of an update of a window without a backward pass."""
+    """Return the error for updating a window without a backward pass."""
     return SessionError(
         "update() without a backward pass since the last update",
         hint="call step(loss) or backward(loss) first; to update several optimizers from one backward pass "
@@ -70,7 +70,7 @@ def no_backward() -> SessionError:
 
 
 def taken_over() -> SessionError:
-    """Return the error of a session that goes on with a model that another one has taken."""
+    """Return the error for training on with a session whose model another session has taken."""
     return SessionError(
         "backward() of a session whose model was given to another session since; allowed: the newer one",
         hint="use one session at a time; models that are trained in turns share one: "
@@ -79,7 +79,7 @@ def taken_over() -> SessionError:
 
 
 def no_gradients() -> SessionError:
-    """Return the error of an update after which no parameter of the optimizers has a gradient."""
+    """Return the error for an update where no parameter of the optimizers has a gradient."""
     return SessionError(
         "no parameter of the optimizers has a gradient after the backward pass: the loss does not depend on them",
         hint="compute the loss from the output of the session's own model, and name the optimizers of what it reaches: update(optimizer)",
@@ -87,7 +87,7 @@ def no_gradients() -> SessionError:
 
 
 def no_copy() -> SessionError:
-    """Return the error of a session that is copied or pickled."""
+    """Return the error for copying or pickling a session."""
     return SessionError(
         "a session was copied or pickled; allowed: its state",
         hint="copy the model, build its optimizer and a new session, then new.load_state_dict(session.state_dict())",
@@ -136,7 +136,7 @@ def check_loss(loss: Any, *, first: bool) -> None:
 
 
 def check_backward(weight: float | None, loss_id: int, num_losses: int, *, unscaled: bool) -> None:
-    """Refuse a weight that is not above 0, the number of a loss that has no scale, and a window that was unscaled."""
+    """Refuse a weight of 0 or less, the number of a loss without a scale, and a window that was unscaled."""
     if unscaled:
         raise SessionError(
             "backward() after unscale(): scaled gradients would be added to unscaled ones",
@@ -155,7 +155,7 @@ def check_backward(weight: float | None, loss_id: int, num_losses: int, *, unsca
 
 
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Refuse a saved state with other numbers of models, optimizers, schedulers or losses than this session's own."""
+    """Refuse a saved state whose numbers of models, optimizers, schedulers or losses differ from this session's."""
     for part in ("models", "optimizers", "schedulers", "scales"):
         if len(state.get(part, ())) != len(mine[part]):
             raise SessionError(
@@ -165,7 +165,7 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
 
 
 def check_shares(shares: Sequence[float]) -> None:
-    """Refuse losses whose micro-batches have different total weights: no one number would average them."""
+    """Refuse losses whose micro-batches have different total weights: no single factor would average them."""
     if len({round(share, 9) for share in shares if share}) > 1:
         listed = ", ".join(f"loss {i}: {share:g}" for i, share in enumerate(shares) if share)
         raise SessionError(
@@ -175,7 +175,7 @@ def check_shares(shares: Sequence[float]) -> None:
 
 
 def floor_error(policy: Policy, models: Iterable[nn.Module], masters: NoMasters) -> ScaleFloorError:
-    """Return the error of gradients that overflow at the loss scale's floor; names the worst."""
+    """Return the error for gradients that overflow at the loss scale's floor; names the worst."""
     named = [(name, masters.gradient(p)) for model in models for name, p in model.named_parameters()]
     return ScaleFloorError(
         f"gradients overflow at the loss scale's floor of {policy.min_scale:g}; not finite: {worst(named)}",
@@ -184,7 +184,7 @@ def floor_error(policy: Policy, models: Iterable[nn.Module], masters: NoMasters)
 
 
 def refuse_half_gradients(gradients: Sequence[Tensor]) -> None:
-    """Refuse to unscale 16-bit gradients in place: what the loss scale kept from underflow would be lost."""
+    """Refuse to unscale 16-bit gradients in place: the loss scale would no longer protect them from underflow."""
     if any(g.element_size() == 2 for g in gradients):
         raise SessionError(
             "unscale() with gradients in 16 bits, which one-pass optimizers read as they are",
@@ -193,7 +193,7 @@ def refuse_half_gradients(gradients: Sequence[Tensor]) -> None:
 
 
 def refuse_half_gradients_to_hooks(gradients: Sequence[Tensor]) -> None:
-    """Refuse to show 16-bit gradients to step hooks: they are still multiplied by the loss scale."""
+    """Refuse to pass 16-bit gradients to step hooks: they still carry the loss scale."""
     if any(g.element_size() == 2 for g in gradients):
         raise SessionError(
             "a step hook was registered after the session was built, whose optimizers read 16-bit gradients as they are; allowed: before",

@@ -1,8 +1,8 @@
-"""Change a model's modules to what a policy keeps: weights in 16 bits, norms and named modules in FP32.
+"""Convert a model's modules to a policy's formats: weights to 16 bits, norms and named modules to FP32.
 
-A module's behaviour is changed by giving the instance a ``forward`` of its own, a partial of a module-level function. It has the
-signature of the forward that it stands for, which other libraries read to learn a model's inputs. It pickles, deep-copies
-and compiles, and ``del module.forward`` takes it back.
+A module's behaviour is changed by giving the instance its own ``forward``, a partial of a module-level function. It has the
+signature of the forward that it replaces, which other libraries read to learn a model's inputs. It pickles, deep-copies
+and compiles, and ``del module.forward`` removes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BATCH_NORMS = (nn.modules.batchnorm._NormBase,)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether ``module`` normalises: one of torch's layers, or a leaf whose class is called ...Norm (as ``LlamaRMSNorm``)."""
+    """Return whether ``module`` is a norm: one of torch's, or a leaf whose class is named ...Norm (as ``LlamaRMSNorm``)."""
     named = type(module).__name__.lower().endswith("norm") and not any(module.children())
     return isinstance(module, _NORMS) or named
 
@@ -59,13 +59,13 @@ def matching_patterns(model: nn.Module, patterns: Iterable[str]) -> set[str]:
 
 
 def module_names(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules inside ``model`` by name, without what torch.compile and DistributedDataParallel put before it."""
+    """Return the modules inside ``model`` by name, without the prefixes of torch.compile and DistributedDataParallel."""
     names = {name: module for name, module in model.named_modules() if name}
     return {re.sub(r"^((_orig_mod|module)\.)+", "", name): module for name, module in names.items()}
 
 
 def no_such_module(pattern: str, names: Iterable[str]) -> PolicyError:
-    """Return the error of a pattern that matches none of ``names``."""
+    """Return the error for a pattern that matches none of ``names``."""
     return PolicyError(
         f"no module is named {pattern!r}; {nearest(pattern, list(names)[:100])}",
         hint="patterns match whole names as model.named_modules() gives them, with * and ?",
@@ -81,9 +81,9 @@ def keep_fp32(model: nn.Module, policy: Policy, device_type: str) -> None:
 def cast_model(model: nn.Module, policy: Policy, device_type: str) -> None:
     """Cast a model's weights and buffers in place to the policy's format, and its inputs; outputs become FP32.
 
-    Norms stay in FP32 where the policy says so. BatchNorm takes 16-bit input beside FP32 weights by itself; the other norms get
-    their input cast and give back the format that they were given. Modules that the policy names give FP32 on, out of 16 bits'
-    range as it may be; what has 16-bit weights behind them casts its own inputs.
+    Norms stay in FP32 where the policy says so. BatchNorm accepts 16-bit inputs with FP32 weights; the inputs of other norms
+    are cast, and their outputs are cast back. Modules that the policy names return FP32, since their outputs may exceed the
+    range of 16 bits; modules with 16-bit weights after them cast their own inputs.
     """
     low = policy.storage.dtype
     kept = set(fp32_modules(model, policy))
@@ -108,17 +108,17 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
 
 
 class OwnForward:
-    """Call the forward of a module's class: a copy of it belongs to the copy of the module.
+    """The forward method of a module's class: a copy of it belongs to the copy of the module.
 
-    Not a bound method, which pickles as the attribute ``forward`` of its module: that is the forward that calls this one. Not the
-    function either, which decorators may have left with a name that pickle cannot find.
+    It is not a bound method: that would pickle as the module's attribute ``forward``, which is the forward that calls this one.
+    Nor is it the function, which decorators may have left with a name that pickle cannot find.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute as the class says."""
+        """Run the class's forward."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
@@ -128,7 +128,7 @@ class OwnForward:
 
 
 def wrap(module: nn.Module, how: Callable[..., Any], *settings: Any) -> None:
-    """Let ``how(call, *settings, *args, **kwargs)`` answer calls of ``module``; ``call`` is the module's forward as it was."""
+    """Make calls of ``module`` run ``how(call, *settings, *args, **kwargs)``; ``call`` is the module's previous forward."""
     inner = module.__dict__.get("forward")  # an instance's own forward, where another library gave it one
     call = OwnForward(module) if inner is None else inner
     forward = functools.partial(how, call, *settings)
@@ -138,13 +138,13 @@ def wrap(module: nn.Module, how: Callable[..., Any], *settings: Any) -> None:
 
 
 def wrapped_by(module: nn.Module, how: Callable[..., Any]) -> functools.partial[Any] | None:
-    """Return the forward that ``wrap(module, how, ...)`` gave ``module``, None where it has another."""
+    """Return the forward that ``wrap(module, how, ...)`` gave ``module``, None if it has another."""
     forward = module.__dict__.get("forward")
     return forward if isinstance(forward, functools.partial) and forward.func is how else None
 
 
 def unwrap(module: nn.Module, how: Callable[..., Any]) -> None:
-    """Take back what ``wrap(module, how, ...)`` did, if that came last."""
+    """Undo ``wrap(module, how, ...)``, if that was the last wrap."""
     forward = wrapped_by(module, how)
     if forward is None:
         return
@@ -155,7 +155,7 @@ def unwrap(module: nn.Module, how: Callable[..., Any]) -> None:
 
 
 def in_fp32(call: Callable[..., Any], device_type: str, *args: Any, **kwargs: Any) -> Any:
-    """Answer ``call`` with autocast off and every 16-bit argument in FP32."""
+    """Run ``call`` with autocast off and every 16-bit argument in FP32."""
     with torch.autocast(device_type, enabled=False):
         return call(*to_format(args, FP32.dtype), **to_format(kwargs, FP32.dtype))
 

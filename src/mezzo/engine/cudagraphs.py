@@ -1,11 +1,11 @@
-"""CUDA's graphs: rehearse and capture on one stream, report the error that broke a capture, and say what to do about it.
+"""CUDA graphs: rehearse and capture on one stream, and report what broke a capture, with what to do about it.
 
-A session has one stream for its rehearsals and captures, on its own device. Rehearsing where the capture will run leaves autograd's nodes
-on that stream and needs one cuBLAS workspace. torch's default capture stream is made once a process, on the device of the
-first capture: a second session on another GPU would capture nothing.
+A session has one stream for its rehearsals and captures, on its own device. Rehearsing on the capture's stream leaves autograd's
+nodes there and needs only one cuBLAS workspace. torch creates its default capture stream once per process, on the device of
+the first capture: a second session on another GPU would capture nothing.
 
-A capture that fails raises twice: what broke it, then that the capture could not be ended, and the second hides the first and leaves
-the capture's stream current (``torch.cuda.graph``). Here the stream is restored and the first is raised.
+``torch.cuda.graph`` raises two errors when a capture fails: the one that broke it, then one because the capture cannot be ended. The
+second hides the first and leaves the capture's stream current. Here the stream is restored and the first error is raised.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from mezzo.errors import SessionError
 
 _READS = (
     "the forward pass or the loss waits for the host (.item(), .cpu(), print, a boolean index), makes a tensor of Python numbers, or "
-    "allocates by what it reads; take that out, or train with step(loss)"
+    "allocates by what it reads; remove that, or train with step(loss)"
 )
 _HINTS = {
     "CUDAGeneratorImpl": "activation checkpointing reads the generator's state, which a capture refuses: "
-    "checkpoint(..., preserve_rng_state=False); dropout inside then draws new numbers when it is computed again",
+    "checkpoint(..., preserve_rng_state=False); dropout inside then draws new numbers when it is recomputed",
     "stale reference": "a loss or output of an earlier step is alive and keeps autograd's nodes on another stream: del loss, then capture",
     "legacy stream": "a loss or output of an earlier step is alive and keeps autograd's nodes on the default stream: "
-    "del loss, then capture; or take work on other streams out of the step",
+    "del loss, then capture; or remove work on other streams from the step",
     "Only one capture": "a model compiled with mode='reduce-overhead' captures graphs of its own: compile it without a mode",
     "uncaptured work": "the step waits for work on another stream: wait for that stream before the capture, or keep to one stream",
 }
-"""By a part of CUDA's or torch's message: what to do."""
+"""What to do, by a part of CUDA's or torch's message."""
 _NEW_PROCESS = "; start a new process for it, since a failed capture leaves memory reserved"
 
 
 def refusal(error: BaseException) -> SessionError:
-    """Return the error of a step that could not be captured, with what to do about its cause."""
+    """Return the error for a step that could not be captured, with what to do about its cause."""
     message = str(error)
     hint = next((what for part, what in _HINTS.items() if part in message), _READS)
     first = (message.splitlines() or [""])[0] or type(error).__name__
@@ -44,7 +44,7 @@ def refusal(error: BaseException) -> SessionError:
 
 
 class CudaGraphs:
-    """Rehearse on a stream of its own, as capturing needs, and capture there into one pool."""
+    """CUDA graphs that share a memory pool, with a stream of their own for rehearsal and capture."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,7 +53,7 @@ class CudaGraphs:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run what is inside on the capture's stream and put the generator back."""
+        """Run the block on the capture's stream, then restore the generator."""
         state = torch.cuda.get_rng_state(self._device)
         try:
             with self._aside():
@@ -81,9 +81,7 @@ class CudaGraphs:
                 with torch.cuda.graph(graph, **how):
                     outputs = noted()
             except BaseException as error:
-                if (
-                    raised and raised[0] is not error
-                ):  # what came after it says only that the capture could not be ended
+                if raised and raised[0] is not error:  # the later error says only that the capture could not be ended
                     raise raised[0] from None
                 raise
         self._outside().wait_stream(self._stream)
@@ -92,7 +90,7 @@ class CudaGraphs:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Make the capture's stream the current one, and its device, once it has waited for the stream before it."""
+        """Make the capture's stream and device current, after it has waited for the previous stream."""
         self._stream.wait_stream(self._outside())
         with torch.cuda.stream(self._stream):
             yield
@@ -103,7 +101,7 @@ class CudaGraphs:
 
 @contextmanager
 def _later_streams() -> Iterator[None]:
-    """Let autograd's nodes that an earlier step left alive go to the capture's stream, where torch can (2.13)."""
+    """Move autograd nodes that an earlier step left alive to the capture's stream, where torch can (2.13)."""
     choose = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
     if choose is None:
         yield
@@ -117,7 +115,7 @@ def _later_streams() -> Iterator[None]:
 
 
 def graphs_for(device: torch.device) -> CudaGraphs:
-    """Return what captures on ``device``.
+    """Return the graphs of ``device``.
 
     Raises:
         SessionError: the device has no graphs.

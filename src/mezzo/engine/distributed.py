@@ -1,22 +1,22 @@
-"""Several processes that train one model: what they have to agree on, and when they talk.
+"""Several processes that train one model: what they have to agree on, and when they communicate.
 
 Every process has to find the same loss scale, the same norm and the same answer to "skip this update?", or their weights drift
-apart. Two ways to share a model's training are known, and each says what is left to agree on:
+apart. Two ways to distribute training are supported; each leaves something else to agree on:
 
 ``DistributedDataParallel``  every process has the whole model. The last backward pass of an accumulation window averages the
-    gradients while it runs, the ones before it keep quiet. Averaged gradients are the same bits everywhere, and so is all that
-    follows from them: nothing more is said. Gradients that no backward pass averaged (a window closed early, several backward
+    gradients while it runs; earlier ones exchange nothing. Averaged gradients are bit-identical everywhere, and so is everything
+    derived from them: no further communication is needed. Gradients that no backward pass averaged (a window closed early, several backward
     passes from one forward pass, several loss scales) are averaged when the window closes, without overlap.
 ``fully_shard``  every process has its shard of each tensor, which each backward pass averages and adds up: gradients stay
     sharded, and a short window is as good as a full one. With replicas of the shards (a mesh of two dimensions) the all-reduce
     among those waits for the window's last backward pass. At the update one all-reduce of one number gives the norm, and the norm
-    whether a gradient is not finite.
+    tells whether a gradient is not finite.
 
-Weights (``backward(weight=...)``) may differ between processes: the sum over all divides. It is one more number in that all-reduce,
-or one of its own. Weights are counted in a unit that the first process gives, once, with the first of them.
+Weights (``backward(weight=...)``) may differ between processes: gradients are divided by the sum over all. It is one more number in
+that all-reduce, or has an all-reduce of its own. Weights are counted in a unit: the first weight of the first process, sent once.
 
 Limits: all processes call the session in the same way (weights given by all or by none); an exception that only one of them
-raises, as in its data loader, leaves the others waiting. ``DistributedDataParallel.join`` covers none of the session's own talk.
+raises, as in its data loader, leaves the others waiting. ``DistributedDataParallel.join`` covers none of the session's own communication.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mezzo.policy import Policy
 
 
 class OneProcess:
-    """Stand for a session that has all of its gradients."""
+    """A session's only process: it has all gradients."""
 
     several = False
     sharded = False
@@ -64,13 +64,13 @@ class OneProcess:
         """Prepare for the next backward pass of a window that has had ``calls``."""
 
     def ran(self, calls: int) -> None:
-        """Take notice of a backward pass, the ``calls``-th of its window, and prepare for the next."""
+        """Register a backward pass, the ``calls``-th of its window, and prepare for the next."""
 
     def collect(self) -> None:
-        """Average the window's gradients over the processes where no backward pass did."""
+        """Average gradients over the processes if no backward pass did."""
 
     gradients: Callable[[Iterable[Tensor]], list[Tensor]] = staticmethod(gradients_of)
-    """The gradients of parameters, of shared ones what this process holds."""
+    """The gradients of parameters; of sharded ones, this process's part."""
 
     def norm(
         self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None
@@ -80,7 +80,7 @@ class OneProcess:
         Args:
             gradients: these, or the same in another format.
             take: gives the norm of a list of tensors.
-            window: to be told what all processes' weights and losses come to.
+            window: receives the totals of all processes' weights and losses.
         """
         return take(gradients)
 
@@ -90,7 +90,7 @@ class OneProcess:
 
 
 class Processes(OneProcess):
-    """Agree with the other processes of ``DistributedDataParallel`` or ``fully_shard``."""
+    """The processes of ``DistributedDataParallel`` or ``fully_shard``, which have to agree."""
 
     several = True
 
@@ -104,7 +104,7 @@ class Processes(OneProcess):
         accumulate: int,
         num_losses: int,
     ) -> None:
-        """Begin to follow the models.
+        """Start to follow the models.
 
         Args:
             replicas: the ``DistributedDataParallel`` modules.
@@ -137,13 +137,13 @@ class Processes(OneProcess):
         return [Choice(what="processes", value=str(self._size), reason=reason)]
 
     def check_loss(self, loss: Any, *, first: bool) -> None:
-        """Refuse what cannot be a loss; whether the first is finite all processes learn when its window closes."""
+        """Refuse what cannot be a loss; when the window closes, all processes learn whether the first was finite."""
         checks.check_loss(loss, first=False)
         if first:
             self._first_loss = loss.detach()
 
     def unit(self, weight: float | None) -> float:
-        """Return the unit in which weights are counted: the first process's first, told to all once; waits for the device then."""
+        """Return the unit in which weights are counted: the first process's first weight, broadcast once; waits for the device then."""
         if weight is not None and not self._unit:
             unit = torch.full((), float(weight), dtype=self._wide, device=self._device)
             dist.broadcast(unit, group=self._group, group_src=0)
@@ -151,11 +151,11 @@ class Processes(OneProcess):
         return self._unit
 
     def expect(self, calls: int) -> None:
-        """Let the next backward pass exchange gradients if it is the one that closes a full window."""
+        """Let the next backward pass exchange gradients if it completes a full window."""
         for replica in self._replicas:
             replica.expect(exchange=calls + 1 == self._accumulate and not self._several_scales)
         if self._replicated_shards:
-            # Shards' gradients of several scales must not be added up before they are brought to one.
+            # Gradients with different scales must not be summed before they are brought to one scale.
             self._reduces = calls + 1 >= self._accumulate or self._several_scales
             for root in self._roots:
                 root.set_requires_all_reduce(self._reduces, recurse=False)
@@ -186,7 +186,7 @@ class Processes(OneProcess):
                 replica.average()
 
     def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return what this process holds of the gradients of ``parameters``."""
+        """Return this process's part of the gradients of ``parameters``."""
         found = gradients_of(parameters)
         self._copies = [self._size // parts(g) for g in found] if self.sharded else []
         return [local(g) for g in found]
@@ -194,7 +194,7 @@ class Processes(OneProcess):
     def norm(
         self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None
     ) -> Tensor:
-        """Return the norm over all processes, the same in each; what is held more than once counts once."""
+        """Return the norm over all processes, the same in each; replicated gradients count once."""
         numbers: list[Tensor] = []
         if self.sharded:
             squares, dtype = self._squares_here(gradients, take)
@@ -220,7 +220,7 @@ class Processes(OneProcess):
     ) -> tuple[Tensor, torch.dtype]:
         """Return this process's part of the sum of squares, in FP64 where the device has it, and the format of a norm.
 
-        Of what ``n`` processes hold each contributes the ``n``-th part.
+        Of a gradient that ``n`` processes have, each contributes 1/n.
         """
         held: dict[int, list[Tensor]] = {}
         for copies, gradient in zip(self._copies, gradients, strict=True):
@@ -266,7 +266,7 @@ def processes_for(
     accumulate: int,
     num_losses: int,
 ) -> OneProcess:
-    """Return what keeps several processes together, where a model is of those that ``DistributedDataParallel`` or ``fully_shard`` made.
+    """Return the processes that train the models: several if ``DistributedDataParallel`` or ``fully_shard`` made one of them.
 
     Args:
         models: the session's.
@@ -276,7 +276,7 @@ def processes_for(
         num_losses: losses with scales of their own.
 
     Raises:
-        SessionError: parameters would not be kept together, or the policy cannot be applied to shards.
+        SessionError: parameters would drift apart, or the policy cannot be applied to shards.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return OneProcess()
@@ -318,7 +318,7 @@ def _refuse_left_out(replicas: list[DistributedDataParallel], trained: Iterable[
 
 
 def _group(replicas: Iterable[DistributedDataParallel], shared: Iterable[Any]) -> Any:
-    """Return the processes that train together: the largest group of any part, None for all there are."""
+    """Return the group of processes that train together: the largest of any part, None for all."""
     groups = {dist.get_world_size(m.process_group): m.process_group for m in replicas}
     meshes = {p.device_mesh.size(): p.device_mesh for p in shared}
     largest = max([*groups, *meshes])

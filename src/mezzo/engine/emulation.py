@@ -2,11 +2,11 @@
 
 A matrix unit reads 16-bit operands, multiplies them exactly (a product of two 11-bit significands fits FP32's 24
 bits), adds in FP32 and rounds each result once. So rounding the operands, multiplying in FP32 and rounding the result
-gives the same numbers up to the order of the FP32 sums: 99.7% of elements and more are equal to the bit to native
+gives the same numbers up to the order of the FP32 sums: at least 99.7% of elements are bit-identical to those of native
 half kernels, the rest differ by one unit in the last place (``benchmarks/emulation.py``). The gradients with respect
 to both operands are such products too and are rounded likewise, and so are gradients of gradients.
 
-What is kept for the backward pass is the 16-bit operands, as on a GPU: the FP32 copies are temporary. Operations with
+For the backward pass the 16-bit operands are kept, as on a GPU: FP32 copies are temporary. Operations with
 a closed-form gradient (linear, matmul, convolution, attention on a CPU) keep only that; for the rest (``einsum``,
 ``addmm``, recurrent layers, attention with dropout) the backward pass runs the forward again, from the same state of
 the random number generator: one more product in FP32 instead of twice the memory.
@@ -47,7 +47,7 @@ from mezzo.formats import FP8_PAIRS, FP16
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """Compute one operation as a unit for 16-bit or 8-bit operands does; called with the operation's arguments."""
+    """One operation, computed as a unit for 16-bit or 8-bit operands would; called with the operation's arguments."""
 
     name: str
     """The operation's name in torch."""
@@ -57,14 +57,14 @@ class Emulation:
     """How 8-bit operands are scaled, where they are."""
     run: Op = field(compare=False)
     made: ClassVar[bool] = False
-    """Whether this process has made any."""
+    """Whether this process has created any."""
 
     def __post_init__(self) -> None:
-        """Tell watchers that there is something to ask for."""
+        """Tell observers that there are emulations to ask about."""
         Emulation.made = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the emulation; watchers find it in ``running()`` meanwhile."""
+        """Run the emulation; meanwhile ``running()`` returns it to observers."""
         before, _LOCAL.running = _LOCAL.running, self
         try:
             return self.run(*args, **kwargs)
@@ -80,7 +80,7 @@ _LOCAL = _Local()
 
 
 def is_used() -> bool:
-    """Return whether anything has been emulated in this process so far, or may be."""
+    """Return whether this process has emulated anything, or may do so."""
     return Emulation.made
 
 
@@ -100,7 +100,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _mm(input: Tensor, mat2: Tensor) -> Tensor:
     if input.dim() != 2 or mat2.dim() != 2:
-        return torch.mm(input, mat2)  # torch's own refusal
+        return torch.mm(input, mat2)  # torch raises
     return matmul(input, mat2)
 
 
@@ -236,7 +236,7 @@ def _recurrent(op: Op) -> Op:
 
 
 def fft(op: Op) -> Op:
-    """Return a Fourier transform that takes FP16 and gives it, or its complex numbers, as CUDA does and CPUs do not."""
+    """Return a Fourier transform that takes and returns FP16, or its complex format, as CUDA's does and a CPU's does not."""
 
     def transform(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if x.dtype not in (FP16.dtype, torch.complex32):

@@ -38,7 +38,7 @@ def is_recomputed(node: Any) -> bool:
 
 
 class Linear(torch.autograd.Function):
-    """Apply a linear layer: ``x`` of any shape (..., in), a weight (out, in), a bias (out)."""
+    """A linear layer: ``x`` of any shape (..., in), a weight (out, in), a bias (out)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -79,7 +79,7 @@ def _linear_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tupl
 
 
 class MatMul(torch.autograd.Function):
-    """Multiply matrices or batches of them (both operands with two dimensions or more)."""
+    """A product of matrices or of batches of them (both operands have two dimensions or more)."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class MatMul(torch.autograd.Function):
 
 
 class Convolution(torch.autograd.Function):
-    """Convolve in one to three dimensions, forward or transposed; ``settings`` are aten::convolution's from ``stride`` on."""
+    """A convolution in one to three dimensions, forward or transposed; ``settings`` are aten::convolution's from ``stride`` on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...]) -> Tensor:
@@ -133,7 +133,7 @@ class Convolution(torch.autograd.Function):
 
 
 class FlashAttention(torch.autograd.Function):
-    """Attend with torch's FP32 flash kernel for CPUs: queries, keys and values of shape (batch, heads, length, width)."""
+    """Attention by torch's FP32 flash kernel for CPUs: queries, keys and values of shape (batch, heads, length, width)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: Any) -> Tensor:
@@ -164,7 +164,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 class Recomputed(torch.autograd.Function):
-    """Run any operation in FP32 on 16-bit tensors; the backward pass runs it again rather than keep FP32 copies."""
+    """Any operation, run in FP32 on 16-bit tensors; the backward pass runs it again instead of keeping FP32 copies."""
 
     @staticmethod
     def forward(
@@ -202,7 +202,7 @@ class Recomputed(torch.autograd.Function):
 
 
 class Inside:
-    """Say whether to count what a device keeps inside operations whose emulation keeps nothing but operands."""
+    """Whether to count what a device keeps inside operations whose emulation keeps only the operands."""
 
     counted = False
 

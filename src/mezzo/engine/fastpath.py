@@ -1,11 +1,11 @@
-"""Switches that make a step faster without changing what it learns, each with the figure that speaks for it.
+"""Switches that make a step faster without changing what it learns, each with a figure to support it.
 
-A switch is worth what it is worth on one kind of device: ``channels_last`` speeds FP16 convolutions up on a GPU and
-slows FP32 ones down on a CPU. So every switch is decided for a model, a policy and a device, and the decision is a
-``Choice`` whose reason quotes a figure and who measured it. Figures called published are others' and were not
-measured by this project; your own step's time is what counts.
+The benefit of a switch depends on the device: ``channels_last`` speeds up FP16 convolutions on a GPU and slows down
+FP32 ones on a CPU. So every switch is decided for a model, a policy and a device, and the decision is a ``Choice``
+whose reason quotes a figure and its source. Figures called published come from others and were not measured by this
+project; what counts is the time of your own step.
 
-Limits: alignment looks at linear layers, convolutions, attention's projections and vocabularies, not at recurrent
+Limits: alignment considers linear layers, convolutions, attention's projections and vocabularies, not at recurrent
 layers; sizes that come from the data (sequence length, batch) are not known here.
 """
 
@@ -39,12 +39,12 @@ _SMALL_SHARE = 0.01
 class _Switch:
     choice: Choice
     turn: Callable[[], object] | None = None
-    """What brings the choice about; None where there is nothing to do."""
+    """What applies the choice; None where there is nothing to do."""
 
 
 @dataclass(frozen=True)
 class _Case:
-    """Hold what the decisions are made from."""
+    """The facts that the decisions are made from."""
 
     model: nn.Module
     policy: Policy
@@ -64,19 +64,19 @@ def fast_path(
     compile: bool = False,
     apply: bool = False,
 ) -> list[Choice]:
-    """Return which switches pay for ``model`` under a policy on a device, each with a figure; bring them about if asked.
+    """Return which switches pay for ``model`` under a policy on a device, each with a figure; apply them if asked.
 
-    Call it before ``Session``: the session's optimizers and compiled code then begin from the right memory format.
+    Call it before ``Session``: the session's optimizers and compiled code then start from the right memory format.
     With ``apply`` the model is changed in place; switches of torch's are set for the whole process.
 
     Args:
-        model: a module; one on the meta device will do to ask.
+        model: a module; one on the meta device is enough to ask.
         policy: a ``Policy``, a policy text, or the path of a policy file, as for ``Session``.
         device: where it will be trained: torch's device type, or a ``Device`` that need not be in this machine.
             The model's own device if left out.
         fixed_shapes: whether every step has inputs of the same shapes.
         compile: compile the model with torch.compile, in place.
-        apply: bring about what was chosen.
+        apply: apply what was chosen.
 
     Raises:
         PolicyError: the policy cannot be read.
@@ -238,7 +238,7 @@ def _shared_weights(model: nn.Module) -> int:
 
 
 class _Side(NamedTuple):
-    """Hold one size of a weight that is multiplied, and how many weights one more of it would take."""
+    """One dimension of a weight in a product, and how many weights one more of it would add."""
 
     layer: str
     what: str

@@ -1,8 +1,8 @@
-"""What a session looks for while its first windows run: loops that would train wrongly without a word.
+"""Checks of a session's first windows, for loops that would silently train wrongly.
 
-A loop that is written wrong is wrong from its first step. So three windows are looked at, and then nothing is: identities,
-formats and version counters of tensors, and once the operations that the loss ends with. Nothing is read from the device,
-except, where the very last operation multiplies or divides the loss by one number, that number.
+A loop that is wrong is wrong from its first step. So three windows are checked, and no more: identities, formats and
+version counters of tensors, and once the last operations of the loss. Nothing is read from the device, with one
+exception: if the very last operation multiplies or divides the loss by one number, that number.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 Region: TypeAlias = AbstractContextManager[Any]
 
 WINDOWS = 3
-"""How many are looked at: what one window leaves behind is seen in the next, and the first may be skipped."""
+"""How many are checked: what one window leaves behind shows in the next, and the first may be skipped."""
 
 
 class NoWatch:
-    """Look at nothing."""
+    """No checks: the state after the first windows."""
 
     def region(self, region: Region) -> Region:
-        """Return the session's region, looked at from its begin to its end."""
+        """Return the session's region, with its checks."""
         return region
 
     def before_backward(self, loss: Tensor, *, opens: bool) -> None:
-        """Look at what a backward pass begins from; ``opens`` says whether it is its window's first."""
+        """Check the state before a backward pass; ``opens`` says whether it is its window's first."""
 
     def after_backward(self) -> None:
-        """Note what a backward pass left."""
+        """Record the state after a backward pass."""
 
     def before_update(self) -> NoWatch:
-        """Look at the gradients that an update begins from; return what looks at the next window."""
+        """Check the gradients before an update; return the checks of the next window."""
         return self
 
 
 class FirstWindows(NoWatch):
-    """Look at the calls of a session's first windows."""
+    """Checks of the calls of a session's first windows."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -57,20 +57,20 @@ class FirstWindows(NoWatch):
         self._backwards = self._closed = 0
         self._entered = self._told_of_change = False
         self._other: torch.dtype | None = None
-        """The format of a torch.autocast of the script's around the session's region or in it, where it is another."""
+        """The format of a ``torch.autocast`` of the script's around or inside the session's region, if it differs from the policy's."""
         self._held: tuple[nn.Parameter, Tensor, int, int] | None = None
-        """Of this window: a parameter, the gradient that its last backward pass left, and the version counters of both."""
+        """A parameter, its gradient after this window's last backward pass, and the version counters of both."""
 
     def region(self, region: Region) -> Region:
-        """Return the session's region, looked at from its begin to its end."""
+        """Return the session's region, with its checks."""
         self._entered |= torch.is_grad_enabled()  # an evaluation is no training step
-        return region if torch.compiler.is_compiling() else self._looked_at(region)
+        return region if torch.compiler.is_compiling() else self._checked(region)
 
     @contextmanager
-    def _looked_at(self, region: Region) -> Iterator[None]:
-        self._look_at_autocast()
+    def _checked(self, region: Region) -> Iterator[None]:
+        self._check_autocast()
         hooked = [model for model in self._session.models if _takes_hooks(model)]
-        handles = [model.register_forward_pre_hook(self._look_at_autocast) for model in hooked]
+        handles = [model.register_forward_pre_hook(self._check_autocast) for model in hooked]
         try:
             with region:
                 yield
@@ -78,7 +78,7 @@ class FirstWindows(NoWatch):
             for handle in handles:
                 handle.remove()
 
-    def _look_at_autocast(self, *_: Any) -> None:
+    def _check_autocast(self, *_: Any) -> None:
         kind, policy = self._session.device.type, self._session.policy
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -86,7 +86,7 @@ class FirstWindows(NoWatch):
                 self._other = dtype
 
     def before_backward(self, loss: Tensor, *, opens: bool) -> None:
-        """Look at what a backward pass begins from; ``opens`` says whether it is its window's first.
+        """Check the state before a backward pass; ``opens`` says whether it is its window's first.
 
         Raises:
             SessionError: the loop is wrong.
@@ -100,7 +100,7 @@ class FirstWindows(NoWatch):
         session._ownership.check_formats()
         self._refuse_other_parameters()
         if self._backwards == 0:
-            self._look_at_loss(loss)
+            self._check_loss(loss)
         if opens:
             self._refuse_leftovers()
         else:
@@ -109,13 +109,13 @@ class FirstWindows(NoWatch):
         self._backwards += 1
 
     def after_backward(self) -> None:
-        """Note what a backward pass left."""
+        """Record the state after a backward pass."""
         self._held = next(
             ((p, p.grad, p.grad._version, p._version) for p in self._parameters if p.grad is not None), None
         )
 
     def before_update(self) -> NoWatch:
-        """Look at the gradients that an update begins from; return what looks at the next window."""
+        """Check the gradients before an update; return the checks of the next window."""
         self._warn_of_changed_gradients()
         self._held = None
         self._closed += 1
@@ -123,28 +123,28 @@ class FirstWindows(NoWatch):
 
     # --- the loss ----------------------------------------------------------------------------------------------------
 
-    def _look_at_loss(self, loss: Tensor) -> None:
+    def _check_loss(self, loss: Tensor) -> None:
         session, policy = self._session, self._session.policy
         if policy.casting == "ops" and session.casting.way != "none" and not self._entered:
             warn(
-                f"the first loss was computed outside session.autocast(): policy {policy!s} cast nothing of it; "
+                f"the first loss was computed outside session.autocast(): policy {policy!s} cast none of it; "
                 "write `with session.autocast():` around the forward pass and the loss",
             )
         if self._other is not None:
             warn(
                 f"session.autocast() and a torch.autocast of {self._other} are nested, and policy {policy!s} asks for another format; "
-                "take torch.autocast out"
+                "remove torch.autocast"
             )
         for what, number in _last_factors(loss):
             if what == "MulBackward0" and _is_a_loss_scale(number):
                 raise SessionError(
                     f"the loss was multiplied by the {float(number):g} of a GradScaler; allowed: the loss itself",
-                    hint="pass loss, not scaler.scale(loss), and take the scaler out of the loop: the session scales by its policy",
+                    hint="pass loss, not scaler.scale(loss), and remove the scaler from the loop: the session scales by its policy",
                 )
         if session.accumulate > 1 and _divided_by(loss, session.accumulate):
             warn(
                 f"the loss was divided by {session.accumulate}, and the session averages the {session.accumulate} micro-batches of a "
-                "window itself: gradients get too small; pass the loss undivided",
+                "window itself: gradients become too small; pass the loss undivided",
             )
 
     # --- parameters and gradients --------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class FirstWindows(NoWatch):
 
     def _refuse_leftovers(self) -> None:
         if not self._session.scales[0].checks:
-            return  # without a loss scale gradients that are there add up, as in torch
+            return  # without a loss scale, existing gradients are added to, as in torch
         for parameter in self._trained:
             if parameter.grad is not None:
                 raise SessionError(
@@ -185,7 +185,7 @@ class FirstWindows(NoWatch):
             return
         raise SessionError(
             what,
-            hint="take optimizer.step() and optimizer.zero_grad() out of the loop: session.step() and session.update() do both",
+            hint="remove optimizer.step() and optimizer.zero_grad() from the loop: session.step() and session.update() do both",
         )
 
     def _warn_of_changed_gradients(self, *, in_window: bool = False) -> None:
@@ -198,8 +198,8 @@ class FirstWindows(NoWatch):
         self._told_of_change = True
         if in_window:
             warn(
-                "gradients were changed between two backward passes of a window, whose sum they are to become; take "
-                "optimizer.zero_grad() and clipping out of the loop, and pass clip_norm="
+                "gradients were changed between two backward passes of a window, which adds them up; remove "
+                "optimizer.zero_grad() and clipping from the loop, and pass clip_norm="
             )
         else:
             warn(
@@ -209,7 +209,7 @@ class FirstWindows(NoWatch):
 
 
 def _takes_hooks(model: nn.Module) -> bool:
-    """Return whether a hook on ``model`` is possible, and does not make torch.compile compile it once more."""
+    """Return whether ``model`` can have a hook without torch.compile compiling it again."""
     compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
     return not compiled and not isinstance(model, torch.jit.ScriptModule)
 
@@ -226,7 +226,7 @@ def _last_factors(loss: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_a_loss_scale(number: Tensor) -> bool:
-    """Return whether ``number`` is the very tensor that a GradScaler multiplies losses by; walks the heap."""
+    """Return whether ``number`` is the tensor that a GradScaler multiplies losses by; searches the heap."""
     if number.dtype is not FP32.dtype:  # a Python number, as `loss * 0.1` saves
         return False
     scalers: list[Any] = [held for held in gc.get_objects() if issubclass(type(held), torch.amp.GradScaler)]
@@ -241,7 +241,7 @@ def _divided_by(loss: Tensor, count: int) -> bool:
             continue
         wanted = count if what == "DivBackward0" else 1 / count
         inner = [following for following, _ in node.next_functions if following is not None]
-        # Half of a square is a loss of its own, and a factor of a half is more often a weight than a division.
+        # Half a square is a common loss, and a factor of one half is more often a weight than a division.
         is_weight = count == 2 and (what == "MulBackward0" or any(map(_is_a_square, inner)))
         if float(number) == wanted and not is_weight and not any(map(_is_a_sum, inner)):
             return True
@@ -255,5 +255,5 @@ def _is_a_square(node: Any) -> bool:
 
 
 def _is_a_sum(node: Any) -> bool:
-    """Return whether an operation adds samples up: divided by their number, that is a mean."""
+    """Return whether an operation sums over samples, so that dividing by their number gives a mean."""
     return bool(node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", 1) == 2)

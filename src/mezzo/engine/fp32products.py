@@ -1,9 +1,9 @@
-"""Torch's switches for FP32 matrix products, convolutions and recurrent layers: FP32 itself, or TF32.
+"""torch's switches for FP32 matrix products, convolutions and recurrent layers: FP32 itself, or TF32.
 
 torch has older switches (``set_float32_matmul_precision``, ``allow_tf32``) and newer ones (``fp32_precision``). Setting a newer one
 alone makes torch raise wherever an older one is read, as Lightning and torch's own compiler do. Setting the older ones keeps both
 readable.
-No switch asks the CUDA driver anything.
+No switch queries the CUDA driver.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _CUDNN: Any = torch.backends.cudnn
 _MKLDNN: Any = torch.backends.mkldnn
 Products = Literal["tf32", "ieee"]
 _TF32_FROM = (8, 0)
-"""The first compute capability whose matrix units take TF32; before it the switches change nothing."""
+"""The first compute capability with TF32 matrix units; on older GPUs the switches change nothing."""
 _RECURRENT = ("_cudnn_rnn", "_thnn_fused")
 
 
 def set_fp32_products(precision: Products) -> None:
-    """Compute FP32 products, convolutions and recurrent layers on CUDA in TF32, or in FP32; holds for the whole process."""
+    """Compute FP32 products, convolutions and recurrent layers on CUDA in TF32, or in FP32, for the whole process."""
     tf32 = precision == "tf32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     _CUDNN.allow_tf32 = tf32
@@ -68,7 +68,7 @@ def runs_in_tf32(op: str, operand: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Switches:
-    """Hold what every switch read; an older one is None where the newer ones, set apart, keep it from being read."""
+    """The values of all switches; an older one is None where newer ones disagree, which makes it unreadable."""
 
     older: str | None
     older_cudnn: bool | None

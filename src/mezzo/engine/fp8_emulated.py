@@ -2,17 +2,17 @@
 
 A layer has three products: the result, the gradient of its input and the gradient of its weight. Both operands of each
 are multiplied by a scale and rounded to 8 bits, their products are added up in FP32, divided by the scales and rounded
-to BF16. A scale is taken anew at each use from the largest magnitude: ``scale = max / amax`` (arXiv:2209.05433,
+to BF16. Each use computes its scale from the largest magnitude: ``scale = max / amax`` (arXiv:2209.05433,
 section 3.2). The two recipes are torchao's, which computes them on a GPU:
 
-``tensorwise``  one scale a tensor; values and weights in E4M3, gradients in E5M2
+``tensorwise``  one scale per tensor; values and weights in E4M3, gradients in E5M2
 ``rowwise``     all in E4M3; one scale for each row that a product adds up along, the largest power of two not above ``max / amax``
 
 E4M3 and E5M2 are the Open Compute Project's, or the FNUZ ones of AMD's MI300, to which torchao rounds there.
 
-Weights are rounded from the format in which they are kept, not from BF16. For the backward pass are kept the BF16
-input and the weight itself, and they are rounded again there, as torchao does: the 8-bit bytes are a product's
-operands, not what is stored.
+Weights are rounded from the format in which they are stored, not from BF16. The BF16 input and the weight itself are
+kept for the backward pass and rounded again there, as torchao does: 8-bit values are operands of a product and are
+not stored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mezzo.formats import FP8_PAIRS, Format
 
 @dataclass(frozen=True)
 class Recipe:
-    """Say what is rounded to what, and how much one scale covers."""
+    """The formats of each operand and gradient, and how much one scale covers."""
 
     values: Format
     gradients: Format
@@ -40,7 +40,7 @@ class Recipe:
     """Whether every row has a scale of its own; the whole tensor has one otherwise."""
 
     def rounded(self, x: Tensor, fmt: Format, *, along: int) -> Tensor:
-        """Return ``x`` in FP32 with the values that ``fmt`` keeps of it, for a product that adds up along dimension ``along``."""
+        """Return ``x`` rounded to ``fmt``, in FP32, for a product that sums along dimension ``along``."""
         stored, scale = quantise(x, fmt, along=along if self.by_rows else None)
         return stored.float() / scale
 
@@ -92,7 +92,7 @@ def quantise(x: Tensor, fmt: Format, *, along: int | None = None) -> tuple[Tenso
     least = amax.float().clamp(min=1e-12)
     scale = (
         torch.full_like(least, fmt.max) / least
-    )  # a number over a tensor is a product with its reciprocal: rounded twice
+    )  # torch divides a number by a tensor as a product with the reciprocal, which rounds twice
     if along is not None:
         scale = scale.log2().floor().exp2()
     return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype), scale

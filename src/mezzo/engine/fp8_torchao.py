@@ -1,17 +1,17 @@
 """Linear layers in FP8 on a GPU's own matrix units, by torchao's float8 training.
 
-torchao computes the three products of a linear layer with 8-bit operands; weights, gradients and what is kept for the
-backward pass stay as they are. It does so by a class of its own for the layer. A chosen layer takes on that class and
-its settings in place: it stays the object that the model, its hooks and the optimizer know, with the same parameters
-and names, so a state dict is that of the model as it was.
+torchao computes the three products of a linear layer with 8-bit operands; weights, gradients and saved activations are
+unchanged. It has its own class for such layers. A converted layer is given that class and its settings in place: it
+remains the object that the model, its hooks and the optimizer know, with the same parameters and names, so state dicts
+do not change.
 
-A layer pays where its products are large: rounding costs a pass over every operand. So these stay in BF16, each with
-its reason in ``Session.explain``: layers whose sizes are no multiples of 16, which FP8 matrix units ask for; layers
-below the sizes from which torchao measured a gain (on H100s); the last linear layer, whose errors reach the loss
-undamped; layers with code of their own, whose results another class would change; and what the policy keeps in FP32.
+FP8 pays where products are large: rounding costs a pass over every operand. So these layers stay in BF16, each with
+its reason in ``Session.explain``: layers whose sizes are not multiples of 16, which FP8 matrix units require; layers
+smaller than those for which torchao measured a gain (on H100s); the last linear layer, whose errors reach the loss
+directly; layers with code of their own, whose results another class would change; and those the policy keeps in FP32.
 
-Rows, that is samples times positions, must come in multiples of 16 too, because the gradient of the weight adds up
-along them. An odd batch is padded with zero rows: they change no largest magnitude and no sum.
+The number of rows (samples times positions) must be a multiple of 16 too, because the gradient of the weight sums
+over them. An odd batch is padded with zero rows: they change no largest magnitude and no sum.
 
 Outside the session's region a layer computes as it did before, like every other operation.
 """
@@ -47,7 +47,7 @@ _IN_FP32 = "the policy keeps it in FP32"
 
 
 def convert(models: Sequence[nn.Module], policy: Policy) -> int:
-    """Let the linear layers of ``models`` that gain compute in FP8, in place, and return how many they are.
+    """Convert the linear layers of ``models`` that gain from FP8, in place, and return their number.
 
     Args:
         models: before their weights are cast.
@@ -79,7 +79,7 @@ def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool
 
 
 def _reasons(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Linear, str | None]]:
-    """Return every linear layer by name, with the reason for which it is left alone, or None."""
+    """Return every linear layer by name, with the reason why it is left alone, or None."""
     names = conversion.module_names(model) or {"the model": model}
     layers = {name: module for name, module in names.items() if isinstance(module, nn.Linear)}
     in_fp32 = {inner for kept in conversion.fp32_modules(model, policy) for inner in kept.modules()}
@@ -103,14 +103,14 @@ def _why_not(layer: nn.Linear, policy: Policy) -> str | None:
 
 
 def _too_small(outputs: int, inputs: int, recipe: str) -> bool:
-    # The sizes of torchao's own filter, which is not yet a settled part of its interface.
+    # The sizes of torchao's own filter, which is not yet a stable part of its interface.
     if recipe == "tensorwise":
         return outputs <= 1024 and inputs <= 4096
     return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
 
 
 def _left_alone(reasons: Iterable[list[tuple[str, nn.Linear, str | None]]]) -> list[Choice]:
-    """Return one choice a reason; layers of one size whose names differ by their numbers stand together."""
+    """Return one choice per reason; layers of one size whose names differ only in numbers are grouped."""
     by_reason: dict[str, dict[tuple[str, str], list[str]]] = {}
     for name, layer, reason in (one for of_model in reasons for one in of_model):
         if reason is not None:
@@ -140,7 +140,7 @@ def _config(policy: Policy) -> Any:
 
 
 def _take_on(layer: nn.Linear, config: Any, policy: Policy) -> None:
-    """Give ``layer`` the class and the settings of torchao's layer, and a forward that keeps to the session's region."""
+    """Give ``layer`` the class and settings of torchao's layer, and a forward that uses them only in the session's region."""
     from torchao.float8 import convert_to_float8_training
 
     known = _computes_in_fp8(layer)
@@ -156,7 +156,7 @@ _OF_ANY_MODULE = {*vars(nn.Module()), "forward"}
 
 def _computes_in_fp8(layer: nn.Module) -> bool:
     forward = vars(layer).get("forward")
-    while isinstance(forward, functools.partial):  # what casts the inputs of a layer may stand around
+    while isinstance(forward, functools.partial):  # a wrapper that casts the inputs may be outside
         if forward.func is _in_fp8:
             return True
         forward = forward.args[0] if forward.args else None
@@ -168,7 +168,7 @@ def _in_fp8(call: Any, layer: nn.Linear, low: torch.dtype, input: Tensor) -> Ten
     here = torch.is_autocast_enabled(kind) or layer.weight.dtype is low  # a cast model has no region to ask
     if not here or input.dtype is FP64.dtype or input.numel() == 0:
         return F.linear(input, layer.weight, layer.bias)
-    with torch.autocast(kind, enabled=False):  # torchao's layer would ask for the GPU's autocast and cast once more
+    with torch.autocast(kind, enabled=False):  # torchao's layer would check the GPU's autocast and cast again
         x = input.to(low)
         missing = -(x.numel() // x.shape[-1]) % _MULTIPLE
         if missing == 0:

@@ -1,4 +1,4 @@
-"""Gradients of many parameters taken together: their norm, and setting them aside."""
+"""The gradients of many parameters: their norm, scaling them, and setting them aside."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mezzo.formats import FP32
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients that ``parameters`` have, in the memory that they have: of a sparse one its values.
+    """Return the gradients of ``parameters``, not copied; of a sparse gradient its values.
 
-    A sparse gradient is coalesced in its place first, so that rows that were used twice count as what they add up to.
+    A sparse gradient is first coalesced in place, so that a row that was used twice counts with its sum.
     """
     given = list(parameters)
     found = [gradient for p in given if (gradient := p.grad) is not None]
@@ -46,7 +46,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return ``tensors`` in one list a device: a kernel reads the memory of its own device only."""
+    """Return ``tensors`` in one list per device: a kernel reads only its own device's memory."""
     first = tensors[0].device if tensors else None
     if all(t.device == first for t in tensors):
         return [list(tensors)]
@@ -62,7 +62,7 @@ def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def clip_factor(norm: Tensor, largest: float, factor: Tensor | None) -> Tensor:
-    """Return ``factor`` (None for 1) times what brings gradients of ``norm`` down to a norm of ``largest``.
+    """Return ``factor`` (None for 1) times the coefficient that clips gradients of ``norm`` to ``largest``.
 
     As ``torch.nn.utils.clip_grad_norm_`` has it: ``largest / (norm + 1e-6)``, at most 1.
     """
@@ -87,7 +87,7 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
 
 
 def set_aside(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Take the gradients off ``parameters`` and return them, so that a backward pass leaves fresh ones."""
+    """Remove the gradients of ``parameters`` and return them, so that a backward pass leaves fresh ones."""
     aside = [(p, p.grad) for p in parameters if p.grad is not None]
     for parameter, _ in aside:
         parameter.grad = None

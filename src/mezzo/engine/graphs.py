@@ -1,19 +1,19 @@
 """A whole training step as CUDA graphs: forward, backward, loss scaling, clipping and the update in one replay.
 
-A small step spends its time launching kernels one by one. A graph launches what was recorded as a whole. What may differ
+A small step spends its time launching kernels one by one. A graph launches a recorded step as a whole. Whatever differs
 from replay to replay has to be on the device, at fixed addresses:
 
-* inputs are copied into the memory that was captured; the loss that comes back is a copy;
+* inputs are copied into the captured memory; the returned loss is a copy;
 * loss scale, growth tracker, found_inf, norm, clip coefficient and step counts live there anyway (``scaling``, ``kernels``);
-* learning rate and the other settings of a group stand at the head of the kernels' tables and are sent again when they changed;
-* dropout and the like advance, because torch's generator hands every replay a new offset.
+* learning rate and other settings of a group are at the head of the kernels' tables and are sent again when they change;
+* dropout and the like advance, because torch's generator gives every replay a new offset.
 
-Two graphs share a pool of memory: one adds a micro-batch's gradients up, one does so and updates. With ``accumulate=1`` the
-second is all there is, and its gradients are written rather than added. Graphs that share a pool may overwrite what another
-left behind: so what outlives a replay (gradients of a window, tables, norm and flag) is allocated outside.
+Two graphs share a memory pool: one adds up a micro-batch's gradients, the other also updates. With ``accumulate=1`` there is
+only the second, and its gradients are written, not added. Graphs that share a pool may overwrite each other's memory: so
+whatever outlives a replay (gradients of a window, tables, norm and flag) is allocated outside.
 
-Before the capture the step is rehearsed (``cudagraphs`` says where): kernels compile, the optimizer's state is allocated, the
-update is told to skip. Buffers, scales and generators are then put back, so that the first replay is the first step.
+Before the capture the step is rehearsed (on the stream of ``cudagraphs``): kernels compile and the optimizer's state is allocated,
+but the update skips. Buffers, scales and generators are then restored, so that the first replay is the first step.
 
 Limits: one process, one loss scale, mezzo's optimizers; random numbers from torch's default generator; no host reads in the
 forward pass or the loss; module hooks and Python side effects run at the capture and not again.
@@ -24,18 +24,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mezzo.engine.cudagraphs import graphs_for, refusal
-from mezzo.engine.firstwindows import NoWatch
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.onepass import OnePass
+from mezzo.engine.parameters import all_parameters
+from mezzo.engine.preparation import ONE_PASS
+from mezzo.engine.progress import Progress
+from mezzo.engine.schedules import Schedules
 from mezzo.engine.stephooks import have_hooks
+from mezzo.engine.window import Window
 from mezzo.errors import MezzoError, SessionError
+from mezzo.explain import Choice
 
 if TYPE_CHECKING:
     from mezzo.engine.session import Session
@@ -44,8 +49,24 @@ REHEARSALS = 3
 """Steps before a capture: cuDNN and cuBLAS choose kernels in the first, workspaces settle by the third."""
 
 
+class Parts(NamedTuple):
+    """What a captured step needs of its session beside the session's public parts."""
+
+    window: Window
+    progress: Progress
+    schedules: Schedules
+    way_of_updating: Choice
+    open_window: Callable[[], None]
+    differentiate: Callable[[Tensor, float], None]
+    """Runs a backward pass, given a loss and its share of the window."""
+    update: Callable[..., Tensor | bool]
+    """Enqueues the update of the given optimizers; returns what is above 0 where it is skipped."""
+    close: Callable[..., None]
+    """Does what follows an update on the host."""
+
+
 class CapturedStep:
-    """Replay a session's training step; ``Session.capture`` makes it.
+    """A session's training step as CUDA graphs; ``Session.capture`` makes it.
 
     Calling it with a micro-batch does what ``autocast``, the forward pass and ``step`` do and returns the loss (or what
     ``compute_loss`` returned, the loss first) in memory of its own.
@@ -54,29 +75,30 @@ class CapturedStep:
     def __init__(
         self,
         session: Session,
+        parts: Parts,
         compute_loss: Callable[..., Any],
         examples: tuple[Any, ...],
         *,
         other_shapes: Literal["error", "eager"],
     ) -> None:
-        self._session, self._compute_loss, self._other_shapes = session, compute_loss, other_shapes
-        session._watch = NoWatch()  # gradients stay where the graphs know them, also between windows
+        self._session, self._parts = session, parts
+        self._compute_loss, self._other_shapes = compute_loss, other_shapes
         self._graphs = graphs_for(session.device)
         leaves, self._structure = pytree.tree_flatten(examples)
         self._inputs = [x.detach().to(session.device, copy=True) if isinstance(x, Tensor) else x for x in leaves]
         self._replays: dict[bool, tuple[Callable[[], None], Any]] = {}
-        """By whether it updates: a graph's replay, and its outputs in the memory that it writes."""
-        self._norm, self._flag = torch.zeros_like(session._norm), torch.zeros((), device=session.device)
-        self._held: list[tuple[torch.nn.Parameter, Tensor]] = []
+        """Each graph's replay, and its outputs in the memory that it writes, by whether it updates."""
+        self._norm, self._flag = torch.zeros_like(parts.progress.norm), torch.zeros((), device=session.device)
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._tables: list[Any] = []
-        self._kernels = _kernels_of(session)
+        self._kernels = _kernels_of(session, parts)
         session.masters.follow()  # outside of the graphs
-        with _as_before(session):
+        with _as_before(session, parts):
             self._rehearse()
             try:
                 self._capture()
             except (torch.OutOfMemoryError, MezzoError):
-                raise  # they say themselves what is wrong
+                raise  # their messages say what is wrong
             except RuntimeError as error:
                 raise refusal(error) from error
 
@@ -90,7 +112,7 @@ class CapturedStep:
         difference = self._difference(leaves, structure)
         if difference is not None:
             return self._eager(inputs, difference)
-        session, window = self._session, self._session._window
+        session, parts, window = self._session, self._parts, self._parts.window
         if window.unscaled or window.weighted:
             raise SessionError(
                 "captured step in a window that was unscaled or has micro-batches of given weights",
@@ -101,7 +123,7 @@ class CapturedStep:
                 "optimizer state that the captured step knows was replaced, as load_state_dict() does",
                 hint="load first, then capture; or capture once more",
             )
-        self._take_hold()
+        self._restore_gradients()
         for mine, given in zip(self._inputs, leaves, strict=True):
             if isinstance(mine, Tensor):
                 mine.copy_(given, non_blocking=True)
@@ -109,18 +131,17 @@ class CapturedStep:
         window.calls += 1
         if window.calls < session.accumulate:
             return self._replayed(updates=False)
-        session._schedules.settle()
+        parts.schedules.settle()
         session.masters.follow()
         for table in self._tables:
             table.refresh()
         result = self._replayed(updates=True)
-        session._norm = self._norm.clone()
-        session._found = self._flag if session.scales[0].checks else None
-        session._close(session.optimizers, self._flag, keep_gradients=bool(self._held))
+        parts.progress.norm = self._norm.clone()
+        parts.close(session.optimizers, self._flag, keep_gradients=bool(self._held))
         return result
 
-    def _take_hold(self) -> None:
-        """Put the gradients that the graphs add to back where an update or a backward pass outside the graphs changed them."""
+    def _restore_gradients(self) -> None:
+        """Restore the gradients that the graphs add to, if an update or backward pass outside the graphs replaced them."""
         for parameter, gradient in self._held:
             if parameter.grad is not gradient:
                 gradient.zero_() if parameter.grad is None else gradient.copy_(parameter.grad)
@@ -159,61 +180,58 @@ class CapturedStep:
     def _forward(self, inputs: tuple[Any, ...]) -> Any:
         with (
             self._session.autocast()
-        ):  # opened inside the capture: each weight is cast once a replay, from what it is then
+        ):  # opened inside the capture: each replay casts each weight once, from its current value
             return self._compute_loss(*inputs)
 
     def _run(self) -> Any:
         """Enqueue forward and backward pass of the captured inputs; return what the forward pass returned."""
         outputs = self._forward(pytree.tree_unflatten(self._inputs, self._structure))
-        share = self._session._window.share(None, 0)
-        self._session._differentiate(_loss_of(outputs), share)
-        self._session._window.calls += 1
+        window = self._parts.window
+        self._parts.differentiate(_loss_of(outputs), window.share(None, 0))
+        window.calls += 1
         return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
 
     def _run_and_update(self) -> Any:
         outputs = self._run()
-        session = self._session
-        skipped = session._update_on_device(session.optimizers)
+        skipped = self._parts.update(self._session.optimizers)
         assert isinstance(skipped, Tensor)
         self._flag.copy_(skipped)
-        self._norm.copy_(session._norm)
+        self._norm.copy_(self._parts.progress.norm)
         if self._held:
             torch._foreach_zero_([gradient for _, gradient in self._held])
         else:
-            _drop_gradients(session)
+            _drop_gradients(self._session)
         return outputs
 
     def _rehearse(self) -> None:
-        session = self._session
+        session, parts = self._session, self._parts
         with self._graphs.rehearsal():
             for number in range(REHEARSALS):
-                session._open_window()
+                parts.open_window()
                 outputs = self._forward(pytree.tree_unflatten(self._inputs, self._structure))
                 session.processes.check_loss(_loss_of(outputs), first=number == 0)
-                session._differentiate(_loss_of(outputs), session._window.share(None, 0))
-                trained = [p for p in session._trained() if p.grad is not None]
+                parts.differentiate(_loss_of(outputs), parts.window.share(None, 0))
+                trained = [p for p in _trained(session) if p.grad is not None]
                 if number + 1 < REHEARSALS:
                     _drop_gradients(session)
             with self._kernels.recording() as rehearsed:
-                session._update_on_device(session.optimizers, rehearsal=True)
+                parts.update(session.optimizers, rehearsal=True)
             self._tables = rehearsed
         if session.accumulate > 1:
             self._held = [(p, torch.zeros_like(p.grad)) for p in trained if p.grad is not None]
         _drop_gradients(session)
 
     def _capture(self) -> None:
-        session = self._session
+        session, window = self._session, self._parts.window
         for parameter, gradient in self._held:
             parameter.grad = gradient
         if session.accumulate > 1:
-            session._open_window()
+            self._parts.open_window()
             self._replays[False] = self._graphs.capture(self._run)
-        session._open_window()
-        for _ in range(
-            session.accumulate - 1
-        ):  # the micro-batches before, so that the shares of a full window are averaged
-            session._window.share(None, 0)
-            session._window.calls += 1
+        self._parts.open_window()
+        for _ in range(session.accumulate - 1):  # the earlier micro-batches: the average is over a full window
+            window.share(None, 0)
+            window.calls += 1
         with self._kernels.recording(self._tables) as self._tables:
             self._replays[True] = self._graphs.capture(self._run_and_update)
         for table in self._tables:
@@ -230,30 +248,34 @@ def _replaced(session: Session) -> list[Any]:
     return [optimizer.replaced for optimizer in session.optimizers if isinstance(optimizer, OnePass)]
 
 
+def _trained(session: Session) -> list[nn.Parameter]:
+    return all_parameters(session.models, session.optimizers)
+
+
 def _drop_gradients(session: Session) -> None:
-    for parameter in session._trained():
+    for parameter in _trained(session):
         parameter.grad = None
 
 
 @contextmanager
-def _as_before(session: Session) -> Iterator[None]:
-    """Put back what rehearsing and capturing change: buffers, scales, counts and the window."""
-    places = [*(b for model in session.models for b in model.buffers()), session._skips]
-    for holder in (*session.scales, session._floor):
-        places += [value for value in vars(holder).values() if isinstance(value, Tensor)]
-    saved, norm = [place.clone() for place in places], session._norm
+def _as_before(session: Session, parts: Parts) -> Iterator[None]:
+    """Restore what rehearsing and capturing change: buffers, scales, counts and the window."""
+    places = [*(b for model in session.models for b in model.buffers()), *parts.progress.in_place()]
+    for scale in session.scales:
+        places += [value for value in vars(scale).values() if isinstance(value, Tensor)]
+    saved, norm = [place.clone() for place in places], parts.progress.norm
     try:
         yield
     finally:
         with torch.no_grad():
             for place, value in zip(places, saved, strict=True):
                 place.copy_(value)
-        session._norm = norm
-        session._open_window()
+        parts.progress.norm = norm
+        parts.open_window()
         _drop_gradients(session)
 
 
-def _kernels_of(session: Session) -> ModuleType:
+def _kernels_of(session: Session, parts: Parts) -> ModuleType:
     """Return the kernels that can be captured.
 
     Raises:
@@ -261,17 +283,17 @@ def _kernels_of(session: Session) -> ModuleType:
     """
     kernels, reason = choose(session.device.type)
     wrong = None
-    if session._window.calls:
-        wrong = f"{session._window.calls} backward passes of an open window", "call update() first"
+    if parts.window.calls:
+        wrong = f"{parts.window.calls} backward passes of an open window", "call update() first"
     elif session.processes.several:
         wrong = "several processes", "train with step(loss)"
-    elif len({p.device for p in session._trained()}) > 1:
+    elif len({p.device for p in _trained(session)}) > 1:
         wrong = "parameters on several devices", "train with step(loss): a graph is captured on one device"
     elif len(session.scales) > 1:
         wrong = f"num_losses={len(session.scales)}", "add the losses up, or train with backward and update"
-    elif not session._one_pass:
+    elif parts.way_of_updating.value != ONE_PASS:
         wrong = (
-            session._way_of_updating.reason,
+            parts.way_of_updating.reason,
             "use mezzo.AdamW or mezzo.SGD and clip_norm: their updates need no host",
         )
     elif have_hooks(session.optimizers):

@@ -1,4 +1,4 @@
-"""The dtypes of 16 bits that training computes in."""
+"""The 16-bit dtypes of training."""
 
 from __future__ import annotations
 

@@ -22,26 +22,26 @@ from mezzo.formats import FP32
 
 
 class NoMasters:
-    """Stand for weights that are their own masters."""
+    """No masters: weights are their own."""
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Take up work after the model was cast."""
+        """Start, after the model was cast."""
 
     def pull_gradients(self) -> None:
-        """Bring gradients to where the optimizer reads them."""
+        """Move gradients to where the optimizer reads them."""
 
     def push(self) -> None:
-        """Bring updated values to where the model reads them."""
+        """Move updated values to where the model reads them."""
 
     def follow(self) -> None:
-        """Take up weights that were changed since the last ``push``, as ``model.load_state_dict`` does."""
+        """Update the masters of weights that were changed since the last ``push``, as by ``model.load_state_dict``."""
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a parameter's gradient, wherever it is at the moment."""
+        """Return a parameter's gradient, its own or its master's."""
         return parameter.grad
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what an optimizer holds in a parameter's place: itself, or its master."""
+        """Return what an optimizer updates for a parameter: itself, or its master."""
         return parameter
 
     def values(self, parameter: nn.Parameter) -> Tensor | None:
@@ -56,7 +56,7 @@ class NoMasters:
         return {}
 
     def take_up(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let the masters of weights that somebody changed begin anew from these; no master moves whose weight is its rounding."""
+        """Restart the masters of changed weights from these; a master whose weight is its rounding stays."""
         for parameter in parameters:
             master = self.values(parameter)
             if master is not None:
@@ -65,16 +65,16 @@ class NoMasters:
                 self.set_values(parameter, kept)
 
     def load(self, models: Sequence[nn.Module], states: Sequence[dict[str, Tensor]]) -> None:
-        """Take master values from FP32 state dicts, one a model."""
+        """Load master values from FP32 state dicts, one per model."""
         for model, state in zip(models, states, strict=True):
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 self.set_values(parameter, state[name].cpu())  # split on the host, so that the device allocates nothing
 
 
 class _Followed(NoMasters):
-    """Tell from a weight's version counter whether somebody changed the model: what loads a state writes to all weights.
+    """The version counter of one weight, which tells whether the model was changed: loading a state writes to all weights.
 
-    Changes through ``.data`` count no version and are lost, as the masters do not know of them.
+    Changes through ``.data`` do not increase the version and are lost: the masters do not see them.
     """
 
     _weight: nn.Parameter | None = None
@@ -91,22 +91,22 @@ class _Followed(NoMasters):
             self._version = self._weight._version
 
     def follow(self) -> None:
-        """Take up weights that were changed since the last ``push``, as ``model.load_state_dict`` does."""
+        """Update the masters of weights that were changed since the last ``push``, as by ``model.load_state_dict``."""
         if self._weight is not None and self._weight._version != self._version:
             self.take_up(self._low())
             self._note()
 
     def load(self, models: Sequence[nn.Module], states: Sequence[dict[str, Tensor]]) -> None:
-        """Take master values from FP32 state dicts, one a model."""
+        """Load master values from FP32 state dicts, one per model."""
         super().load(models, states)
         self._note()
 
 
 class MasterWeights(_Followed):
-    """Hold an FP32 master for every 16-bit parameter and move values between the two: for any torch optimizer."""
+    """FP32 masters of 16-bit parameters, for any torch optimizer."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy the masters from ``parameters``, as a rule still in FP32; cast the model after this."""
+        """Copy the masters from ``parameters``, usually still in FP32; cast the model after this."""
         self._master_of = {
             p: nn.Parameter(p.detach().to(FP32.dtype, copy=True), requires_grad=p.requires_grad)
             for p in parameters
@@ -117,7 +117,7 @@ class MasterWeights(_Followed):
         """How many groups each optimizer had when its parameters were replaced by masters."""
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Put the masters of what was cast into the optimizers' groups, with any state there is; norms stay their own masters."""
+        """Put the masters of cast parameters, with any state, into the optimizers' groups; norms stay their own masters."""
         self._master_of = {p: m for p, m in self._master_of.items() if p.dtype is not FP32.dtype}
         for optimizer in optimizers:
             self._place(optimizer)
@@ -149,7 +149,7 @@ class MasterWeights(_Followed):
                 parameter.grad = None
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a parameter's gradient, wherever it is at the moment."""
+        """Return a parameter's gradient, its own or its master's."""
         master = self._master_of.get(parameter)
         return parameter.grad if master is None or master.grad is None else master.grad
 
@@ -161,7 +161,7 @@ class MasterWeights(_Followed):
         self._note()
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what an optimizer holds in a parameter's place: itself, or its master."""
+        """Return what an optimizer updates for a parameter: itself, or its master."""
         return self._master_of.get(parameter, parameter)
 
     def saved(self, optimizers: Sequence[dict[str, Any]]) -> dict[nn.Parameter, Tensor]:
@@ -181,16 +181,16 @@ class MasterWeights(_Followed):
 
 
 class OptimizerMasters(_Followed):
-    """Stand for masters that one-pass optimizers keep in their own state: 16-bit gradients are read where they are."""
+    """Masters that one-pass optimizers keep in their own state: 16-bit gradients are read where they are."""
 
     def __init__(self, optimizers: Sequence[OnePass]) -> None:
-        """Let the optimizers copy the FP32 weights; cast the model after this."""
+        """Make the optimizers copy the FP32 weights; cast the model after this."""
         self._optimizers = optimizers
         for optimizer in optimizers:
             optimizer.keep_masters()
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Begin the masters of what was cast."""
+        """Create the masters of cast parameters."""
         for optimizer in self._optimizers:
             optimizer.begin_masters()
         self._note()
@@ -200,7 +200,7 @@ class OptimizerMasters(_Followed):
         self.follow()
 
     def push(self) -> None:
-        """Note the state that an update left: the kernels have rounded the masters into the weights."""
+        """Record the versions after an update: the kernels have rounded the masters into the weights."""
         self._note()
 
     def _low(self) -> list[nn.Parameter]:
@@ -229,7 +229,7 @@ class OptimizerMasters(_Followed):
 def masters_for(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], *, keep: bool, one_pass: bool
 ) -> NoMasters:
-    """Return what holds the masters of weights that are about to be cast.
+    """Return the masters of weights that are about to be cast.
 
     Args:
         optimizers: those that will update.

@@ -1,8 +1,8 @@
-"""What one-pass optimizers have in common: masters and moments in their state, one kernel call a group.
+"""The base of one-pass optimizers: masters and moments in their state, one kernel call per group.
 
-Every parameter's state is kept in the layout of its weight, in memory order: the kernels go through addresses. It is brought to a
-new layout, format or kind of moments when the parameter or its group changed since (``_fit``), so a model may be
-cast, moved to channels_last or loaded after the optimizer was built.
+Every parameter's state has the memory layout of its weight, since the kernels walk through addresses. It is converted to a
+new layout, format or kind of moments when the parameter or its group changes (``_fit``), so a model may be cast, moved to
+channels_last or loaded after the optimizer was built.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mezzo.errors import SessionError
 from mezzo.formats import BF16, FP16, FP32
 
 _MASTERS = {FP16.dtype: FP32.dtype, BF16.dtype: torch.int16}
-"""What the masters of 16-bit weights are kept as."""
+"""The formats of the masters of 16-bit weights."""
 _ALLOWED = (FP32.dtype, *_MASTERS)
 
 
 class OnePass(torch.optim.Optimizer):
-    """Keep masters and moments, and hand every group to the device's kernel in one call."""
+    """An optimizer that keeps masters and moments in its state and updates each group by one kernel call."""
 
     _kernel: ClassVar[str]
 
@@ -37,14 +37,14 @@ class OnePass(torch.optim.Optimizer):
         self.master_weights = True
         """Whether 16-bit weights have FP32 masters; without, updates are rounded into the weights."""
         self._sources: dict[nn.Parameter, Tensor] = {}
-        """FP32 values of weights that are about to be cast: masters begin from them."""
+        """FP32 values of weights that are about to be cast, from which masters are created."""
         self._layouts: dict[int, tuple[Any, ...]] = {}
         """By a parameter's id: format, strides, and names and kind of the moments that its state was made for."""
         self._numbers: dict[nn.Parameter, int] = {}
         self._remembered: dict[tuple[int, torch.device], dict[Any, Any]] = {}
         """By a group's id and a device: what kernels keep from one update to the next."""
         self.replaced = 0
-        """How often tensors of the state were made or replaced: a captured step knows them by their addresses."""
+        """How often tensors of the state were created or replaced: a captured step refers to them by address."""
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,11 +87,11 @@ class OnePass(torch.optim.Optimizer):
             )
         for parameter in self.parameters():
             self._sources[parameter] = parameter.detach().to(FP32.dtype, copy=True)
-        # Every state is fitted anew; the strides say how packed moments are laid out until then.
+        # Every state will be converted; until then the strides tell the layout of packed moments.
         self._layouts = {known: (None, layout[1], None) for known, layout in self._layouts.items()}
 
     def begin_masters(self) -> None:
-        """Begin the masters of weights that were cast since ``keep_masters``."""
+        """Create the masters of weights that were cast since ``keep_masters``."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter in self._sources and parameter.dtype is not FP32.dtype:
@@ -127,7 +127,7 @@ class OnePass(torch.optim.Optimizer):
             factor: FP32, no dimensions: what every gradient is multiplied by.
             found_inf: FP32, no dimensions: above 0 nothing changes. Neither is read by the host.
         """
-        self._opt_called = True  # what learning rate schedulers look at to see that the optimizer came first
+        self._opt_called = True  # learning rate schedulers check this to see that the optimizer stepped first
         for group in self.param_groups:
             for device in {p.device: None for p in group["params"]}:
                 batch = self._batch(group, device)
@@ -171,12 +171,12 @@ class OnePass(torch.optim.Optimizer):
         return state
 
     def _fit(self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Begin a parameter's state, or bring it to the parameter's present format and strides."""
+        """Create a parameter's state, or convert it to the parameter's current format and strides."""
         self.replaced += 1
         moments, kind, weight = self._moments(group), group["moments"], local(parameter)
         refuse_gaps(weight)
         missing = [name for name in moments if name not in state]
-        if "step" not in state or "momentum_buffer" in missing:  # SGD tells a first buffer by its step
+        if "step" not in state or "momentum_buffer" in missing:  # SGD recognises a first buffer by its step
             state["step"] = torch.zeros((), device=parameter.device)
         for name in missing:
             state[name] = begun(kind, weight)
@@ -201,7 +201,7 @@ class OnePass(torch.optim.Optimizer):
         return kept_as(kind, laid_out_as(weight, values), signed=signed)
 
     def _master_format(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.dtype | None:
-        """Return what a parameter's master is kept as, None where it has none."""
+        """Return the format of a parameter's master, None if it has none."""
         if group["rounding"] == "nearest":
             return _MASTERS.get(parameter.dtype) if self.master_weights else None
         if parameter.dtype is FP16.dtype:
@@ -213,7 +213,7 @@ class OnePass(torch.optim.Optimizer):
         return None
 
     def _set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Set a weight and its master, the latter in its place: a captured step knows it by its address.
+        """Set a weight and its master, the master in place: a captured step refers to it by address.
 
         ``values`` are FP32 and on any device; they become the master where there is none and they are on the weight's device.
         """
@@ -245,8 +245,8 @@ class OnePass(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict: FP32 moments, and FP32 masters under ``master`` where there are any.
 
-        What is kept in fewer bits is expanded on the host, tensor by tensor: the device allocates nothing. FP32 tensors are the
-        optimizer's own, as torch's are.
+        Tensors of fewer bits are expanded on the host, one by one: the device allocates nothing. FP32 tensors are not copied,
+        as in torch.
         """
         with hooks_after(self._optimizer_state_dict_post_hooks) as hooks:
             saved: dict[str, Any] = super().state_dict()
@@ -271,16 +271,16 @@ class OnePass(torch.optim.Optimizer):
         return shared_as(parameter, value.detach())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state that this class or torch's optimizer of the same name saved.
+        """Load a state saved by this class or by torch's optimizer of the same name.
 
-        Each tensor is brought to the format that it is kept in on the host, and only then sent to the device.
+        Each tensor is converted to its format on the host, and only then sent to the device.
         """
         state_dict = state_dict.copy()
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
-        # torch would cast every state to its parameter's format: in 16 bits moments lose what they are kept for.
+        # torch would cast every state to its parameter's format: in 16 bits moments would lose their purpose.
         others = {key: value for key, value in state_dict["state"].items() if key not in numbers}
         pre, post = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
         with hooks_after(pre), hooks_after(post) as after:
@@ -300,7 +300,7 @@ class OnePass(torch.optim.Optimizer):
             parameter, group = by_number[number]
             weight, state = local(parameter), self.state[parameter]
             refuse_gaps(weight)
-            # torch's SGD counts no steps: with a buffer, the first is over.
+            # torch's SGD counts no steps: if there is a buffer, the first step was made.
             begun_before = float(given.get("momentum_buffer") is not None)
             step = torch.as_tensor(given.get("step", begun_before), dtype=FP32.dtype)
             state["step"] = step.to(parameter.device, copy=True)

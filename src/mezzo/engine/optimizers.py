@@ -1,13 +1,13 @@
 """AdamW and SGD that update in one pass, straight from 16-bit gradients.
 
-They take torch's arguments, run torch's hooks and load torch's state dicts. Beyond torch's they know 16-bit weights: the FP32 master and
-the moments live in the optimizer's state, gradients are read in the format that they have, and one pass over the
-memory unscales, clips, updates and rounds the new weights. Bytes a parameter, AdamW: 2 weight + 2 gradient + 4 master
+They take torch's arguments, run torch's hooks and load torch's state dicts. Beyond that they support 16-bit weights: FP32
+masters and moments are in the optimizer's state, gradients are read in their own format, and one pass over the memory
+unscales, clips, updates and rounds the new weights. Bytes a parameter, AdamW: 2 weight + 2 gradient + 4 master
 + 8 moments = 16 in FP16; in BF16 the master is the weight and its low bits, 14. ``moments="8bit"`` keeps 2.02 of the 8, and
 ``rounding="stochastic"`` trains BF16 weights that have no master: 6.02 in all.
 
-A ``Session`` hands scale, averaging and clipping over as one number on the device (``update``); ``step`` is the plain
-optimizer's.
+A ``Session`` passes scale, averaging and clipping as one number on the device (``update``); ``step`` is that of a plain
+optimizer.
 
 Limits: dense gradients, dense and non-overlapping weights, no closure.
 """
@@ -27,7 +27,7 @@ from mezzo.errors import PolicyError, SessionError
 
 
 class AdamW(OnePass):
-    """Update by AdamW (Loshchilov & Hutter, arXiv:1711.05101) in one pass.
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) in one pass.
 
     Args:
         params: as for ``torch.optim.AdamW``; FP32, FP16 or BF16.
@@ -84,7 +84,7 @@ class AdamW(OnePass):
 
 
 class SGD(OnePass):
-    """Update by stochastic gradient descent, with momentum as torch defines it, in one pass.
+    """Stochastic gradient descent, with momentum as torch defines it, in one pass.
 
     Args:
         params: as for ``torch.optim.SGD``; FP32, FP16 or BF16.

@@ -1,4 +1,4 @@
-"""One model, one session: a session notices that another one took its model, and that the model was cast or moved since."""
+"""One session per model: a session detects that another took its model, or that the model was cast or moved."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LIVE: WeakSet[Ownership] = WeakSet()
 
 
 class Ownership:
-    """Hold what a session was built with: parameters, which are its alone, and the formats and places of their models."""
+    """What a session was built with: its parameters, which no other session may train, and the models' formats and devices."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Take the parameters from any session that has them.
 
-        That is an error only once the other goes on: a cell of a notebook that is run again builds its session again.
+        That is an error only if the other one trains on: rerunning a notebook cell builds its session again.
         """
         self.lost = False
         """Whether another session has the model now."""
@@ -30,7 +30,7 @@ class Ownership:
         _LIVE.add(self)
         floating = ([p for p in model.parameters() if p.is_floating_point()] for model in models)
         self._first = [(held[0], held[0].dtype, held[0].device) for held in floating if held]
-        """One parameter of each model: what casts or moves a model does so to all of them."""
+        """One parameter of each model: casting or moving a model affects all of them."""
 
     def check_formats(self) -> None:
         """Refuse a model that was cast or moved since the session was built.
@@ -42,7 +42,7 @@ class Ownership:
             if parameter.dtype is not dtype:
                 raise SessionError(
                     f"the model's weights are {parameter.dtype}, and were {dtype} when the session was built",
-                    hint="take model.half() and the like out: the policy casts; evaluate a copy (copy.deepcopy(model).half())",
+                    hint="remove model.half() and the like: the policy casts; evaluate a copy (copy.deepcopy(model).half())",
                 )
             if parameter.device != device:
                 raise SessionError(

@@ -16,3 +16,8 @@ def parameters_of(models: Iterable[nn.Module]) -> list[nn.Parameter]:
 def trained_by(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
     """Return the parameters of all groups of all optimizers."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def all_parameters(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """Return the models' parameters and those that only an optimizer has."""
+    return list(dict.fromkeys([*parameters_of(models), *trained_by(optimizers)]))

@@ -1,4 +1,4 @@
-"""Bring models and optimizers into the state that a policy wants, in the one right order: masters are taken before weights are cast."""
+"""Prepare models and optimizers for a policy, in the only right order: masters are copied before weights are cast."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from mezzo.engine.stephooks import have_hooks, step_is_own
 from mezzo.explain import Choice
 from mezzo.policy import Policy
 
+ONE_PASS = "one pass"
+"""The value of ``choose_update``'s choice where the optimizers' own kernels read scaled gradients."""
+
 
 def listed(value: Any) -> list[Any]:
     """Return a model, an optimizer or a scheduler as a list of one, and several as a list."""
@@ -29,7 +32,7 @@ def listed(value: Any) -> list[Any]:
 def choose_update(
     optimizers: Sequence[torch.optim.Optimizer], device: torch.device, clip_value: float | None, policy: Policy
 ) -> tuple[bool, Choice]:
-    """Return whether gradients are handed to one-pass kernels as they are, and why."""
+    """Return whether one-pass kernels read gradients as they are, and why."""
     reason = None
     if clip_value is not None:
         reason = "clip_value changes single elements"
@@ -41,7 +44,7 @@ def choose_update(
         reason = "an optimizer has step hooks, which are shown true gradients, in FP32"
     if reason is not None:
         return False, Choice(what="update", value="optimizers' own step", reason=reason)
-    return True, Choice(what="update", value="one pass", reason=choose(device.type)[1])
+    return True, Choice(what="update", value=ONE_PASS, reason=choose(device.type)[1])
 
 
 def prepare(
@@ -52,12 +55,12 @@ def prepare(
     *,
     one_pass: bool,
 ) -> NoMasters:
-    """Convert ``models`` and ``optimizers`` in place and return what holds the FP32 masters.
+    """Convert ``models`` and ``optimizers`` in place and return the FP32 masters.
 
     Args:
         models: in FP32; or, under a policy that casts weights, in its own 16 bits, which masters then begin from.
         optimizers: those that will update.
-        policy: what to bring about.
+        policy: what to prepare for.
         device_type: torch's device type of the models.
         one_pass: whether the optimizers read 16-bit gradients themselves.
     """

@@ -1,8 +1,8 @@
 """Register Python kernels over torch's own at autocast's dispatch keys.
 
-A kernel stays for the life of the process. It asks the open cast table first, and where none is open or the table has no rule it
-does what torch would have done: call torch's kernel, or, where torch lists nothing, go on below autocast. Nothing in this file
-casts, so what torch's own kernel casts is called by the script's line, as it is without our kernels.
+A kernel stays for the life of the process. It asks the open cast table first. If none is open or the table has no rule, it
+does what torch would have done: call torch's kernel or, if torch has none, continue below autocast. Nothing in this file
+casts, so casts by torch's own kernels are attributed to the script's line, as without our kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CastRules(Protocol):
 
 _LOCK = threading.Lock()
 _REGISTERED: dict[str, set[Op]] = {}
-_LIBRARIES: list[torch.library.Library] = []  # a library takes its kernels with it when it is collected
+_LIBRARIES: list[torch.library.Library] = []  # a library's kernels are removed when it is garbage-collected
 
 
 def register(
@@ -73,7 +73,7 @@ _ATEN: Any = torch.ops.aten
 _ARITHMETIC = frozenset(
     (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.div.Tensor_mode, _ATEN.rsub.Tensor)
 )
-"""Operations that take a number for a tensor: what C++ made of ``x * 2`` comes to a Python kernel as the number again."""
+"""Operations that accept a number for a tensor: C++ wraps the 2 of ``x * 2``, and a Python kernel gets the number again."""
 
 
 def call_op(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What a session knows of ``DistributedDataParallel``: which backward pass averages, and averaging without one."""
+"""``DistributedDataParallel`` in a session: which backward pass averages, and averaging outside a backward pass."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo.errors import SessionError
 
 BUCKET_BYTES = 64 * 2**20
-"""Gradients averaged at a time outside a backward pass: the size of the copy that this takes."""
+"""The size of the copy in which gradients are averaged outside a backward pass."""
 
 
 class Replica:
-    """Follow a ``DistributedDataParallel`` module: did the backward pass that came last average the gradients?
+    """A ``DistributedDataParallel`` module, and whether its last backward pass averaged the gradients.
 
-    It does after a forward pass made with ``require_backward_grad_sync``, once; a second backward pass from the same forward pass
-    adds gradients that are this process's own. Averaging once more what is averaged already changes nothing.
+    It does so once after a forward pass with ``require_backward_grad_sync``; a second backward pass from the same forward pass
+    adds this process's own gradients. Averaging averaged gradients again changes nothing.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -31,12 +31,12 @@ class Replica:
         model.register_forward_pre_hook(self._forward)
 
     def expect(self, *, exchange: bool) -> None:
-        """Let the next backward pass average the gradients, or not."""
-        # A static graph is learnt in the first backward pass of all, and only in one that averages.
+        """Set whether the next backward pass averages the gradients."""
+        # A static graph is recorded in the very first backward pass, and only if that averages.
         self.model.require_backward_grad_sync = exchange or self._learns_graph
 
     def ran(self) -> None:
-        """Take notice of a backward pass."""
+        """Register a backward pass."""
         self.averaged, self._forward.will_average = self._forward.will_average, False
         self._learns_graph &= not self.averaged
 
@@ -57,7 +57,7 @@ class Replica:
 
 
 class _ForwardPasses:
-    """Note whether a forward pass made the model ready to average; a class of its own, so that the model still copies and pickles."""
+    """A hook that notes whether a forward pass made the model ready to average; a class, so that the model still copies and pickles."""
 
     def __init__(self) -> None:
         self.will_average = False
@@ -95,7 +95,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def rebuild(models: Iterable[nn.Module]) -> None:
-    """Let ``DistributedDataParallel`` make its buckets again, in the formats that parameters were cast to.
+    """Rebuild the buckets of ``DistributedDataParallel`` in the formats that parameters were cast to.
 
     Raises:
         SessionError: it cannot: it was given a process group or a communication hook.
@@ -107,5 +107,5 @@ def rebuild(models: Iterable[nn.Module]) -> None:
                 "cannot take them up",
                 hint="register the hook after the session is built, leave process_group out, or use policy fp16 or bf16",
             )
-        # What a deep copy does, in place: new buckets and hooks. torch's own, so that options such as static_graph are kept.
+        # New buckets and hooks in place, by the code of torch's deep copy, which keeps options such as static_graph.
         model.__setstate__(model.__getstate__())

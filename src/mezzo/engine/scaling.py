@@ -35,7 +35,7 @@ from mezzo.policy import Policy
 
 
 class NoScale:
-    """Leave the loss as it is; gradients are neither divided nor checked."""
+    """No loss scale: gradients are neither divided nor checked."""
 
     checks = False
     """Whether an update with a gradient that is not finite is skipped."""
@@ -45,7 +45,7 @@ class NoScale:
         return loss
 
     def inverse(self) -> Tensor | None:
-        """Return the factor that takes the scale out of a gradient, None for 1."""
+        """Return the factor that unscales a gradient, None for 1."""
         return None
 
     def value(self) -> float:
@@ -57,14 +57,14 @@ class NoScale:
         return 1.0
 
     def update(self, found_inf: Tensor) -> None:
-        """Ignore what an update found."""
+        """Ignore the result of an update."""
 
     def at_floor(self) -> bool:
-        """Return whether the scale can get no smaller."""
+        """Return whether the scale is at its minimum."""
         return False
 
     def floor_flag(self) -> Tensor | float:
-        """Return 1 where the scale can get no smaller, else 0, without waiting for the device."""
+        """Return 1 if the scale is at its minimum, else 0, without waiting for the device."""
         return 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class NoScale:
 
 
 class StaticScale(NoScale):
-    """Multiply the loss by a fixed scale; an update with a gradient that is not finite is skipped."""
+    """A fixed loss scale; an update with a gradient that is not finite is skipped."""
 
     checks = True
 
@@ -88,7 +88,7 @@ class StaticScale(NoScale):
         return loss * self._scale_on(loss.device)
 
     def _scale_on(self, device: torch.device) -> Tensor:
-        """Return the scale on another device: of a model that is spread over several, the loss is not where the first layer is."""
+        """Return the scale on the loss's device, which need not be the first layer's if a model is spread over several."""
         return self._scale if self._scale.device == device else self._scale.to(device)
 
     def inverse(self) -> Tensor | None:
@@ -108,13 +108,13 @@ class StaticScale(NoScale):
         return {"scale": self.value()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the scale from a state of any scaler, ``torch.amp.GradScaler``'s included."""
+        """Load the scale from the state of any scaler, ``torch.amp.GradScaler``'s included."""
         if "scale" in state:
             self._scale.fill_(state["scale"])
 
 
 class DynamicScale(StaticScale):
-    """Multiply the loss by a scale that backs off on overflow and grows after a while without."""
+    """A dynamic loss scale: it backs off on overflow and grows after a number of good updates."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class DynamicScale(StaticScale):
         self._left = torch.full((), hysteresis, dtype=torch.int32, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """Change the scale by what an update found, without waiting for the device.
+        """Update the scale after an update, without waiting for the device.
 
         Args:
             found_inf: FP32, no dimensions: 1 where a gradient was not finite, else 0.
@@ -155,11 +155,11 @@ class DynamicScale(StaticScale):
         self._scale.clamp_(self.min_scale, self.max_scale)
 
     def at_floor(self) -> bool:
-        """Return whether the scale can get no smaller; waits for the device."""
+        """Return whether the scale is at its minimum; waits for the device."""
         return self.value() <= self.min_scale
 
     def floor_flag(self) -> Tensor | float:
-        """Return 1 where the scale can get no smaller, else 0, without waiting for the device."""
+        """Return 1 if the scale is at its minimum, else 0, without waiting for the device."""
         return (self._scale <= self.min_scale).float()
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class DynamicScale(StaticScale):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state of this class or of ``torch.amp.GradScaler``, settings included, or the scale of a static one.
+        """Load a state of this class or of ``torch.amp.GradScaler``, settings included, or the scale of a static one.
 
         Raises:
             PolicyError: the state is not one of a loss scale.
@@ -197,13 +197,13 @@ class DynamicScale(StaticScale):
 
 
 def bear(found_inf: Tensor, left: Tensor, growth_tracker: Tensor, hysteresis: int) -> Tensor:
-    """Count overflows in a row, and return 0 for one that the scale bears without backing off, else 1.
+    """Count consecutive overflows, and return 0 for one that the hysteresis tolerates, else 1.
 
     Args:
         found_inf: FP32, no dimensions: above 0 where a gradient was not finite.
-        left: overflows until the scale backs off; counted down, or set back by a good update.
-        growth_tracker: of the scale; set so that torch's update, which takes a borne overflow for a good update, leaves it at 0.
-        hysteresis: overflows in a row that make the scale back off.
+        left: overflows until the scale backs off; counted down, and reset by a good update.
+        growth_tracker: the scale's; set to -1, since torch's update takes a tolerated overflow for a good update and adds 1.
+        hysteresis: consecutive overflows that make the scale back off.
     """
     found = found_inf > 0
     left.copy_(torch.where(found, left - 1, hysteresis))

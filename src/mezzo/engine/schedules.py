@@ -1,9 +1,9 @@
-"""Learning rate schedulers that hold on a skipped update, without the host waiting to learn whether it was one.
+"""Learning rate schedulers that do not step after a skipped update, without making the host wait to learn of it.
 
-Only the device knows whether an update was skipped. On a CPU asking costs nothing. On others the flag is sent towards the host
-when the update is enqueued, and the schedulers step at the start of the next update, when it has long arrived: every
-update gets the learning rate that it would have got, and ``scheduler.get_last_lr()`` shows the last update's until the next
-begins. The host waits only if it runs a whole update ahead of the device.
+Only the device knows whether an update was skipped. On a CPU reading it costs nothing. On other devices the flag is sent to
+the host when the update is enqueued, and the schedulers step at the start of the next update, when it has long arrived: each
+update gets the right learning rate, and ``scheduler.get_last_lr()`` shows the last update's until the next begins. The host
+waits only if it runs a whole update ahead of the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mezzo.engine.checks import warn
 
 
 class Schedules:
-    """Step schedulers after updates of their optimizers."""
+    """Learning rate schedulers that step after updates of their optimizers."""
 
     def __init__(self, schedulers: Sequence[Any], device: torch.device) -> None:
         self._schedulers = schedulers
@@ -27,28 +27,28 @@ class Schedules:
         self._flag = torch.zeros((), pin_memory=device.type == "cuda")
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self._open: list[Any] | None = None
-        """The optimizers of an update of which it is not known yet whether it was made."""
+        """The optimizers of an update that is not yet known to have been made or skipped."""
         self._counts: dict[int, int] = {}
-        """By a scheduler's id: how often it had stepped when it was left alone."""
+        """How often each scheduler had stepped after the session last stepped it, by id."""
         self._strange = 0
-        """Updates in a row before which a scheduler had stepped in between."""
+        """Updates in a row before which somebody else had stepped a scheduler."""
         self._told = False
         self._rates: tuple[int, list[float]] = (-2, [])
         """The window of the last update that was skipped, and its learning rates."""
 
     def follow(self, optimizers: list[Any], skipped: Tensor | bool) -> None:
-        """Take note of an update of ``optimizers``; ``skipped`` is above 0 if it was skipped."""
+        """Register an update of ``optimizers``; ``skipped`` is above 0 if it was skipped."""
         if isinstance(skipped, bool) or self._device.type == "cpu":
             self._step(optimizers, skipped=bool(skipped))
             return
-        # Only CUDA has an event to wait for: a copy that is not known to be over would be read too early.
+        # Only CUDA has an event to wait for: elsewhere the copy might be read before it has arrived.
         self._flag.copy_(skipped, non_blocking=self._sent is not None)
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self._device))
         self._open = optimizers
 
     def settle(self) -> None:
-        """Step for the last update, if that is still open."""
+        """Step for the last update, if that is still pending."""
         if self._open is None:
             return
         if self._sent is not None:
@@ -57,20 +57,20 @@ class Schedules:
         self._step(optimizers, skipped=bool(self._flag))
 
     def _step(self, optimizers: list[Any], *, skipped: bool) -> None:
-        self._look()
+        self._check()
         for scheduler in self._schedulers:
             if not skipped and getattr(scheduler, "optimizer", optimizers[0]) in optimizers:
                 scheduler.step()
         self._counts = {id(scheduler): _count(scheduler) for scheduler in self._schedulers}
 
-    def _look(self) -> None:
-        """Warn of schedulers that the script steps as well; a state that is loaded moves one once, too."""
+    def _check(self) -> None:
+        """Warn of schedulers that the script steps too; loading a state also moves one, but only once."""
         moved = [s for s in self._schedulers if _count(s) > self._counts.get(id(s), math.inf)]
         self._strange = self._strange + 1 if moved else 0
         if self._strange == 2:
             warn(
-                f"{type(moved[0]).__name__} is stepped by the script and by the session, so that it runs ahead; take scheduler.step() "
-                "out, or leave scheduler= out of Session(...)"
+                f"{type(moved[0]).__name__} is stepped by the script and by the session, so it runs ahead; remove scheduler.step(), "
+                "or leave scheduler= out of Session(...)"
             )
 
     def skipped(self, optimizers: list[Any], *, window: int) -> None:
@@ -82,7 +82,7 @@ class Schedules:
             self._told = True
             warn(
                 "the learning rate changed from one skipped update to the next: a scheduler is stepped where nothing was updated; pass it "
-                "as Session(..., scheduler=scheduler), which holds it then, and take scheduler.step() out"
+                "as Session(..., scheduler=scheduler), which holds it then, and remove scheduler.step()"
             )
         self._rates = window, rates
 

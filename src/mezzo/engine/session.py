@@ -8,11 +8,11 @@
                gradients *= factor                     one pass
                optimizers step, or all are skipped     one host read of one flag, where the loss is scaled
                masters are rounded into the model, schedulers step (not after a skip), gradients are dropped
-               the loss scale learns what was found
+               the loss scale backs off or grows
 
 The norm of the scaled gradients is not finite exactly when a gradient is not finite, or when their squares leave
-FP32's range; the second is told apart before anything is skipped. Scales are powers of two unless you choose others,
-so multiplying by one factor gives bit for bit what unscaling and clipping one after the other give.
+FP32's range; the second case is recognised before anything is skipped. Scales are powers of two unless you choose others,
+so multiplying by one factor gives the same bits as unscaling and then clipping.
 
 Host reads: the loss once, at the very first ``backward``; whatever you read (``loss_scale``, ``grad_norm``); and, where an
 optimizer is not Mezzo's, the flag once an update (only with a loss scale). Nothing else waits for the device.
@@ -20,7 +20,6 @@ optimizer is not Mezzo's, the flag once an update (only with a loss scale). Noth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -33,18 +32,18 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
 from mezzo.engine.gradients import by_device, clip_factor, multiply, not_finite, put_back, set_aside, total_norm, wide
-from mezzo.engine.graphs import CapturedStep
+from mezzo.engine.graphs import CapturedStep, Parts
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.onepass import OnePass
 from mezzo.engine.ownership import Ownership
-from mezzo.engine.parameters import parameters_of, trained_by
+from mezzo.engine.parameters import all_parameters, parameters_of, trained_by
 from mezzo.engine.preparation import choose_update, explained, listed, prepare
-from mezzo.engine.scale_floor import FloorWatch
+from mezzo.engine.progress import Progress
 from mezzo.engine.scaling import scale_for
 from mezzo.engine.schedules import Schedules
 from mezzo.engine.state import state_of, take_up
 from mezzo.engine.stephooks import have_hooks
-from mezzo.engine.window import Learned, Window
+from mezzo.engine.window import Learned, Reduction, Window
 from mezzo.explain import Choice
 from mezzo.policy import Policy
 
@@ -52,7 +51,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class Session:
-    """Train a model under a precision policy.
+    """A model's training under a precision policy.
 
     ::
 
@@ -82,7 +81,7 @@ class Session:
     """
 
     is_whole_loop = True
-    """Whether nobody else calls the optimizers or changes gradients, so that what a loop leaves behind tells whether it is right."""
+    """Whether only the session calls optimizers and changes gradients, so that the first windows can be checked."""
 
     def __init__(
         self,
@@ -104,9 +103,8 @@ class Session:
         arguments.check_counts(accumulate=accumulate, num_losses=num_losses)
         arguments.check_limits(clip_norm=clip_norm, clip_value=clip_value)
         self.device = self._check_parts()
-        self.processes = processes_for(
-            self.models, self._trained(), self.policy, accumulate=accumulate, num_losses=num_losses
-        )
+        trained = all_parameters(self.models, self.optimizers)
+        self.processes = processes_for(self.models, trained, self.policy, accumulate=accumulate, num_losses=num_losses)
         self.casting = Casting.of(self.policy, self.device.type)
         self.scales = [scale_for(self.policy, self.device) for _ in range(num_losses)]
         self._watch: NoWatch = FirstWindows(self) if self.is_whole_loop else NoWatch()
@@ -114,17 +112,14 @@ class Session:
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
         self._ownership = Ownership(self.models)
         self._schedules = Schedules(self.schedulers, self.device)
-        self._windows = 0
-        self._norm = torch.full((), math.nan, device=self.device)
-        self._found: Tensor | None
+        self._progress = Progress(self.device, together=self.processes.several)
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
-        self._skips = torch.zeros((), device=self.device)
-        self._floor = FloorWatch(self.device, together=self.processes.several)
+        self._window = Window()
         self._open_window()
         self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
 
     def _check_parts(self) -> torch.device:
-        """Refuse models, optimizers and schedulers that do not go together; return where the models are."""
+        """Refuse models, optimizers and schedulers that do not fit together; return the models' device."""
         return arguments.check_parts(self.models, self.optimizers, self.schedulers, self.policy)
 
     def explain(self) -> list[Choice]:
@@ -134,15 +129,14 @@ class Session:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass and the loss are computed."""
-        native = self.casting.way == "kernels"
-        return self._watch.region(self.casting.autocast() if native else self.casting.region())
+        return self._watch.region(self.casting.region())
 
     def step(self, loss: Tensor, *, weight: float | None = None, loss_id: int = 0) -> None:
         """Run a micro-batch's backward pass, and the update at the end of the window.
 
         Args:
             loss: the micro-batch's mean loss, no dimensions.
-            weight: what the mean was taken over, samples or tokens; the window's average weights by it. 1 if left out.
+            weight: the number of samples or tokens in the mean; the window's average weights by it. 1 if left out.
             loss_id: which of ``num_losses`` scales to use.
         """
         self.backward(loss, weight=weight, loss_id=loss_id)
@@ -164,15 +158,16 @@ class Session:
         """
         if self._ownership.lost:
             raise checks.taken_over()
-        self.processes.check_loss(loss, first=self._windows + self._window.calls == 0)
+        self.processes.check_loss(loss, first=self._progress.windows + self._window.calls == 0)
         self._watch.before_backward(loss, opens=self._window.calls == 0)
         if weight is not None or loss_id or self._window.unscaled:
-            checks.check_backward(weight, loss_id, len(self.scales), unscaled=self._window.unscaled)
+            checks.check_backward(weight, loss_id, len(self.scales), unscaled=self._window.unscaled is not None)
         share = self._window.share(weight, loss_id, unit=self.processes.unit(weight))
-        aside = set_aside(self._trained()) if len(self.scales) > 1 else None
+        trained = all_parameters(self.models, self.optimizers) if len(self.scales) > 1 else []
+        aside = set_aside(trained) if trained else []
         self._differentiate(loss, share, loss_id=loss_id, retain_graph=retain_graph)
-        if aside is not None:
-            self._window.take_in(loss_id, self.processes.gradients(self._trained()), self.scales)
+        if trained:
+            self._window.take_in(loss_id, self.processes.gradients(trained), self.scales)
             put_back(aside)
         self._window.calls += 1
         self.processes.ran(self._window.calls)
@@ -199,21 +194,32 @@ class Session:
         Raises:
             SessionError: the device has no graphs, the step waits for the host, or is not of the kind that can be captured.
         """
-        return CapturedStep(self, compute_loss, examples, other_shapes=other_shapes)
+        self._watch = NoWatch()  # gradients stay where the graphs know them, also between windows
+        parts = Parts(
+            window=self._window,
+            progress=self._progress,
+            schedules=self._schedules,
+            way_of_updating=self._way_of_updating,
+            open_window=self._open_window,
+            differentiate=self._differentiate,
+            update=self._update_on_device,
+            close=self._close,
+        )
+        return CapturedStep(self, parts, compute_loss, examples, other_shapes=other_shapes)
 
     def unscale(self) -> None:
-        """Divide the scale and the window's weights out of the gradients now, to look at them or change them before ``update``.
+        """Unscale and average the gradients now, to inspect or change them before ``update``.
 
         Raises:
             SessionError: there was no backward pass, or the gradients were unscaled already.
         """
-        checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled)
+        checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled is not None)
         gradients = self._gradients(self.optimizers)
         checks.refuse_half_gradients(gradients)
-        self._found, factor = self._reduce(gradients), self._factor()
-        if factor is not None:
-            multiply(gradients, factor)
-        self._window.unscaled = True
+        reduced = self._reduce(gradients)
+        if reduced.factor is not None:
+            multiply(gradients, reduced.factor)
+        self._window.unscaled, self._progress.norm = reduced, reduced.norm
 
     def update(self, *optimizers: Optimizer) -> None:
         """Close the window: clip, step the optimizers or skip, step the schedulers, drop the gradients.
@@ -244,18 +250,25 @@ class Session:
         gradients = self._gradients(chosen)
         if not gradients and self.is_whole_loop:
             raise checks.no_gradients()
-        if self._window.unscaled:  # the gradients may have been changed since, or be more than those updated
-            self._norm = self.processes.norm(gradients, self._norm_here)
-        else:
-            self._found = self._reduce(gradients)
-        factor = None if self._window.unscaled else self._factor()
+        reduced = self._window.unscaled
+        if reduced is None:
+            reduced = self._reduce(gradients)
+            norm, factor = reduced.norm, reduced.factor
+        else:  # the gradients may have been changed since, or be more than those updated
+            norm, factor = self.processes.norm(gradients, self._norm_here), None
+        self._progress.norm = norm
         if self.clip_norm is not None:
-            factor = clip_factor(self._norm, self.clip_norm, factor)
-        learned = self._window.learned(self.scales, self._found)
-        if self._on_device:
-            skipped: Tensor | bool = self._at_once(chosen, factor, learned, rehearsal=rehearsal)
+            factor = clip_factor(norm, self.clip_norm, factor)
+        learned = self._window.learned(self.scales, reduced.found)
+        if reduced.overflowed is None:
+            flag = self._one if rehearsal else reduced.found
+            skipped: Tensor | bool = self._at_once(chosen, factor, flag, learned)
+        elif reduced.overflowed:
+            skipped = True
+            self._skip(chosen, learned)
         else:
-            skipped = self._by_step(chosen, gradients, factor, learned)
+            skipped = False
+            self._by_step(chosen, gradients, factor)
         for scale, one in learned:
             scale.update(one)
         return skipped
@@ -264,34 +277,34 @@ class Session:
         """Do what follows an update on the host."""
         if self.schedulers:
             self._schedules.follow(chosen, skipped)
-        if self._on_device and self._found is not None and self._floor.reached():
+        if isinstance(skipped, Tensor) and self.scales[0].checks and self._progress.floor.reached():
             raise checks.floor_error(self.policy, self.models, self.masters)
         if not keep_gradients:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        self._windows += 1
+        self._progress.windows += 1
         self._open_window()
 
-    def _at_once(self, chosen: list[Optimizer], factor: Tensor | None, to: Learned, *, rehearsal: bool) -> Tensor:
-        """Hand factor and flag to the kernels: the host reads neither."""
-        flag = self._one if rehearsal else self._zero if self._found is None else self._found
+    def _at_once(self, chosen: list[Optimizer], factor: Tensor | None, flag: Tensor | None, to: Learned) -> Tensor:
+        """Pass factor and flag to the kernels: the host reads neither."""
+        skips = self._zero if flag is None else flag
         for optimizer in chosen:
             assert isinstance(optimizer, OnePass)
-            optimizer.update(self._one if factor is None else factor.float(), flag)
+            optimizer.update(self._one if factor is None else factor.float(), skips)
         self.masters.push()
-        if self._found is not None:
-            self._skips += flag
-            self._floor.note(to)
-        return flag
+        if self.scales[0].checks:
+            self._progress.skips += skips
+            self._progress.floor.note(to)
+        return skips
 
-    def _by_step(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None, to: Learned) -> bool:
-        """Change the gradients and let the optimizers step, or skip."""
-        if self._overflowed:
-            self._skips += 1
-            self._schedules.skipped(chosen, window=self._windows)
-            if any(bool(one) and scale.at_floor() for scale, one in to):
-                raise checks.floor_error(self.policy, self.models, self.masters)
-            return True
+    def _skip(self, chosen: list[Optimizer], to: Learned) -> None:
+        self._progress.skips += 1
+        self._schedules.skipped(chosen, window=self._progress.windows)
+        if any(bool(one) and scale.at_floor() for scale, one in to):
+            raise checks.floor_error(self.policy, self.models, self.masters)
+
+    def _by_step(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None) -> None:
+        """Change the gradients and let the optimizers step."""
         if factor is not None:
             multiply(gradients, factor)
         if gradients and self.clip_value is not None:
@@ -300,30 +313,29 @@ class Session:
         for optimizer in chosen:
             optimizer.step()
         self.masters.push()
-        return False
 
     @property
     def updates(self) -> int:
-        """Return how many updates were made, skipped ones not counted; waits for the device."""
-        return self._windows - self.skipped
+        """The number of updates made, skipped ones not counted; waits for the device."""
+        return self._progress.windows - self.skipped
 
     @property
     def skipped(self) -> int:
-        """Return how many updates were skipped because a gradient was not finite; waits for the device."""
-        return int(self._skips)
+        """The number of updates skipped because a gradient was not finite; waits for the device."""
+        return int(self._progress.skips)
 
     @property
     def loss_scale(self) -> float:
-        """Return the first loss's scale; waits for the device."""
+        """The first loss's scale; waits for the device."""
         return self.scales[0].value()
 
     @property
     def grad_norm(self) -> float:
-        """Return the norm of the last update's gradients, unscaled and before clipping; waits for the device. NaN before any update."""
-        return float(self._norm)
+        """The norm of the last update's gradients, unscaled and before clipping; waits for the device. NaN before any update."""
+        return float(self._progress.norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training needs to go on: models (in FP32), optimizers, schedulers, scales and counts.
+        """Return everything that training needs to resume: models (in FP32), optimizers, schedulers, scales and counts.
 
         Raises:
             SessionError: a window is open; its gradients are not part of the state.
@@ -332,24 +344,20 @@ class Session:
         return state_of(self, window_calls=self._window.calls)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state that ``state_dict`` returned, under this policy or another.
+        """Load a state that ``state_dict`` returned, under this policy or another.
 
         Raises:
             SessionError: the state has other numbers of models, optimizers, schedulers or losses.
         """
         take_up(self, state, window_calls=self._window.calls)
-        self._windows = state["updates"] + state["skipped"]
-        self._skips.fill_(state["skipped"])
+        self._progress.windows = state["updates"] + state["skipped"]
+        self._progress.skips.fill_(state["skipped"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise checks.no_copy()
 
     def _open_window(self) -> None:
-        self._window = Window(self.accumulate, len(self.scales))
-        self._found = None
-        self._overflowed = False
-        self._on_device = self._one_pass
-        """Whether the device decides whether this update is skipped."""
+        self._window.open(self.accumulate, len(self.scales))
         self.processes.expect(0)
 
     def _gradients(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -357,24 +365,26 @@ class Session:
         self.masters.pull_gradients()
         return self.processes.gradients(trained_by(optimizers))
 
-    def _reduce(self, gradients: list[Tensor]) -> Tensor | None:
-        """Take the norm of the gradients; return FP32 1 or 0, not finite or finite, where the loss is scaled."""
-        self._norm = self.processes.norm(gradients, self._norm_here, self._window)
-        if self._one_pass and have_hooks(self.optimizers):
+    def _reduce(self, gradients: list[Tensor]) -> Reduction:
+        """Read all gradients once."""
+        norm = self.processes.norm(gradients, self._norm_here, self._window)
+        on_device = self._one_pass
+        if on_device and have_hooks(self.optimizers):
             checks.refuse_half_gradients_to_hooks(gradients)
-            self._on_device = False
-        if not self.scales[0].checks:
-            return None
-        found = not_finite(self._norm)
-        if self._window.found:
-            found = torch.maximum(found, self._window.found_any())
-        if self._on_device:
-            return found
-        self._overflowed = bool(found)  # the one host read of an update, where GradScaler waits as well
-        if self._overflowed and self.processes.all_finite(gradients):
-            self._overflowed, found = False, self._zero  # only the sum of squares left FP32's range
-            self._norm = self.processes.norm([wide(g) for g in gradients], total_norm)
-        return found
+            on_device = False
+        found, overflowed = None, None if on_device else False
+        if self.scales[0].checks:
+            found = not_finite(norm)
+            if self._window.found:
+                found = torch.maximum(found, self._window.found_any())
+            if not on_device:
+                overflowed = bool(found)  # the one host read of an update, where GradScaler waits as well
+                if overflowed and self.processes.all_finite(gradients):
+                    overflowed, found = False, self._zero  # only the sum of squares left FP32's range
+                    norm = self.processes.norm([wide(g) for g in gradients], total_norm)
+        share, inverse = self._window.total(), self.scales[0].inverse()
+        factor = inverse if share is None else (self._one if inverse is None else inverse).to(norm.dtype) / share
+        return Reduction(norm if factor is None else norm * factor, factor, found, overflowed)
 
     def _norm_here(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:
@@ -384,15 +394,3 @@ class Session:
         squares = [choose(here[0].device.type)[0].sum_of_squares(here) for here in by_device(gradients)]
         total: Tensor = squares[0] if len(squares) == 1 else torch.stack([s.to(self.device) for s in squares]).sum()
         return total.to(self.device).sqrt()
-
-    def _factor(self) -> Tensor | None:
-        """Return the number that takes scale and shares out of the gradients, and take it out of the norm; None where it is 1."""
-        share, inverse = self._window.total(), self.scales[0].inverse()
-        factor = inverse if share is None else (self._one if inverse is None else inverse).to(self._norm.dtype) / share
-        if factor is not None:
-            self._norm = self._norm * factor
-        return factor
-
-    def _trained(self) -> list[nn.Parameter]:
-        """Return the models' parameters and those that only an optimizer has."""
-        return list(dict.fromkeys([*parameters_of(self.models), *trained_by(self.optimizers)]))

@@ -1,7 +1,7 @@
-"""A tensor that several processes hold together (``DTensor``): what of it is here, and how often each element exists.
+"""A tensor that several processes share (``DTensor``): this process's part of it, and how often each element exists.
 
-``fully_shard`` gives a module such parameters and gradients. They are told by their ``to_local`` method, so that nothing is
-imported of torch's distributed tensors where there are none.
+``fully_shard`` gives a module such parameters and gradients. They are recognised by their ``to_local`` method, so that
+torch's distributed tensors are not imported where there are none.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _WHOLE = (Tensor, nn.Parameter)
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Return whether several processes hold ``tensor`` together."""
+    """Return whether several processes share ``tensor``."""
     return type(tensor) not in _WHOLE and hasattr(tensor, "to_local")
 
 
 def local(tensor: Any) -> Tensor:
-    """Return what this process holds of ``tensor``, in the same memory: all of a plain one."""
-    if type(tensor) in _WHOLE or not is_shared(tensor):  # asked for every tensor of every update
+    """Return this process's part of ``tensor``, in the same memory: all of a plain one."""
+    if type(tensor) in _WHOLE or not is_shared(tensor):  # called for every tensor of every update
         return tensor  # type: ignore[no-any-return]
     with torch.no_grad():
         return tensor.to_local()  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""What a session saves: models by their own names and in FP32, optimizers, schedulers, scales and counts.
+"""A session's state dict: models by their own names and in FP32, optimizers, schedulers, scales and counts.
 
-It loads under another policy, and from ``DistributedDataParallel`` into one process or back: models are saved without the name
-that a wrapper puts before theirs. Of tensors that several processes hold together each saves its part.
+It loads under another policy, and from ``DistributedDataParallel`` into one process or back: models are saved without the
+prefix of a wrapper. Of tensors that several processes share, each saves its part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def state_of(session: Session, *, window_calls: int) -> dict[str, Any]:
-    """Return everything that training needs to go on.
+    """Return everything that training needs to resume.
 
     Args:
         session: whose state.

@@ -1,7 +1,7 @@
-"""Hooks of optimizers: around ``step`` and the state dicts, torch's own and what others put in their place.
+"""Optimizer hooks around ``step`` and state dicts: torch's own, and methods that others replaced.
 
-A session's one pass reads scaled gradients and lets the device decide whether to skip: there is no call to hook into. Where somebody
-listens, the host asks whether the update is made, makes the gradients true and calls ``step``, as a loop with GradScaler does.
+A session's one pass reads scaled gradients and lets the device decide whether to skip: there is no call to hook into. If there are
+hooks, the host reads whether the update is made, unscales the gradients and calls ``step``, as a loop with GradScaler does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def have_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
 
 
 def step_is_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer.step`` is what its class in torch or mezzo does, with nothing of others in it or around it."""
+    """Return whether ``optimizer.step`` is that of its class in torch or mezzo, neither overridden nor wrapped."""
     step: Any = optimizer.step
     while step is not None:
         function = getattr(step, "__func__", step)
@@ -34,7 +34,7 @@ def step_is_own(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def hooks_after(hooks: MutableMapping[int, Callable[..., Any]]) -> Iterator[list[Callable[..., Any]]]:
-    """Keep torch from running ``hooks`` inside; give them, for the caller to run when what they are shown is complete."""
+    """Keep torch from running ``hooks`` inside the block; yield them for the caller to run when their argument is complete."""
     held = dict(hooks)
     hooks.clear()
     try:

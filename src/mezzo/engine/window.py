@@ -1,9 +1,9 @@
-"""An accumulation window: the backward passes between two updates, what share of it each is and what each loss found."""
+"""An accumulation window: the backward passes between two updates, the share of each, and what became of their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,21 +13,35 @@ from mezzo.engine.gradients import any_not_finite, multiply
 from mezzo.engine.scaling import Scale
 
 Learned: TypeAlias = list[tuple[Scale, Tensor]]
-"""Scales, each with what an update tells it: FP32 1 for overflow, else 0."""
+"""Scales, each with the overflow flag that updates it: FP32 1 or 0."""
+
+
+class Reduction(NamedTuple):
+    """The result of reading every gradient of an update once."""
+
+    norm: Tensor
+    """The norm of the gradients, unscaled and averaged."""
+    factor: Tensor | None = None
+    """What the gradients are multiplied by to unscale and average them, None for 1."""
+    found: Tensor | None = None
+    """FP32 1 where a gradient is not finite, else 0; None without a loss scale."""
+    overflowed: bool | None = False
+    """Whether the host read ``found`` and skips; None where the device decides."""
 
 
 class Window:
-    """Count a window's backward passes, weigh them and keep apart what several losses found.
+    """The backward passes between two updates: their number, their weights, and what each of several losses found.
 
     A micro-batch of weight ``w`` counts as ``w / (first * accumulate)`` of the window, as if all were like its first, and the
-    update divides by the sum of what really came: equal full windows need no division at all, and short or uneven ones are
-    averaged right.
+    update divides by the actual sum: equal full windows need no division, and short or uneven ones are averaged correctly.
     """
 
-    def __init__(self, accumulate: int, num_losses: int) -> None:
+    def open(self, accumulate: int, num_losses: int) -> None:
+        """Begin a window of ``accumulate`` micro-batches; ``num_losses`` losses have scales."""
         self.accumulate = accumulate
         self.calls = 0
-        self.unscaled = False
+        self.unscaled: Reduction | None = None
+        """What the gradients were reduced to when ``unscale`` was called; None while they are scaled."""
         self.found: dict[int, Tensor] = {}
         """With several scales: for each loss that had a backward pass, 1 where its gradients overflowed, else 0."""
         self.weighted = False
@@ -38,12 +52,12 @@ class Window:
         self._shares = [0.0] * num_losses
 
     def share(self, weight: float | None, loss_id: int, *, unit: float = 0.0) -> float:
-        """Take a micro-batch in and return its share; 1 where nothing is averaged.
+        """Add a micro-batch and return its share; 1 where nothing is averaged.
 
         Args:
             weight: the micro-batch's.
             loss_id: the number of its loss.
-            unit: a weight to count in instead of the window's first: several processes need one unit.
+            unit: the weight to count in, instead of the window's first: several processes need a common unit.
         """
         if weight is None and self.accumulate == 1:
             return 1.0
@@ -62,7 +76,7 @@ class Window:
         """Return what gradients are divided by to average them, None for 1.
 
         Raises:
-            SessionError: the losses' sums of shares differ, so that no one number averages them.
+            SessionError: the losses' sums of shares differ, so that no single number averages them.
         """
         if not self._first_weight:  # nothing is averaged
             return None
@@ -73,12 +87,12 @@ class Window:
         return None if total == 1.0 else total
 
     def note(self, loss_id: int, found: Tensor) -> None:
-        """Note what a backward pass of one of several losses left: 1 where a gradient is not finite, else 0."""
+        """Record the flag of a backward pass of one of several losses: 1 where a gradient is not finite, else 0."""
         before = self.found.get(loss_id)
         self.found[loss_id] = found if before is None else torch.maximum(before, found)
 
     def take_in(self, loss_id: int, fresh: list[Tensor], scales: Sequence[Scale]) -> None:
-        """Note whether one loss's ``fresh`` gradients are finite, and bring them from its scale to the first loss's."""
+        """Record whether one loss's ``fresh`` gradients are finite, and rescale them from its scale to the first loss's."""
         scale = scales[loss_id]
         if not fresh or not scale.checks:
             return
@@ -92,7 +106,7 @@ class Window:
         return torch.stack(list(self.found.values())).amax()
 
     def learned(self, scales: Sequence[Scale], found: Tensor | None) -> Learned:
-        """Return what the update tells which scales: those of this window's losses, all where only the losses' sum overflows."""
+        """Return the flag for each scale of this window's losses; all are set if only the sum of the losses overflows."""
         if found is None:
             return []
         if not self.found:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers_apex import clean
 from mezzo.compat.apex import amp
+from mezzo.compat.apex.amp.handle import begin, clear_cache
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -21,6 +22,11 @@ HALF, FLOAT = torch.float16, torch.float32
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     yield from clean()
+
+
+def kept_casts() -> dict[Tensor, Tensor]:
+    assert amp._amp_state.handle is not None
+    return amp._amp_state.handle.mode.table.kept.items()
 
 
 def positive(*shape: int) -> Tensor:
@@ -147,7 +153,7 @@ PAIRS: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
 @pytest.mark.parametrize("given", [HALF, FLOAT])
 def test_products_return_half(function: Callable[..., Any], x: Tensor, given: torch.dtype) -> None:
     exact = function(x)
-    amp.init()
+    begin("cpu")
     leaf = x.to(given, copy=True).requires_grad_()
     out = function(leaf)
     assert out.dtype is HALF
@@ -161,7 +167,7 @@ def test_products_return_half(function: Callable[..., Any], x: Tensor, given: to
 @pytest.mark.parametrize("given", [HALF, FLOAT])
 def test_sensitive_functions_return_float(function: Callable[..., Any], x: Tensor, given: torch.dtype) -> None:
     exact = function(x.to(given).float())
-    amp.init()
+    begin("cpu")
     out = function(x.to(given))
     assert out.dtype is FLOAT
     torch.testing.assert_close(out, exact)
@@ -172,14 +178,14 @@ def test_sensitive_functions_return_float(function: Callable[..., Any], x: Tenso
 def test_mixed_operands_meet_in_the_widest(
     function: Callable[..., Tensor], formats: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    amp.init()
+    begin("cpu")
     out = function(SQUARE.to(formats[0]), SQUARE.to(formats[1]))
     assert out.dtype is (FLOAT if FLOAT in formats else HALF)
 
 
 def test_comparisons_take_mixed_operands() -> None:
     x = torch.tensor([1.0, 2.0])
-    amp.init()
+    begin("cpu")
     for name, expected in {"eq": True, "ge": True, "gt": False, "le": True, "lt": False, "ne": False}.items():
         found = [getattr(torch, name)(x.half(), x), getattr(Tensor, f"__{name}__")(x, x.half())]
         assert [bool(f.all()) for f in found] == [expected] * 2
@@ -187,7 +193,7 @@ def test_comparisons_take_mixed_operands() -> None:
 
 
 def test_operators_in_place_widen_and_methods_in_place_do_not() -> None:
-    amp.init()
+    begin("cpu")
     x = torch.ones(2, dtype=HALF)
     x += torch.ones(2)
     x **= 2.0
@@ -201,7 +207,7 @@ def test_operators_in_place_widen_and_methods_in_place_do_not() -> None:
 @pytest.mark.parametrize("name", [*POINTWISE, "pow", "cumprod", "cumsum", "renorm"])
 def test_what_cannot_widen_in_place_is_refused(name: str) -> None:
     given: tuple[Any, ...] = {"pow": (2,), "cumprod": (0,), "cumsum": (0,), "renorm": (2, 0, 1.0)}.get(name, ())
-    amp.init()
+    begin("cpu")
     x = SQUARE.half()
     with pytest.raises(NotImplementedError, match=f"Cannot call the in-place function {name}_ on FP16 tensors"):
         getattr(x, f"{name}_")(*given)
@@ -212,17 +218,15 @@ def test_what_cannot_widen_in_place_is_refused(name: str) -> None:
 
 def test_binary_cross_entropy_of_half_is_refused_or_run_in_float() -> None:
     p, target = SQUARE.half(), SQUARE
-    amp.init()
+    begin("cpu")
     for function in (F.binary_cross_entropy, nn.BCELoss()):
         with pytest.raises(NotImplementedError, match="binary_cross_entropy_with_logits"):
             function(p, target)
     assert F.binary_cross_entropy(p.float(), target).dtype is FLOAT
-    amp.init(allow_banned=True)
-    assert F.binary_cross_entropy(p, target).dtype is FLOAT
 
 
 def test_what_is_in_no_list_is_left_alone() -> None:
-    amp.init()
+    begin("cpu")
     for function in (F.relu, torch.tanh, torch.mean, nn.BatchNorm2d(2), nn.MaxPool2d(2), nn.Dropout(0.5)):
         assert [function(IMAGE.to(d)).dtype for d in (HALF, FLOAT)] == [HALF, FLOAT]
     assert (SQUARE.double() @ SQUARE.double()).dtype is torch.float64
@@ -232,7 +236,7 @@ def test_what_is_in_no_list_is_left_alone() -> None:
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell, nn.GRUCell, nn.LSTMCell])
 def test_recurrent_layers_run_in_half(kind: type[nn.Module]) -> None:
     layer = kind(4, 4)
-    amp.init()
+    begin("cpu")
     for given in (HALF, FLOAT):
         x = positive(*((3, 2, 4) if issubclass(kind, nn.RNNBase) else (2, 4))).to(given, copy=True).requires_grad_()
         out = layer(x)
@@ -249,50 +253,45 @@ def test_casts_end_where_they_are_ended_and_nothing_is_left() -> None:
         return (SQUARE @ SQUARE).dtype
 
     with torch.device("cpu"):  # begun inside another mode, ended outside
-        handle = amp.init()
+        handle = begin("cpu")
         assert product() is HALF
     assert product() is HALF
     with torch.device("cpu"):
         assert product() is HALF
     torch.set_default_device("cpu")
     assert product() is HALF
-    third = amp.init()  # above a default device, which expects to be the lowest mode when it goes
+    third = begin("cpu")  # above a default device, which expects to be the lowest mode when it goes
     torch.set_default_device(None)
     assert product() is HALF
     third._deactivate()
-    handle = amp.init()
+    handle = begin("cpu")
     with amp.disable_casts():
         assert product() is FLOAT
         assert not handle.is_active()
     with pytest.raises(ZeroDivisionError), amp.disable_casts():
         raise ZeroDivisionError
     assert product() is HALF
-    handle._is_active = False
-    assert product() is FLOAT
-    handle._is_active = True
-    second = amp.init()
+    second = begin("cpu")
     handle._deactivate()  # ended already, by the second
     assert product() is HALF
     second._deactivate()
     assert product() is FLOAT
     assert torch.overrides._len_torch_function_stack() == 0
     assert not torch.is_autocast_enabled("cpu")
-    amp.init(enabled=False)
-    assert product() is FLOAT
 
 
 def test_a_weight_is_cast_once_and_again_when_it_changed() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
-    handle = amp.init()
+    begin("cpu")
     x = torch.ones(2, 2)
 
     def product() -> Tensor:
         return x.mm(weight)
 
     product()
-    (kept,) = [c for w, c in handle.cache.items() if w is weight]
+    (kept,) = [c for w, c in kept_casts().items() if w is weight]
     product()
-    assert next(c for w, c in handle.cache.items() if w is weight) is kept
+    assert next(c for w, c in kept_casts().items() if w is weight) is kept
     with torch.no_grad():
         assert product()[0, 0] == 2.0
         weight.mul_(3.0)
@@ -301,11 +300,8 @@ def test_a_weight_is_cast_once_and_again_when_it_changed() -> None:
     out.float().sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
-    handle._clear_cache()
-    assert handle.cache == {}
-    uncached = amp.init(enable_caching=False)
-    product()
-    assert (uncached.has_cache, uncached.cache) == (False, {})
+    clear_cache()
+    assert kept_casts() == {}
 
 
 def test_steps_and_losses_let_go_of_casts_and_steps_cast_nothing() -> None:
@@ -318,14 +314,13 @@ def test_steps_and_losses_let_go_of_casts_and_steps_cast_nothing() -> None:
             return super().step(closure)
 
     _, optimizer = amp.initialize(model, Watching(model.parameters(), lr=0.1), verbosity=0, loss_scale=1.0)
-    handle = amp._amp_state.handle
     with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as loss:
-        assert handle.cache
+        assert kept_casts()
         loss.backward()
-    assert not handle.cache
+    assert not kept_casts()
     model(torch.ones(1, 2))
     optimizer.step()
-    assert not handle.cache
+    assert not kept_casts()
     assert seen == [FLOAT]
 
 
@@ -334,7 +329,7 @@ def test_activation_checkpointing_computes_again_in_the_same_formats(reentrant: 
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))
     seen: list[torch.dtype] = []
     model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    amp.init()
+    begin("cpu")
     x = SQUARE.clone().requires_grad_()
     model(x).float().sum().backward()
     assert x.grad is not None
@@ -392,7 +387,7 @@ def test_registered_functions_are_cast_and_given_back(register: Any, expected: t
     original = module.mix
     register(module, "mix")
     assert module.mix(SQUARE.half(), y=SQUARE) == (HALF, FLOAT)
-    handle = amp.init()
+    handle = begin("cpu")
     assert module.mix(SQUARE.half(), y=SQUARE) == expected
     assert module.mix(SQUARE.half(), y=SQUARE.half())[0] is (
         HALF if register is amp.register_promote_function else expected[0]
@@ -409,7 +404,7 @@ def test_registered_functions_of_torch_leave_their_list() -> None:
     amp.register_float_function(torch, "sigmoid")
     amp.register_half_function(F, "softmax")
     amp.register_float_function(torch, "matmul")
-    handle = amp.init()
+    handle = begin("cpu")
     assert torch.sigmoid(SQUARE.half()).dtype is FLOAT
     assert F.softmax(SQUARE, 0).dtype is HALF
     assert torch.matmul(SQUARE.half(), SQUARE.half()).dtype is FLOAT
@@ -428,18 +423,11 @@ def test_decorated_functions_are_cast(decorate: Any, expected: torch.dtype) -> N
 
     assert first.__doc__ == "Say the formats."
     assert first(SQUARE.half(), [SQUARE]) == (HALF, FLOAT)
-    amp.init()
+    begin("cpu")
     assert first(SQUARE.half(), [SQUARE]) == (expected, expected)
 
 
 def test_verbose_prints_every_listed_call(capsys: pytest.CaptureFixture[str]) -> None:
-    amp.init(verbose=True)
+    begin("cpu", verbose=True)
     torch.relu(SQUARE.mm(SQUARE)).sum()
     assert capsys.readouterr().out == "mm: lower\nsum: fp32\n"
-
-
-def test_the_old_interface_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"amp\.scale_loss\(loss, optimizer\)"):
-        amp.init().scale_loss(SQUARE.sum(), None)
-    with amp.init(enabled=False).scale_loss(SQUARE, None) as loss:
-        assert loss is SQUARE

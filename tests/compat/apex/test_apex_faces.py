@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import json
 import pickle
@@ -290,7 +291,6 @@ assert __name__ == "__main__" and sys.modules["__main__"].__file__ == "train.py"
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-handle = amp.init()
 model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
 inputs = torch.randn(8, 4)
 for _ in range(6):
@@ -304,7 +304,6 @@ WITHOUT = [
     ("from apex import amp\nfrom apex.optimizers import FusedAdam\n", ""),
     ('["train.py"', '["plain.py"'),
     ('== "train.py"', '== "plain.py"'),
-    ("handle = amp.init()\n", ""),
     ('model, optimizer = amp.initialize(model, optimizer, opt_level="O2")\n', ""),
     ("with amp.scale_loss(loss, optimizer) as scaled_loss:", "if True:"),
     ("scaled_loss", "loss"),
@@ -367,6 +366,18 @@ def test_a_script_that_may_do_without_apex_is_left_alone(tmp_path: Path) -> None
     assert stand_in_for(target, policy=Policy.parse("fp16")) is not None
     script.write_text("try:\n    from apex import amp\nexcept ImportError:\n    amp = None\n")
     assert stand_in_for(target, policy=Policy.parse("fp16")) is None
+
+
+def test_a_folder_called_apex_is_no_installed_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from apex import amp\n")
+    (tmp_path / "apex" / "apex").mkdir(parents=True)  # as of a cloned repository
+    monkeypatch.syspath_prepend(str(tmp_path))
+    target = Target(str(script), module=False)
+    assert stand_in_for(target, policy="fp16") is not None
+    (tmp_path / "apex" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert stand_in_for(target, policy="fp16") is None
 
 
 ERRORS = [

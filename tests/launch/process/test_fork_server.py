@@ -330,9 +330,9 @@ def test_imports_that_fail_are_shown_by_the_run_itself(tmp_path: Path, capfd: py
 COMMAND = """
 import sys, time
 from pathlib import Path
-from mezzo.launch import ready
+from mezzo.launch.process.fork_server import Starter
 from mezzo.launch.request import Request
-starter = ready.Starter()
+starter = Starter()
 with open("output.log", "wb") as sink:
     request = Request.model_validate_json(sys.argv[1])
     starter.start(request, sink=sink).wait()

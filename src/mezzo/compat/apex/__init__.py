@@ -1,4 +1,4 @@
-"""NVIDIA Apex's mixed precision, which Apex itself has given up, over Mezzo's engine.
+"""NVIDIA Apex's mixed precision, which Apex itself has dropped, over Mezzo's engine.
 
 ``apex.amp`` was deprecated in October 2022 and removed after release 25.05. Scripts that say ``from apex import amp``
 write ``from mezzo.compat.apex import amp`` instead, or run unchanged under ``python -m mezzo.compat.apex script.py``.
@@ -8,5 +8,5 @@ write ``from mezzo.compat.apex import amp`` instead, or run unchanged under ``py
 ``optimizers``     ``FusedAdam``, ``FusedSGD`` over the engine's one-pass optimizers
 ``normalization``  ``FusedLayerNorm`` and its relatives over torch's
 
-Loss scales, master weights, casts and emulation are the engine's; what is here is Apex's names, rules and order.
+Loss scales, master weights, casts and emulation are the engine's; this package adds Apex's names, rules and order.
 """

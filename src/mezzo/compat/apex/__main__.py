@@ -1,6 +1,6 @@
-"""Run somebody's script with ``apex`` in place: ``python -m mezzo.compat.apex [--without-amp] [-m] script [arguments]``.
+"""Run a script with ``apex`` provided: ``python -m mezzo.compat.apex [--without-amp] [-m] script [arguments]``.
 
-``--without-amp`` leaves ``apex.amp`` in place but without effect, for ``mezzo run`` and the other commands, whose policy takes its place.
+``--without-amp`` provides ``apex.amp`` without effect, for ``mezzo run`` and the other commands, whose policy replaces it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ALIASES = {
     "apex.parallel": "mezzo.compat.apex.parallel",
     "apex.parallel.LARC": "mezzo.compat.apex.parallel.LARC",
 }
-"""What a script imports, and what it gets."""
+"""What a script imports, and the module that it gets."""
 
 
 def put_in_place() -> None:
-    """Let ``import apex`` find this package, in this process."""
+    """Make ``import apex`` find this package, in this process."""
     for name, own in ALIASES.items():
         sys.modules[name] = importlib.import_module(own)
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     """Run the script or module that ``arguments`` name after the options; it sees the rest as its own.
 
     Raises:
-        UsageError: there is none, or it is not there.
+        UsageError: none is named, or it does not exist.
     """
     without_amp = arguments[:1] == [WITHOUT_AMP]
     rest = arguments[1:] if without_amp else arguments

@@ -1,6 +1,6 @@
-"""``apex.normalization``: the fused layers, as faces of torch's, whose own kernels are fused by now.
+"""``apex.normalization``: the fused layers, by torch's, whose own kernels are fused by now.
 
-The mixed ones return the format of their weights, whatever they are given; the others want input and weights in one format.
+The mixed ones return the format of their weights for any input; the others need input and weights in one format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Shape: TypeAlias = int | Sequence[int] | torch.Size
 
 
 class _Fused(nn.Module):
-    """Take Apex's arguments in the place of torch's."""
+    """Apex's constructor arguments, passed on to torch's class."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class _Fused(nn.Module):
 
 
 class _Mixed(_Fused):
-    """Have weights always, and return their format."""
+    """A norm that always has weights and returns their format."""
 
     weight: nn.Parameter
 
@@ -44,7 +44,7 @@ class _Mixed(_Fused):
 
 
 class FusedLayerNorm(_Fused, nn.LayerNorm):
-    """Normalise over the last dimensions (Ba et al., arXiv:1607.06450).
+    """Layer normalisation over the last dimensions (Ba et al., arXiv:1607.06450).
 
     Args:
         normalized_shape: sizes of the last dimensions.
@@ -55,7 +55,7 @@ class FusedLayerNorm(_Fused, nn.LayerNorm):
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
-    """Normalise over the last dimensions and return the format of the weights; weight and bias are always there.
+    """Layer normalisation that returns the format of its weights; it always has weight and bias.
 
     Args:
         normalized_shape: sizes of the last dimensions.
@@ -65,7 +65,7 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
 
 
 class FusedRMSNorm(_Fused, nn.RMSNorm):
-    """Divide by the root of the mean square over the last dimensions (Zhang & Sennrich, arXiv:1910.07467).
+    """RMS normalisation over the last dimensions (Zhang & Sennrich, arXiv:1910.07467).
 
     Args:
         normalized_shape: sizes of the last dimensions.
@@ -76,7 +76,7 @@ class FusedRMSNorm(_Fused, nn.RMSNorm):
 
 
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
-    """Divide by the root of the mean square and return the format of the weight, which is always there.
+    """RMS normalisation that returns the format of its weight, which it always has.
 
     Args:
         normalized_shape: sizes of the last dimensions.

@@ -1,4 +1,4 @@
-"""``apex.optimizers``: the fused Adam and SGD, as faces of the engine's one-pass optimizers.
+"""``apex.optimizers``: the fused Adam and SGD, by the engine's one-pass optimizers.
 
 They run on every device. Moments are FP32 whatever the weights are in; learning rates, groups and state dicts are torch's.
 """
@@ -21,12 +21,12 @@ _CORRECTED = 2.0**23
 
 
 class FusedAdam(AdamW):
-    """Update by AdamW, or by Adam with ``adam_w_mode=False``.
+    """AdamW, or Adam with ``adam_w_mode=False``.
 
     Args:
         params: parameters or groups; FP32, FP16 or BF16.
         lr: learning rate.
-        bias_correction: whether the moments are divided by what they lack in the first steps.
+        bias_correction: whether the moments are corrected for their start at zero.
         betas: decay of the means of gradients and of their squares.
         eps: added to the root of the second.
         adam_w_mode: whether weight decay is decoupled; False adds it to the gradient.
@@ -37,7 +37,7 @@ class FusedAdam(AdamW):
         master_weights: whether 16-bit weights have FP32 masters in the optimizer's state.
 
     Raises:
-        RuntimeError: ``amsgrad`` or ``capturable`` is asked for.
+        RuntimeError: ``amsgrad`` or ``capturable`` is set.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FusedAdam(AdamW):
         return {**super().__getstate__(), **own, "_factor": torch.ones(())}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, as ``set_grad_none`` says unless told otherwise."""
+        """Clear the gradients, by default as ``set_grad_none`` says."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, **retired: Any) -> Any:
@@ -96,7 +96,7 @@ class FusedAdam(AdamW):
     def _batch(self, group: dict[str, Any], device: torch.device) -> Batch:
         batch = super()._batch(group, device)
         decay = group["weight_decay"]
-        if not self.adam_w_mode:  # what is added to a gradient is no part of its scale
+        if not self.adam_w_mode:  # terms added to a gradient are not scaled
             factor = self._factor.to(device)
             pairs = zip(batch.gradients, batch.weights, strict=True)
             batch.gradients = [(g.float() * factor + decay * w.detach().float()).to(g.dtype) for g, w in pairs]
@@ -114,7 +114,7 @@ class FusedAdam(AdamW):
 
 
 class FusedSGD(SGD):
-    """Update by stochastic gradient descent with momentum, as torch defines it.
+    """Stochastic gradient descent with momentum, as torch defines it.
 
     Args:
         params: parameters or groups; FP32, FP16 or BF16.
@@ -128,7 +128,7 @@ class FusedSGD(SGD):
         set_grad_none: whether ``zero_grad`` removes gradients or makes them zero.
 
     Raises:
-        RuntimeError: ``wd_after_momentum`` is asked for.
+        RuntimeError: ``wd_after_momentum`` is set.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class FusedSGD(SGD):
         return {**super().__getstate__(), **own}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, as ``set_grad_none`` says unless told otherwise."""
+        """Clear the gradients, by default as ``set_grad_none`` says."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -171,5 +171,5 @@ def _stepped(optimizer: OnePass, closure: Callable[[], Any] | None) -> Any:
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    OnePass.step(optimizer)  # not the base's, in which torch may have put its hooks: they would run twice
+    OnePass.step(optimizer)  # not the base's, which torch may have wrapped with its hooks: they would run twice
     return loss

@@ -2,6 +2,6 @@
 
 The phases of an update are `reduce` (``sum_of_squares``: finite check and norm in one read of the gradients),
 `decide` (one factor for scale, averaging and clipping, one flag whether to skip: numbers on the device) and `apply`
-(``adamw``, ``sgd``). ``reference`` says in plain PyTorch what they compute; the others compute it fast. ``choose``
+(``adamw``, ``sgd``). ``reference`` defines the results in plain PyTorch; the others compute them fast. ``choose``
 picks one for a device, with its reason.
 """

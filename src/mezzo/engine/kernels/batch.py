@@ -1,4 +1,4 @@
-"""What one kernel call works on, and with which settings."""
+"""The tensors and settings of one kernel call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mezzo.formats import FP32
 
 @dataclass(kw_only=True)
 class Batch:
-    """Hold the tensors of one parameter group on one device, entry by entry for each parameter that has a gradient.
+    """The tensors of one parameter group on one device: one entry in each list per parameter that has a gradient.
 
     A weight's master is the weight itself (FP32 weights, and 16-bit ones without a master), an FP32 tensor of its shape, or an
     int16 one: the low 16 bits of a split master, whose upper 16 bits are the BF16 weight.
@@ -27,7 +27,7 @@ class Batch:
     moments: dict[str, list[Tensor]] = field(default_factory=dict)
     """By torch's name (``exp_avg``): FP32 or BF16 tensors of the weights' shapes, or 8-bit ones as ``eightbit`` packs them."""
     numbers: list[int] = field(default_factory=list)
-    """Each parameter's number in its optimizer: where its random bits begin (``noise``)."""
+    """Each parameter's number in its optimizer, which selects its random bits (``noise``)."""
     stochastic: bool = False
     """Whether BF16 weights without a master are rounded stochastically."""
     remembered: dict[Any, Any] = field(default_factory=dict)
@@ -35,14 +35,14 @@ class Batch:
 
     @property
     def random(self) -> bool:
-        """Return whether anything is rounded stochastically."""
+        """Whether anything is rounded stochastically."""
         kept = [tensors[0].dtype for tensors in self.moments.values() if tensors]
         return self.stochastic or any(dtype is not FP32.dtype for dtype in kept)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWSettings:
-    """Hold a group's settings for one update, as ``torch.optim.AdamW`` names them."""
+    """A group's settings for one update, as ``torch.optim.AdamW`` names them."""
 
     lr: float
     beta1: float
@@ -52,12 +52,12 @@ class AdamWSettings:
     amsgrad: bool
     maximize: bool
     now: Callable[[], AdamWSettings] | None = field(default=None, compare=False, repr=False)
-    """Return the group's settings as they are when asked: a captured step asks before each replay."""
+    """Return the group's current settings: a captured step asks before each replay."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGDSettings:
-    """Hold a group's settings for one update, as ``torch.optim.SGD`` names them."""
+    """A group's settings for one update, as ``torch.optim.SGD`` names them."""
 
     lr: float
     momentum: float

@@ -1,8 +1,8 @@
-"""The compiled way for CPUs: ``cpu.cpp``, built once a machine with the C++ compiler at hand and called by addresses.
+"""C++ CPU kernels (``cpu.cpp``), compiled once per machine, called through ctypes.
 
-The library is kept in the user's cache folder under a name that holds the source, the flags and the processor, so a
-change of any builds anew. Building takes two seconds; torch's headers are not needed. Calls release Python's lock,
-and large groups are shared among as many threads as torch uses.
+The library is cached in the user's cache folder under a name derived from the source, the flags and the processor, so a
+change of any of them rebuilds it. Building takes two seconds; torch's headers are not needed. Calls release Python's
+lock, and large groups are split over as many threads as torch uses.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _declare(lib: ctypes.CDLL) -> None:
 
 def _build(compiler: str) -> Path:
     device = this_device("cpu")
-    # The instruction sets too: a home may be shared by machines whose processors go by one name.
+    # The instruction sets too: machines whose processors have the same name may share a home folder.
     made_of = " ".join([compiler, *_FLAGS, device.name, *sorted(device.flags)])
     source = b"".join(file.read_bytes() for file in (_SOURCE, *_HEADERS))
     key = hashlib.sha256(source + made_of.encode()).hexdigest()[:20]
@@ -98,12 +98,12 @@ def _build(compiler: str) -> Path:
         return path
     fresh = path.with_suffix(f".{os.getpid()}.so")
     subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(fresh)], check=True, capture_output=True, text=True)
-    os.replace(fresh, path)  # two processes that build at once both end with a whole library
+    os.replace(fresh, path)  # two processes that build at once both end with a complete library
     return path
 
 
 def _cache_folder() -> Path:
-    """Return the user's cache folder, or one for this process alone where there is none to write to."""
+    """Return the user's cache folder, or a temporary one for this process if that cannot be written."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mezzo"
         folder.mkdir(parents=True, exist_ok=True)

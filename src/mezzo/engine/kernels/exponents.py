@@ -29,7 +29,7 @@ def tables(count: int, device: torch.device | str = "cpu") -> Tensor:
 def add(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Count the elements of each tensor into its table, which lies on the same device; tensors may share a table."""
     own = [t if t.dtype in _COUNTED and t.is_contiguous() else _prepared(t) for t in tensors]
-    if all(t.is_cpu for t in own):  # one call for all costs less than to look at every device
+    if all(t.is_cpu for t in own):  # one call for all costs less than checking every device
         counter("cpu")[0](own, rows)
         return
     for device_type in dict.fromkeys(t.device.type for t in own):
@@ -44,7 +44,7 @@ def _prepared(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def counter(device_type: str) -> tuple[Count, str]:
-    """Return what counts on torch's device type, and why."""
+    """Return the counting kernel for torch's device type, and why."""
     if device_type == "cpu":
         lib, reason = cpu.library()
         return (_compiled, reason) if lib is not None else (reference, f"plain torch operations: {reason}")
@@ -55,7 +55,7 @@ def counter(device_type: str) -> tuple[Count, str]:
             kernels = importlib.import_module("mezzo.engine.kernels.gpu_exponents")
             kernels.count(
                 [torch.ones(1, device="cuda")], [tables(1, "cuda")[0]]
-            )  # a Triton that cannot compile shows here
+            )  # a Triton that cannot compile fails here
         except Exception as error:  # whatever its compiler raises
             return reference, f"plain torch operations: Triton does not work here ({type(error).__name__}: {error})"
         return kernels.count, "a Triton kernel, one launch for all tensors of a format"

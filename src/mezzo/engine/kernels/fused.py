@@ -1,6 +1,6 @@
-"""torch's own fused kernels under the same interface: where ours cannot be compiled.
+"""torch's own fused kernels under the same interface, for where ours cannot be compiled.
 
-The clip and the unscale factor go into ``grad_scale``, so no pass of their own is needed. Two passes more than ours:
+Clip and unscale factor go into ``grad_scale``, so they need no pass of their own. Two passes more than ours:
 16-bit gradients are widened into FP32 copies first (4 bytes a parameter while the update runs), and 16-bit weights
 are rounded from their masters after. Moments of fewer bits are widened, too, and rounded back after.
 """

@@ -1,15 +1,15 @@
-"""The Triton way for NVIDIA and AMD GPUs: all tensors of a group in one launch, by tables of addresses.
+"""Triton kernels for NVIDIA and AMD GPUs: all tensors of a group in one launch, by tables of addresses.
 
 A program finds its chunk in a table, the tensor's memory in the table's rows of addresses, and the group's settings at its head;
 ``factor`` and ``found_inf`` are read on the device, and where ``found_inf`` is above 0 a program ends before it loads
-anything else. The host only sends the table, through pinned memory and if no table like it is there; a captured step sends its
-tables once and from then on nothing but settings that changed.
+anything else. The host only sends the table, through pinned memory, and only if no equal one is there; a captured step sends its
+tables once and afterwards only settings that changed.
 
 Tensors of different kinds (formats of weight, gradient, moments and master) go in a launch each, because formats are
 compiled in. Multiplications and additions are not fused, roots and quotients are correctly rounded: the reference's bits.
 
 On a CPU these kernels run under Triton's interpreter (``TRITON_INTERPRET=1``), which is how their values are tested; for GPUs they
-are compiled by tests that read the machine code, which needs no GPU. What they reach on one is for ``benchmarks/`` to show.
+are compiled by tests that read the machine code, which needs no GPU. ``benchmarks/`` measures their speed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Settings = AdamWSettings | SGDSettings
 def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Return (tensor, start) of every chunk of tensors of these sizes, on the device.
 
-    Made once: 110 M parameters have 27,000, and writing them down each time would take longer than the update.
+    Made once: 110 M parameters have 27,000, and listing them each time would take longer than the update.
     """
     numbers = [number for i, size in enumerate(sizes) for start in range(0, size, CHUNK) for number in (i, start)]
     chunks = torch.empty(len(numbers), dtype=torch.int64, device=device)
@@ -73,7 +73,7 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class LaunchTable:
-    """Hold what a launch reads on the device: settings, then rows of sizes, numbers, corrections and addresses; all int64."""
+    """The table that a launch reads on the device: settings, then rows of sizes, numbers, corrections and addresses; all int64."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class LaunchTable:
         _send((*self._head, *self._rows), self.memory)
 
     def set(self, settings: Settings | None) -> None:
-        """Take other settings, and send them if they differ."""
+        """Set the settings, and send them if they changed."""
         self.settings = settings
         head = _head(settings)
         if head != self._head:
@@ -106,7 +106,7 @@ class LaunchTable:
             _send(head, self.memory[: len(head)])
 
     def refresh(self) -> None:
-        """Take the group's settings as they are now.
+        """Set the group's current settings.
 
         Raises:
             SessionError: a setting changed that is compiled into the launch.
@@ -147,7 +147,7 @@ def recording(rehearsed: Sequence[LaunchTable] = ()) -> Iterator[list[LaunchTabl
 
 
 class LaunchTables:
-    """Hold the last tables of a launch by their contents: allocators give a step's gradients the places of a step before."""
+    """The most recent tables of a launch, by their contents: allocators often reuse an earlier step's addresses for gradients."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -1,7 +1,7 @@
-"""The Triton way to count by exponent: ``exponents`` says what a cell is; one launch for all tensors of a format.
+"""Triton kernels that count by exponent, into the cells that ``exponent_bins`` defines: one launch for all tensors of a format.
 
-A program counts its chunk in shared memory and adds what it found to the tensor's table, so a bin that most values
-fall into costs one atomic addition a chunk. Tested under Triton's interpreter.
+A program counts its chunk in shared memory and adds the counts to the tensor's table, so a bin that most values
+fall into costs one atomic addition per chunk. Tested under Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Triton kernels themselves: a program works on one chunk of one tensor, reads it once and writes it once.
 
 A chunk goes by in tiles, few enough elements for a thread's registers. A tile that is whole, of tensors that begin at
-multiples of 16 bytes, is read and written 16 bytes at a time; what is left of a tensor, and one that begins elsewhere, element by
+multiples of 16 bytes, is read and written 16 bytes at a time; the rest of a tensor, and a tensor that begins elsewhere, element by
 element. Both are compiled into one kernel, which chooses by the addresses it finds.
 """
 
@@ -85,7 +85,7 @@ def _squares_in_fp64(gradient, first, size, there, TYPE: tl.constexpr, TILE: tl.
 
 @unspecialized
 def begin_kernel(table, found_inf, count, ADAMW: tl.constexpr, TILE: tl.constexpr):
-    """Count an update of every tensor, and take down AdamW's corrections of the moments: FP64 is for here, where it costs little."""
+    """Count an update of every tensor, and compute AdamW's bias corrections in FP64, which costs little here."""
     tensor = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column, there = table + HEAD + tensor, tensor < count
     steps = tl.load(column + STEPS * count, mask=there, other=0).to(tl.pointer_type(tl.float32))

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: the compiled kernels go through addresses, not through indices."""
+"""Memory layout of tensors: compiled kernels walk through addresses, not indices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def has_gaps(tensor: Tensor) -> bool:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """Return a gradient in one stretch of memory: itself where it is.
+    """Return a gradient that fills one stretch of memory: itself if it does.
 
     Raises:
         SessionError: the gradient is sparse.
@@ -24,20 +24,20 @@ def dense(gradient: Tensor) -> Tensor:
             f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}; allowed: dense gradients",
             hint="build the embedding with sparse=False, or use torch.optim.SparseAdam for it",
         )
-    if gradient.is_contiguous():  # asked for every gradient of every update
+    if gradient.is_contiguous():  # called for every gradient of every update
         return gradient
     return gradient.contiguous() if has_gaps(gradient) else gradient
 
 
 def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with the strides of ``parameter``, which has no gaps: itself where it has them."""
+    """Return ``tensor`` with the strides of ``parameter``, which has no gaps: itself if it has them."""
     if tensor.stride() == parameter.stride():
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
 
 
 def gradient_as(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient with the strides of ``parameter``, which has no gaps: itself where it has them.
+    """Return a gradient with the strides of ``parameter``, which has no gaps: itself if it has them.
 
     Raises:
         SessionError: the gradient is sparse.

@@ -10,7 +10,7 @@ from mezzo.engine.kernels.noise import round_to_bf16
 from mezzo.formats import BF16, FP32
 
 KINDS = {"fp32": FP32.dtype, "bf16": BF16.dtype, "8bit": torch.uint8}
-"""What a user calls them, and the format of the tensors that hold them."""
+"""Users' names of the formats, and the dtype that stores each."""
 SIGNED = ("exp_avg", "momentum_buffer")
 """The moments that may be below 0."""
 _HALF = 0x8000

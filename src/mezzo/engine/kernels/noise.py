@@ -1,7 +1,7 @@
 """Random bits for stochastic rounding, from a hash of place and time instead of a generator.
 
-A value between two numbers of a format is rounded up with the probability of its place between them: on average nothing is
-lost, where rounding to nearest loses every change below half a step, each time (Gupta et al., arXiv:1502.02551). Element ``i``
+A value between two numbers of a format is rounded up with a probability equal to its position between them: on average
+nothing is lost, where rounding to nearest loses every change below half a step, each time (Gupta et al., arXiv:1502.02551). Element ``i``
 of parameter ``number`` at update ``step`` gets::
 
     h = mix(i + mix(mix(step) + number * 0x9E3779B9))     32 bits; mix is Wellons' "lowbias32"
@@ -9,8 +9,8 @@ of parameter ``number`` at update ``step`` gets::
     first moment:   h >> 16
     second moment:  (h * 0x9E3779B1 mod 2**32) >> 16
 
-So the kernels of every device round alike whatever their threads do, a resumed run goes on bit for bit, replicas on
-several processes agree without a message, and torch's generators are left alone.
+So the kernels of every device round alike whatever their threads do, a resumed run continues bit for bit, replicas in
+several processes agree without communication, and torch's generators are not used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The specification of the kernels, in plain PyTorch: what is computed, not how fast.
 
-``factor`` takes scale, averaging and clipping out of the gradients in one multiplication. Where ``found_inf`` is
+``factor`` unscales, averages and clips gradients in one multiplication. Where ``found_inf`` is
 above 0 nothing changes, the step counts included; no line waits for the device.
 """
 

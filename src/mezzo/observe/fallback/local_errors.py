@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.engine.casting import Casting
-from mezzo.engine.conversion import to_format, wrap
-from mezzo.formats import FP32
+from mezzo.engine.conversion import in_fp32, to_format, wrap
 from mezzo.measure.flops import FlopCounter
 from mezzo.observe.fallback.evidence import LocalError, fitting_scale
 from mezzo.observe.tensors import norm
@@ -289,6 +288,5 @@ def _children_in_fp32(module: nn.Module, device_type: str, low: torch.dtype | No
 def _exactly(call: Any, device_type: str, low: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_autocast_enabled(device_type):  # inside a child already; only what the container reads is rounded
         return call(*args, **kwargs)
-    with torch.autocast(device_type, enabled=False):
-        output = call(*to_format(args, FP32.dtype), **to_format(kwargs, FP32.dtype))
+    output = in_fp32(call, device_type, *args, **kwargs)
     return output if low is None else to_format(output, low)

@@ -1,7 +1,7 @@
 """``apex.amp`` as of its last release, over Mezzo's engine."""
 
 from mezzo.compat.apex.amp.frontend import initialize, load_state_dict, state_dict
-from mezzo.compat.apex.amp.handle import disable_casts, init
+from mezzo.compat.apex.amp.handle import disable_casts
 from mezzo.compat.apex.amp.losses import scale_loss
 from mezzo.compat.apex.amp.registry import (
     float_function,
@@ -18,7 +18,6 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
-    "init",
     "initialize",
     "load_state_dict",
     "master_params",

@@ -1,13 +1,13 @@
 """O1: torch's functions cast their operands, wherever they are called, until the handle is deactivated.
 
-Apex replaced some 200 functions of torch by wrappers. Here ``torch.autocast`` is on for good and the engine's function mode
-acts on it, with Apex's lists in its table: what turns autocast off for a while, or on again for the recompute of
-activation checkpointing, does so here too. The mode lies at the bottom of the stack of modes, as
-``torch.set_default_device``'s does, so a mode that is begun and ended around it takes itself off and not this one.
+Apex replaced some 200 functions of torch by wrappers. Here autocast stays on, and a function mode with Apex's lists casts
+while it is on: code that turns autocast off for a while, or on again for the recompute of activation checkpointing, has
+its usual effect. The mode is at the bottom of the stack of modes, as that of ``torch.set_default_device`` is, so a mode
+that is entered and left around it removes itself and not this one.
 
-Both belong to the thread that began them; backward passes take them with them into the threads of autograd.
+Both belong to the thread that started them; backward passes carry them into autograd's threads.
 
-Casts of weights are kept until ``scale_loss`` or ``optimizer.step`` ends, and are made again where the weight changed since.
+Casts of weights are kept until ``scale_loss`` or ``optimizer.step`` ends, and are redone if the weight has changed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _FORMATS = (FP16.dtype, FP32.dtype)
 
 
 class PatchedFunctions(CastMode):
-    """Cast the operands of torch's functions by Apex's lists, on one kind of device."""
+    """Apex's op lists, applied to the operands of torch's functions on one kind of device."""
 
-    def __init__(self, device_type: str, *, keeps_casts: bool, allow_banned: bool, verbose: bool) -> None:
+    def __init__(self, device_type: str, *, verbose: bool) -> None:
         casting = Casting.of(lists.POLICY, device_type)
         super().__init__(casting, lists.rules(emulate=casting.emulates))
         self.takes_first = lists.takes_first()
-        self.refused = lists.refused(allow_banned=allow_banned)
-        self.table.keeps, self.verbose = keeps_casts, verbose
+        self.refused = lists.refused()
+        self.verbose = verbose
         self.dtype_before = torch.get_autocast_dtype(device_type)
         """What autocast cast to before."""
 
@@ -56,15 +56,15 @@ class PatchedFunctions(CastMode):
         return super().__torch_function__(func, types, args, kwargs)
 
     def call(self, function: Callable[..., Any], precision: Precision, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a user's function on operands that are cast as ``precision`` says; what it calls is cast by the lists."""
+        """Run a user's function on operands cast as ``precision`` says; calls inside it are cast by the lists."""
         return self._run(function, CastRule(precision), args, kwargs)
 
     def prefer(self, function: Callable[..., Any], precision: Precision) -> None:
-        """Put one of torch's functions into another list."""
+        """Move one of torch's functions to another list."""
         self.rules[function] = CastRule(precision)
 
     def clear(self) -> None:
-        """Let go of the casts of weights."""
+        """Drop the casts of weights."""
         self.table.kept.clear()
         torch.clear_autocast_cache()
 
@@ -81,7 +81,7 @@ class PatchedFunctions(CastMode):
 
 
 def begin(mode: PatchedFunctions) -> None:
-    """Turn autocast on and put ``mode`` below the modes of this thread, above a default device only."""
+    """Turn autocast on and put ``mode`` below this thread's modes, except that of a default device."""
     torch.set_autocast_dtype(mode.device_type, mode.low)
     torch.set_autocast_enabled(mode.device_type, True)
     above = _taken_off()
@@ -92,7 +92,7 @@ def begin(mode: PatchedFunctions) -> None:
 
 
 def end(mode: PatchedFunctions) -> None:
-    """Turn autocast off and take ``mode`` out of the modes of this thread; do nothing where it is not among them."""
+    """Turn autocast off and remove ``mode`` from this thread's modes, if it is among them."""
     modes = _taken_off()
     if mode in modes:
         torch.set_autocast_enabled(mode.device_type, False)

@@ -10,7 +10,7 @@ from torch import nn
 from mezzo.compat.apex.amp import levels
 from mezzo.compat.apex.amp import models as model_casts
 from mezzo.compat.apex.amp import optimizers as amp_optimizers
-from mezzo.compat.apex.amp.handle import init
+from mezzo.compat.apex.amp.handle import begin
 from mezzo.compat.apex.amp.scaler import LossScaler
 from mezzo.compat.apex.amp.state import _amp_state, maybe_print
 from mezzo.compat.apex.parallel.LARC import LARC
@@ -33,7 +33,7 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Bring models and optimizers under an optimization level, in place, and return them as they were given.
+    """Prepare models and optimizers for an optimization level, in place, and return them in the form they were given.
 
     Call it once, after models and optimizers are built and before the models are wrapped for several devices. A keyword that
     is not None overrides what the level says.
@@ -45,7 +45,7 @@ def initialize(
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
         cast_model_type: format of weights and inputs; False casts nothing.
         patch_torch_functions: whether torch's functions cast their operands.
-        keep_batchnorm_fp32: whether batch norms keep FP32 weights; ``"True"`` and ``"False"`` are taken too.
+        keep_batchnorm_fp32: whether batch norms keep FP32 weights; ``"True"`` and ``"False"`` are accepted too.
         master_weights: whether the optimizer updates FP32 copies of 16-bit weights.
         loss_scale: ``"dynamic"``, a number, or a number as text.
         cast_model_outputs: format of what the models return.
@@ -55,9 +55,9 @@ def initialize(
         max_loss_scale: ceiling of dynamic loss scales.
 
     Raises:
-        RuntimeError: the level is unknown, a keyword does not go with it, or a model or optimizer cannot be taken.
+        RuntimeError: the level is unknown, a keyword does not fit it, or a model or optimizer cannot be used.
         TypeError: models or optimizers are neither single nor a list.
-        ValueError: a loss scale is no number.
+        ValueError: a loss scale is not a number.
     """
     _amp_state.verbosity = verbosity
     if not enabled or _amp_state.gives_way:
@@ -113,7 +113,7 @@ def _prepare(
     for optimizer in optimizers:
         amp_optimizers.process(optimizer, keeps_masters=bool(properties.master_weights))
     if properties.patch_torch_functions:
-        init(verbose=_amp_state.verbosity == 2, device_type=device_type)
+        begin(device_type, verbose=_amp_state.verbosity == 2)
 
 
 def _optimizers(optimizers: Any) -> list[Any]:
@@ -148,9 +148,9 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Take what ``state_dict`` returned, here or in Apex; call ``initialize`` with the same level first.
+    """Load what ``state_dict`` returned, here or in Apex; call ``initialize`` with the same level first.
 
-    A different number of loss scales is said in a printed line, and those there are are loaded.
+    A different number of loss scales prints a warning; the scales that both have are loaded.
 
     Raises:
         RuntimeError: the state holds something else.

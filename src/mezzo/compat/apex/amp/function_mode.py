@@ -1,8 +1,8 @@
 """Cast by the name that Python calls, as Apex did, where the rest of Mezzo casts at torch's dispatcher.
 
-A function mode is shown every call of a torch function or method in its thread before torch runs it. What it does not
-see: operations inside C++ composites, and TorchScript. Functions of torch that are written in Python and hand themselves
-to the mode are entered, so that what they call is seen. A call costs 2 to 5 us.
+A function mode receives every call of a torch function or method in its thread before torch runs it. It does not see
+operations inside C++ composites, nor TorchScript. Functions of torch that are written in Python and pass themselves to
+the mode are entered, so that it sees what they call. A call costs 2 to 5 us.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DUNDERS = {
 }
 _OTHER_NAMES = {other: name for other, name in oplists.ALIASES.items() if not other.startswith("__")}
 _NAMESAKES = {"linalg.cross"}
-"""Functions that share the name of a listed operation and are another operation."""
+"""Functions with the name of a listed operation that are a different operation."""
 _COMPOSED = {
     "_nn.nll_loss_nd": "nll_loss",
     "_nn.cross_entropy_loss": "nll_loss",
@@ -54,29 +54,26 @@ _COMPOSED = {
 
 
 class _Table(CastTable):
-    """The casts alone: which call is cast is the mode's to say."""
+    """The casts alone: the mode decides which calls are cast."""
 
     def __init__(self, device_type: str, low: Format) -> None:
         super().__init__({}, device_type=device_type, low=low, keeps_kernels=True)
-        self.keeps = True
-        """Whether casts of weights are kept; until somebody clears them, since no region ends."""
         self.kept = WeightCasts()
+        """Casts of weights, kept until they are cleared, since no region ends."""
 
     def cast_weight(self, weight: Tensor) -> Tensor:
         """Return a weight in the lower format."""
-        return self.kept.of(weight, self.low.dtype) if self.keeps else weight.to(self.low.dtype)
+        return self.kept.of(weight, self.low.dtype)
 
 
 class CastMode(TorchFunctionMode):
-    """Look every torch call up in a table while autocast is on."""
+    """A function mode that looks up every torch call in a table while autocast is on."""
 
     def __init__(self, casting: Casting, rules: dict[Function, CastRule]) -> None:
         super().__init__()
         self.device_type = casting.device_type
         self.low = casting.policy.storage.dtype
         self.rules = rules
-        self.depth = 1
-        """0 once the casts have ended."""
         self.table = _Table(self.device_type, casting.policy.storage)
 
     def __torch_function__(

@@ -15,7 +15,7 @@ from mezzo.formats import FP16, FP32
 
 @dataclass
 class Properties:
-    """Hold the properties of a level, changed by the keywords of ``initialize``."""
+    """The properties of a level, as changed by the keywords of ``initialize``."""
 
     enabled: bool = False
     opt_level: str | None = None
@@ -29,13 +29,13 @@ class Properties:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the properties by name."""
+        """The properties by name."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
 class Level:
-    """Describe a level in a line, with its properties."""
+    """A level: one line that describes it, and its properties."""
 
     brief: str
     cast_model_type: torch.dtype | None
@@ -77,7 +77,7 @@ def override(properties: Properties, name: str, value: Any) -> None:
     """Change one property by a keyword of ``initialize``.
 
     Raises:
-        RuntimeError: the level does not go with it (a printed warning under ``hard_override``).
+        RuntimeError: the level does not allow it (a printed warning under ``hard_override``).
         ValueError, TypeError: the value is none of those allowed.
     """
     setattr(properties, name, _CHECKS[name](properties, value))

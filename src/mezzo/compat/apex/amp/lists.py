@@ -1,8 +1,9 @@
 """Apex's op lists, as changes of Mezzo's portable ones.
 
-The portable lists hold nearly all of Apex's: products run in FP16; exponentials, norms, sums and losses in FP32. What
-``oplists`` knows and Apex has elsewhere is said by a policy; what it does not know (dunder methods, comparisons, ``cpu``)
-is named here. Apex left alone what it did not know: ``einsum``, attention and whole recurrent layers run in FP16 here.
+The portable lists contain nearly all of Apex's: products run in FP16; exponentials, norms, sums and losses in FP32. A
+policy moves operations that Apex lists elsewhere, and functions that ``oplists`` lacks (dunder methods, comparisons,
+``cpu``) are named here. Apex did not cast what it did not know: ``einsum``, attention and whole recurrent layers run in
+FP16 here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mezzo.policy import Policy
 POLICY = Policy.parse("fp16:fp32=gelu+var+grid_sample:widest=add+mul+div")
 
 FP32 = "F.softmin F.local_response_norm F.normalize F.multilabel_soft_margin_loss Tensor.__ipow__ Tensor.cpu"
-"""Beyond the policy: run in FP32. ``cpu`` because what goes there is printed, saved or averaged."""
+"""Beyond the policy: run in FP32. ``cpu`` because tensors go there to be printed, saved or averaged."""
 
 _ARITHMETIC = "add sub mul div truediv"
 WIDEST = " ".join(
@@ -77,8 +78,7 @@ BANNED = {
     "F.binary_cross_entropy": (
         "amp does not take an FP16 input of torch.nn.functional.binary_cross_entropy or torch.nn.BCELoss: near 0 and 1 the "
         "logarithms of FP16 probabilities are infinite. Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss and "
-        "leave out the sigmoid; or call amp.register_float_function(torch, 'sigmoid') before amp.initialize; or pass "
-        "allow_banned=True to amp.init, which runs it in FP32."
+        "leave out the sigmoid, or call amp.register_float_function(torch, 'sigmoid') before amp.initialize."
     )
 }
 
@@ -97,7 +97,7 @@ def takes_first() -> set[Callable[..., Any]]:
     return set(_functions(f"Tensor.{name}_" for name in FIRST_IN_PLACE))
 
 
-def refused(*, allow_banned: bool) -> dict[Callable[..., Any], tuple[str, bool]]:
+def refused() -> dict[Callable[..., Any], tuple[str, bool]]:
     """Return the functions that refuse FP16, each with what to say and whether only its first operand counts."""
     found: dict[Callable[..., Any], tuple[str, bool]] = {}
     for name in FP32_IN_PLACE:
@@ -107,9 +107,8 @@ def refused(*, allow_banned: bool) -> dict[Callable[..., Any], tuple[str, bool]]
                 f"operand. Call {name} without the underscore, or cast the tensor to FP32 first."
             )
             found.update(dict.fromkeys(_functions([f"{place}.{name}_"]), (text, place == "Tensor")))
-    if not allow_banned:
-        for name, text in BANNED.items():
-            found.update(dict.fromkeys(_functions([name]), (text, False)))
+    for name, text in BANNED.items():
+        found.update(dict.fromkeys(_functions([name]), (text, False)))
     return found
 
 

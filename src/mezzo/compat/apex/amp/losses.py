@@ -1,4 +1,4 @@
-"""``scale_loss``: the one context around every backward pass."""
+"""``scale_loss``: the context around every backward pass."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Give the loss in FP32 times the loss scale; at the end unscale the gradients that its backward pass left.
+    """Yield the loss in FP32 times the loss scale; at the end unscale the gradients of its backward pass.
 
-    Gradients that were there before are added without being scaled, so accumulation survives a change of the scale.
+    Earlier gradients are added unscaled, so accumulation survives a change of the scale.
     Where a gradient is not finite the scale backs off, and the next ``step`` of these optimizers changes nothing.
 
     Args:

@@ -62,7 +62,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: b
 
 
 def cast_ends(model: nn.Module, into: torch.dtype | None, out: torch.dtype, casting: Casting | None) -> None:
-    """Cast what a model is given to ``into`` and what it returns to ``out``; run it under ``casting``."""
+    """Cast a model's inputs to ``into`` and its outputs to ``out``; run it under ``casting``."""
     wrap(model, _between, model, into, out, None if casting is None else ModelRegion(casting.policy, casting))
 
 
@@ -85,7 +85,7 @@ def _between(
 def cast_values(values: Any, dtype: torch.dtype) -> Any:
     """Return ``values`` with every floating-point tensor in it cast to ``dtype``.
 
-    A batch of a class of one's own is cast by its own ``to``; texts, numbers and arrays stay.
+    A batch of a user's class is cast by its own ``to``; texts, numbers and arrays stay.
     """
     if isinstance(values, Tensor):
         return values.to(dtype) if values.is_floating_point() else values
@@ -112,7 +112,7 @@ def _rebuilt(values: Mapping[Any, Any], cast: dict[Any, Any]) -> Any:
 
 
 def save_fp32(model: nn.Module) -> None:
-    """Let ``model.state_dict()`` return FP32 copies of 16-bit weights, so that a checkpoint loads under every level."""
+    """Make ``model.state_dict()`` return FP32 copies of 16-bit weights, so that a checkpoint loads under every level."""
     model.register_state_dict_post_hook(_widen)
 
 
@@ -123,7 +123,7 @@ def _widen(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata
 
 
 def emulation_for(dtype: torch.dtype, device_type: str) -> Casting | None:
-    """Return how 16-bit arithmetic is emulated where the device has none that is fast, None where it has."""
+    """Return how 16-bit arithmetic is emulated, None if the device has it natively."""
     names = {FP16.dtype: "fp16-pure", BF16.dtype: "bf16-pure"}
     if dtype not in names:
         return None

@@ -1,7 +1,7 @@
 """Optimizers under a level: gradients set aside and unscaled, FP32 masters, skipped steps.
 
 Masters are made at the first backward pass, from the weights as they are then: a checkpoint that was loaded or a
-broadcast that was done after ``initialize`` is in them. From then on the optimizer's groups hold the masters.
+broadcast that was done after ``initialize`` is in them. From then on the optimizer's groups contain the masters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mezzo.formats import FP32
 
 
 class HalfMasters(MasterWeights):
-    """Hold FP32 masters of parameters that are in 16 bits already."""
+    """FP32 masters of parameters that are already in 16 bits."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Copy the masters from those of ``parameters`` that are in 16 bits and are trained."""
@@ -33,7 +33,7 @@ class HalfMasters(MasterWeights):
         self._master_of = {p: nn.Parameter(p.detach().float()) for p in halves}
 
     def add(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return ``parameters`` with new masters in the place of those in 16 bits."""
+        """Return ``parameters`` with new masters in place of those in 16 bits."""
         given = list(parameters)
         self._master_of.update(HalfMasters(given)._master_of)
         return [self._master_of.get(p, p) for p in given]
@@ -44,7 +44,7 @@ class HalfMasters(MasterWeights):
 
 
 class AmpOptimizer:
-    """Hold what ``amp`` keeps of one optimizer; the optimizer has it as ``_amp_stash``."""
+    """The state that ``amp`` keeps for one optimizer, as its ``_amp_stash``."""
 
     def __init__(self, optimizer: Any, *, keeps_masters: bool) -> None:
         self.optimizer, self.keeps_masters = optimizer, keeps_masters
@@ -58,18 +58,18 @@ class AmpOptimizer:
 
     @property
     def all_fp16_params(self) -> list[nn.Parameter]:
-        """Return the parameters in 16 bits: those of the model that have masters, or else the optimizer's own."""
+        """The parameters in 16 bits: those of the model that have masters, or else the optimizer's own."""
         held = [half for half, _ in self._masters.pairs()]
         return held if self.keeps_masters else [p for p in self._held() if p.dtype in HALF]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
-        """Return the masters."""
+        """The masters."""
         return [master for _, master in self._masters.pairs()]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
-        """Return the FP32 parameters that are their own masters."""
+        """The FP32 parameters that are their own masters."""
         masters = {id(master) for _, master in self._masters.pairs()}
         return [p for p in self._held() if p.dtype is FP32.dtype and id(p) not in masters]
 
@@ -104,12 +104,12 @@ class AmpOptimizer:
         self._aside = set_aside(self._own())
 
     def restore(self) -> None:
-        """Put back what was set aside, after a backward pass that failed."""
+        """Restore the gradients that were set aside, after a backward pass that failed."""
         put_back(self._aside)
         self._aside = []
 
     def finish(self, scaler: LossScaler) -> None:
-        """Take the scale out of the gradients of a backward pass and add those that were set aside."""
+        """Unscale the gradients of a backward pass and add those that were set aside."""
         self.begin()
         scaler.unscale_([p.grad for p in self._own() if p.grad is not None])
         pairs = [(half, master) for half, master in self._masters.pairs() if half.grad is not None]
@@ -120,11 +120,11 @@ class AmpOptimizer:
         self.params_have_scaled_gradients = False
 
     def skip(self, message: str) -> None:
-        """Let the next step change nothing and print ``message``, if none is to be skipped already."""
+        """Make the next step do nothing and print ``message``, unless it is to be skipped already."""
         self.skipping = self.skipping or message
 
     def skipped(self) -> bool:
-        """Return whether this step is to be skipped, and end the skipping."""
+        """Return whether this step is skipped, and clear the request."""
         if self.skipping is None:
             return False
         maybe_print(self.skipping)
@@ -153,7 +153,7 @@ class AmpOptimizer:
         self.drop_master_gradients()
 
     def with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a new parameter group with masters in the place of 16-bit parameters.
+        """Return a new parameter group with masters in place of 16-bit parameters.
 
         Raises:
             TypeError: a parameter is in neither FP32 nor 16 bits, or the parameters are a set, which has no order.
@@ -168,7 +168,7 @@ class AmpOptimizer:
 
 
 def process(optimizer: Any, *, keeps_masters: bool) -> None:
-    """Give an optimizer its ``_amp_stash``, and methods that heed it.
+    """Give an optimizer its ``_amp_stash``, and methods that use it.
 
     Raises:
         RuntimeError: it went through ``initialize`` before.
@@ -194,7 +194,7 @@ def _step(original: Any) -> Any:
                 "and call step() with no closure."
             )
         if stash.skipped():
-            self._opt_called = True  # to a scheduler a skipped step is one that was called
+            self._opt_called = True  # for schedulers a skipped step counts as called
             return None
         with disable_casts():
             result = original(*(() if closure is None else (closure,)), *args, **kwargs)

@@ -11,7 +11,7 @@ from mezzo.launch.patches import Patches
 from mezzo.oplists import Precision
 
 if TYPE_CHECKING:
-    from mezzo.compat.apex.amp.handle import AmpHandle
+    from mezzo.compat.apex.amp.casts import PatchedFunctions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,22 +19,22 @@ _registered: dict[tuple[int, str], tuple[Any, str, Precision]] = {}
 
 
 def half_function(fn: F) -> F:
-    """Decorate a function so that it is given FP16 operands under O1."""
+    """Decorate a function so that it receives FP16 operands under O1."""
     return _decorated(fn, "lower")
 
 
 def float_function(fn: F) -> F:
-    """Decorate a function so that it is given FP32 operands under O1."""
+    """Decorate a function so that it receives FP32 operands under O1."""
     return _decorated(fn, "fp32")
 
 
 def promote_function(fn: F) -> F:
-    """Decorate a function so that it is given operands in the widest format among them under O1."""
+    """Decorate a function so that it receives operands in the widest format among them under O1."""
     return _decorated(fn, "widest")
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Let ``module.name`` be given FP16 operands under O1; call it before ``initialize``.
+    """Let ``module.name`` receive FP16 operands under O1; call it before ``initialize``.
 
     Raises:
         ValueError: the module has no such function.
@@ -43,7 +43,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Let ``module.name`` be given FP32 operands under O1; call it before ``initialize``.
+    """Let ``module.name`` receive FP32 operands under O1; call it before ``initialize``.
 
     Raises:
         ValueError: the module has no such function.
@@ -52,7 +52,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Let ``module.name`` be given operands in the widest format among them under O1; call it before ``initialize``.
+    """Let ``module.name`` receive operands in the widest format among them under O1; call it before ``initialize``.
 
     Raises:
         ValueError: the module has no such function.
@@ -60,10 +60,10 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, "widest")
 
 
-def install(handle: AmpHandle, patches: Patches) -> None:
-    """Replace the registered functions until ``patches`` are undone; a torch function leaves the list that it stands in."""
+def install(mode: PatchedFunctions, patches: Patches) -> None:
+    """Replace the registered functions until ``patches`` are undone; a torch function leaves the list that it is in."""
     for module, name, precision in _registered.values():
-        handle.mode.prefer(getattr(module, name), precision)
+        mode.prefer(getattr(module, name), precision)
         patches.wrap(module, name, functools.partial(_decorated, precision=precision))
 
 
@@ -78,7 +78,7 @@ def _register(module: Any, name: str, precision: Precision) -> None:
 def _decorated(function: F, precision: Precision) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        handle = getattr(_amp_state, "handle", None)
+        handle = _amp_state.handle
         if handle is None or not handle.is_active():
             return function(*args, **kwargs)
         return handle.mode.call(function, precision, args, kwargs)

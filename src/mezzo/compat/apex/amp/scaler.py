@@ -1,8 +1,8 @@
 """Apex's loss scaler over the engine's scales.
 
-The scale lives on the CPU: whether ``optimizer.step`` is skipped is decided in Python after every backward pass, so the
-one flag that says if a gradient overflowed comes to the CPU anyway. One wait a backward pass; Apex without its CUDA
-extension had one a parameter.
+The scale is on the CPU: whether ``optimizer.step`` is skipped is decided in Python after every backward pass, so the
+overflow flag has to come to the CPU anyway. One wait per backward pass; Apex without its CUDA extension had one per
+parameter.
 
 A static scale checks nothing and skips nothing, as in Apex.
 """
@@ -21,7 +21,7 @@ from mezzo.formats import FP32
 
 
 class LossScaler:
-    """Scale a loss, take the scale out of its gradients, and find the next scale.
+    """A loss scale, static or dynamic.
 
     Args:
         loss_scale: ``"dynamic"``, or a fixed scale.
@@ -88,7 +88,7 @@ class LossScaler:
         return bool(torch.stack([flag.to(self._flags[0].device) for flag in self._flags]).any())
 
     def clear_overflow_state(self) -> None:
-        """Forget what the gradients of the last backward pass held."""
+        """Clear the overflow flag of the last backward pass."""
         self._flags = []
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class LossScaler:
         return self._scale.scale(loss.float())
 
     def unscale_(self, gradients: Sequence[Tensor]) -> None:
-        """Take the scale out of gradients in place, and note whether one is not finite.
+        """Unscale gradients in place, and record whether one is not finite.
 
         Args:
             gradients: in any formats, sparse ones included.
@@ -106,7 +106,7 @@ class LossScaler:
             torch._foreach_mul_(values, 1.0 / self.loss_scale())
 
     def unscaled(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return 16-bit gradients in FP32 without the scale, and note whether one is not finite."""
+        """Return 16-bit gradients in FP32 without the scale, and record whether one is not finite."""
         self._noted(gradients)
         wide = [g.float() for g in gradients]
         if wide and self.loss_scale() != 1.0:
@@ -120,7 +120,7 @@ class LossScaler:
         return values
 
     def update_scale(self) -> bool:
-        """Change the scale by what the gradients held; return whether the update is to be skipped. Waits for the device."""
+        """Update the scale; return whether the update is to be skipped. Waits for the device."""
         if not self.dynamic:
             self._static_unskipped += 1
             return False
@@ -133,5 +133,5 @@ class LossScaler:
         return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what ``state_dict`` returned here or in Apex."""
+        """Load what ``state_dict`` returned here or in Apex."""
         self._loss_scale, self._unskipped = state["loss_scale"], state["unskipped"]

@@ -1,4 +1,4 @@
-"""What the parts of ``amp`` share: one object a process, as in Apex. Existing scripts and tests read and set its attributes."""
+"""The state that the parts of ``amp`` share: one object per process, as in Apex. Scripts read and set its attributes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mezzo.compat.apex.amp.handle import AmpHandle, NoOpHandle
+    from mezzo.compat.apex.amp.handle import AmpHandle
     from mezzo.compat.apex.amp.levels import Properties
     from mezzo.compat.apex.amp.scaler import LossScaler
     from mezzo.engine.casting import Casting
 
 
 class AmpState:
-    """Hold what ``initialize`` decided; ``opt_properties`` and ``handle`` are unset before it."""
+    """The decisions of ``initialize``; ``opt_properties`` is unset before it."""
 
     opt_properties: Properties
-    handle: AmpHandle | NoOpHandle
 
     def __init__(self) -> None:
         self.gives_way = False
-        """Whether ``initialize`` and ``init`` do nothing, since a precision policy takes amp's place."""
+        """Whether ``initialize`` does nothing, since a precision policy replaces amp."""
+        self.handle: AmpHandle | None = None
+        """The casts of O1; None before ``initialize`` and under other levels."""
         self.hard_override = False
-        """Whether rules of ``initialize`` that are broken print a warning instead of raising."""
+        """Whether broken rules of ``initialize`` print a warning instead of raising."""
         self.allow_incoming_model_not_fp32 = False
-        """Whether ``initialize`` takes models with 16-bit weights."""
+        """Whether ``initialize`` accepts models with 16-bit weights."""
         self.verbosity = 1
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24

@@ -11,10 +11,10 @@ from mezzo.formats import FP32
 
 
 class LARC:
-    """Scale every parameter's gradient so that its update is a fraction of the parameter's norm.
+    """An optimizer around another that limits each parameter's update to a fraction of the parameter's norm.
 
     The local rate of a parameter ``w`` with gradient ``g`` is ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. Weight
-    decay is added to the gradient here and taken from the optimizer meanwhile, so that the rate covers it.
+    decay is added to the gradient here and disabled in the optimizer meanwhile, so that the rate covers it.
 
     Args:
         optimizer: what updates.
@@ -30,17 +30,17 @@ class LARC:
 
     @property
     def state(self) -> Any:
-        """Return the optimizer's state."""
+        """The optimizer's state."""
         return self.optim.state
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Return the optimizer's defaults."""
+        """The optimizer's defaults."""
         return self.optim.defaults
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups."""
+        """The optimizer's parameter groups."""
         return self.optim.param_groups
 
     @param_groups.setter

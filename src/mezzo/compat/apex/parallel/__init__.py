@@ -9,7 +9,7 @@ from torch import nn
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """Average gradients between processes as torch does; Apex's settings of its own buckets have no effect.
+    """torch's ``DistributedDataParallel``; settings of Apex's own buckets have no effect.
 
     Args:
         module: the model, from ``amp.initialize``.
