@@ -377,7 +377,7 @@ def test_the_tests_mirror_the_source() -> None:
 
 # --- 10. plain English ---------------------------------------------------------------------------
 
-NOUN_ROOMS = ("observe", "measure", "launch", "frameworks")
+NOUN_ROOMS = ("observe", "measure", "launch", "frameworks", "engine", "compat", "cli", "report", "records")
 """Rooms whose class docstrings are nouns: what the class is, not an order to it."""
 ORDERS = re.compile(
     r"(Add|Ask|Be|Begin|Build|Call|Choose|Collect|Compare|Count|Do|Find|Get|Give|Go|Hand|Have|Hear|Hold|"
