@@ -179,7 +179,7 @@ class _Passes:
             update |= {"output_to_stderr": False, "record_path": str(path.with_name(f"pass{number}.json"))}
         self._passes.append(Pass(policy=policy_text(policy), reason=why))
         record = self._child(self._request.model_copy(update=update), output=output)
-        if number > 1 and self._stop.heard:
+        if number > 1 and self._stop.stopped:
             self._say(f"stopped by {self._stop.name}")
             self._stop.check()
         if isinstance(record, DiagnoseRecord):
