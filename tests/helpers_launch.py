@@ -59,9 +59,9 @@ def ran(name: str, policy: str, *arguments: str, seed: int | None = None) -> Ran
             runpy.run_path(path, run_name="__main__")
         else:
             chosen = None if policy == AS_IS else Policy.parse(policy)
-            with switched(chosen, seed=seed) as (run, look):
+            with switched(chosen, seed=seed) as (run, counted):
                 runpy.run_path(path, run_name="__main__")
-            steps, effective, memory = run.recorder.steps(), look.effective(), look.memory()
+            steps, effective, memory = run.recorder.steps(), counted.effective(), counted.memory()
             findings = run.lint.findings()
     return Ran(read_values(output.getvalue()), output.getvalue(), steps, effective, memory, findings)
 
@@ -121,7 +121,7 @@ class _InThisProcess:
 def _as_child() -> Iterator[None]:
     """Put back what a child process changes of its own; a trainer's progress bar leaves a daemon thread."""
     handler = signal.getsignal(signal.SIGINT)
-    with mock.patch.multiple(sys, argv=[], path=["", *sys.path]), mock.patch.object(child, "_leave_at_once"):
+    with mock.patch.multiple(sys, argv=[], path=["", *sys.path]), mock.patch.object(child, "_exit_at_once"):
         try:
             yield
         finally:

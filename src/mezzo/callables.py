@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
 from mezzo.launch.request import policy_text
 from mezzo.launch.torch import TorchTraining, training
-from mezzo.launch.torch.premade import amp_off, existing
+from mezzo.launch.torch.premade import amp_off, find_premade
 from mezzo.launch.torch.restoring import state_restored
 from mezzo.measure.environment import environment
 from mezzo.measure.flops import OperandFormats
@@ -109,7 +109,9 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
         )
     chosen = None if policy == AS_IS else Policy.of(policy)
     settings = DiagnoseSettings(steps=tuple(range(1, steps + 1)))
-    trained, run, error = _trained(train, chosen, settings, existing(torch.optim.Optimizer)[0], catches=(Exception,))
+    trained, run, error = _trained(
+        train, chosen, settings, find_premade(torch.optim.Optimizer)[0], catches=(Exception,)
+    )
     assert isinstance(trained.observer, NonFinite)
     run = trained.observer.record(run)
     evidence = trained.observer.evidence(run)
@@ -150,7 +152,7 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
         raise SessionError(f"steps={steps!r}; allowed: whole numbers from 1", hint="record 20 steps: steps=20")
     settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=Policy.of(policy))
     with amp_off():
-        trained, run, _ = _trained(train, Policy.parse("fp32"), settings, existing(torch.optim.Optimizer)[0])
+        trained, run, _ = _trained(train, Policy.parse("fp32"), settings, find_premade(torch.optim.Optimizer)[0])
     assert trained.observer is not None
     if not trained.observer.watched:
         raise ScriptError(

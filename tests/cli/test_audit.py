@@ -72,7 +72,7 @@ def test_json_of_several_steps_under_a_policy(tmp_path: Path, capsys: pytest.Cap
 def test_steps_beyond_the_end_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here(tmp_path, "--steps", "1000", str(SCRIPTS / "plain.py")) == 7
     said = " ".join(capsys.readouterr().err.split())
-    assert "training steps; the steps to watch are 1000" in said
+    assert "training steps; the steps to observe are 1000" in said
     assert "pass numbers from 1 to" in said
     assert read(tmp_path).operations == []
 

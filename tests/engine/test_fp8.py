@@ -651,7 +651,7 @@ def test_emulation_needs_no_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launched_scripts_model_computes_in_fp8_and_the_rest_is_on_record() -> None:
     model = network()
     run = Run(Policy.parse("fp8"))
-    assert run.meet(model, ()) == "cpu"
+    assert run.record_root(model, ()) == "cpu"
     assert kinds(model) == ["Float8Linear", "Float8Linear", "Linear"]
     assert [(r.what, r.value) for r in run.left_alone.values()] == [("not in fp8", "5 (16 to 3)")]
 

@@ -161,9 +161,7 @@ def test_layers_compute_in(runs: Runs, case: str, policy: str, compute: dict[str
 
 
 def test_own_dtype_of_a_layer_is_listed(runs: Runs) -> None:
-    reason = (
-        "layer head in float32: the script, or the file that it was loaded from, gives this layer a dtype of its own"
-    )
+    reason = "layer head in float32: the script, or the file that it was loaded from, sets this layer's own dtype"
     assert reason in runs("own_dtype", "fp16")["left_alone"]
 
 

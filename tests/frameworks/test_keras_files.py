@@ -47,7 +47,7 @@ for use in (
 """
 
 
-def test_checkpoints_of_keras_and_tensorflow_are_heard(tmp_path: Path) -> None:
+def test_checkpoints_of_keras_and_tensorflow_are_recorded(tmp_path: Path) -> None:
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

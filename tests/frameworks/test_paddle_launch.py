@@ -25,7 +25,7 @@ nn, F, optimizers = paddle.nn, paddle.nn.functional, paddle.optimizer
 # Paddle says so at every step of every batch normalisation.
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
 
-NO_EFFECT = "Paddle's AMP makes no effect on a CPU: it turns itself off where there is no GPU"
+NO_EFFECT = "Paddle's AMP has no effect on a CPU: it turns itself off without a GPU"
 
 
 def loop(
@@ -587,7 +587,7 @@ def test_traced_code_runs_eagerly_under_a_policy_only() -> None:
         "to_static not counted": "what a traced program computes is not seen: no FLOPs, no formats"
     }
     assert lowered.reasons == {
-        "to_static run eagerly": "a traced program would not be under the policy; as-is leaves it traced"
+        "to_static run eagerly": "a traced program would not be under the policy; as-is keeps it traced"
     }
     assert set(lowered.effective.flops_by_format) == {"bf16"}
     assert lowered.steps.loss == pytest.approx(plain.steps.loss, rel=0.05)

@@ -131,7 +131,7 @@ def numpy_memory_map(path: Path) -> object:
         (Path.stat, False),
     ],
 )
-def test_opening_for_reading_is_heard(tmp_path: Path, use: Callable[[Path], object], read: bool) -> None:
+def test_opening_for_reading_is_recorded(tmp_path: Path, use: Callable[[Path], object], read: bool) -> None:
     path = tmp_path / "last.pt"
     path.write_bytes(b"weights")
     assert heard(path, use) == (["last.pt"] if read else [])
@@ -149,14 +149,14 @@ def test_a_path_from_the_folder_of_the_moment_is_noted_whole(tmp_path: Path, mon
     assert files.found[0].written_at_s == pytest.approx(now, abs=1e-5)
 
 
-def test_a_checkpoint_of_torch_is_heard(tmp_path: Path) -> None:
+def test_a_checkpoint_of_torch_is_recorded(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     torch.save({"w": torch.ones(2)}, path)
     assert heard(path, torch.load) == ["last.pt"]
     assert heard(path, lambda p: torch.load(p, mmap=True)) == ["last.pt"]
 
 
-def test_libraries_that_open_files_in_native_code_are_heard(tmp_path: Path) -> None:
+def test_libraries_that_open_files_in_native_code_are_recorded(tmp_path: Path) -> None:
     import safetensors
 
     tensors = tmp_path / "model.safetensors"

@@ -135,7 +135,7 @@ def test_operations_of_other_frameworks_are_not_watched(tmp_path: Path, kind: st
             "observe": {"kind": kind},
         }
     )
-    with pytest.raises(ScriptError, match=f"^mezzo {kind} watches PyTorch's operations; train.py imports keras"):
+    with pytest.raises(ScriptError, match=f"^mezzo {kind} observes PyTorch's operations; train.py imports keras"):
         diagnose_child(request)
 
 
@@ -151,7 +151,7 @@ def test_a_script_that_hangs_is_stopped_and_its_record_says_so(tmp_path: Path) -
         command=("mezzo",),
     )
     record = run_child(request, output=tmp_path / "output.log", limit_s=0.5)
-    assert record.error == "it was stopped after its limit of 0.5 s"
+    assert record.error == "it was stopped at its limit of 0.5 s"
     assert (record.exit_code, record.policy, len(record.steps)) == (137, "fp16", 0)
 
 

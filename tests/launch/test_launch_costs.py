@@ -27,6 +27,7 @@ from mezzo.measure.numbers import Numbers
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.policy import PRESETS, Policy
+from paths import TESTS
 
 # --- driver calls before the script's first line -----------------------------------------------------------------------------
 
@@ -93,24 +94,29 @@ BEFORE_A_FORK = """
 import sys
 import torch
 import test_launch_costs
-from mezzo.launch import ready
+from mezzo.launch.process import fork_server
 assert "torch._dynamo" not in sys.modules
 torch._C._cuda_getCurrentRawStream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # imported where it seems a CUDA build
 with test_launch_costs.no_driver_calls() as asked:
-    imported = ready._import()
+    imported = fork_server._import()
 assert imported.failed is None, imported.failed
 assert "torch._dynamo" in sys.modules
 print(asked)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
 def test_nothing_asks_the_driver_before_the_runs_of_a_command_are_forked(tmp_path: Path) -> None:
     """``compare`` and ``fallback`` fork their runs from one process that has made the imports: CUDA would not survive that."""
     said = tmp_path / "said.txt"  # a file, as a command's own process has: what the imports print is read again
     with said.open("w+") as file:
         subprocess.run(
-            [sys.executable, "-c", BEFORE_A_FORK], stdout=file, cwd=Path(__file__).parent, timeout=120, check=True
+            [sys.executable, "-c", BEFORE_A_FORK],
+            stdout=file,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS), str(Path(__file__).parent)))},
+            timeout=120,
+            check=True,
         )
     assert said.read_text().splitlines()[-1] == "[]"
 

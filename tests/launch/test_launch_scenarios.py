@@ -193,7 +193,8 @@ def test_code_outside_modules_is_left_alone_with_its_share() -> None:
     share = outside / (2 * outside + 3 * inside)
     assert found.reasons == [
         f"FP32 code {share:.0%} of FLOPs and their backward pass: forward code outside any module: only modules, "
-        "autocast regions and compiled functions are switched"
+        "autocast regions and compiled functions are switched. Call a model as model(x), not as model.forward(x); put other code into "
+        "torch.autocast"
     ]
 
 

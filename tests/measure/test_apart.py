@@ -18,9 +18,9 @@ softplus = nn.functional.softplus
 
 
 def steps_of(train: Callable[[], object], *, policy: str = "fp32") -> Steps:
-    with switched(Policy.parse(policy)) as (run, look):
+    with switched(Policy.parse(policy)) as (run, counted):
         train()
-    return TorchTraining(run, look).steps()
+    return TorchTraining(run, counted).steps()
 
 
 def found(steps: Steps) -> dict[str, tuple[list[int], list[float]]]:

@@ -106,12 +106,12 @@ def test_a_complex_model_trains_under_a_lowering_policy() -> None:
     layer = nn.Linear(4, 4, dtype=torch.complex64)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD([*layer.parameters(), *model.parameters()], lr=0.1)
-    with switched(Policy.parse("fp16")) as (run, look):
+    with switched(Policy.parse("fp16")) as (run, counted):
         for _ in range(3):
             optimizer.zero_grad()
             model(layer(torch.randn(8, 4, dtype=torch.complex64)).abs()).square().mean().backward()
             optimizer.step()
-    assert set(look.effective().flops_by_format) == {"complex64", "fp16"}
+    assert set(counted.effective().flops_by_format) == {"complex64", "fp16"}
     assert "complex numbers are never cast" in run.left_alone["complex64 Linear"].reason
 
 
@@ -186,11 +186,11 @@ def test_the_launcher_counts_what_is_computed_in_a_node(policy: str) -> None:
     model = Products()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(4, 7, 5)
-    with switched(Policy.parse(policy)) as (_, look):
+    with switched(Policy.parse(policy)) as (_, counted):
         for _ in range(3):
             optimizer.zero_grad()
             model(inputs).square().mean().backward()
             optimizer.step()
     positions = 4 * 7
     gates, einsum, addmm = 4 * 8 * (5 + 8), 8 * 6, 6 * 6
-    assert look.effective().flops_by_format == {FORMATS[policy]: 3 * 2 * positions * (gates + einsum + addmm)}
+    assert counted.effective().flops_by_format == {FORMATS[policy]: 3 * 2 * positions * (gates + einsum + addmm)}

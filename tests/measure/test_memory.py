@@ -28,12 +28,12 @@ def weighed(
 ) -> Memory:
     """Train three steps and return the bytes of the second."""
     optimizer = build(model.parameters(), lr=0.01, **settings)
-    with switched(Policy.parse(policy)) as (_, look):
+    with switched(Policy.parse(policy)) as (_, counted):
         for _ in range(3):
             optimizer.zero_grad()
             loss_of(model(inputs)).backward()
             optimizer.step()
-    return look.memory()
+    return counted.memory()
 
 
 def mlp() -> nn.Sequential:
@@ -63,12 +63,12 @@ def test_activations_of_a_perceptron(policy: str) -> None:
 def test_what_was_not_measured_is_not_zero(num_steps: int, known: tuple[bool, bool]) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with switched(Policy.parse("fp32")) as (_, look):
+    with switched(Policy.parse("fp32")) as (_, counted):
         for _ in range(num_steps):
             optimizer.zero_grad()
             mean_square(model(torch.randn(BATCH, 6))).backward()
             optimizer.step()
-    found = look.memory()
+    found = counted.memory()
     assert (found.parameters_bytes is not None, found.activations_bytes is not None) == known
     assert (found.gradients_bytes is not None, found.optimizer_bytes is not None) == known[:1] * 2
     assert (found.total_bytes is not None) == all(known)
@@ -166,38 +166,38 @@ def test_a_pure_policy_halves_parameters_gradients_and_state() -> None:
 def test_a_graph_that_was_thrown_away_is_not_counted() -> None:
     model, inputs = mlp(), torch.randn(BATCH, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with switched(Policy.parse("fp32")) as (_, look):
+    with switched(Policy.parse("fp32")) as (_, counted):
         for _ in range(3):
             optimizer.zero_grad()
             for _ in range(3):  # with gradients on, and never used
                 model(torch.randn(100, 6))
             mean_square(model(inputs)).backward()
             optimizer.step()
-    assert look.memory().activations_bytes == MLP_BYTES["fp32"]
+    assert counted.memory().activations_bytes == MLP_BYTES["fp32"]
 
 
 def test_the_largest_of_several_backward_passes_counts() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with switched(Policy.parse("fp32")) as (_, look):
+    with switched(Policy.parse("fp32")) as (_, counted):
         for _ in range(3):
             optimizer.zero_grad()
             for size in (3, BATCH, 5):
                 F.mse_loss(model(torch.randn(size, 6)), torch.zeros(size, 2)).backward()
             optimizer.step()
-    assert look.memory().activations_bytes == MLP_BYTES["fp32"]
+    assert counted.memory().activations_bytes == MLP_BYTES["fp32"]
 
 
 def test_the_state_of_an_optimizer_whose_first_updates_are_skipped_counts() -> None:
     models = mlp(), mlp()
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
-    with switched(Policy.parse("fp16")) as (_, look):
+    with switched(Policy.parse("fp16")) as (_, counted):
         for _ in range(12):
             for model, optimizer, times in zip(models, optimizers, (1.0, 1e3), strict=True):
                 optimizer.zero_grad()
                 (times * mean_square(model(torch.ones(BATCH, 6)))).backward()
                 optimizer.step()
-    assert look.memory().optimizer_bytes == 2 * (2 * 4 * COUNT + 4 * 4)
+    assert counted.memory().optimizer_bytes == 2 * (2 * 4 * COUNT + 4 * 4)
 
 
 def test_several_optimizers_add_up_and_shared_parameters_count_once() -> None:
@@ -205,13 +205,13 @@ def test_several_optimizers_add_up_and_shared_parameters_count_once() -> None:
     second.weight = nn.Parameter(first[2].weight[:, :2].detach().clone())
     tied = nn.Sequential(first, second, second)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (first, second)]
-    with switched(Policy.parse("fp32")) as (_, look):
+    with switched(Policy.parse("fp32")) as (_, counted):
         for _ in range(3):
             mean_square(tied(torch.randn(BATCH, 6))).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    found = look.memory()
+    found = counted.memory()
     assert found.parameters_bytes == found.optimizer_bytes == 4 * (COUNT + 4)
 
 

@@ -157,9 +157,9 @@ def test_diagnose_says_that_nothing_was_tried(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_run_says_what_was_left_alone(case: Case) -> None:
-    with switched(Policy.parse("fp16")) as (run, look):
+    with switched(Policy.parse("fp16")) as (run, counted):
         case.make()()
-    training = TorchTraining(run, look)
+    training = TorchTraining(run, counted)
     record = RunRecord(
         command=[],
         script="train.py",
@@ -186,7 +186,7 @@ def test_fallback_does_not_call_it_harmless(case: Case) -> None:
     record = mezzo.fallback(train)
     script = record.run.script.rpartition(".")[2]
     assert fallback_sheet(record).headline.replace(record.run.script.rpartition("/")[2], script) == case.fallback
-    assert "so this says nothing of it" in record.reason
+    assert "so this says nothing about it" in record.reason
     assert [step.what for step in record.next_steps] == ["find out why"]
 
 

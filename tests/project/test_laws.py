@@ -6,10 +6,12 @@ Each law is a function from source text to its violations; the last part of the 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import statistics
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -94,7 +96,7 @@ Kind = Literal["load", "call", "type"]
 
 
 class Import(NamedTuple):
-    """Hold one import of a part of mezzo: its module, where it stands and when it happens."""
+    """One import of a part of mezzo: its module, its line and when it happens."""
 
     target: str
     line: int
@@ -373,6 +375,43 @@ def test_the_tests_mirror_the_source() -> None:
     assert strangers([test for test in tests if not test.startswith(OTHER_TESTS)], SOURCES) == []
 
 
+# --- 10. plain English ---------------------------------------------------------------------------
+
+NOUN_ROOMS = ("observe", "measure", "launch", "frameworks", "engine", "compat", "cli", "report", "records")
+"""Rooms whose class docstrings are nouns: what the class is, not an order to it."""
+ORDERS = re.compile(
+    r"(Add|Ask|Be|Begin|Build|Call|Choose|Collect|Compare|Count|Do|Find|Get|Give|Go|Hand|Have|Hear|Hold|"
+    r"Hook|Keep|Know|Leave|Let|Listen|Load|Look|Make|Mark|Measure|Name|Note|Patch|Prepare|Put|Read|Record|"
+    r"Refuse|Remember|Remove|Restore|Round|Run|Save|Say|See|Set|Show|Stand|Stop|Take|Tell|Trace|Verify|"
+    r"Wait|Wrap|Write)\b"
+)
+TRANSLATED = re.compile(r"take(s|n)? down|took down|(gives?|gave|given) itself up|look(s|ed)? closely", re.IGNORECASE)
+
+
+def orders_to_classes(source: str) -> list[str]:
+    """Return the class docstrings that begin with an imperative, each with the line of its class."""
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    found = [(cls.lineno, ast.get_docstring(cls) or "") for cls in classes]
+    return [f"{line}: {text.splitlines()[0]}" for line, text in found if ORDERS.match(text)]
+
+
+def translated_phrases(source: str) -> list[str]:
+    """Return the phrases of docstrings, comments and messages that read as translated, each with its line."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    texts = [(t.start[0], " ".join(t.string.split())) for t in tokens if t.type in (tokenize.STRING, tokenize.COMMENT)]
+    return [f"{line}: {found.group()}" for line, text in texts for found in TRANSLATED.finditer(text)]
+
+
+def test_class_docstrings_are_nouns() -> None:
+    found = {path: orders_to_classes(source) for path, source in SOURCES.items() if _room_of_file(path) in NOUN_ROOMS}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_no_phrase_reads_as_translated() -> None:
+    found = {path: translated_phrases(source) for path, source in SOURCES.items() if _room_of_file(path) in NOUN_ROOMS}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
 # --- 8. torch is imported late -------------------------------------------------------------------
 
 IMPORT_EACH = """
@@ -491,6 +530,14 @@ SNIPPETS: list[tuple[Callable[[str], object], str, object]] = [
     (dtype_names, "x.to(torch.half)\n", ["1: torch.half"]),
     (dtype_names, "x.to(torch.float8_e4m3fn)\n", ["1: torch.float8_e4m3fn"]),
     (dtype_names, "model.half()\n", ["1: .half()"]),
+    (orders_to_classes, 'class A:\n  """Hold a step."""\nclass B:\n  """A holder of steps."""\n', ["1: Hold a step."]),
+    (orders_to_classes, 'def f():\n  """Record a step."""\nclass A:\n  x = 1\n', []),
+    (orders_to_classes, 'class A:\n  class B:\n    """Tell what\n\n    it is."""\n', ["2: Tell what"]),
+    (orders_to_classes, 'class A:\n  """Names of steps."""\nclass B:\n  """Name: a step."""\n', ["3: Name: a step."]),
+    (translated_phrases, "x = 1  # takes down a step\n", ["1: takes down"]),
+    (translated_phrases, 'def f():\n  """A thing that gives\n  itself up."""\n', ["2: gives itself up"]),
+    (translated_phrases, "print(f'{x} was taken down, look closely')\n", ["1: taken down", "1: look closely"]),
+    (translated_phrases, "take_down = down.take(down)\nx = 'take it down'\n", []),
 ]
 
 

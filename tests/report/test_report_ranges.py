@@ -97,7 +97,7 @@ def test_the_terminal_says_it_all() -> None:
         "bf16 2^-107 to 2^132 no scale needed 0% 0%",
         "Counted in FP32 on 2 steps (1 to 2), judged for fp16.",
         "forward overflow head (up to 2^17) beyond fp16's 65504",
-        "torch.compile compiled code ran eagerly in the watched steps",
+        "torch.compile compiled code ran eagerly in the observed steps",
         "1 tensor activations 4 25.0% 2^0 to 2^17",
         "fp16 25.0% of 4 swallowed most in head.weight 25.0%",
         "bf16 75.0% of 4 swallowed",

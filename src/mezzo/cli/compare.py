@@ -80,7 +80,7 @@ def compare(
         runs.sort(key=lambda r: ([*asked].index(r.policy), r.seed))
         if any(run.policy == baseline for run in runs):
             script.finish(judge(runs, baseline=baseline, margin=margin, command=list(typed())), folder)
-        if stop.heard:
+        if stop.stopped:
             results.note(
                 f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; their records are in {folder}"
             )
@@ -147,7 +147,7 @@ def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRec
             output = Path(request.record_path).with_name("output.log")
             output.parent.mkdir(parents=True, exist_ok=True)
             record = run_child(request, output=output, limit_s=timeout_s or _limit_s(runs))
-            if stop.heard:
+            if stop.stopped:
                 break
             runs.append(record)
             progress.advance(task)

@@ -39,7 +39,7 @@ def diagnose(
     asked = options.asked_policy(policy)
     with stoppable(), several_runs():
         record, stop = run_and_finish(script, partial(diagnose_script, steps=steps), policy=asked, name="diagnose")
-    if stop.heard:
+    if stop.stopped:
         raise typer.Exit(stop.exit_code)
     if record.kind != "diagnose":
         raise typer.Exit(record.exit_code or 1)

@@ -44,5 +44,5 @@ def run(
     )
     record, stop = run_and_finish(script, run_child, policy=asked, name=policy_text(asked), seed=seed, metric=metric)
     results.note_metric(record)
-    ended = stop.heard and record.exit_code > _SIGNALS  # otherwise the script ended itself
+    ended = stop.stopped and record.exit_code > _SIGNALS  # otherwise the script ended itself
     raise typer.Exit(stop.exit_code if ended else record.exit_code)

@@ -1,1 +1,1 @@
-"""A policy in the terms of other frameworks: to their own objects, from them, and what they cannot honour."""
+"""Convert a policy to and from the objects of other frameworks, and list what they cannot honour."""

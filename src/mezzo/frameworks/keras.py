@@ -1,9 +1,9 @@
-"""A policy in Keras' terms, and Keras' own objects as a policy.
+"""Convert a policy to Keras' own objects and back.
 
-Keras states a precision by a dtype policy: the format that every layer computes in, and the one of its variables.
+Keras sets precision with a dtype policy: the format in which every layer computes, and that of its variables.
 ``mixed_float16`` and ``mixed_bfloat16`` keep variables in FP32. Its ``LossScaleOptimizer`` doubles and halves the loss
-scale, without bounds. There are no op lists: what a layer's 16-bit operations keep in FP32 is decided in the layer's
-code (normalisation sums up in FP32, for one). Imports Keras in the functions that need it.
+scale without bounds. There are no op lists: each layer's code decides what its 16-bit operations keep in FP32
+(normalisation sums in FP32, for example). Imports Keras only in the functions that need it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from mezzo.explain import NOT_HONOURED, Choice
 from mezzo.formats import FP32
 from mezzo.policy import PRESETS, Policy
 
-_GROWTH, _BACKOFF = 2.0, 0.5  # written into LossScaleOptimizer
+_GROWTH, _BACKOFF = 2.0, 0.5  # fixed in LossScaleOptimizer
 _MIXED = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class KerasPrecision:
-    """Hold what Keras is given for a policy."""
+    """The settings of Keras that stand for a policy."""
 
     dtype_policy: Any
     """A ``keras.DTypePolicy``, for ``keras.config.set_dtype_policy`` or a layer's ``dtype``."""
     loss_scale: dict[str, float] | None
-    """Arguments of ``keras.optimizers.LossScaleOptimizer`` beside the optimizer; None where no scale moves."""
+    """Arguments of ``keras.optimizers.LossScaleOptimizer`` besides the optimizer; None without a dynamic scale."""
     loss_scale_factor: float | None
-    """A fixed scale: the argument of that name of every Keras optimizer."""
+    """A static scale: the argument of this name of every Keras optimizer."""
     tf32: bool | None
-    """What to give ``tf.config.experimental.enable_tensor_float_32_execution``; None leaves it."""
+    """Argument of ``tf.config.experimental.enable_tensor_float_32_execution``; None leaves it alone."""
 
     def wrap(self, optimizer: Any) -> Any:
-        """Return ``optimizer``, inside a ``LossScaleOptimizer`` where a dynamic scale is asked for."""
+        """Return ``optimizer``, inside a ``LossScaleOptimizer`` if the policy has a dynamic scale."""
         if self.loss_scale_factor is not None:
             optimizer.loss_scale_factor = self.loss_scale_factor
         if self.loss_scale is None:
@@ -50,7 +50,7 @@ def dtype_policy_name(policy: Policy) -> str:
     """Return the name of the Keras dtype policy that stands for ``policy``.
 
     Raises:
-        PolicyError: Keras has none; those that have one are listed.
+        PolicyError: Keras has none; the message lists the policies that have one.
     """
     if policy.compute == "fp8":
         allowed = ", ".join(name for name, preset in PRESETS.items() if preset.compute != policy.compute)
@@ -66,7 +66,7 @@ def dtype_policy_name(policy: Policy) -> str:
 
 
 def to_keras(policy: Policy) -> KerasPrecision:
-    """Return ``policy`` as Keras' own objects; ``explain`` says what they leave out.
+    """Return ``policy`` as Keras' own objects; ``explain`` lists what they leave out.
 
     Raises:
         PolicyError: Keras has no dtype policy for it.
@@ -84,7 +84,7 @@ def to_keras(policy: Policy) -> KerasPrecision:
 
 
 def tf32_of(policy: Policy) -> bool | None:
-    """Return whether FP32 products are to be computed in TF32; None under a policy that casts, which leaves it alone."""
+    """Return whether FP32 products are to use TF32; None under a policy that casts, which leaves TF32 alone."""
     return None if policy.lowers else policy.compute == "tf32"
 
 
@@ -129,7 +129,7 @@ def _scaled(policy: Policy, scale: dict[str, float] | None) -> Policy:
 
 
 def explain(policy: Policy) -> list[Choice]:
-    """Return what ``policy`` does in Keras, one choice a line; what it cannot honour has a value that begins so.
+    """Return what ``policy`` does in Keras, as choices; the value of a choice that Keras cannot honour says so first.
 
     Raises:
         PolicyError: Keras has no dtype policy for it.
@@ -173,7 +173,7 @@ def _scale(policy: Policy) -> Choice:
 def _modules(policy: Policy) -> Iterator[Choice]:
     if policy.fp32_modules:
         patterns = ", ".join(policy.fp32_modules)
-        reason = "layers of these names, and what lies in them, get Keras' policy float32"
+        reason = "layers of these names, and the layers in them, get Keras' policy float32"
         yield Choice(what="modules", value=f"{patterns} in fp32", reason=reason)
     if policy.casting == "model" and policy.norms == "fp32":
         reason = "normalisation layers get Keras' policy float32"
@@ -181,7 +181,7 @@ def _modules(policy: Policy) -> Iterator[Choice]:
 
 
 def left_out(policy: Policy) -> Iterator[Choice]:
-    """Yield what of a policy is not honoured in Keras, under ``mezzo run`` neither."""
+    """Yield the parts of a policy that Keras does not honour, even under ``mezzo run``."""
 
     def cannot(field: str, reason: str) -> Choice:
         return Choice(what=field, value=f"{NOT_HONOURED}: {_shown(getattr(policy, field))}", reason=reason)

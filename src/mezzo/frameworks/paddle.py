@@ -1,4 +1,4 @@
-"""A policy in Paddle's terms, and Paddle's own settings as a policy.
+"""Convert a policy to Paddle's own settings and back.
 
 Paddle takes mixed precision as arguments: of ``paddle.amp.auto_cast`` (level, format and two lists of operations), of
 ``paddle.amp.decorate`` (a model in 16 bits, with or without FP32 master weights) and of ``paddle.amp.GradScaler``.
@@ -20,7 +20,7 @@ from mezzo.formats import BF16, FP16
 from mezzo.frameworks import paddleops
 from mezzo.policy import PRESETS, Policy
 
-NO_EFFECT = "Paddle's AMP makes no effect on a CPU: it turns itself off where there is no GPU"
+NO_EFFECT = "Paddle's AMP has no effect on a CPU: it turns itself off without a GPU"
 
 _LEVELS = {"none": "O0", "ops": "O1", "model": "O2"}
 _SCALER = {
@@ -35,12 +35,12 @@ _SCALER = {
 
 @dataclass(frozen=True, kw_only=True)
 class PaddlePrecision:
-    """Hold what Paddle is given for a policy, as keyword arguments."""
+    """The settings of Paddle that stand for a policy, as keyword arguments."""
 
     auto_cast: dict[str, Any]
     """Of ``paddle.amp.auto_cast``."""
     decorate: dict[str, Any] | None
-    """Of ``paddle.amp.decorate`` beside the models and optimizers; None where the model is left in FP32."""
+    """Arguments of ``paddle.amp.decorate`` besides the models and optimizers; None if the model stays in FP32."""
     grad_scaler: dict[str, Any]
     """Of ``paddle.amp.GradScaler``."""
 
@@ -49,7 +49,7 @@ class PaddlePrecision:
         """Return the argument of that name of ``paddle.Model.prepare``.
 
         Raises:
-            PolicyError: the format is BF16, which ``paddle.Model`` has no word for.
+            PolicyError: the format is BF16, which ``paddle.Model`` cannot express.
         """
         if self.auto_cast["dtype"] == BF16.dtype_name:
             raise PolicyError(
@@ -63,7 +63,7 @@ class PaddlePrecision:
 
 
 def to_paddle(policy: Policy) -> PaddlePrecision:
-    """Return ``policy`` as the arguments of Paddle's own functions; ``explain`` says what they leave out.
+    """Return ``policy`` as the arguments of Paddle's own functions; ``explain`` lists what they leave out.
 
     Raises:
         PolicyError: Paddle has no such format.
@@ -72,7 +72,7 @@ def to_paddle(policy: Policy) -> PaddlePrecision:
     white, black = paddleops.custom_lists(policy) if policy.lowers else ([], [])
     low = (
         policy.storage.dtype_name if policy.lowers else FP16.dtype_name
-    )  # a format Paddle takes; nothing is cast to it
+    )  # a format that Paddle accepts; nothing is cast to it
     auto_cast = {
         "enable": policy.lowers,
         "custom_white_list": white,
@@ -94,10 +94,10 @@ def to_paddle(policy: Policy) -> PaddlePrecision:
 
 
 def check(policy: Policy) -> None:
-    """Refuse a policy that Paddle has no format for.
+    """Raise if Paddle has no format for a policy.
 
     Raises:
-        PolicyError: those that it has are listed.
+        PolicyError: Paddle has none; the message lists the policies that it can run.
     """
     if policy.compute == "fp8":
         allowed = ", ".join(name for name, preset in PRESETS.items() if preset.compute != policy.compute)
@@ -152,8 +152,8 @@ def _base(settings: dict[str, Any]) -> Policy:
     family = "bf16" if settings.get("dtype", FP16.dtype_name) == BF16.dtype_name else "fp16"
     if level != "O2":
         return PRESETS[family]
-    masters = settings.get("master_weight", True) is not False  # None is Paddle's word for "at O2"
-    # Paddle's O2 keeps batch normalisation in FP32 whether there are masters or not.
+    masters = settings.get("master_weight", True) is not False  # None means "at O2" to Paddle
+    # Paddle's O2 keeps batch normalisation in FP32 with or without masters.
     return PRESETS[f"{family}-master"].replace(master_weights=masters)
 
 
@@ -176,7 +176,7 @@ def _with_lists(policy: Policy, settings: dict[str, Any]) -> Policy:
 
 
 def _policy_names(ops: set[str]) -> tuple[str, ...]:
-    """Return what a policy calls operations of Paddle: whole families, and single ones by a name that torch has too."""
+    """Return a policy's names for operations of Paddle: whole families, and single ones under a name that torch has, too."""
     names = set()
     for family, members in paddleops.OPS.items():
         named = ops & set(members)
@@ -202,11 +202,11 @@ def _with_scale(policy: Policy, settings: dict[str, Any]) -> Policy:
     return policy.replace(loss_scale="dynamic" if dynamic else "static", **fields)
 
 
-# --- in sentences ------------------------------------------------------------------------------------------------------------
+# --- explanations ------------------------------------------------------------------------------------------------------------
 
 
 def explain(policy: Policy) -> list[Choice]:
-    """Return what Paddle's own settings make of ``policy``, one choice a line; what they cannot honour has a value that begins so.
+    """Return what Paddle's own settings make of ``policy``, as choices; the value of one that they cannot honour says so first.
 
     Raises:
         PolicyError: Paddle has no such format.
@@ -219,7 +219,7 @@ def explain(policy: Policy) -> list[Choice]:
 
 
 def explain_run(policy: Policy, device: Device) -> list[Choice]:
-    """Return what ``policy`` does to a script that Mezzo runs on ``device``, where Mezzo itself scales losses and keeps modules in FP32."""
+    """Return what ``policy`` does in a script that Mezzo runs on ``device``, scaling losses and keeping modules in FP32 itself."""
     check(policy)
     arithmetic, why = arithmetic_on(policy, device)
     if not policy.lowers:
@@ -234,9 +234,9 @@ def explain_run(policy: Policy, device: Device) -> list[Choice]:
             "of the lower list" if policy.casting == "ops" else "but losses" + (" and norms" * (policy.norms == "fp32"))
         )
         value = f"all {lists} rounded, the rest in fp32"
-        why = "Paddle has hardly any FP16 or BF16 kernels for a CPU; what a 16-bit operation reads is rounded all the same"
+        why = "Paddle has hardly any FP16 or BF16 kernels for a CPU; what a 16-bit operation reads is rounded anyway"
         choices.append(Choice(what="operations", value=value, reason=why))
-        why = "rounded values lie in FP32 tensors, beside those that they were rounded from: a GPU holds half as much"
+        why = "rounded values are kept in FP32 tensors, next to the originals: a GPU needs half as much"
         choices.append(Choice(what="memory", value="of the emulation", reason=why))
     if policy.fp32_modules:
         patterns = ", ".join(policy.fp32_modules)
@@ -268,7 +268,7 @@ def _compute(policy: Policy, native: PaddlePrecision) -> Choice:
 
 
 def _common(policy: Policy) -> list[Choice]:
-    """Return what is the same in every framework: the weights and the loss scale."""
+    """Return the choices that are the same in every framework: the weights and the loss scale."""
     everywhere = sentences.explain(policy, Device(kind="cuda", name="GPU", capability=(9, 0)))
     return [choice for choice in everywhere if choice.what in ("weights", "loss scale")]
 
@@ -304,9 +304,7 @@ def _left_out(policy: Policy) -> list[Choice]:
         bounds = f"{policy.min_scale:g} to {policy.max_scale:g}"
         found.append(left("scale bounds", bounds, "GradScaler has neither a floor nor a ceiling"))
         if policy.hysteresis > 1:
-            why = (
-                "decr_every_n_nan_or_inf counts anew after each backoff, a policy's hysteresis only after a good update"
-            )
+            why = "decr_every_n_nan_or_inf restarts its count after each backoff, a policy's hysteresis only after a good update"
             found.append(left("hysteresis", f"exactly {policy.hysteresis}", why))
         if policy.compute == "bf16":
             found.append(left("loss scale", "dynamic", "GradScaler turns itself off for BF16"))

@@ -1,10 +1,10 @@
 """Paddle's operations by the families of the portable op lists, as data; and which of them Paddle's own lists name.
 
-An operation has up to two names: that of the function in ``paddle._C_ops``, and the one by which ``paddle.amp`` lists it
-where that is another (``matmul`` is ``matmul_v2`` there). The second column is what
-``paddle.amp.debugging.collect_operator_stats`` prints for a call, read off Paddle 3.3.1; ``PADDLE_WHITE`` and
-``PADDLE_BLACK`` are the lists in ``paddle/amp/amp_lists.py`` of that version, as far as a family has them. Families that
-are missing here are not operations of their own in Paddle.
+An operation has up to two names: that of the function in ``paddle._C_ops``, and the one under which ``paddle.amp`` lists it
+if that differs (``matmul`` is ``matmul_v2`` there). The second column is what
+``paddle.amp.debugging.collect_operator_stats`` prints for a call, from Paddle 3.3.1; ``PADDLE_WHITE`` and
+``PADDLE_BLACK`` are the lists in ``paddle/amp/amp_lists.py`` of that version, as far as a family contains them. Families that
+are missing here are not separate operations in Paddle.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ AMP_NAMES = {
     "bicubic_interp": "bicubic_interp_v2",
     "trilinear_interp": "trilinear_interp_v2",
 }
-"""What ``paddle.amp`` calls an operation where that is not its name in ``paddle._C_ops``."""
+"""Names of operations in ``paddle.amp`` if they differ from those in ``paddle._C_ops``."""
 
 OPERATORS = {
     "__matmul__": "matmul",
@@ -92,7 +92,7 @@ OPERATORS = {
     "__truediv__": "divide",
     "__pow__": "elementwise_pow",
 }
-"""Operators of ``paddle.Tensor``, which do not go through ``paddle._C_ops``, with the operation that each stands for."""
+"""Operators of ``paddle.Tensor`` that bypass ``paddle._C_ops``, with the operation that each performs."""
 
 PADDLE_WHITE = _names("conv2d einsum matmul_v2 linear_v2 flash_attn")
 PADDLE_BLACK = _names(
@@ -104,17 +104,17 @@ PADDLE_BLACK = _names(
 
 _UNLISTED: Precision = "follow"
 _LOSSES = ("loss", "binary_cross_entropy", "sum", "mean")
-"""Families that a loss in Paddle is made of: its gradient begins as large as the loss scale, which FP16 may not hold."""
+"""Families that make up a loss in Paddle: its gradient starts as large as the loss scale, which may exceed FP16."""
 _NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 
 
 def amp_name(op: str) -> str:
-    """Return the name by which ``paddle.amp`` lists the operation ``op`` of ``paddle._C_ops``."""
+    """Return the name under which ``paddle.amp`` lists the operation ``op`` of ``paddle._C_ops``."""
     return AMP_NAMES.get(op, op)
 
 
 def listed_by(name: str) -> tuple[str, ...]:
-    """Return the operations of ``paddle._C_ops`` that a user's name of a family or an operation stands for, none where Paddle has none."""
+    """Return the operations of ``paddle._C_ops`` for a user's name of a family or an operation, none if Paddle has none."""
     if name in OPS:
         return OPS[name]
     return tuple(op for ops in OPS.values() for op in ops if op == name)
@@ -139,7 +139,7 @@ def _paddles_own(op: str) -> Precision:
 
 
 def custom_lists(policy: Policy) -> tuple[list[str], list[str]]:
-    """Return what ``policy`` adds to Paddle's white list, and what to its black list, sorted, in the names of ``paddle.amp``."""
+    """Return what ``policy`` adds to Paddle's white list and to its black list, sorted, by the names of ``paddle.amp``."""
     chosen = precisions(policy)
     white = {amp_name(op) for op, precision in chosen.items() if precision == "lower"}
     black = {amp_name(op) for op, precision in chosen.items() if precision == "fp32"}
@@ -147,15 +147,15 @@ def custom_lists(policy: Policy) -> tuple[list[str], list[str]]:
 
 
 def unknown_to_paddle(policy: Policy) -> list[tuple[str, str]]:
-    """Return the lists' names and the user's names in them that no operation of Paddle stands for."""
+    """Return the user's names that no operation of Paddle matches, each with the name of its list."""
     named = [(lst, name) for lst in oplists.USER_LISTS for name in getattr(policy, lst)]
     return [(lst, name) for lst, name in named if not listed_by(name)]
 
 
 def for_scripts(policy: Policy) -> Policy:
-    """Return ``policy`` as it is applied to a script whose parameters stay its own FP32 ones: by operations.
+    """Return ``policy`` as applied to a script, which keeps its own FP32 parameters: by operations.
 
-    A model that is cast becomes lists under which everything runs in 16 bits but losses and, where the policy says so, norms.
+    A policy that casts the model becomes lists under which everything runs in 16 bits but losses and, if the policy says so, norms.
     """
     if policy.casting != "model":
         return policy

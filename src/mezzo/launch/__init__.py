@@ -1,1 +1,1 @@
-"""Run somebody's training script in a child process, under a policy."""
+"""Run a user's training script in a child process, under a policy."""

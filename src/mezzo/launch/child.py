@@ -1,7 +1,7 @@
 """The child process: run one script under one policy and write one record, whatever the script does.
 
-Called as ``python -m mezzo.launch.child REQUEST``. The script sees what it would see under ``python``:
-``__main__``, ``sys.argv``, ``sys.path[0]``, its own exit code. Its traceback begins at its own first line.
+Called as ``python -m mezzo.launch.child REQUEST``. The script sees the same ``__main__``, ``sys.argv`` and ``sys.path[0]`` as
+under ``python``, and its exit code is kept. Its traceback begins at its own first line.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     """Run the script of the request in ``argv`` and return the exit code.
 
     Args:
-        argv: the request, as ``Request.packed`` gives it.
-        unheeded: tells, at the end, which of the script's settings came too late to be heeded.
+        argv: the request, as returned by ``Request.packed``.
+        unheeded: returns, at the end, the script's settings that came too late to take effect.
     """
     request = Request.unpacked(argv[0])
-    process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the folder
+    process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
     shell = surroundings()
     with interrupts_kill():
         train = training_in(request.framework)
@@ -55,7 +55,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         exit_code, error = _run_script(request, reader)
-        if os.getpid() != process:  # a fork of the script ended here: the record is not its own to write
+        if os.getpid() != process:  # a process forked by the script ended here: only its parent writes the record
             return exit_code
         exit_code, error = _guarded(training.close_update, before=(exit_code, error))
         num_steps, observer = training.num_updates, training.observer
@@ -77,7 +77,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             environment=training.environment().model_copy(update=shell),
             steps=training.steps(),
             memory=training.memory(),
-            effective=_with(training.effective(), [*_stands_in(request), *unheeded()]),
+            effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded()]),
             metric=reader.metric() if reader else None,
             findings=training.findings(),
             files_read=files.found,
@@ -93,12 +93,12 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         print(f"mezzo: {_in_one_line(record.findings)}", file=sys.stderr)
     signalled = isinstance(error, EndedBySignal)
     if signalled or (observer is not None and any(t.daemon for t in threading.enumerate())):
-        _leave_at_once(exit_code, tidily=not signalled)
+        _exit_at_once(exit_code, tidily=not signalled)
     return exit_code
 
 
 def _in_one_line(findings: list[Finding]) -> str:
-    """Return the gravest finding, and which others there are."""
+    """Return the gravest finding and the codes of the others."""
     first = findings[0]
     where = ", ".join([*(Path(line).name for line in first.lines[:1]), f"step {first.step}"])
     others = f"; also {', '.join(f.code for f in findings[1:])}" if len(findings) > 1 else ""
@@ -109,18 +109,18 @@ def _with(effective: Effective, more: list[Reason]) -> Effective:
     return effective.model_copy(update={"left_alone": [*effective.left_alone, *more]})
 
 
-def _stands_in(request: Request) -> list[Reason]:
+def _stand_in_reasons(request: Request) -> list[Reason]:
     return [] if request.stand_in is None else [request.stand_in.reason]
 
 
-def _leave_at_once(exit_code: int, *, tidily: bool) -> None:
-    """End the process without python's own end, which a signal does not wait for either.
+def _exit_at_once(exit_code: int, *, tidily: bool) -> None:
+    """End the process without Python's own shutdown, as a signal would.
 
-    Nor can a script that an observer ended early have it: with its daemon threads still running, it would abort in native code.
+    A script that an observer ended early needs this, too: with daemon threads running, Python's shutdown would abort in native code.
 
     Args:
-        exit_code: the process's.
-        tidily: whether to call what the script has registered for the end.
+        exit_code: the exit code of the process.
+        tidily: whether to run the script's ``atexit`` functions.
     """
     if tidily:
         atexit._run_exitfuncs()
@@ -162,15 +162,15 @@ def _execute(request: Request) -> None:
 
 
 def _wait_for_threads() -> None:
-    """Wait for the threads that python would wait for: a script may train in one."""
-    pooled = concurrent.futures.thread._threads_queues  # idle workers wait for python's end themselves
+    """Wait for the threads that Python would wait for: a script may train in one."""
+    pooled = concurrent.futures.thread._threads_queues  # idle workers themselves wait for Python's shutdown
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon and thread not in pooled:
             thread.join()
 
 
 def _guarded(action: Callable[[], None], *, before: Ending = (0, None)) -> Ending:
-    """Run somebody's code; return the exit code that python would give and the error that ended it, the earlier ones first."""
+    """Run the script's code; return the exit code that Python would give and the error that ended it, an earlier one first."""
     ending: Ending = (0, None)
     try:
         action()
@@ -193,7 +193,7 @@ def _exit_code(leaving: SystemExit) -> int:
     if leaving.code is None:
         return 0
     if isinstance(leaving.code, int):
-        return leaving.code & 0xFF  # what the system makes of it
+        return leaving.code & 0xFF  # as the system truncates it
     print(leaving.code, file=sys.stderr)
     return 1
 
@@ -219,13 +219,13 @@ _TRAINS_BY: dict[Framework, tuple[str, str]] = {
     "keras": ("applied gradients by a Keras optimizer", "TensorFlow's own optimizers are not seen"),
     "paddle": ("called backward()", "static graphs are not seen"),
 }
-"""What makes a training step in a framework, and what does but is not seen."""
+"""What makes a training step in a framework, and what makes one that is not seen."""
 
 
 def _too_short(request: Request, num_steps: int) -> ScriptError:
     steps = () if request.observe is None else request.observe.steps
     return ScriptError(
-        f"{request.target} ended after {num_steps} training step{'s' * (num_steps != 1)}; the steps to watch are {step_text(steps)}",
+        f"{request.target} ended after {num_steps} training step{'s' * (num_steps != 1)}; the steps to observe are {step_text(steps)}",
         hint=f"pass numbers from 1 to {num_steps} with --steps, or arguments that make the script train longer",
     )
 

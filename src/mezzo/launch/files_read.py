@@ -1,12 +1,12 @@
-"""Note which files a script reads that were written after the comparison began and before its own run began.
+"""Record which files a script reads that were written after the comparison began and before its own run began.
 
-A run that goes on from another run's checkpoint is no run of its own. What runs write need not be watched: a file's time of modification,
-which survives renaming, tells in which run it was written. So an audit hook looks at files that are opened for reading, at one ``stat``
-a path. Libraries that open files in native code are not heard by it: safetensors, HDF5, TensorFlow and TorchScript are
-wrapped. Processes that the script starts are not watched.
+A run that resumes from another run's checkpoint is not independent. Writes need not be watched: a file's modification time,
+which survives renaming, shows in which run it was written. So an audit hook inspects files that are opened for reading, at one ``stat``
+per path. The hook does not see libraries that open files in native code: safetensors, HDF5, TensorFlow and TorchScript are
+wrapped instead. Processes that the script starts are not watched.
 
-Left out are Python's own files and caches that hold no training: byte code, packages, compiled kernels, a user's cache folder, and the
-data bases of trackers.
+Python's own files and caches without training are left out: byte code, packages, compiled kernels, the user's cache folder, and the
+databases of trackers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mezzo.launch.patches import Patches
 from mezzo.records import FILE_CLOCK_TICK_S, FileRead
 
 _MAX_PATHS = 100_000
-"""Paths that are remembered as looked at: a data set may have millions."""
+"""Most paths remembered as inspected: a data set may have millions."""
 _MAX_FOUND = 100
 _CACHES = (
     "TORCHINDUCTOR_CACHE_DIR",
@@ -44,10 +44,10 @@ _CARRIES_NO_TRAINING = re.compile(
 
 
 class FilesRead:
-    """The files that were read."""
+    """The files that a run has read."""
 
     def __init__(self, *, since_s: float, before_s: float) -> None:
-        """Begin; both are Unix times: when the comparison began, and this run."""
+        """Begin; both are Unix times: the start of the comparison and of this run."""
         self._since_s, self._before_s = since_s, before_s
         self._seen: set[str] = set()
         self._found: dict[str, float] = {}
@@ -58,7 +58,7 @@ class FilesRead:
         return [FileRead(path=path, written_at_s=written) for path, written in self._found.items()]
 
     def read(self, file: Any) -> None:
-        """Look at a file that is about to be read; does nothing with what is no path of a file."""
+        """Inspect a file that is about to be read; ignore anything that is not the path of a file."""
         try:
             path = os.path.abspath(os.fsdecode(file))
             if path in self._seen:
@@ -67,7 +67,7 @@ class FilesRead:
                 self._seen.clear()
             self._seen.add(path)
             status = os.stat(path)
-        except (OSError, TypeError, ValueError):  # it is not there, a number, or a stream: the script's own affair
+        except (OSError, TypeError, ValueError):  # missing, a number, or a stream: the script's own business
             return
         if self._is_earlier_runs(status) and len(self._found) < _MAX_FOUND and not _is_cache(path):
             self._found[path] = status.st_mtime
@@ -78,7 +78,7 @@ class FilesRead:
         written = status.st_mtime
         coarse = written == int(
             written
-        )  # a file system that keeps whole seconds, or two: it was written up to so much later
+        )  # a file system with a resolution of one or two seconds: the file may have been written that much later
         begins = self._since_s - (2.0 if coarse else FILE_CLOCK_TICK_S)
         return begins <= written < (int(self._before_s) if coarse else self._before_s)
 
@@ -102,7 +102,7 @@ _hooked = False
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    """Hear what Python opens; an audit hook cannot be taken away, so it asks first whether anybody watches."""
+    """Record the files that Python opens; an audit hook cannot be removed, so it first checks whether a recorder is active."""
     watching = _watching
     if watching is None:
         return
@@ -116,7 +116,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def files_read(since_s: float | None) -> Iterator[FilesRead]:
-    """Note the files that the code inside reads and that were written since a Unix time; None notes none."""
+    """Record the files that the code inside reads and that were written since a Unix time; None records none."""
     global _watching, _hooked
     files = FilesRead(since_s=0.0 if since_s is None else since_s, before_s=time.time())
     if since_s is None:
@@ -140,7 +140,7 @@ def files_read(since_s: float | None) -> Iterator[FilesRead]:
 
 
 def _reading(files: FilesRead, *, place: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return how to wrap a function that reads the file named by its argument at ``place``."""
+    """Return a wrapper for functions that read the file named by their argument at ``place``."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

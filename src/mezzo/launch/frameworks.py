@@ -1,8 +1,8 @@
-"""Which framework a script trains in, and what each one offers to the process that runs the script.
+"""Which framework a script trains in, and the interface of each framework to the process that runs the script.
 
-The framework is found from what the script's own files import, read without running them. PyTorch, unless they import
-Keras (on whichever backend) or PaddlePaddle: torch is also Keras' backend and the others' data loader, and TensorFlow
-without Keras is often there for its data sets or its summaries. A framework that is imported under a computed name is
+The framework is found from the imports of the script's own files, read without running them. It is PyTorch, unless they import
+Keras (on any backend) or PaddlePaddle: torch is also Keras' backend and the others' data loader, and TensorFlow
+without Keras is often imported only for its data sets or summaries. A framework imported under a computed name is
 not found. Imports neither torch nor any other framework.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Framework = Literal["torch", "keras", "paddle"]
 
 MAX_FILES = 200
-"""Files of a script's own that are read at most: a large project names its framework in the first ones."""
+"""Most files of a script that are read: a large project names its framework in the first ones."""
 
 
 class Training(Protocol):
@@ -40,29 +40,29 @@ class Training(Protocol):
 
     @property
     def num_updates(self) -> int:
-        """Return how many updates were made, skipped ones and the open one included."""
+        """Return the number of updates, including skipped ones and the open one."""
 
     @property
     def observer(self) -> Observer | None:
-        """Return the observer of the training; None where it is only recorded."""
+        """Return the observer of the training; None if it is only recorded."""
 
     def close_update(self) -> None:
         """Close the update that is open when the script has ended."""
 
     def steps(self) -> Steps:
-        """Return what every step showed."""
+        """Return the record of every step."""
 
     def memory(self) -> Memory:
         """Return the bytes of a step."""
 
     def effective(self) -> Effective:
-        """Return what really ran in which format, and what could not be switched."""
+        """Return what really ran in which format, and what was left alone."""
 
     def findings(self) -> list[Finding]:
-        """Return misuse of the script's own mixed precision; nothing where the framework's is not watched."""
+        """Return misuse of the script's own mixed precision; empty if it is not checked in this framework."""
 
     def explanation(self) -> list[Reason]:
-        """Return what the policy does in this framework on this device, with reasons; nothing for ``as-is``."""
+        """Return what the policy does in this framework on this device, with reasons; empty for ``as-is``."""
 
     def environment(self) -> Environment:
         """Return the machine and the versions."""
@@ -78,7 +78,7 @@ class Switch(Protocol):
 
 
 def training_in(framework: Framework) -> Switch:
-    """Return how to train in ``framework``; imports that framework."""
+    """Return the context that trains in ``framework``; imports that framework."""
     switch: Switch = importlib.import_module(f"mezzo.launch.{framework}").training
     return switch
 
@@ -101,7 +101,7 @@ def names_imported(target: str, *, kind: Literal["script", "module"]) -> set[str
 
 
 def needs(package: str, target: str, *, kind: Literal["script", "module"]) -> Literal["no", "perhaps", "surely"]:
-    """Return whether a script imports a package, whatever else it does, and has no way around an ImportError."""
+    """Return whether a script is sure to import a package, with no way around an ImportError."""
     trees = [tree for _, tree in _own_files(_path_of(target, kind))]
     if any(_imports(tree, package, whenever=False) for tree in trees):
         return "surely"
@@ -115,7 +115,7 @@ def own_sources(target: str, *, kind: Literal["script", "module"]) -> Iterator[s
 
 
 def spec_of(module: str) -> ModuleSpec | None:
-    """Return where python would find a module from this folder, None for nowhere; runs no code of its packages."""
+    """Return where Python would find a module from this folder, None for nowhere; runs no code of its packages."""
     first, *below = module.split(".")
     if not first or not all(below):
         return None
@@ -155,7 +155,7 @@ def _own_files(script: Path | None) -> Iterator[tuple[bytes, ast.AST]]:
         try:
             source = path.read_bytes()
             tree = ast.parse(source)
-        except (OSError, SyntaxError, ValueError):  # the script's own error, which it meets when it is run
+        except (OSError, SyntaxError, ValueError):  # the script's own error, which appears when it runs
             continue
         yield source, tree
         for name in _imports_of(tree):

@@ -1,7 +1,7 @@
-"""Do something as soon as a package has been imported, by whoever imports it.
+"""Run an action as soon as a package has been imported, by any code.
 
 A script chooses Keras' backend before it imports Keras (``os.environ["KERAS_BACKEND"] = "torch"``) and sets TensorFlow's
-devices before they are used. So neither is imported ahead of the script; nor is a library that it may never need.
+devices before they are used. So neither is imported before the script does so, nor is a library that it may never need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mezzo.launch.patches import Patches
 
 
 def after_import(name: str, action: Callable[[], None], patches: Patches) -> None:
-    """Call ``action`` once the package ``name`` has been imported: now if it has been, never if it is not until ``patches`` are undone."""
+    """Call ``action`` once the package ``name`` has been imported: now if it already has, never after ``patches`` are undone."""
     if name in sys.modules:
         action()
         return
@@ -38,7 +38,7 @@ class _Finder(MetaPathFinder):
         """Return the spec of the package, with its loader wrapped."""
         if fullname != self._name:
             return None
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]  # one of them may wait for the same package
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another may wait for the same package
         specs = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
@@ -47,7 +47,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Load as another loader does, then act."""
+    """A loader that wraps another, then runs the action."""
 
     def __init__(self, loader: Any, action: Callable[[], None]) -> None:
         self._loader, self._action = loader, action
@@ -58,7 +58,7 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module's code, then act, once."""
+        """Run the module's code, then the action, once."""
         self._loader.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader

@@ -1,4 +1,4 @@
-"""Find what a script calls the model that an optimizer trains, among the variables at hand where the optimizer is made.
+"""Find the script's name for the model that an optimizer trains, among the variables in scope where the optimizer is made.
 
 That is the smallest model that holds all of its parameters: ``generator`` of ``Adam(generator.parameters())``, or of ``self.generator``.
 """
@@ -13,21 +13,21 @@ from typing import Any
 
 _MAX_FRAMES = 4
 _USES_COPY = {"locals", "vars", "exec", "eval"}
-"""A function that calls one of these may hold the copy of its variables that a frame makes before Python 3.13."""
+"""A function that calls one of these may use the copy of its variables that a frame makes before Python 3.13."""
 
 
 def name_at_hand(parameters: set[int], kind: type, *, libraries: tuple[str, ...]) -> str | None:
-    """Return the name of a model with certain parameters, in the frames that called this function; None where there is none.
+    """Return the name of a model with the given parameters in the calling frames; None if there is none.
 
     Args:
         parameters: their identities.
         kind: the class of models.
-        libraries: packages whose frames are passed over.
+        libraries: packages whose frames are skipped.
     """
-    frame, looked = sys._getframe(1), 0
-    while frame is not None and looked < _MAX_FRAMES:
+    frame, num_frames = sys._getframe(1), 0
+    while frame is not None and num_frames < _MAX_FRAMES:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in libraries:
-            looked += 1
+            num_frames += 1
             sizes = _sizes_of_models(frame, kind, holding=parameters)
             if sizes:
                 return min(sizes, key=lambda found: found[0])[1]
@@ -36,7 +36,7 @@ def name_at_hand(parameters: set[int], kind: type, *, libraries: tuple[str, ...]
 
 
 def _sizes_of_models(frame: FrameType, kind: type, *, holding: set[int]) -> list[tuple[int, str]]:
-    """Return the number of parameters and the name of each model among a frame's variables that holds certain parameters."""
+    """Return the number of parameters and the name of each model in a frame that holds the given parameters."""
     copied = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
     if copied and not _USES_COPY.isdisjoint(frame.f_code.co_names):
         return []
@@ -46,7 +46,7 @@ def _sizes_of_models(frame: FrameType, kind: type, *, holding: set[int]) -> list
         for name, model in _models_at_hand(variables, kind)
         if holding <= (held := set(map(id, model.parameters())))
     ]
-    if copied:  # the frame keeps the copy, and so would keep alive what the script lets go
+    if copied:  # the frame keeps the copy, which would keep alive what the script releases
         variables.clear()
     return sizes
 

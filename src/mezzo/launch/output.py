@@ -1,4 +1,4 @@
-"""Read a metric from what a script prints, while it prints."""
+"""Read a metric from a script's output while it runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, TextIO
 from mezzo.records import Metric
 
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
-"""What colours text or moves the cursor, and other characters that no one sees."""
+"""Escape sequences for colours and the cursor, and other invisible characters."""
 _NOT_FINITE = re.compile(r"(?<![\w.])[+-]?(?:nan|inf(?:inity)?)(?![\w.])", re.IGNORECASE)
 _GOES_ON = re.compile(r"[eE][+-]?\d+|(?:,\d+)+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-"""What may follow digits and belong to the same number: an exponent, or groups after commas."""
+"""The possible rest of a number after its digits: an exponent, or groups after commas."""
 _IN_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?(?:[eE][+-]?\d+)?")
 _SHOWN = 40
 
@@ -25,7 +25,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""The parts of a regular expression: those that stand for no character, a capturing group, any of several characters, one character."""
+"""The parts of a regular expression: those that match no character, a capturing group, one of several characters, one character."""
 
 
 class MetricReader:
@@ -40,10 +40,8 @@ class MetricReader:
         self._text: str | None = None
 
     def line(self, text: str) -> None:
-        """Look at one line of output."""
-        found = [*self._found(_CONTROLS.sub("", text))] or [
-            *self._found(text)
-        ]  # a pattern may name the codes of a colour
+        """Read one line of output."""
+        found = [*self._found(_CONTROLS.sub("", text))] or [*self._found(text)]  # a pattern may contain colour codes
         for number, rest in found:
             try:
                 value = _value_of(number)
@@ -56,7 +54,7 @@ class MetricReader:
             self._values.append(value)
 
     def _found(self, line: str) -> Iterator[tuple[str, str]]:
-        """Yield what the pattern's first group matches, and what follows; a pattern of digits also meets ``nan`` and ``inf``."""
+        """Yield each match of the pattern's first group with the text after it; a pattern of digits also matches ``nan`` and ``inf``."""
         words = {found.start(): found for found in _NOT_FINITE.finditer(line)}
         digits = _NOT_FINITE.sub(lambda found: "0." + "0" * (len(found.group()) - 2), line)
         for match in self._compiled.finditer(digits):
@@ -66,7 +64,7 @@ class MetricReader:
                 yield number, line[start + len(number) :]
 
     def metric(self) -> Metric:
-        """Return what was found."""
+        """Return the metric found so far."""
         return Metric(
             name=name_of(self._pattern),
             pattern=self._pattern,
@@ -78,7 +76,7 @@ class MetricReader:
 
 
 def whole_number(line: str, start: int, end: int) -> str:
-    """Return what a group matched in ``line``, with the rest of the number where the pattern cuts it: ``1.2`` of ``1.2e-05``."""
+    """Return what a group matched in ``line``, with the rest of the number if the pattern cut it: ``1.2`` of ``1.2e-05``."""
     found, rest = line[start:end], _GOES_ON.match(line, end)
     if rest is None or not re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)", found):
         return found
@@ -88,7 +86,7 @@ def whole_number(line: str, start: int, end: int) -> str:
 
 
 def _value_of(number: str) -> float:
-    """Return a number as it was printed; a comma that groups no thousands makes it none."""
+    """Return the value of a printed number; with a comma that does not group thousands it is not a number."""
     plain = number.strip().removesuffix("%")
     return float(plain.replace(",", "") if _IN_THOUSANDS.fullmatch(plain) else plain)
 
@@ -108,7 +106,7 @@ def name_of(pattern: str) -> str:
 
 
 class MetricStream:
-    """A text stream that passes everything on and shows every whole line to a reader."""
+    """A text stream that forwards everything and passes every whole line to a reader."""
 
     def __init__(self, stream: TextIO, line: Callable[[str], None]) -> None:
         self._stream, self._line = stream, line
@@ -127,7 +125,7 @@ class MetricStream:
             self.write(text)
 
     def finish(self) -> None:
-        """Show the last line to the reader, ended or not."""
+        """Pass the last line to the reader, even without a line end."""
         self._line(self._open)
         self._open = ""
 

@@ -1,4 +1,4 @@
-"""Replace attributes of other people's modules, and put every one of them back."""
+"""Replace attributes of other packages, and restore every one of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Patches:
-    """Remember what was replaced; ``undo`` restores it in reverse order."""
+    """A list of replaced attributes; ``undo`` restores them in reverse order."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
@@ -17,7 +17,7 @@ class Patches:
         own = name in vars(owner)
         old = vars(owner)[name] if own else getattr(owner, name)
         setattr(owner, name, new)
-        # Some of torch's settings are computed attributes: they were set without becoming the owner's own.
+        # Some of torch's settings are computed attributes: setting them does not put them into the owner's ``__dict__``.
         inherited = not own and name in vars(owner)
         self._undo.append(lambda: delattr(owner, name) if inherited else setattr(owner, name, old))
 
@@ -30,6 +30,6 @@ class Patches:
         self._undo.append(action)
 
     def undo(self) -> None:
-        """Put everything back, the last replacement first."""
+        """Restore everything, the last replacement first."""
         while self._undo:
             self._undo.pop()()

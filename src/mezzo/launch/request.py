@@ -1,4 +1,4 @@
-"""What the parent asks of the child process that runs a script: one value, passed as JSON."""
+"""The parent's request to the child process that runs a script: one value, passed as JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mezzo.records import AS_IS, Reason
 
 _IN = "@"
 WITHOUT_AMP = "--without-amp"
-"""Tells the stand-in for Apex that a policy replaces ``apex.amp``."""
+"""Environment variable that tells the stand-in for Apex that a policy replaces ``apex.amp``."""
 _LONGEST = 100_000
-"""Linux allows 131072 bytes a word; a script may be given the names of thousands of files."""
+"""Linux allows 131072 bytes per word; a script may be given the names of thousands of files."""
 
 
 def policy_text(policy: Policy | None) -> str:
@@ -29,15 +29,15 @@ def _read(value: Policy | str | None) -> Policy | None:
 
 
 class StandIn(BaseModel):
-    """A module that runs the script in place of python, with a package put in place that is not installed."""
+    """A module that runs the script and provides a package that is not installed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     module: str
     options: tuple[str, ...]
-    """What stands before the script's name."""
+    """The words before the script's name."""
     reason: Reason
-    """For the record."""
+    """The entry for the record."""
 
 
 class Request(BaseModel):
@@ -59,16 +59,16 @@ class Request(BaseModel):
     """Regular expression whose first group is a number in the script's output."""
     record_path: str
     command: tuple[str, ...]
-    """What the person typed, for the record."""
+    """The command line that was typed, for the record."""
     observe: AnySettings | None = None
-    """What to watch for; the record is then of that kind. None: train and record the steps."""
+    """Settings of the observer, which determine the kind of record. None: train and record the steps."""
     compared_since_s: float | None = None
-    """Unix time at which the comparison began that the run is part of, to note what it reads of other runs; None: it is part of none."""
+    """Unix time at which the run's comparison began, to record what it reads of other runs; None if it is part of none."""
     output_to_stderr: bool = False
-    """Whether the script's standard output goes to standard error, because ours is JSON."""
+    """Whether the script's standard output goes to standard error, because the command's own is JSON."""
 
     def packed(self) -> str:
-        """Return the request as one command-line word: as JSON, or as the name of a file if it is too long for the system."""
+        """Return the request as one command-line word: JSON, or the name of a file if that is too long for the system."""
         text = self.model_dump_json()
         if len(text) <= _LONGEST:
             return text
@@ -77,7 +77,7 @@ class Request(BaseModel):
 
     @classmethod
     def unpacked(cls, word: str) -> Request:
-        """Return the request of such a word."""
+        """Return the request that ``word`` contains or names."""
         text = Path(word.removeprefix(_IN)).read_text(encoding="utf-8") if word.startswith(_IN) else word
         return cls.model_validate_json(text)
 

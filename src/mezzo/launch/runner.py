@@ -1,7 +1,7 @@
-"""Run somebody's script in a child process and bring back its record, its output, its exit code.
+"""Run a user's script in a child process and return its record, its output and its exit code.
 
-The child is the person's own python with the person's own environment. Its output goes where ours goes, byte for
-byte, or to a file. Signals reach it, and what it had learned by then is in its record. A child that dies without
+The child is the user's own Python with the user's own environment. Its output goes where ours goes, byte for
+byte, or to a file. Signals reach it, and its record then contains everything up to that point. A child that dies without
 writing one (a crash in native code, a kill) gets a record that says so. Imports no torch.
 """
 
@@ -25,13 +25,13 @@ from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
 from mezzo.records import AnyRecord, RunRecord, read_record, write_record
 
-_STANDARD_ERROR = 2  # the file descriptor: also for what a script's own child processes print
+_STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes print there, too
 _STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
 
 
 @contextmanager
 def several_runs() -> Iterator[None]:
-    """Let the runs of PyTorch scripts inside share their imports, where the system can fork; say on standard error why, if they cannot."""
+    """Let the runs of PyTorch scripts inside share their imports, if the system can fork; if not, print the reason to standard error."""
     if sys.platform != "linux":  # elsewhere, native libraries do not survive a fork
         yield
         return
@@ -43,7 +43,7 @@ def several_runs() -> Iterator[None]:
     finally:
         _STARTER.reset(token)
         starter.close()
-        if starter.why_afresh is not None and not stop.heard:
+        if starter.why_afresh is not None and not stop.stopped:
             print(f"mezzo: runs imported PyTorch anew: {starter.why_afresh}", file=sys.stderr)
 
 
@@ -52,8 +52,8 @@ def run_child(request: Request, *, output: Path | None = None, limit_s: float | 
 
     Args:
         request: what to run, and where the child writes the record.
-        output: a file for what the script prints; None passes it through.
-        limit_s: seconds after which the script is stopped; None for as long as it takes.
+        output: a file for the script's output; None passes it through.
+        limit_s: seconds after which the script is stopped; None for no limit.
     """
     record = diagnose_child(request, output=output, limit_s=limit_s)
     assert isinstance(record, RunRecord)
@@ -63,15 +63,15 @@ def run_child(request: Request, *, output: Path | None = None, limit_s: float | 
 def diagnose_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> AnyRecord:
     """Run the script of ``request`` and return its record, of the kind that ``request.observe`` asks for.
 
-    That of a child that died is the record of a run. The arguments are those of ``run_child``.
+    A child that died gets a run's record. The arguments are those of ``run_child``.
 
     Raises:
-        ScriptError: the script trains in a framework that is not watched.
+        ScriptError: the script trains in a framework that observers do not support.
     """
     if request.observe is not None and request.framework != "torch":
         raise ScriptError(
-            f"mezzo {request.observe.kind} watches PyTorch's operations; {request.target} imports {request.framework}",
-            hint="mezzo run and mezzo compare take such a script",
+            f"mezzo {request.observe.kind} observes PyTorch's operations; {request.target} imports {request.framework}",
+            hint="mezzo run and mezzo compare accept such a script",
         )
     path = Path(request.record_path)
     with stoppable() as stop:
@@ -91,16 +91,16 @@ def diagnose_child(request: Request, *, output: Path | None = None, limit_s: flo
 
 
 def _run(request: Request, output: Path | None, limit_s: float | None, stop: Stop) -> tuple[int, str]:
-    """Run the child to its end; return the exit code, and why there is no record, for a record that says so."""
+    """Run the child to its end; return the exit code, and the reason to record if the child wrote no record."""
     with _sink(output) as sink:
         process = _started(request, sink)
         with stop.passing_to(process):
             stopped, returned = _wait(process, limit_s)
     request.file.unlink(missing_ok=True)
-    if stop.heard:
+    if stop.stopped:
         return stop.exit_code, f"stopped by {stop.name} before it could write a record"
     if stopped:
-        return 128 - returned, f"it was stopped after its limit of {limit_s:g} s"
+        return 128 - returned, f"it was stopped at its limit of {limit_s:g} s"
     how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
     why = f"the process died with {how} before it could write a record"
     return 128 - returned if returned < 0 else returned or 1, why
@@ -118,11 +118,11 @@ def _started(request: Request, sink: IO[bytes] | None) -> Process:
 
 
 def _wait(process: Process, limit_s: float | None) -> tuple[bool, int]:
-    """Wait for the child; return whether it was stopped at the limit, and what it returned."""
+    """Wait for the child; return whether it was stopped at the limit, and its return code."""
     try:
         return False, process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        process.kill()  # a framework that hangs in native code hears no other signal
+        process.kill()  # a framework that hangs in native code reacts to no other signal
         return True, process.wait()
 
 

@@ -1,7 +1,7 @@
-"""Hold a learning rate schedule where an update was skipped.
+"""Hold a learning rate schedule when an update is skipped.
 
-A scheduler waits when the one update since its last step was skipped: that holds a schedule stepped every update, and never
-one stepped every epoch. Imports no framework: schedulers of all of them have a ``step``.
+A scheduler waits if the only update since its last step was skipped: this holds a schedule that steps every update, and never
+one that steps every epoch. Imports no framework: schedulers of all of them have a ``step``.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from mezzo.launch.patches import Patches
 
 
 class ScriptSchedules:
-    """The schedulers of a script, and which of them are to wait."""
+    """The schedulers of a script, some of which have to wait."""
 
     def __init__(
-        self, updates_of: Callable[[Any], tuple[int, int]], *, hear: Callable[[Any], None] = lambda _: None
+        self, updates_of: Callable[[Any], tuple[int, int]], *, on_step: Callable[[Any], None] = lambda _: None
     ) -> None:
-        """Begin.
+        """Create an empty list of schedulers.
 
         Args:
-            updates_of: returns how many updates a scheduler's optimizer has made, skipped ones included, and how many were skipped.
-            hear: told of every scheduler that the script steps.
+            updates_of: returns the updates of a scheduler's optimizer, including skipped ones, and how many of them were skipped.
+            on_step: called with every scheduler that the script steps.
         """
-        self._updates_of, self._hear = updates_of, hear
+        self._updates_of, self._on_step = updates_of, on_step
         self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-        """What ``updates_of`` returned at a scheduler's last step."""
+        """The result of ``updates_of`` at a scheduler's last step."""
         self._stepping = False
 
     def begin(self, scheduler: Any) -> None:
@@ -36,21 +36,21 @@ class ScriptSchedules:
         self._seen[scheduler] = self._updates_of(scheduler)
 
     def waits(self, scheduler: Any) -> bool:
-        """Return whether the one update since this was asked last for ``scheduler`` was skipped."""
+        """Return whether the only update since the last call for ``scheduler`` was skipped."""
         now, then = self._updates_of(scheduler), self._seen.get(scheduler)
         self._seen[scheduler] = now
         return then is not None and (now[0] - then[0], now[1] - then[1]) == (1, 1)
 
     def install(self, patches: Patches, base: type[Any]) -> None:
-        """Let every scheduler of ``base`` and the classes derived from it wait, until ``patches`` are undone."""
+        """Make schedulers of ``base`` and its subclasses wait at skipped updates until ``patches`` are undone."""
         for kind in dict.fromkeys(classes(base)):
             if "step" in vars(kind):
-                patches.wrap(kind, "step", self._held)
+                patches.wrap(kind, "step", self._holding)
             if "__init__" in vars(kind):
                 patches.wrap(kind, "__init__", self._constructed)
 
     def _constructed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a scheduler step while it is made: that sets the first learning rate."""
+        """Let a scheduler step while it is constructed: that sets the first learning rate."""
 
         @functools.wraps(original)
         def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -63,12 +63,12 @@ class ScriptSchedules:
 
         return init
 
-    def _held(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _holding(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._stepping:  # a chain of schedulers steps its parts, a warm-up the schedule inside it
+            if self._stepping:  # a chain of schedulers steps its parts, and a warm-up the schedule inside it
                 return original(scheduler, *args, **kwargs)
-            self._hear(scheduler)
+            self._on_step(scheduler)
             if self.waits(scheduler):
                 return None
             self._stepping = True
@@ -81,7 +81,7 @@ class ScriptSchedules:
 
 
 def classes(base: type[Any]) -> Iterator[type[Any]]:
-    """Yield ``base`` and all classes derived from it."""
+    """Yield ``base`` and all its subclasses."""
     yield base
     derived: list[type[Any]] = base.__subclasses__()
     for kind in derived:

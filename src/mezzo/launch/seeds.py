@@ -1,10 +1,10 @@
 """Shift every seed that a script sets, so that one script gives several independent runs.
 
-Seed k adds k to what the script passes to ``torch.manual_seed``, ``torch.cuda.manual_seed[_all]``,
+Seed k adds k to the values that the script passes to ``torch.manual_seed``, ``torch.cuda.manual_seed[_all]``,
 ``torch.Generator.manual_seed``, ``random.seed``, ``numpy.random.seed`` and ``numpy.random.default_rng``. Before the
-script begins the global generators get seed k, so that a script which sets none is repeatable as well. Not shifted:
-seeds that a library turns into generators by other ways (``random.Random(3)``, ``numpy.random.RandomState(3)`` and
-what scikit-learn makes of ``random_state=3``): data sets and their splits stay the same for all seeds.
+script begins, the global generators get seed k, so that a script that sets none is repeatable, too. Seeds that a library turns
+into generators in other ways are not shifted (``random.Random(3)``, ``numpy.random.RandomState(3)``, scikit-learn's
+``random_state=3``): data sets and their splits stay the same for all seeds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from mezzo.launch.patches import Patches
 
-_NAMES = ("seed", "a")  # how the functions below call their first argument
+_NAMES = ("seed", "a")  # names of the first argument of the functions below
 
 
 def shift_seeds(seed: int, patches: Patches) -> None:
@@ -28,7 +28,7 @@ def shift_seeds(seed: int, patches: Patches) -> None:
 
 
 def shift_python(seed: int, patches: Patches) -> None:
-    """Do so for Python's and NumPy's seeds."""
+    """Do the same for Python's and NumPy's seeds."""
     random.seed(seed)
     np.random.seed(seed)
     shift = Shift(seed)
@@ -37,10 +37,10 @@ def shift_python(seed: int, patches: Patches) -> None:
 
 
 def shift_torch(seed: int, patches: Patches) -> None:
-    """Do so for torch's seeds; imports torch."""
+    """Do the same for torch's seeds; imports torch."""
     import torch
 
-    # torch's class is immutable: a subclass stands in for its name.
+    # torch's class is immutable: a subclass takes over its name.
     class Generator(torch.Generator):
         def manual_seed(self, value: int) -> torch.Generator:
             return super().manual_seed(value + seed)
@@ -58,13 +58,13 @@ def shift_torch(seed: int, patches: Patches) -> None:
 
 
 class Shift:
-    """Add a number to the seed of the outermost call: ``torch.manual_seed`` calls ``torch.cuda.manual_seed_all`` itself."""
+    """A shift of the seed of the outermost call: ``torch.manual_seed`` calls ``torch.cuda.manual_seed_all`` itself."""
 
     def __init__(self, by: int) -> None:
         self._by, self._inside = by, False
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a seed function that adds the number to its first argument."""
+        """Return a seed function that adds the shift to its first argument."""
 
         @functools.wraps(original)
         def seed(*args: Any, **kwargs: Any) -> Any:

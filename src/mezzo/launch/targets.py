@@ -1,4 +1,4 @@
-"""Check before anything runs that there is a script to run, and say what to type if there is none. Imports no torch."""
+"""Check before anything runs that the target is a script that can run, and suggest what to type if not. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mezzo.launch.frameworks import spec_of
 
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*(?:\.exe)?")
 _TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-"""Python's options whose value is the next word."""
+"""Python options that take the next word as their value."""
 
 _LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node 2 --no-python",
@@ -30,33 +30,33 @@ _LAUNCHERS = {
     "mpiexec": "mpiexec -n 2",
     "srun": "srun",
 }
-"""What starts processes by itself: Mezzo runs inside each of them."""
+"""Launchers that start processes themselves: Mezzo runs inside each process."""
 
 _SKIPPED_FOLDERS = ("node_modules", "site-packages", "runs", "__pycache__")
 _DEPTH, _MAX_FILES = 3, 5000
 
 
 class Target(NamedTuple):
-    """What a person asked to run."""
+    """The target that the user asked to run."""
 
     name: str
     module: bool
     arguments: Sequence[str] = ()
     typed: Sequence[str] = ("mezzo", "run")
-    """The words of the command that stand before the name, ``-m`` excluded."""
+    """The words of the command before the name, without ``-m``."""
 
     def instead(self, *words: str, module: bool = False, arguments: Sequence[str] | None = None) -> str:
-        """Return the command with other words in place of the name."""
+        """Return the command with ``words`` in place of the name."""
         rest = self.arguments if arguments is None else arguments
         return shlex.join([*self.typed, *(["-m"] if module else []), *words, *rest])
 
 
 def check_target(target: Target) -> None:
-    """Refuse what is no script or module that python could run.
+    """Raise unless the target is a script or module that Python could run.
 
     Raises:
-        UsageError: it is not there, or is not Python.
-        SyntaxError: it is Python with an error, which python would show without running anything.
+        UsageError: it does not exist, or is not Python.
+        SyntaxError: it is Python with an error that Python would report without running anything.
     """
     if target.module:
         _check_module(target)
@@ -158,7 +158,7 @@ def _refuse_folder(target: Target) -> None:
     scripts = sorted(path for path in Path(target.name).glob("*.py") if path.name != "__init__.py")
     scripts.sort(
         key=lambda path: (path.name != "__main__.py", "train" not in path.name)
-    )  # python runs the first of these
+    )  # Python runs the first of these
     raise UsageError(
         f"{target.name} is a folder; allowed: a Python file",
         hint=f"type: {target.instead(str(scripts[0]))}" if scripts else "pass the path of the script that trains",
@@ -170,9 +170,9 @@ def _near_scripts(target: Target) -> str:
     if re.fullmatch(r"\w+(?:\.\w+)+", target.name) and path.suffix != ".py" and spec_of(target.name) is not None:
         return f"type: {target.instead(target.name, module=True)}"
     folder = path.parent if path.parent.is_dir() else Path()
-    beside = [p.name for p in folder.glob("*.py")]
+    neighbours = [p.name for p in folder.glob("*.py")]
     wanted = path.name if path.suffix else f"{path.name}.py"
-    near = get_close_matches(wanted, beside, n=1, cutoff=0.6)
+    near = get_close_matches(wanted, neighbours, n=1, cutoff=0.6)
     found = folder / near[0] if near else next((p for p in _below(Path()) if p.name == wanted), None)
     if found is None:
         return "pass the path of a Python file, or -m and the name of a module"
@@ -180,7 +180,7 @@ def _near_scripts(target: Target) -> str:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield the Python files below a folder, but not deep below, and not all of a large tree."""
+    """Yield the Python files below a folder, to a limited depth and number."""
     left = _MAX_FILES
     for place, folders, files in os.walk(folder):
         depth = len(Path(place).relative_to(folder).parts)
@@ -211,7 +211,7 @@ def _check_source(target: Target) -> None:
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself shows them
+            warnings.simplefilter("ignore")  # the run itself prints them
             tree = compile(path.read_bytes(), target.name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     except SyntaxError:
         if path.suffix == ".py":
@@ -230,5 +230,5 @@ def _check_source(target: Target) -> None:
 
 
 def show_syntax_error(error: SyntaxError) -> str:
-    """Return what python prints of a script that it cannot compile."""
+    """Return what Python prints for a script that it cannot compile."""
     return "".join(traceback.format_exception_only(error)).rstrip("\n")

@@ -1,4 +1,4 @@
-"""Show an error of somebody's script as python would have shown it: without the frames of the launcher."""
+"""Print an error of the user's script as Python would have: without the launcher's frames."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STARTERS = ("<frozen runpy>", "runpy.py")
 
 
 def print_error(error: BaseException) -> None:
-    """Print ``error`` by ``sys.excepthook``, which the script may have replaced."""
+    """Print ``error`` with ``sys.excepthook``, which the script may have replaced."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -24,7 +24,7 @@ def print_error(error: BaseException) -> None:
 
 
 def without_ours(traceback: TracebackType | None) -> TracebackType | None:
-    """Return ``traceback`` without frames of this package, and without what started the script."""
+    """Return ``traceback`` without the frames of this package and of the code that started the script."""
     entries: list[TracebackType] = []
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename

@@ -1,8 +1,8 @@
-"""Tell the losses of one script apart: a GAN's two, an actor's and a critic's.
+"""Separate the losses of one script: those of a GAN, or of an actor and a critic.
 
-A loss belongs to the optimizers that step after its backward pass. Where several backward passes come before an update that several
-optimizers make, each pass belongs to those of them whose parameters it reaches. Losses are told apart only where they alternate:
-models that are trained one after the other, or an optimizer that steps less often than another after the same passes, make one loss.
+A loss belongs to the optimizers that step after its backward pass. If several backward passes precede an update by several
+optimizers, each pass belongs to those of them whose parameters it reaches. Losses are separated only if they alternate:
+models that are trained one after the other, or an optimizer that steps less often than another after the same passes, give one loss.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Generic, TypeVar
 Owners = frozenset[int]
 """Optimizers, by number."""
 V = TypeVar("V")
-"""What a loss is while a script runs: a tensor on its device, a framework's scalars."""
+"""The type of a loss while a script runs: a tensor on its device, or a framework's scalars."""
 
 
 class LossesApart(Generic[V]):
-    """Losses by the optimizers that they belong to."""
+    """Losses by the optimizers to which they belong."""
 
     def __init__(self, plus: Callable[[V, V], V]) -> None:
-        """Begin; ``plus`` adds two losses."""
+        """Create an empty record; ``plus`` adds two losses."""
         self._plus = plus
         self._open: dict[Owners | None, V] = {}
         self._num_open = 0
         self._columns: dict[Owners, Column[V]] = {}
         self.needs_reach = False
-        """Whether an update was made by several optimizers after several backward passes."""
+        """Whether several optimizers made an update after several backward passes."""
 
     def add(self, value: V, *, reached: Owners | None = None) -> None:
-        """Add the loss of a backward pass to the open step; ``reached``: the optimizers whose parameters it reaches, where known."""
+        """Add the loss of a backward pass to the open step; ``reached``: the optimizers whose parameters it reaches, if known."""
         self._open[reached] = self._plus(self._open[reached], value) if reached in self._open else value
         self._num_open += 1
 
     def forget(self) -> None:
-        """Forget the losses of the open step."""
+        """Discard the losses of the open step."""
         self._open, self._num_open = {}, 0
 
     def close(self, step: int, *, made_by: Owners) -> None:
@@ -47,7 +47,7 @@ class LossesApart(Generic[V]):
         else:
             self.needs_reach = True
             for reached, value in self._open.items():
-                if reached is not None:  # what is not known belongs to nobody
+                if reached is not None:  # an unknown pass belongs to no optimizer
                     self._put(reached & made_by or made_by, step, value)
         self.forget()
 
@@ -71,10 +71,10 @@ class LossesApart(Generic[V]):
             column.values.append(value)
 
     def columns(self, names: Mapping[int, str]) -> dict[str, Column[V]]:
-        """Return every loss by its name; nothing where there is only one.
+        """Return every loss by its name; empty if there is only one.
 
         Args:
-            names: of optimizers by number, those that are known.
+            names: names of optimizers by number, as far as known.
         """
         known = self._merged()
         if not _alternate([*known.values()]):
@@ -87,7 +87,7 @@ class LossesApart(Generic[V]):
         return dict(zip(titles, known.values(), strict=True))
 
     def _merged(self) -> dict[Owners, Column[V]]:
-        """Return the columns in the order in which they begin; one whose optimizers now and then step with others is part of theirs."""
+        """Return the columns in order of their first steps; one whose optimizers sometimes step with others is merged into theirs."""
         merged: dict[Owners, Column[V]] = {}
         for owners, column in sorted(self._columns.items(), key=lambda item: -len(item[0])):
             whole = next((o for o, c in merged.items() if owners < o and not set(c.steps) & set(column.steps)), None)

@@ -1,7 +1,7 @@
-"""Peaks of the CUDA allocator, of all devices that the process uses, without the step that was inspected.
+"""Peaks of the CUDA allocator over all devices that the process uses, without the inspected step.
 
-A compiled step is inspected eagerly, which takes more memory than the compiled one. So the counters are set back when that step
-ends. What the peaks were until then counts only where no further step follows.
+A compiled step is inspected eagerly, which takes more memory than the compiled code. So the counters are reset when that step
+ends. The peaks up to then count only if no further step follows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CudaPeaks:
         self._num_steps = 0
 
     def reset(self, num_steps: int) -> None:
-        """Count from now on; ``num_steps`` were made until now."""
+        """Reset the counters; ``num_steps`` were made so far."""
         found = _read()
         if found.allocated:
             self._until_reset, self._num_steps = found, num_steps
@@ -42,7 +42,7 @@ class CudaPeaks:
 
 
 def _read() -> Peaks:
-    # Only of a process that uses CUDA already: to ask would start it.
+    # Only if the process already uses CUDA: the query would start it.
     if not torch.cuda.is_initialized():
         return Peaks()
     devices = range(torch.cuda.device_count())

@@ -1,6 +1,6 @@
-"""What this machine can compute, format by format, and what would make it better.
+"""Report what this machine can compute, format by format, and advise on improvements.
 
-``facts`` asks the machine; everything after it is a pure function of the answer, so that advice for
+``facts`` queries the machine; everything else is a pure function of the answer, so that advice for
 any machine can be tested on any other.
 
 Importing this module imports no torch; ``facts`` and ``examine`` do.
@@ -31,20 +31,20 @@ _CONVOLUTION = "torch.backends.cudnn.conv.fp32_precision"
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts that the advice depends on."""
+    """The facts that the advice is based on."""
 
     devices: tuple[Device, ...]
     """The devices that torch sees, the CPU last."""
     cuda_build: str | None = None
     """CUDA version that torch was built for; None for a build without CUDA."""
     driver: str | None = None
-    """Version of NVIDIA's driver, when ``nvidia-smi`` finds a GPU."""
+    """Version of NVIDIA's driver, if ``nvidia-smi`` finds a GPU."""
     gpu_memory_bytes: int | None = None
     triton: str | None = None
     compiler: str | None = None
     """Path of a C++ compiler."""
     matmul_precision: str | None = None
-    """torch's ``fp32_precision`` for matrix products; None where torch has no such setting."""
+    """torch's ``fp32_precision`` for matrix products; None if torch has no such setting."""
     conv_precision: str | None = None
 
     @property
@@ -54,7 +54,7 @@ class Facts:
 
 
 def examine() -> DoctorRecord:
-    """Return what this machine can do, format by format, and advice (imports torch)."""
+    """Return the capabilities of this machine, format by format, and advice (imports torch)."""
     found = facts()
     return DoctorRecord(
         environment=environment(found.devices[0].kind),
@@ -65,7 +65,7 @@ def examine() -> DoctorRecord:
 
 
 def facts() -> Facts:
-    """Return what this machine and its torch report of themselves (imports torch)."""
+    """Return what this machine and its torch report about themselves (imports torch)."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -83,7 +83,7 @@ def facts() -> Facts:
 
 
 def device_report(device: Device, *, facts: Facts) -> DeviceReport:
-    """Return the formats of ``device`` and what else is known of it."""
+    """Return the formats of ``device`` and its other properties."""
     fnuz = FP8_PAIRS["fnuz"] if device.support(FP8_PAIRS["fnuz"][0]).level == "native" else ()
     own = () if device.has_fp64 else (FP64,)
     supports = [device.support(fmt) for fmt in (*own, *_FORMATS, *fnuz)]
@@ -108,7 +108,7 @@ def tf32_state(facts: Facts) -> list[Reason]:
 def advice(facts: Facts) -> list[Reason]:
     """Return what to change on a machine with these facts.
 
-    ``what`` names a finding, ``value`` says what to do and ``reason`` what that gives.
+    ``what`` names a finding, ``value`` the remedy and ``reason`` its benefit.
     """
     gpu = facts.gpu
     parts = [_missing_gpu_advice(facts) if gpu is None else _gpu_advice(gpu, facts=facts)]

@@ -18,7 +18,7 @@ from mezzo.measure.variables import variables_that_matter
 from mezzo.records import Environment
 
 TRITON_PACKAGES = ("triton", "pytorch-triton", "triton-windows")
-"""The packages that Triton comes in, by platform and channel."""
+"""The packages that contain Triton, by platform and channel."""
 
 _NVIDIA_SMI_TIMEOUT_S = 10.0
 
@@ -26,7 +26,7 @@ _NVIDIA_SMI_TIMEOUT_S = 10.0
 def environment(device_kind: str) -> Environment:
     """Return the environment of a number measured on torch's device type ``device_kind``.
 
-    GPU and driver are given for ``cuda`` only: to ask for them starts the CUDA runtime.
+    GPU and driver are read for ``cuda`` only: reading them starts the CUDA runtime.
     """
     import torch
 
@@ -50,7 +50,7 @@ def environment(device_kind: str) -> Environment:
 
 
 def environment_without_torch() -> Environment:
-    """Return what is known of the environment without importing torch: for a run whose process died."""
+    """Return the environment without importing torch: for a run whose process died."""
     return Environment(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         mezzo=package_version("mezzo") or "not installed",
@@ -65,16 +65,16 @@ def environment_without_torch() -> Environment:
 
 
 def surroundings() -> dict[str, Any]:
-    """Return what an environment says of the shell, as fields of it: a script may change both later."""
+    """Return the fields of an environment that describe the shell, read now because a script may change them later."""
     try:
         folder = os.getcwd()
-    except OSError:  # it has been deleted
+    except OSError:  # the folder has been deleted
         folder = ""
     return {"variables": variables_that_matter(os.environ), "folder": folder}
 
 
 def nvidia_driver() -> str | None:
-    """Return the version of NVIDIA's driver, or None where ``nvidia-smi`` finds no GPU."""
+    """Return the version of NVIDIA's driver, or None if ``nvidia-smi`` finds no GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -83,7 +83,7 @@ def nvidia_driver() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return next(iter(done.stdout.split()), None)  # one line a GPU, all alike
+    return next(iter(done.stdout.split()), None)  # one line per GPU, all alike
 
 
 def package_version(*names: str) -> str | None:

@@ -1,22 +1,22 @@
 """Count the floating-point operations that really ran, by the format of their operands.
 
-A dispatch mode sees every operation below autograd and autocast: what reaches it is what the device computes. Counted
-are matrix products, convolutions and attention, forward and backward, two operations (multiply and add) a product::
+A dispatch mode sees every operation below autograd and autocast: what reaches it is what the device computes. It counts
+matrix products, convolutions and attention, forward and backward, at two operations (multiply and add) per product::
 
     (m, k) x (k, n)                                    2 m k n
     convolution, weight (out, in / groups, *kernel)    2 * batch * out * in / groups * kernel * positions
-    its gradients                                      as much for the input, as much for the weight
-    recurrent layer                                    2 a weight and position; backward as much for each of the two
-    attention, lengths L and S, widths E and V         2 L S E + 2 L S V a head; backward 2.5 times that
-    bilinear form, distances (cdist)                   2 a term of the sum
+    its gradients                                      the same for the input, the same for the weight
+    recurrent layer                                    2 per weight and position; backward the same for each of the two
+    attention, lengths L and S, widths E and V         2 L S E + 2 L S V per head; backward 2.5 times that
+    bilinear form, distances (cdist)                   2 per term of the sum
     sparse matrix with n entries, times k columns      2 n k
 
-The positions of a convolution are its output's, of a transposed one its input's. torch 2.13's own counter leaves
+The positions of a convolution are those of its output, of a transposed one those of its input. torch 2.13's own counter leaves
 ``groups`` out of the backward count, which makes a depthwise convolution 65 times too expensive. Causal attention is
 counted in full.
 
-What an emulated operation multiplies in FP32 counts for the format it stands for; what it computes again for its
-backward pass, which the device it stands for would not, does not count. Not seen: operations inside compiled kernels.
+What an emulated operation multiplies in FP32 counts for the format that it emulates; what it recomputes for its
+backward pass does not count, because the emulated device would not do so. Operations inside compiled kernels are not seen.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class FlopCounter(TorchDispatchMode):
         in_region: Callable[[], bool],
         inside: Callable[[], Any] = lambda: None,
     ) -> None:
-        """Begin at zero.
+        """Start at zero.
 
         Args:
-            in_region: whether the code that runs is under a policy.
-            inside: the autograd node that is making a backward pass of its own, if one is.
+            in_region: returns whether the running code is under a policy.
+            inside: returns the autograd node that is running a backward pass of its own, if any.
         """
         super().__init__()
         self.by_format: Counter[str] = Counter()
         self.outside_region = 0
-        """FLOPs of forward code that no region covered."""
+        """FLOPs of forward code outside every region."""
         self.switched_off = 0
         """FLOPs of forward code inside a region in which autocast had been turned off again."""
         self.num_lowered = 0
@@ -86,10 +86,10 @@ class FlopCounter(TorchDispatchMode):
 
 
 class OperandFormats:
-    """The format that a running operation computes in, or stands for where it is emulated."""
+    """The formats of running operations: the one an operation computes in, or the one it emulates."""
 
     def __init__(self, *, inside: Callable[[], Any] = lambda: None) -> None:
-        """Ask ``inside`` which node of the graph is making a backward pass of its own."""
+        """Create the formats; ``inside`` returns the graph node that is running a backward pass of its own."""
         self._inside = inside
 
     def of(self, args: Sequence[Any], *, op: str) -> str:
@@ -106,17 +106,17 @@ class OperandFormats:
         return found.name if found is not None else str(operand.dtype).removeprefix("torch.")
 
     def computed_again(self) -> bool:
-        """Return whether the operation is one that the device which is emulated would not run."""
+        """Return whether the emulated device would not run the operation."""
         node = torch._C._current_autograd_node()
         return is_recomputed(node) and self._inside() is None
 
     def recomputing(self) -> Any:
-        """Return the emulated operation's node of the graph whose backward pass is a graph of its own, inside it; else None."""
+        """Return the emulated operation's graph node, if its backward pass is running a graph of its own; else None."""
         node = self._inside()
         return node if is_recomputed(node) else None
 
     def emulated(self) -> str | None:
-        """Return the format that the running operation stands for, or None where nothing is emulated."""
+        """Return the format that the running operation emulates, or None."""
         found = stands_for(self._inside() or torch._C._current_autograd_node())
         if found is not None:
             return found
@@ -130,12 +130,12 @@ def is_narrow(value: Any) -> bool:
 
 
 def lowered(by_format: Mapping[str, int]) -> bool:
-    """Return whether something that was counted ran below 32 bits."""
+    """Return whether any counted operation ran below 32 bits."""
     return any(name not in _WIDE for name in by_format)
 
 
 def reals(args: Sequence[Any]) -> int:
-    """Return how many real products one product of these operands takes: 4 for complex numbers."""
+    """Return the number of real products in one product of these operands: 4 for complex numbers."""
     return 4 if _operand(args).is_complex() else 1
 
 
@@ -145,8 +145,8 @@ def _operand(args: Sequence[Any]) -> Tensor:
 
 
 def _holds_8_bits(operand: Tensor) -> bool:
-    # torchao's operands say that they are BF16 and hold 8-bit values: E4M3, or E5M2 for gradients, which count as E4M3 as
-    # they do where they are emulated.
+    # torchao's operands claim to be BF16 and hold 8-bit values: E4M3, or E5M2 for gradients, which count as E4M3 as
+    # under emulation.
     held = getattr(operand, "_data", None)
     return isinstance(held, Tensor) and format_of(held.dtype) in _HELD
 
@@ -179,7 +179,7 @@ def _outer(result: Tensor, *_: Any) -> int:
 
 
 def _grouped(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
-    if a.dim() == b.dim() == 2:  # groups along what is added up: one product each, over a part of it
+    if a.dim() == b.dim() == 2:  # groups along the summed dimension: one product each, over a part of it
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
     return 2 * result.numel() * a.shape[-1]
 
@@ -216,7 +216,7 @@ def _convolution(
 
 
 def _convolved(x: Sequence[int], weight: Sequence[int], y: Sequence[int], transposed: bool) -> int:
-    # Every element of the weight meets every position once a batch entry: groups are already in the weight's shape.
+    # Every element of the weight is used at every position, once per batch entry; the weight's shape already accounts for groups.
     positions = math.prod((x if transposed else y)[2:])
     return 2 * x[0] * math.prod(weight) * positions
 
@@ -229,7 +229,7 @@ def _convolution_backward(
 
 
 def _recurrent(result: Any, x: Tensor, *rest: Any) -> int:
-    # Every matrix meets every position once: cuDNN takes a list of weights, oneDNN two matrices and two biases.
+    # Every matrix is used once per position: cuDNN takes a list of weights, oneDNN two matrices and two biases.
     weights = rest[0] if isinstance(rest[0], (list, tuple)) else rest[:2]
     positions = math.prod(x.shape[:-1])
     return 2 * positions * int(sum(w.numel() for w in weights if w.dim() == 2))
@@ -245,7 +245,7 @@ def _attention(result: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
 
 
 def _attention_backward(result: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
-    # Five products of the forward's two kinds: the scores again, and the gradients of v, the probabilities, q and k.
+    # Five products like the forward pass's two: the recomputed scores, and the gradients of v, the probabilities, q and k.
     return _attention(result, q, k, v) * 5 // 2
 
 
@@ -285,4 +285,4 @@ COUNTS: dict[Any, Count] = {
     aten._scaled_dot_product_cudnn_attention: _attention,
     aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
 }
-"""How to count an operation, from its result and its arguments."""
+"""The FLOP formula of each operation, from its result and its arguments."""

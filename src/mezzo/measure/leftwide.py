@@ -1,4 +1,4 @@
-"""Say which forward code a policy that lowers precision did not reach, and what to do."""
+"""Report which forward code a lowering policy did not reach, and what to do."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mezzo.records import Reason
 def not_lowered(
     policy: Policy, total: int, *, num_lowered: int | None, outside: int, switched_off: int
 ) -> list[Reason]:
-    """Return what ran in FP32 because the policy was not in force there, or had nothing to lower.
+    """Return what ran in FP32 because the policy was not in effect there, or had nothing to lower.
 
     Args:
-        policy: what the run is under.
+        policy: the run's policy.
         total: FLOPs of all products of a step, forward and backward.
-        num_lowered: operations, products or not, that read or wrote numbers below 32 bits; None where they were not counted.
+        num_lowered: operations, products or not, that read or wrote numbers below 32 bits; None if they were not counted.
         outside: FLOPs of forward code outside modules, autocast regions and compiled functions.
-        switched_off: FLOPs of forward code inside those in which autocast was turned off again.
+        switched_off: FLOPs of forward code inside those, where autocast was turned off again.
     """
     found = []
     if not total and num_lowered == 0:
@@ -28,7 +28,7 @@ def not_lowered(
             "model as model(x), not as model.forward(x); put other code into torch.autocast"
         )
         found.append(Reason(what="FP32 code", value=_share(outside, total), reason=why))
-    if switched_off and not (policy.fp32_modules and num_lowered):  # else it is what the policy itself keeps
+    if switched_off and not (policy.fp32_modules and num_lowered):  # else the policy itself keeps it
         why = "the script or a library turns autocast off there, as by torch.autocast(enabled=False), and is not overruled"
         if policy.fp32_modules:
             why = f"the policy keeps modules in FP32 ({', '.join(policy.fp32_modules)}), and nothing else was left to lower"

@@ -1,15 +1,15 @@
 """Count the bytes of a training step by kind, exactly, on any device.
 
 parameters  storages of the parameters that modules and optimizers hold
-gradients   what hangs on them when an optimizer steps
-optimizer   tensors in the optimizers' state after it
+gradients   the ``.grad`` of these when an optimizer steps
+optimizer   tensors in the optimizers' state after the step
 activations what the forward pass keeps for the backward pass: storages that autograd saves, and the inputs of checkpointed functions,
-            each storage once and parameters left out; of an emulated recurrent layer also what a device keeps inside it
+            each storage once and without parameters; for an emulated recurrent layer also what a device keeps inside it
 
-The count of activations is the largest over the backward passes of the step. Autograd's hooks for saved tensors see
-what it keeps; those of activation checkpointing lie inside ours, so what it drops is not counted. What a graph kept
-that was thrown away without a backward pass (an evaluation with gradients on) is not counted either: only what is
-alive when the backward pass begins.
+The activations are the largest count over the step's backward passes. Autograd's saved-tensor hooks see
+what it keeps; those of activation checkpointing lie inside ours, so what it drops is not counted. Nor is what a graph
+kept that was discarded without a backward pass (an evaluation with gradients on): only what is
+alive when the backward pass begins counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mezzo.engine.emulation_nodes import inside
 
 
 class SavedTensors:
-    """What autograd keeps for the backward pass, counted by its saved-tensor hooks."""
+    """A count of what autograd keeps for the backward pass, by its saved-tensor hooks."""
 
     def __init__(self) -> None:
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
@@ -37,13 +37,13 @@ class SavedTensors:
         """None until a backward pass has begun while the hooks were on."""
 
     def start(self, parameters: Iterable[Tensor]) -> None:
-        """Begin to count; storages of ``parameters`` are not activations."""
+        """Start counting; storages of ``parameters`` are not activations."""
         self._parameters = {_storage(p) for p in parameters}
         inside.counted = True
         self._hooks.__enter__()
 
     def stop(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         inside.counted = False
         self._hooks.__exit__(None, None, None)
         self._saved, self._inputs = [], []
@@ -53,17 +53,17 @@ class SavedTensors:
         self._inputs += [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
     def backward_begins(self) -> None:
-        """Take the count: everything the forward pass kept is alive now."""
+        """Count now: everything that the forward pass kept is alive."""
         alive = [tensor for tensor in (reference() for reference in self._saved) if tensor is not None]
         activations = (t for t in (*alive, *self._inputs) if _storage(t) not in self._parameters)
         self.peak_bytes = max(self.peak_bytes or 0, total_bytes(activations))
 
     def backward_ended(self) -> None:
-        """Forget the inputs of checkpointed functions, which the backward pass has freed."""
+        """Drop the inputs of checkpointed functions, which the backward pass has freed."""
         self._inputs = []
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        # The tensor itself could be the output of the node that keeps it: a cycle that is never freed.
+        # Packing the tensor itself could make a cycle that is never freed, if it is an output of the node that saves it.
         kept = tensor.detach()
         self._saved.append(weakref.ref(kept))
         return kept

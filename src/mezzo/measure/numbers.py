@@ -1,6 +1,6 @@
-"""Keep numbers of a run on the device that computed them, until somebody reads all of them at once.
+"""Keep the numbers of a run on the device that computed them, until all are read at once.
 
-A tensor a number would take 512 bytes of a GPU's memory each; a read a number would make each step wait for the device.
+One tensor per number would take 512 bytes of GPU memory each; one read per number would make each step wait for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CHUNK = 512
 
 
 class Kept(NamedTuple):
-    """A kept number: its buffer, and its place there."""
+    """A kept number: its buffer and its index."""
 
     where: Numbers
     number: int
@@ -30,11 +30,11 @@ class Numbers:
         self._device = device
         self._chunks: list[Tensor] = []
         self._rows: list[Tensor] = []
-        """Views of the open chunk's elements that are free, the last one first: a view takes as long as the copy into it."""
+        """Views of the free elements of the open chunk, the last one first: making a view takes as long as the copy into it."""
         self._num = 0
 
     def keep(self, value: Tensor) -> Kept:
-        """Copy a value without dimensions, without waiting for the device."""
+        """Copy a scalar tensor without waiting for the device."""
         if not self._rows:
             self._grow()
         self._rows.pop().copy_(value)
@@ -46,12 +46,10 @@ class Numbers:
         return self._chunks[number // _CHUNK][number % _CHUNK]
 
     def read(self) -> list[float]:
-        """Return all numbers; waits for the device. NaN for all where the device has failed, as after an assertion in a kernel."""
+        """Return all numbers; waits for the device. All are NaN if the device has failed, as after an assertion in a kernel."""
         try:
             if self._device.type == "cuda":
-                torch.cuda.synchronize(
-                    self._device
-                )  # they may have been computed on other streams than the current one
+                torch.cuda.synchronize(self._device)  # they may have been computed on other streams
             found: list[float] = torch.cat(self._chunks).tolist() if self._chunks else []
         except RuntimeError:
             return [math.nan] * self._num

@@ -1,6 +1,6 @@
 """Record every training step of a framework that is not torch. Imports no framework.
 
-Losses and norms are kept as they come, as numbers or as a framework's scalars on its device, and read once at the end.
+Losses and norms are kept as given, as numbers or as a framework's scalars on its device, and read once at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mezzo.records import Loss, Steps
 
 
 class PlainSteps:
-    """What one run's steps show; a step is everything between two updates."""
+    """A recorder of a run's steps; a step is everything between two updates."""
 
     def __init__(self) -> None:
         self._loss: list[Sequence[SupportsFloat]] = []
@@ -45,12 +45,12 @@ class PlainSteps:
         norm: SupportsFloat = math.nan,
         made_by: Owners = frozenset(),
     ) -> None:
-        """End the open step now.
+        """Close the open step now.
 
         Args:
             skipped: whether its update was skipped.
-            scale: the loss scale after it, None where none is used.
-            norm: the norm of its unscaled gradients, NaN where it is not known.
+            scale: the loss scale after it, None if none is used.
+            norm: the norm of its unscaled gradients, NaN if unknown.
             made_by: the optimizers that made its update, by number.
         """
         now = self._now()
@@ -67,7 +67,7 @@ class PlainSteps:
         """Return every closed step; reads what is still on a device.
 
         Args:
-            names: of what optimizers train, by their numbers, where these are known.
+            names: names of what the optimizers train, by optimizer number, if known.
         """
         apart = self._apart.columns(names or {})
         return Steps(
@@ -90,7 +90,7 @@ def _sum(losses: Sequence[SupportsFloat]) -> float:
 
 
 def known_scales(scales: Sequence[float | None]) -> list[float]:
-    """Return one scale a step, NaN where there was none yet; nothing for a run that never had one."""
+    """Return one scale per step, NaN for steps before the first; empty for a run that never had one."""
     if all(scale is None for scale in scales):
         return []
     return [math.nan if scale is None else scale for scale in scales]

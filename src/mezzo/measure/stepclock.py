@@ -1,7 +1,7 @@
-"""Take the time of steps: by events in a GPU's queue where there is one, else by the host's clock.
+"""Time steps: with events in the queue of a GPU if there is one, else with the host's clock.
 
-A host that never waits for its GPU runs ahead of it: its clock would tell how long a step takes to enqueue, and a policy that reads a
-flag every step would look slow beside one that does not. Events are read when they are long over, so nobody waits for them.
+A host that never waits for its GPU runs ahead of it: its clock would measure how long a step takes to enqueue, and a policy that reads a
+flag every step would look slow beside one that does not. Events are read long after they have happened, so nothing waits for them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 import torch
 
 _UNREAD = 64
-"""Events that may wait to be read: a step's is over long before 64 more were enqueued."""
+"""Events kept before the first is read: a step's event is over long before 64 more are enqueued."""
 
 
 _Mark: TypeAlias = tuple[float, float, Any]
-"""When a step ended: the host's clock and the process's CPU time in seconds, and a ``torch.cuda.Event``, None off GPUs."""
+"""End of a step: the host's clock and the process's CPU time in seconds, and a ``torch.cuda.Event`` (None off GPUs)."""
 
 
 class StepClock:
-    """How long each step took."""
+    """A clock that times each step."""
 
     def __init__(self) -> None:
         self.device: torch.device | None = None
@@ -31,14 +31,16 @@ class StepClock:
         self._time_ms: list[float] = []
         self._cpu_ms: list[float] = []
         self._unread: deque[tuple[int, _Mark, _Mark]] = deque()
-        """Steps by number, with their ends, whose times are the host's so far."""
+        """Steps by number, with their ends, that still have the host's times."""
         self._free: list[Any] = []
-        """Events to use again."""
+        """Events to reuse."""
 
     def mark(self) -> None:
-        """Take the time of an update; the last one before the step closes counts."""
+        """Record the time of an update; the last one before the step closes counts."""
         device, ended = self.device, self._ended
-        if device is None or device.type != "cuda":  # in every step of a script on a CPU: no call more than the clocks'
+        if (
+            device is None or device.type != "cuda"
+        ):  # runs in every step of a script on a CPU: only the clocks are called
             self._ended = (time.perf_counter(), time.process_time(), None)
         else:
             self._ended = self._mark(None if ended is None else ended[2])
@@ -66,7 +68,7 @@ class StepClock:
                 self._unread[-1][2][2].synchronize()
             while self._unread:
                 self._read_first()
-        except RuntimeError:  # the device has failed: the host's times stay
+        except RuntimeError:  # the device has failed: keep the host's times
             self._unread.clear()
         return self._time_ms
 
@@ -80,7 +82,7 @@ class StepClock:
         return (time.perf_counter(), time.process_time(), self._recorded(event))
 
     def _recorded(self, event: Any) -> Any:
-        """Return an event at the end of what is enqueued; None off GPUs and inside a graph that a script captures."""
+        """Return an event at the end of the queue; None off GPUs and while the script captures a graph."""
         if self.device is None or self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return None
         if event is None:

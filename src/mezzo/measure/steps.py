@@ -1,6 +1,6 @@
 """Record every training step: loss, loss scale, skipped or not, gradient norm, time.
 
-Losses, norms, scales and flags stay on their device and are read once at the end: a read a step would make every step wait for the
+Losses, norms, scales and flags stay on their device and are read once at the end: reading them in every step would make it wait for the
 device.
 """
 
@@ -19,30 +19,30 @@ from mezzo.measure.stepclock import StepClock
 from mezzo.records import Loss, Steps
 
 Losses = tuple[Kept, ...]
-"""Losses that add up to one."""
+"""Losses whose sum is the step's loss."""
 
 
 class StepRecorder:
-    """What one run's steps show; a step is everything between two updates."""
+    """A recorder of a run's steps; a step is everything between two updates."""
 
     def __init__(self) -> None:
         self._numbers: dict[torch.device, Numbers] = {}
         self._loss: list[Losses] = []
         self._weight: list[float] = []
-        """What each step's losses are multiplied by."""
+        """Factor of each step's losses."""
         self._norm: list[tuple[Kept, ...]] = []
-        """Of each step, the norms of the optimizers that made its update."""
+        """For each step, the norms of the optimizers that made its update."""
         self._scale: list[Kept | float | None] = []
         self._skipped: list[Kept | bool] = []
         self.num_closed = 0
-        """Closed steps; as the length, without a call."""
+        """Number of closed steps, as ``len`` but without a call."""
         self._open_loss: Losses = ()
         self._open_weight = 1.0
         self._open_norms: tuple[Kept, ...] = ()
         self.apart: LossesApart[Losses] = LossesApart(lambda one, other: one + other)
-        """The losses one by one, where a script has several."""
+        """The separate losses of a script that has several."""
         self.measures = True
-        """Whether backward passes add to the open step; not while an optimizer evaluates its closure once more."""
+        """Whether backward passes add to the open step; False while an optimizer re-evaluates its closure."""
         self.clock = StepClock()
 
     def __len__(self) -> int:
@@ -52,8 +52,8 @@ class StepRecorder:
         """Add a backward pass's loss to the open step: micro-batches and several losses add up.
 
         Args:
-            loss: one value, or several that are added.
-            reached: the optimizers whose parameters the pass reaches, where that is known.
+            loss: one value, or several to be summed.
+            reached: the optimizers whose parameters the pass reaches, if known.
         """
         if not self.measures:
             return
@@ -64,11 +64,11 @@ class StepRecorder:
 
     @property
     def has_any_loss(self) -> bool:
-        """Return whether any step, the open one included, has a loss yet."""
+        """Return whether any step, including the open one, has a loss yet."""
         return bool(self._loss or self._open_loss)
 
     def forget(self) -> None:
-        """Forget the open step's losses: they are evaluated again."""
+        """Discard the open step's losses: they are evaluated again."""
         self._open_loss = ()
         self.apart.forget()
 
@@ -81,7 +81,7 @@ class StepRecorder:
         self._open_norms += (self._keep(norm.detach() if norm.requires_grad else norm),)  # as after create_graph
 
     def updated(self) -> None:
-        """Take the time of an update; the last one before the step closes counts."""
+        """Record the time of an update; the last one before the step closes counts."""
         self.clock.mark()
 
     def close(self, *, skipped: bool | Tensor, scale: float | Tensor | None, made_by: Owners = frozenset()) -> None:
@@ -89,7 +89,7 @@ class StepRecorder:
 
         Args:
             skipped: whether its update was skipped; a tensor is above 0 if so.
-            scale: the loss scale after it, None where there is none.
+            scale: the loss scale after it, None if there is none.
             made_by: the optimizers that made its update, by number.
         """
         self._loss.append(self._open_loss)
@@ -103,9 +103,9 @@ class StepRecorder:
         self._open_loss, self._open_norms, self._open_weight = (), (), 1.0
 
     def turn(self, loss: Tensor, *, made_by: Owners) -> None:
-        """Close a step without skip and scale and add the next one's first loss, as ``close`` and ``loss`` do.
+        """Close a step that has no skip and no scale, and add the next one's first loss, as ``close`` and ``loss`` do.
 
-        Most steps of a run end and begin like this, and each call inside would take about 0.5 us of a step.
+        Most steps of a run end and begin like this, and each nested call would cost about 0.5 us per step.
 
         Args:
             loss: one value.
@@ -125,13 +125,13 @@ class StepRecorder:
         self._open_loss, self._open_norms, self._open_weight = kept, (), 1.0
 
     def finite_flags(self) -> Tensor:
-        """Return whether the last closed step's loss and gradient norm are finite, on their device; unknown ones count as finite."""
+        """Return, on their device, whether the last closed step's loss and gradient norm are finite; unknown ones count as finite."""
         losses, norms = self._loss[-1], self._norm[-1]
         device = (losses or norms)[0].where.row(0).device if losses or norms else None
         return torch.stack([_all_finite(losses, device), _all_finite(norms, device)])
 
     def last_skipped(self) -> bool:
-        """Return whether the last closed step's update was skipped; waits for the device where only that knows."""
+        """Return whether the last closed step's update was skipped; waits for the device if only the device knows."""
         last = self._skipped[-1]
         return bool(last.where.row(last.number)) if isinstance(last, Kept) else last
 
@@ -139,7 +139,7 @@ class StepRecorder:
         """Return all closed steps; waits for the device once.
 
         Args:
-            names: of what optimizers train, by their numbers, where these are known.
+            names: names of what the optimizers train, by optimizer number, if known.
         """
         time_ms = self.clock.time_ms()
         read = {id(numbers): numbers.read() for numbers in self._numbers.values()}
@@ -178,5 +178,5 @@ def _all_finite(values: Sequence[Kept], device: torch.device | None) -> Tensor:
 
 
 def _together(norms: Sequence[float]) -> float:
-    """Return the norm of what has these norms."""
+    """Return the norm of all parts together, from their norms."""
     return math.sqrt(sum(norm * norm for norm in norms)) if norms else math.nan

@@ -1,4 +1,4 @@
-"""The environment variables that change what a training computes or where it runs, for its record; never a secret."""
+"""The environment variables that change what a training computes or where it runs, for its record; secrets are left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MATTERS = re.compile(
 _OF_AN_IMAGE = re.compile(
     r"(?!PYTHON)(?!(?:HF|KERAS|TORCH|TRITON)_HOME)\w+_(?:VERSION|HOME|PATH)|NVIDIA_[A-SU-Z]\w+|TORCH_CUDA_ARCH_LIST"
 )
-"""What a container image sets about itself; the record names the versions that were found."""
+"""Variables that a container image sets about itself; the record has the versions actually found."""
 
 _SECRET_NAME = re.compile(
     r"(?:.*_)?(?:API)?(?:AUTH|COOKIE|CREDENTIAL|KEY|PASS|PASSWD|PASSWORD|PAT|SECRET|TOKEN)S?(?:_.*)?", re.IGNORECASE
@@ -27,11 +27,11 @@ _SECRET_NAME = re.compile(
 _SECRET_VALUE = re.compile(
     r"://[^/\s@]*@|\b(?:hf|sk|ghp|gho|github_pat|glpat|xox[abp])[-_]\w{12,}|\bBearer ", re.IGNORECASE
 )
-"""An address with a password in it, and how the keys of well-known services begin."""
+"""An address with a password in it, and the prefixes of well-known services' keys."""
 
 
 def variables_that_matter(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return those of ``environment`` that belong into a record, by name."""
+    """Return the variables of ``environment`` that belong in a record, sorted by name."""
     return {
         name: value for name, value in sorted(environment.items()) if _matters(name) and not _is_secret(name, value)
     }

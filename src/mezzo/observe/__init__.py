@@ -1,1 +1,1 @@
-"""Watch what a training script computes and return records; change nothing."""
+"""Observe what a training script computes and return records; change nothing."""

@@ -1,12 +1,12 @@
-"""Know the nodes of the graph that were made inside a backward pass, whichever thread made them.
+"""Identify the graph nodes that were made inside a backward pass, in any thread.
 
-A node that the forward pass made is known by its sequence number. Every thread counts its nodes for itself, and on a GPU backward
-passes run in autograd's own thread: a node that is made there, by reentrant checkpointing or for a gradient's gradient, has a number that a
-node of the forward pass may have as well. Such a node gets an identity of its own, below 0, which is written into its ``metadata``.
+A node made by the forward pass is identified by its sequence number. Every thread counts its own nodes, and on a GPU backward passes run
+in autograd's own thread. So a node made there, by reentrant checkpointing or for the gradient of a gradient, can have the same number as a
+node of the forward pass. Such a node gets an identity of its own, below 0, which is stored in its ``metadata``.
 
-A dispatch mode runs before autograd gives the result its node. So the result is remembered, weakly, and asked for its node when the next
-operation runs in this thread, or when the script makes a node. A node that no result leads to (the view that is made anew after a
-write into its base) takes the identity of the node that ran before it, where both run in a backward pass inside another.
+A dispatch mode runs before autograd attaches the node to the result. So the tracer keeps a weak reference to the result, and reads its node
+when the next operation runs in this thread or when the script makes a node. A node that no result leads to (the view that is rebuilt after
+a write into its base) takes the identity of the node that ran before it, if both run in a backward pass inside another.
 """
 
 from __future__ import annotations
@@ -22,80 +22,80 @@ from torch.utils.weak import TensorWeakRef
 from mezzo.observe.trace import LAST_NUMBER, Entry, Node
 
 Results: TypeAlias = list[tuple[TensorWeakRef, int, int, bool]]
-"""Results of operations, each with the number and the identity of its node, and whether a node with a later number is meant, too."""
+"""Results of operations, each with the number and the identity of its node, and whether a later number also matches."""
 
 _KEY = "mezzo: made inside a backward pass"
 _IDENTITIES = itertools.count(2)  # -1 is the number of no node
 
 
 class ThreadNodes(threading.local):
-    """What a tracer knows of one thread."""
+    """What a tracer knows about one thread."""
 
     def __init__(self) -> None:
         self.entry: Entry | None = None
-        """The innermost call of a module that is running."""
+        """The innermost running call of a module."""
         self.again = 0
-        """How many calls of modules are running that were made inside a backward pass."""
+        """Number of running module calls that were made inside a backward pass."""
         self.number = -1
-        """Sequence number that the next node had when the last operation ran."""
+        """Sequence number of the next node, as of the last operation."""
         self.made = -1
-        """Identity of the last node that was made."""
+        """Identity of the last node made."""
         self.found = True
-        """Whether that node is marked, or needs no mark."""
+        """Whether that node already carries its identity, or needs none."""
         self.running: Any = None
-        """The node of the graph that ran when the last operation did."""
+        """The graph node that was running at the last operation."""
         self.node = Node(0, 0)
-        """What is known of it."""
+        """Its number, backward pass and parameter."""
         self.outer: int | None = None
-        """Number of the backward pass inside which the running one was begun."""
+        """Number of the backward pass that contains the running one."""
         self.epoch = 0
-        """How often the script had made nodes when a node ran here."""
+        """Value of ``BackwardNodes._epoch`` when a node last ran in this thread."""
         self.results: Results = []
-        """Results whose nodes are not known yet."""
+        """Results whose nodes are still unknown."""
 
 
-class Made:
-    """Identities of the nodes that are made inside backward passes while a step is observed."""
+class BackwardNodes:
+    """Identities of the nodes made inside backward passes of an observed step."""
 
     def __init__(self) -> None:
         self._threads: dict[int, Results] = {}
         self._epoch = 0
 
-    def by_script(self) -> None:
-        """Record that the script makes a node, so that no backward pass runs."""
+    def script_made_node(self) -> None:
+        """Record that the script makes a node, so no backward pass is running."""
         self._epoch += 1
         for results in self._threads.values():
             if results:
-                _settle(results)
+                _mark(results)
                 results.clear()
 
-    def inside(self, local: ThreadNodes, number: int) -> int:
-        """Return the identity of the node that was just made in a backward pass; the next one in this thread has ``number``."""
+    def new_identity(self, local: ThreadNodes, number: int) -> int:
+        """Return a new identity for the node just made in a backward pass; the thread's next node has ``number``."""
         local.number, local.made, local.found = number, -next(_IDENTITIES), False
         return local.made
 
-    def expect(self, local: ThreadNodes, args: Any, results: Iterable[Tensor]) -> None:
-        """Remember the results of an operation: one of them gets the node that was last made in this thread."""
+    def await_node(self, local: ThreadNodes, args: Any, results: Iterable[Tensor]) -> None:
+        """Keep the results of an operation until one of them has the node last made in this thread."""
         self._threads[id(local.results)] = local.results
         for result in results:
-            # Of a view that is written into, the node becomes its base's.
+            # A write into a view gives the new node to its base.
             base = result._base if args and result is args[0] else None
             known = TensorWeakRef(result if base is None else base)
             local.results.append((known, local.number - 1, local.made, base is not None))
 
-    def settle(self, local: ThreadNodes) -> None:
-        """Mark the nodes that results have by now."""
-        if local.made in _settle(local.results):
+    def mark_known(self, local: ThreadNodes) -> None:
+        """Mark the nodes of those results that have one by now."""
+        if local.made in _mark(local.results):
             local.found = True
 
     def identity(self, node: Any) -> int:
-        """Return the identity of a node that runs."""
+        """Return the identity of a running node."""
         number: int = node.metadata.get(_KEY, node._sequence_nr()) if self._threads else node._sequence_nr()
         return number
 
-    def meet(self, local: ThreadNodes, running: Any, task: int) -> Node:
-        """Return what is known of a node that begins to run in backward pass number ``task``."""
-        local.results.clear()  # of the node that ran before
+    def describe(self, local: ThreadNodes, running: Any, task: int) -> Node:
+        """Return the description of a node that begins to run in backward pass number ``task``."""
+        local.results.clear()  # they belong to the node that ran before
         local.found = True
         before, local.running = local.node, running
         if local.epoch != self._epoch:
@@ -113,8 +113,8 @@ class Made:
         return local.node
 
 
-def _settle(results: Results) -> set[int]:
-    """Mark the nodes of results, and keep those that have none yet; return the identities that were given."""
+def _mark(results: Results) -> set[int]:
+    """Mark the nodes of ``results``, drop those results, and return the identities assigned."""
     found: set[int] = set()
     left: Results = []
     for result in results:

@@ -1,4 +1,4 @@
-"""Tell from the operations of inspected steps what a policy lowered: their formats, and what it did not reach."""
+"""Derive what a policy lowered from the operations of inspected steps: their formats, and what it did not reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mezzo.records import Effective
 
 
 class Lowering:
-    """Add up what the operations of inspected steps ran in."""
+    """Totals of the formats that the operations of inspected steps ran in."""
 
     def __init__(self) -> None:
         self._by_format: Counter[str] = Counter()
@@ -41,17 +41,17 @@ class Lowering:
         if noted.node is not None or lowered({product.format: 1}):
             return
         calls = [] if noted.entry is NOWHERE else noted.entry.calls
-        if not product.nesting:  # neither in a region nor in an autocast of the script's
+        if not product.nesting:  # neither in a region nor in the script's own autocast
             self._outside += product.flops
         elif calls and product.nesting > calls[-1].nesting:
             self._switched_off += product.flops
 
     def effective(self, before: Effective, policy: Policy | None, *, emulates: bool) -> Effective:
-        """Return ``before`` with what was added up.
+        """Return ``before`` with these totals.
 
         Args:
-            before: what is known of the run besides.
-            policy: what the run is under, as it is applied; None for the script's own precision.
+            before: what else is known about the run.
+            policy: the run's policy as applied; None for the script's own precision.
             emulates: whether the policy's formats are emulated.
         """
         if self._first_step is None:

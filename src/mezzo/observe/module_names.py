@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 SCRIPT = "(script)"
-"""In place of a module's name: code outside any module."""
+"""Stands for a module's name in code outside any module."""
 
 _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
 
@@ -16,8 +16,8 @@ _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
 class Names:
     """The path of every module, and of every parameter's module.
 
-    The modules that are called from outside any module are roots. Of a single root with children, paths begin below it, as
-    ``fp32_modules`` patterns do; of several, they begin with the root's class.
+        Roots are the modules called from outside any module. With one root that has children, paths begin below it, as ``fp32_modules``
+    patterns do; with several, they begin with the root's class.
     """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
@@ -35,13 +35,13 @@ class Names:
             self._add(root, title, prefix="" if models == [root] else f"{title}.")
 
     def of(self, module: nn.Module | None) -> str:
-        """Return the path of ``module``; the class of one that was never called from outside."""
+        """Return the path of ``module``, or its class if it is in no root."""
         if module is None:
             return SCRIPT
         return self._modules.get(id(module)) or type(module).__name__
 
     def pattern(self, module: nn.Module | None) -> str:
-        """Return the name by which ``fp32_modules`` keeps ``module``; nothing for a model itself and for code outside any module."""
+        """Return the name that ``fp32_modules`` uses for ``module``; empty for the model itself and for code outside any module."""
         return "" if module is None else self._patterns.get(id(module), "")
 
     def of_parameter(self, identity: int) -> str:
@@ -49,7 +49,7 @@ class Names:
         return self._parameters.get(identity, SCRIPT)
 
     def parameter(self, parameter: Tensor) -> str:
-        """Return a parameter's own path."""
+        """Return the path of a parameter."""
         return self._weights.get(id(parameter), "a weight outside any module")
 
     def _title(self, root: nn.Module) -> str:

@@ -11,7 +11,7 @@ from mezzo.policy import Policy
 
 
 def step_text(steps: Sequence[int]) -> str:
-    """Return ascending numbers as people write them, and as they fit into a command: ``1-100000``, ``3, 10-12``."""
+    """Return ascending numbers as people write them, short enough for a command: ``1-100000``, ``3, 10-12``."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and step == runs[-1][1] + 1:
@@ -54,7 +54,7 @@ class AuditSettings(Settings):
 
     kind: Literal["audit"] = "audit"
     steps: StepNumbers = (3,)
-    """Numbers of the steps to watch, from 1, in ascending order."""
+    """Numbers of the steps to observe, from 1, in ascending order."""
 
 
 class RangesSettings(Settings):
@@ -62,23 +62,23 @@ class RangesSettings(Settings):
 
     kind: Literal["ranges"] = "ranges"
     steps: StepNumbers = (1,)
-    """Numbers of the steps to watch, from 1, in ascending order."""
+    """Numbers of the steps to observe, from 1, in ascending order."""
     policy: JudgedPolicy = Policy.parse("fp16")
-    """The policy that is judged; the script runs in FP32."""
+    """The policy to judge; the script runs in FP32."""
 
 
 class DiagnoseSettings(Settings):
-    """Settings of a diagnosis: where the first value that is not finite comes from."""
+    """Settings of a diagnosis: where the first non-finite value comes from."""
 
     kind: Literal["diagnose"] = "diagnose"
     steps: StepNumbers = (1,)
-    """Numbers of the steps whose operations are inspected, in ascending order; the script is ended after the last."""
+    """Numbers of the steps whose operations are inspected, in ascending order; the script ends after the last."""
     suspects: StepNumbers = ()
-    """Steps that were not finite when the script ran before; where they are finite now, all that follows is inspected."""
+    """Steps that were not finite in an earlier run; if one is finite now, all later steps are inspected."""
     loss_scale: float | None = None
-    """The loss scale from the first step on that is inspected; None leaves it alone."""
+    """The loss scale from the first inspected step on; None leaves it alone."""
     fp32_modules: tuple[str, ...] = ()
-    """Name patterns of modules to keep in FP32 under the script's own precision."""
+    """Name patterns of the modules to keep in FP32 under the script's own precision."""
     evidence_path: str = ""
     """Where to write what the run showed; empty where it is asked for in the same process."""
 
@@ -89,17 +89,17 @@ class FallbackSettings(Settings):
     kind: Literal["fallback"] = "fallback"
     role: Literal["reference", "noise", "check"] = "reference"
     steps: StepNumbers = (1, 2, 3)
-    """Numbers of the steps that are compared, from 1 without a gap."""
+    """Numbers of the steps to compare, from 1 without a gap."""
     all_steps: bool = True
-    """Whether a check goes on after the first step whose gradients are finite."""
+    """Whether a check continues after the first step with finite gradients."""
     policy: JudgedPolicy = Policy.parse("fp16")
-    """The policy that modules are run under by themselves, in the reference."""
+    """The policy under which the reference runs each module on its own."""
     folder: str = "."
-    """Where the reference's gradients lie, and what is measured is written."""
+    """The folder of the reference's gradients and of the measurements."""
     name: str = "reference"
-    """What the file with what is measured begins with."""
+    """Prefix of the name of the file with the measurements."""
     ignored: tuple[str, ...] = ()
-    """Parameters that are not judged."""
+    """Parameters that are left out of the comparison."""
 
 
 AnySettings: TypeAlias = Annotated[

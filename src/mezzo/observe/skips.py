@@ -1,13 +1,13 @@
-"""Tell skipped updates that are part of dynamic loss scaling from those that are a fault. Imports no torch.
+"""Tell skipped updates that belong to dynamic loss scaling from those that are a fault. Imports no torch.
 
-A dynamic scale begins too high on purpose and halves until the gradients fit; later it grows once in a while, to see whether
+A dynamic scale starts too high on purpose and halves until the gradients fit; later it grows now and then, to test whether
 they still do. So two kinds of skips are normal:
 
-- in a row from an optimizer's first update until its first one that is made, however many there are;
-- after that, one in a growth interval (with a hysteresis of ``h``, up to ``h`` in a row count as one). A row that begins right after the
-  first update that was made counts as one, too: a first batch whose gradients happen to be small does not show that a scale fits.
+- all skips in a row before an optimizer's first successful update, however many there are;
+- after that, one per growth interval (with a hysteresis of ``h``, up to ``h`` in a row count as one). A row that begins right after the
+  first successful update counts as one, too: small gradients in a first batch do not show that a scale fits.
 
-All others are a fault: gradients that overflow at a scale which fitted before. So is every skip of a static scale, and a
+All others are a fault: the gradients overflow at a scale that fitted before. So is every skip under a static scale, and a
 row of skips that lasts to the end of the run.
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Update(NamedTuple):
-    """One optimizer's part in an update."""
+    """One optimizer's part of an update."""
 
     scaler: int
     """Identity of the GradScaler; 0 for the policy's loss scale."""
@@ -37,18 +37,18 @@ class SkipRule(NamedTuple):
 @dataclass
 class _History:
     searching: list[int] = field(default_factory=list)
-    """The steps that were skipped before."""
+    """Steps skipped before the first successful update."""
     num_updates: int = 0
     num_made: int = 0
     in_row: int = 0
     skips: list[tuple[int, int]] = field(default_factory=list)
-    """After the first update that was made, each row of skips: the number of the optimizer's update, and of the step."""
+    """Each row of skips after the first successful update: the number of the optimizer's update, and of the step."""
     open_row: list[int] = field(default_factory=list)
-    """The steps of a row right after the first update that was made, which is a fault only if it never ends."""
+    """The steps of a row right after the first successful update, which is a fault only if it never ends."""
 
     @property
     def settled(self) -> bool:
-        """Return whether an update was made."""
+        """Return whether an update succeeded."""
         return self.num_made > 0
 
 
@@ -58,22 +58,22 @@ class Skips:
     def __init__(self) -> None:
         self._histories: dict[tuple[int, int], _History] = {}
         self.faulty: dict[int, None] = {}
-        """Steps whose skips are no normal ones, in the order in which that became known."""
+        """Steps whose skips are a fault, in the order in which that became known."""
 
     def closed(self, step: int, updates: list[Update], *, skipped: bool, rule: SkipRule) -> None:
-        """Record a step's updates; ``updates`` is empty where it is not known which optimizers made it."""
+        """Record a step's updates; ``updates`` is empty if the optimizers are unknown."""
         parts = {(u.scaler, u.optimizer): u.skipped for u in updates} or {(0, 0): skipped}
-        if skipped and not any(parts.values()):  # found by the scale of all, not in one optimizer
+        if skipped and not any(parts.values()):  # the scale of all found the overflow, no single optimizer did
             parts = dict.fromkeys(parts, True)
         for key, part_skipped in parts.items():
             self._note(step, self._histories.setdefault(key, _History()), rule, skipped=part_skipped)
 
     def settled(self) -> bool:
-        """Return whether any update was made."""
+        """Return whether any update succeeded."""
         return any(history.settled for history in self._histories.values())
 
     def steps(self) -> list[int]:
-        """Return the steps whose skips are a fault in a run that ends now: also those of an optimizer that never made an update."""
+        """Return the steps whose skips are a fault in a run that ends now, including those of optimizers that never made an update."""
         histories = self._histories.values()
         endless = [h.searching for h in histories if not h.settled] + [
             h.open_row for h in histories if len(h.open_row) > 1

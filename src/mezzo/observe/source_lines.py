@@ -1,4 +1,4 @@
-"""Find who is running: which line of the script, and whether an operation is the script's, the policy's or Mezzo's own."""
+"""Find the source of an operation: the script's line, and whether the script, the policy or Mezzo itself runs it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 Caller: TypeAlias = Literal["script", "policy", "mezzo"]
 Owner: TypeAlias = Literal["script", "library", "torch"]
-"""Whose file it is; ``torch`` stands for everything that is neither the script's nor a library's that trains."""
+"""The owner of a file; ``torch`` stands for everything that belongs neither to the script nor to a training library."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _MEZZO = str(Path(__file__).parents[1])
 _FOREIGN: dict[str, bool] = {}
 _INSTALLED = ("site-packages", "dist-packages")
-"""The folders of libraries; a list of paths would miss those that a ``.pth`` file adds."""
+"""Names of library folders; a list of paths would miss those that a ``.pth`` file adds."""
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _OWNERS: dict[str, Owner] = {}
 _CALLERS: dict[str, Caller | None] = {}
@@ -27,7 +27,7 @@ _PASSED_THROUGH = (
     str(Path(_MEZZO, "observe", "nonfinite", "propagation.py")),
     str(Path(_MEZZO, "observe", "lint", "by_hand.py")),
 )
-"""Python between who calls an operation and the operation."""
+"""Python files between the caller of an operation and the operation itself."""
 _POLICY = (
     *(
         "autocast_kernels.py",
@@ -39,21 +39,21 @@ _POLICY = (
     ),
     *("onepass.py", "optimizers.py"),
 )
-"""Files of the engine whose operations a device would run, too: casts, emulated operations, updates."""
+"""Files of the engine whose operations a real device would also run: casts, emulated operations, updates."""
 _APEX = ("compat", "apex", "amp")
 _OF_POLICIES = (
     str(Path(_MEZZO, "engine", "kernels")),
     str(Path(_MEZZO, *_APEX, "function_mode.py")),
     str(Path(_MEZZO, *_APEX, "casts.py")),
 )
-"""The same of whole folders, and of files whose names others have as well."""
+"""The same for whole folders, and for files whose names are not unique."""
 
 
 def caller(frame: FrameType | None) -> Caller:
-    """Return whose operation runs: the file that calls it tells.
+    """Return the owner of the running operation, by the file that calls it.
 
     ``policy`` casts what the script computes; ``mezzo`` is the arithmetic of loss scales, norms and records. What torch's own
-    Python or C++ calls is the script's, whoever called that.
+    Python or C++ code calls belongs to the script, whoever called that code.
     """
     while frame is not None:
         name = frame.f_code.co_filename
@@ -91,9 +91,9 @@ def script_line(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
 
 
 def own_line(frame: FrameType | None) -> tuple[str, bool]:
-    """Return the innermost line that is no library's as ``file:line``, and whether a library other than torch called from there.
+    """Return the innermost line outside libraries as ``file:line``, and whether a library other than torch is called there.
 
-    Of a script that is itself installed as a library, the innermost line outside torch and Mezzo.
+    For a script that is itself installed as a library, return the innermost line outside torch and Mezzo.
     """
     through = ""
     while frame is not None:
@@ -107,7 +107,7 @@ def own_line(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def own_place(frame: FrameType | None) -> int:
-    """Return what stands for the calls of the script's own code that lead to ``frame``: equal where it was reached in the same way."""
+    """Return a number for the script's calls that lead to ``frame``: equal if it was reached in the same way."""
     calls = []
     while frame is not None:
         if _owner(frame.f_code.co_filename) == "script":

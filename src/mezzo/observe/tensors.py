@@ -14,7 +14,7 @@ from mezzo.records import Operand
 
 
 def operand(tensor: Tensor) -> Operand:
-    """Return what is known of a tensor that an operation read."""
+    """Return the description of a tensor that an operation read."""
     values = _dense(tensor).detach().reshape(-1)
     finite = values[values.isfinite()].abs().float()
     return Operand(
@@ -27,19 +27,19 @@ def operand(tensor: Tensor) -> Operand:
 
 
 def norm(tensor: Tensor) -> float:
-    """Return the norm of a tensor's values, added up in FP64; on the CPU where the device has none. Waits for the device."""
+    """Return the norm of a tensor's values, summed in FP64 (on the CPU if the device has no FP64). Waits for the device."""
     wide = tensor.detach() if has_fp64(tensor.device) else tensor.detach().cpu()
     return float(torch.linalg.vector_norm(wide.double()))
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """Return the norm of ``a - b``, which is computed in FP64."""
+    """Return the norm of ``a - b``, computed in FP64."""
     a, b = (t.detach() if has_fp64(t.device) else t.detach().cpu() for t in (a, b))
     return float(torch.linalg.vector_norm(a.double() - b.double()))
 
 
 def floats(values: Any) -> list[Tensor]:
-    """Return the tensors of floating-point numbers in ``values`` that hold any."""
+    """Return the non-empty floating-point tensors in ``values``."""
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point() and readable(t)]
 
 
@@ -60,12 +60,12 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def has_nan(tensor: Tensor) -> bool:
-    """Return whether a number is NaN."""
+    """Return whether any number is NaN."""
     return bool(_dense(tensor).isnan().any())
 
 
 def by_design(tensor: Tensor) -> bool:
-    """Return whether values that are not finite look as if they were meant: a number of the script, or a mask of -inf."""
+    """Return whether non-finite values look intended: a constant of the script, or a mask of -inf."""
     return tensor.numel() == 1 or not bool((_dense(tensor).isnan() | _dense(tensor).isposinf()).any())
 
 
@@ -75,13 +75,13 @@ def largest(tensor: Tensor) -> float:
 
 
 def format_name(tensor: Tensor) -> str:
-    """Return the name of the format that a tensor is kept in."""
+    """Return the name of a tensor's storage format."""
     known = format_of(tensor.dtype)
     return known.name if known is not None else str(tensor.dtype).removeprefix("torch.")
 
 
 def storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage; None where it has none of its own: sparse, or a wrapper around other tensors."""
+    """Return a tensor's storage; None if it has none of its own: sparse, or a wrapper around other tensors."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
@@ -89,12 +89,12 @@ def storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return where a tensor's storage begins; the tensor's own id where it has none."""
+    """Return the address of a tensor's storage, or the tensor's id if it has none."""
     own = storage(tensor)
     return id(tensor) if own is None else own.data_ptr()
 
 
 def storage_size(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's storage; -1 where it has none of its own."""
+    """Return the bytes of a tensor's storage; -1 if it has none of its own."""
     own = storage(tensor)
     return -1 if own is None else own.nbytes()

@@ -1,4 +1,4 @@
-"""What is noted of every operation while a step runs; its meaning is worked out afterwards."""
+"""The raw record of every operation of a step; its meaning is worked out afterwards."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 Meta: TypeAlias = tuple[int, torch.dtype, int]
-"""Where a tensor's storage begins, its dtype, and the bytes that it takes."""
+"""The address of a tensor's storage, its dtype and its size in bytes."""
 
 LAST_NUMBER = 2**64 - 1
-"""Sequence number of the nodes that add to a parameter's gradient: the greatest one, so that they run first."""
+"""Sequence number of the nodes that accumulate a parameter's gradient: the greatest one, so that they run first."""
 
 CASTS = ("_to_copy", "copy_", "copy")
 
 
 class Entry:
-    """A call of a module that is running, and whether autocast was on when it began."""
+    """A running call of a module, and whether autocast was on when it began."""
 
     __slots__ = ("again", "autocast", "module", "nesting", "outer")
 
@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def calls(self) -> list[Entry]:
-        """Return the calls that are running, the innermost first."""
+        """Return the running calls, the innermost first."""
         return [self] if self.outer is None else [self, *self.outer.calls]
 
 
@@ -41,32 +41,32 @@ NOWHERE = Entry(None, None, autocast=False, nesting=0, again=False)
 
 
 class Node(NamedTuple):
-    """What is known of the graph's node that an operation of a backward pass runs in."""
+    """The graph node in which an operation of a backward pass runs."""
 
     number: int
-    """Sequence number; of a node that was made inside a backward pass, an identity below 0 (``mezzo.observe.backward_nodes``)."""
+    """Sequence number, or an identity below 0 for a node made inside a backward pass (``mezzo.observe.backward_nodes``)."""
     task: int
     """Number of the backward pass."""
     parameter: int = 0
-    """Identity of the parameter, of a node that adds to its gradient."""
+    """Identity of the parameter, for a node that accumulates its gradient."""
 
 
 @dataclass
 class TracedProduct:
-    """What is known of a matrix product or convolution while it runs."""
+    """A matrix product or convolution, as recorded while it runs."""
 
     format: str
     flops: int
     operands: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     """Shape, strides and alignment in bytes (up to 16) of each tensor, then of each result."""
     number: int
-    """Number of the graph's node, as in ``Node``, of a forward operation."""
+    """Number of the graph node of a forward operation, as in ``Node``."""
     arguments: tuple[Any, ...] = ()
-    """The arguments that are no tensors: strides, groups, masks."""
+    """The arguments that are not tensors: strides, groups, masks."""
     nesting: int = 0
-    """In how many autocast contexts it ran, those that turn autocast off included."""
+    """Number of autocast contexts around it, including those that turn autocast off."""
     callers: tuple[str, ...] = ()
-    """Names of torch's Python functions that the operation runs in."""
+    """Names of torch's Python functions around the operation."""
 
 
 class Noted(NamedTuple):
@@ -82,32 +82,32 @@ class Noted(NamedTuple):
     product: TracedProduct | None
     line: str
     hidden: bool
-    """Whether it is no operation of the training: Mezzo's own, or one that the device which is emulated would not run."""
+    """Whether it is not part of the training: Mezzo's own, or one that the emulated device would not run."""
     by_policy: bool
-    """Whether the policy cast here, and not the script."""
+    """Whether the policy, not the script, cast here."""
 
 
 @dataclass
 class Trace:
-    """The operations of a step, and which module the nodes of its graph belong to."""
+    """The operations of a step, and the modules that made the nodes of its graph."""
 
     operations: list[tuple[Any, ...]] = field(default_factory=list)
-    """The fields of ``Noted``: making its objects at once would cost half as much as the operation."""
+    """The fields of ``Noted``: building the objects at once would cost half as much as the operation itself."""
     forward: dict[int, Entry] = field(default_factory=dict)
-    """The module that ran when a node of the graph was made, by the node's sequence number."""
+    """The module that was running when a node was made, by the node's sequence number."""
     recomputed: dict[int, tuple[Entry, Node]] = field(default_factory=dict)
-    """The same of nodes that were made inside a backward pass, by their identity, with the node that was running."""
+    """The same for nodes made inside a backward pass, by identity, with the node that was running."""
     roots: dict[nn.Module, None] = field(default_factory=dict)
-    """Modules that were called from outside any module, in order."""
+    """Modules called from outside any module, in order."""
 
     def maker(self, node: Node) -> Entry:
-        """Return the call of a module that made a node of the graph.
+        """Return the call of the module that made a graph node.
 
-        A node without an operation of its own has the next one's, else the last one's.
+        A node without an operation of its own takes that of the next node, else of the last.
         """
         while node.number in self.recomputed:
             entry, node = self.recomputed[node.number]
-            if entry is not NOWHERE:  # by a module that ran again, else by the node that ran
+            if entry is not NOWHERE:  # made by a recomputed module, else by the node that was running
                 return entry
         if node.number == LAST_NUMBER or not self.forward:
             return NOWHERE

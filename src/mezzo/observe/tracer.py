@@ -1,16 +1,16 @@
-"""Note every operation of a training step, with the module it belongs to, at little cost.
+"""Record every operation of a training step with the module it belongs to, at little cost.
 
-A dispatch mode sees every operation below autograd and autocast. Hooks on every module keep a stack of the modules that are running. The
-forward operation of a node of the graph has the node's sequence number, so an operation of a backward pass finds the module of
-its node's forward operation: no hook on a tensor, no change of the graph. A node that was made inside a backward pass has an identity
-instead of a number (``mezzo.observe.backward_nodes``). A node that has no forward operation of its own takes that of the next one; the
-nodes that add to ``.grad`` have a parameter instead.
+A dispatch mode sees every operation below autograd and autocast. Hooks on every module keep a stack of the running modules. The forward
+operation behind a graph node has the node's sequence number, so an operation of a backward pass is assigned the module of its node's
+forward operation, without hooks on tensors or changes to the graph. A node made inside a backward pass has an identity instead of a number
+(``mezzo.observe.backward_nodes``). A node without a forward operation of its own takes that of the next node; the nodes that accumulate
+into ``.grad`` have a parameter instead.
 
-What is noted while the step runs is a tuple an operation, without tensors, which would keep memory alive; its meaning is
-worked out afterwards (``mezzo.observe.audit.operations``). Views and allocations compute nothing and are left out. The mode
-tells dynamo to leave it alone, since a wrapped mode costs more than what it does here.
+While the step runs, each operation is recorded as a tuple without tensors, which would keep memory alive; its meaning is worked out
+afterwards (``mezzo.observe.audit.operations``). Views and allocations compute nothing and are left out. The mode opts out of dynamo's
+wrapper, which costs more than what the mode does here.
 
-Private names of torch that this rests on, none with a public equal: ``torch._C._current_autograd_node``,
+Private names of torch that this depends on, none with a public counterpart: ``torch._C._current_autograd_node``,
 ``Node._sequence_nr``, ``torch.autograd._get_sequence_nr``, ``torch._C._current_graph_task_id``.
 """
 
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mezzo.engine import emulation
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 from mezzo.measure.flops import COUNTS, OperandFormats
-from mezzo.observe.backward_nodes import Made, ThreadNodes
+from mezzo.observe.backward_nodes import BackwardNodes, ThreadNodes
 from mezzo.observe.source_lines import caller, script_line
 from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Trace, TracedProduct
 
@@ -39,13 +39,13 @@ _task_running = torch._C._current_graph_task_id
 
 
 class Flags(Protocol):
-    """What is read at every operation: attributes, since a call costs more."""
+    """Flags that are read at every operation: attributes, because a call costs more."""
 
     recomputing: bool
 
 
 class Unflagged:
-    """The flags of a step in which nothing is known to be recomputed."""
+    """Flags of a step in which nothing is recomputed, as far as is known."""
 
     recomputing = False
 
@@ -60,12 +60,12 @@ class Tracer(TorchDispatchMode):
         device_type: str,
         flags: Flags | None = None,
     ) -> None:
-        """Get ready.
+        """Create a tracer; ``start`` turns it on.
 
         Args:
-            formats: tells the format that an operation computes in.
-            device_type: of torch, to ask for autocast's state.
-            flags: whether activation checkpointing computes something again.
+            formats: gives the format that an operation computes in.
+            device_type: torch's device type, for autocast's state.
+            flags: whether activation checkpointing is recomputing.
         """
         super().__init__()
         self.trace = Trace()
@@ -74,7 +74,7 @@ class Tracer(TorchDispatchMode):
         self._device_type = device_type
         self._flags = flags or Unflagged()
         self._local = ThreadNodes()
-        self._made = Made()
+        self._backward_nodes = BackwardNodes()
         self._stepping = False
         self._kinds: dict[int, int] = {}
         self._counts: dict[int, Any] = {}
@@ -83,20 +83,20 @@ class Tracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper would cost more than the mode; watched steps run eagerly anyhow
+        return False  # the wrapper would cost more than the mode; observed steps run eagerly anyway
 
-    def start(self, *, told_of_steps: bool = False) -> None:
+    def start(self, *, stepping_is_called: bool = False) -> None:
         """Enter the mode and set the hooks.
 
         Args:
-            told_of_steps: whether someone calls ``stepping``. torch bears no new hook of optimizers while it goes through
-                them, and an optimizer's closure runs inside one of the launcher's.
+            stepping_is_called: whether the caller calls ``stepping`` itself. torch cannot take new optimizer hooks while it
+                iterates over them, and an optimizer's closure runs inside one of the launcher's hooks.
         """
         hooks: list[Any] = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        if not told_of_steps:
+        if not stepping_is_called:
             hooks.append(register_optimizer_step_pre_hook(lambda *_: self.stepping(True)))
             hooks.append(register_optimizer_step_post_hook(lambda *_: self.stepping(False)))
         self._undo = [hook.remove for hook in hooks]
@@ -110,7 +110,7 @@ class Tracer(TorchDispatchMode):
         self._undo, self._stepping = [], False
 
     def turn(self, index: int) -> Trace:
-        """Return what was noted before ``index``, and go on with the rest as another trace."""
+        """Return the operations before ``index`` as a trace, and continue with the rest as another."""
         before, roots = self.trace, dict(self.trace.roots)
         self.trace = Trace(
             before.operations[index:],
@@ -137,25 +137,25 @@ class Tracer(TorchDispatchMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         local = self._local
         entry = local.entry
-        while entry is not None and entry.module is not module:  # a module that was entered before the hooks were set
+        while entry is not None and entry.module is not module:  # a module entered before the hooks were set
             entry = entry.outer
         if entry is not None:
             local.entry = entry.outer
             local.again -= entry.again
 
     def stepping(self, stepping: bool) -> None:
-        """Record that an optimizer's update begins or is over."""
+        """Record that an optimizer's update begins or ends."""
         self._stepping = stepping
 
     # --- operations ----------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation and note it."""
+        """Run one operation and record it."""
         result = func._op(*args, **kwargs) if kwargs else func._op(*args)
-        kind = self._kinds.get(id(func))  # an operation's own hash is a Python call
+        kind = self._kinds.get(id(func))  # hashing the operation itself is a Python call
         if kind is None:
             kind = self._kinds[id(func)] = self._meet(func)
-        if self._stepping and kind <= _PLAIN:  # half of a small model's operations, and nothing to find out
+        if self._stepping and kind <= _PLAIN:  # half of a small model's operations, with nothing more to record
             if kind == _PLAIN:
                 self._note((func, NOWHERE, None, *_both(args, result), True, False, None, "", False, False))
             return result
@@ -167,21 +167,25 @@ class Tracer(TorchDispatchMode):
                 self._place(number, entry)
         else:
             if local.results:
-                self._made.settle(local)
-            node = local.node if running is local.running else self._made.meet(local, running, _task_running())
+                self._backward_nodes.mark_known(local)
+            node = (
+                local.node
+                if running is local.running
+                else self._backward_nodes.describe(local, running, _task_running())
+            )
             again = local.again > 0 or self._flags.recomputing
             entry = (local.entry if again else None) or NOWHERE
             if number != local.number:
                 self._place_again(number, node, entry)
             if not local.found:
-                self._made.expect(local, args, _flat((result,)))
+                self._backward_nodes.await_node(local, args, _flat((result,)))
         if kind == _SILENT:
-            if node is not None and node.number == LAST_NUMBER:  # what is added to a gradient that was None
+            if node is not None and node.number == LAST_NUMBER:  # the first value of a gradient that was None
                 self._note((func, entry, node, *_both(args, result), False, False, None, "", True, False))
             return result
         product, line, hidden, by_policy = None, "", False, False
-        if entry is NOWHERE or kind == _CASTS:  # inside modules only casts can be anybody's but the script's
-            whose = caller(sys._getframe().f_back)  # None in autograd's own thread: nothing of Python called it
+        if entry is NOWHERE or kind == _CASTS:  # inside modules, only casts can come from elsewhere than the script
+            whose = caller(sys._getframe().f_back)  # None in autograd's own thread, where no Python frame called it
             if whose == "mezzo":
                 self._note((func, entry, node, *_both(args, result), False, again, None, "", True, False))
                 return result
@@ -202,7 +206,7 @@ class Tracer(TorchDispatchMode):
         self.trace.operations.append(noted)
 
     def is_silent(self, func: Any) -> bool:
-        """Return whether an operation computes nothing: it makes a view, or memory without values."""
+        """Return whether an operation computes nothing: it makes a view or allocates memory."""
         kind = self._kinds.get(id(func))
         if kind is None:
             kind = self._kinds[id(func)] = self._meet(func)
@@ -219,18 +223,18 @@ class Tracer(TorchDispatchMode):
         return _CASTS if name in CASTS else _PLAIN
 
     def _place(self, number: int, entry: Entry) -> None:
-        """Remember where a node of the graph was made: the first operation after it is its own, more may follow.
+        """Record which call made a graph node: the first operation after it is its own, more may follow.
 
-        Every thread of the script's counts nodes for itself, so a number may be known.
+        Every thread of the script counts its own nodes, so a number may be known already.
         """
-        self._made.by_script()
+        self._backward_nodes.script_made_node()
         local = self._local
         local.number, local.made = number, number - 1
         self.trace.forward.setdefault(number - 1, entry)
 
     def _place_again(self, number: int, node: Node, entry: Entry) -> None:
-        """Remember where a node is made inside a backward pass: by what is computed again, or differentiated twice."""
-        self.trace.recomputed[self._made.inside(self._local, number)] = entry, node
+        """Record where a node is made inside a backward pass: by recomputation, or by differentiating twice."""
+        self.trace.recomputed[self._backward_nodes.new_identity(self._local, number)] = entry, node
 
     def _product(self, func: Any, result: Any, args: Sequence[Any]) -> TracedProduct:
         flops = self._counts[id(func)](result, *args)
@@ -250,7 +254,7 @@ class Tracer(TorchDispatchMode):
         return self._formats.of(args, op=func.overloadpacket.__name__)
 
     def _is_torchs(self, entry: Entry) -> bool:
-        """Return whether a module of torch's own runs: its path says more than the line that called it."""
+        """Return whether the running module is one of torch's: its path is more informative than the line that called it."""
         kind = type(entry.module)
         known = self._torchs.get(kind)
         if known is None:
@@ -258,7 +262,7 @@ class Tracer(TorchDispatchMode):
         return known
 
     def _where(self, product: TracedProduct | None) -> str:
-        """Return the script's line that runs; record which functions of torch a product runs in."""
+        """Return the script's running line; record the functions of torch around a product."""
         line, callers = script_line(sys._getframe(1).f_back)
         if product is not None:
             product.callers = callers
@@ -299,11 +303,11 @@ def _metas(values: Iterable[Any]) -> list[Meta]:
 
 
 def _both(args: Sequence[Any], result: Any) -> tuple[list[Meta], list[Meta]]:
-    """Return what is known of the operands and of the results."""
+    """Return the metadata of the operands and of the results."""
     try:
         ins = _metas(args)
         return ins, ins[:1] if args and result is args[0] and ins else _metas((result,))
-    except (RuntimeError, NotImplementedError):  # a tensor without a storage: sparse, or made of others
+    except (RuntimeError, NotImplementedError):  # a tensor without a storage: sparse, or a wrapper around others
         return _bare_metas(args), _bare_metas((result,))
 
 
@@ -323,8 +327,8 @@ def _flat(values: Iterable[Any]) -> list[Tensor]:
 
 def _alignment(tensor: Tensor) -> int:
     try:
-        # On a CPU the address says nothing of a GPU's: there memory begins at multiples of 512, and views at an offset.
+        # A CPU address says nothing about a GPU's, where memory begins at multiples of 512 and views at an offset.
         address = tensor.data_ptr() if tensor.is_cuda else int(tensor.storage_offset()) * tensor.itemsize
-    except RuntimeError:  # a tensor made of others
+    except RuntimeError:  # a wrapper around other tensors
         return 16
     return min(16, address & -address) if address else 16

@@ -235,7 +235,7 @@ def test_a_run_is_stopped_at_its_limit_and_the_next_one_goes_on(place: Path, sta
         run(place, "import os; os._exit(0)")  # the imports would count
         stopped = run(place, "import time; time.sleep(60)", limit_s=0.3)
         after = run(place, "import os; os._exit(4)", limit_s=30.0)
-    assert (stopped.exit_code, stopped.error) == (137, "it was stopped after its limit of 0.3 s")
+    assert (stopped.exit_code, stopped.error) == (137, "it was stopped at its limit of 0.3 s")
     assert after.exit_code == 4
 
 
@@ -432,7 +432,7 @@ def test_another_folder_or_environment(tmp_path: Path, monkeypatch: pytest.Monke
     assert starter.why_afresh == "the folder or the environment changed between the runs"
 
 
-def test_settings_that_came_too_late_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_came_too_late_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
     before = ready._compilers_settings()
     assert ready._set_too_late(before) == []

@@ -79,12 +79,12 @@ import sys
 from mezzo.launch.process import command_signals as stopping
 from mezzo.launch.process.group import Guarded
 stopping.GRACE_S, stopping._IMPATIENT_S, stopping._AGAIN_S = 0.2, 0.2, 0.05
-hear = stopping.Stop.hear
+handle = stopping.Stop.handle
 def heard(self, number, frame=None):
-    hear(self, number, frame)
+    handle(self, number, frame)
     with open("heard", "a") as file:
         file.write(f"{number}\\n")
-stopping.Stop.hear = heard
+stopping.Stop.handle = heard
 with stopping.stoppable() as stop:
     process = Guarded([sys.executable, *sys.argv[1:]], stdout=None, stderr=None)
     with stop.passing_to(process):

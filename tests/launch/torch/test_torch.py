@@ -261,13 +261,13 @@ def trained(policy: str, pattern: list[bool]) -> Ran:
     """Train one parameter with gradients that are infinite where ``pattern`` says so."""
     model = nn.Linear(2, 1)
     model.weight.register_hook(lambda g: g * torch.inf if pattern[len(run.recorder)] else g)
-    with switched(Policy.parse(policy)) as (run, look):
+    with switched(Policy.parse(policy)) as (run, counted):
         sgd = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in pattern:
             sgd.zero_grad()
             model(torch.randn(4, 2)).mean().backward()
             sgd.step()
-    return Ran({}, "", run.recorder.steps(), look.effective(), look.memory(), run.lint.findings())
+    return Ran({}, "", run.recorder.steps(), counted.effective(), counted.memory(), run.lint.findings())
 
 
 def test_the_scale_goes_the_way_of_gradscaler() -> None:

@@ -417,12 +417,12 @@ def test_a_policy_under_which_nothing_was_lowered_shows_nothing_of_it(
 ) -> None:
     row = row_of(series("fp32", [1.0, 1.1]) + series(policy, [1.0, 1.1], effective=effective), policy)
     assert row.verdict == verdict
-    told = f"{policy} changed nothing, so this shows nothing of it: 100% fp32 ran (FP32 code: forward code outside any module); "
+    told = f"{policy} changed nothing, so this shows nothing about it: 100% fp32 ran (FP32 code: forward code outside any module); "
     assert row.reason.startswith(told) == (verdict == "undecided")
 
 
 EMULATED = Effective(flops_by_format={"bf16": 3, "fp32": 1}, emulated=True)
-EMULATED_NOTE = "its formats are emulated here, so its times say nothing of a speed-up"
+EMULATED_NOTE = "its formats are emulated here, so its times say nothing about a speed-up"
 
 
 def test_an_emulated_row_claims_no_speed() -> None:

@@ -208,6 +208,8 @@ def test_a_policy_that_learns_half_in_a_short_run_is_not_equivalent() -> None:
         ("BLEU", [27.3], Ratio()),
         ("R2", [-0.3, 0.2], Absolute()),
         ("acc", [120.0], Ratio()),
+        ("accuracy", [0.0, 1.0], Proportion(1.0)),  # both ends belong to a proportion
+        ("accuracy", [0.0, 100.0], Proportion(100.0)),
     ],
 )
 def test_the_scale_of_a_metric(name: str, values: list[float], scale: Scale) -> None:

@@ -168,6 +168,13 @@ def test_threads_and_long_tensors_count_everything_once(monkeypatch: pytest.Monk
     assert torch.equal(shared, alone)
 
 
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF])
+def test_every_nan_is_counted_whatever_its_payload(bits: int) -> None:
+    values = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    histogram = counted(values).histogram()
+    assert (histogram.nan, histogram.infinite, histogram.zeros, histogram.counts) == (1, 0, 0, [])
+
+
 def test_the_triton_kernel_counts_alike_under_the_interpreter() -> None:
     pytest.importorskip("triton")
     code = f"""

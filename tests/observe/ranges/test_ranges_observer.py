@@ -342,10 +342,10 @@ SCRIPTS_RUN: list[tuple[list[str], str, int, str]] = [
     (["plain"], "0.weight", 3 * 96, ""),
     (["workers", "fork"], "0.weight", 3 * 96, ""),
     (["own_amp", "new", "65536"], "0.weight", 3 * 96, ""),
-    (["compiled", "module", "eager"], "0.weight", 3 * 96, "compiled code ran eagerly in the watched steps"),
-    (["compiled", "in-place", "eager"], "0.weight", 3 * 96, "compiled code ran eagerly in the watched steps"),
-    (["compiled", "function", "eager"], "0.weight", 3 * 96, "compiled code ran eagerly in the watched steps"),
-    (["compiled", "update", "eager"], "0.weight", 3 * 96, "compiled code ran eagerly in the watched steps"),
+    (["compiled", "module", "eager"], "0.weight", 3 * 96, "compiled code ran eagerly in the observed steps"),
+    (["compiled", "in-place", "eager"], "0.weight", 3 * 96, "compiled code ran eagerly in the observed steps"),
+    (["compiled", "function", "eager"], "0.weight", 3 * 96, "compiled code ran eagerly in the observed steps"),
+    (["compiled", "update", "eager"], "0.weight", 3 * 96, "compiled code ran eagerly in the observed steps"),
     (["gan"], "Sequential#2.0.weight", 3 * 32, ""),  # a step of the generator gives the discriminator gradients too
     (["tied", "sparse"], "embed.weight", 3 * 88, ""),  # the rows that a batch used
     (["by_hand", "grad"], "0.weight", 3 * 96, "updates by hand are not seen"),

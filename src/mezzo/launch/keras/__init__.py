@@ -1,4 +1,4 @@
-"""Run Keras code that knows nothing of Mezzo under a policy: every patch of Keras and its backend is made here and undone here.
+"""Run Keras code that knows nothing of Mezzo under a policy: every patch of Keras and its backend is made and undone here.
 
 Keras is patched as soon as the script has imported it, on the backend that the script chose.
 """
@@ -35,9 +35,9 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
     """Run the code inside under ``policy`` (None: its own precision) and record every training step.
 
     Args:
-        policy: what to apply.
+        policy: the policy to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
-        observe: None; observers know PyTorch only.
+        observe: None; observers support only PyTorch.
 
     Raises:
         PolicyError: Keras has no dtype policy for the policy.
@@ -47,7 +47,7 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
     if policy is not None:
         dtype_policy_name(policy)
         for choice in left_out(policy):
-            run.leave(choice.what, choice.value, choice.reason)
+            run.note_left_alone(choice.what, choice.value, choice.reason)
     try:
         if seed is not None:
             shift_python(seed, patches)
@@ -93,7 +93,7 @@ class KerasTraining:
     """A Keras script's training (``launch.frameworks.Training``)."""
 
     observer: Observer | None = None
-    """Nothing watches Keras' operations."""
+    """Always None: observers do not support Keras."""
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run
@@ -106,19 +106,19 @@ class KerasTraining:
 
     @property
     def num_updates(self) -> int:
-        """Return how many updates were made."""
+        """Return the number of updates."""
         if self._run.backend is not None:
             self._run.backend.collect()
         return len(self._run.steps)
 
     def close_update(self) -> None:
-        """Read the steps that were not read yet."""
+        """Read the steps not read yet."""
         if self._run.backend is not None:
             self._run.backend.finish()
             self._run.backend.collect()
 
     def steps(self) -> Steps:
-        """Return what every step showed."""
+        """Return the record of every step."""
         return self._run.steps.steps(self._run.names)
 
     def memory(self) -> Memory:
@@ -138,7 +138,7 @@ class KerasTraining:
         return self._run.effective()
 
     def findings(self) -> list[Finding]:
-        """Return nothing: only PyTorch's mixed precision is watched."""
+        """Return an empty list: only PyTorch's mixed precision is checked."""
         return []
 
     def explanation(self) -> list[Reason]:
@@ -149,7 +149,7 @@ class KerasTraining:
     def environment(self) -> Environment:
         """Return the machine and the versions."""
         device = "cpu" if self._run.backend is None else self._run.backend.device_type()
-        if device == "cpu" and "torch" not in sys.modules:  # seconds that a script on TensorFlow need not wait for
+        if device == "cpu" and "torch" not in sys.modules:  # importing torch would cost a script on TensorFlow seconds
             return environment_without_torch().model_copy(update={"device": device})
         return environment(device)
 

@@ -1,11 +1,11 @@
 """Count the products in a traced TensorFlow function from its graph: forward, backward, branches and called functions.
 
-The graph of a function was traced with sizes left open, the batch size most of all. It is read again with that size
-put in, and TensorFlow's own shape inference carries it through. Counted as in ``measure.flops``: two operations (multiply and
-add) a product. Of a branch both ways are counted, of a loop's body one turn.
+A function's graph is traced with unknown sizes, above all the batch size. It is imported again with the batch size
+filled in, and TensorFlow's own shape inference propagates it. As in ``measure.flops``, a product counts as two operations (multiply and
+add). Both sides of a branch are counted, and one iteration of a loop's body.
 
-What TensorFlow's tape keeps is what operations of the backward pass, which it names ``gradient_tape/...``, read of
-the forward pass: an upper bound of what the runtime holds, because it may still simplify the graph.
+The activations are the forward tensors that operations of the backward pass, named ``gradient_tape/...``, read: an upper
+bound of what the runtime keeps, because it may still simplify the graph.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _LOOPS = {"While", "StatelessWhile"}
 _STATED = {"Placeholder": "shape"} | dict.fromkeys(
     ("IteratorGetNext", "OptionalGetValue", "If", "StatelessIf", "While", "StatelessWhile"), "output_shapes"
 )
-"""Operations that state the shapes of their results in an attribute of this name."""
+"""Operations that have the shapes of their results in an attribute of this name."""
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 _WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
-"""Operations on variables with a result, and how the names of those without one begin."""
+"""Operations on variables with a result, and the name prefixes of those without one."""
 _TRACED = "_output_shapes"
-"""What ``as_graph_def(add_shapes=True)`` calls the shapes that were known when the function was traced."""
+"""Attribute in which ``as_graph_def(add_shapes=True)`` puts the shapes known at tracing."""
 
 
 @dataclass
 class Counted:
-    """What was found in a graph."""
+    """The counts of a graph."""
 
     flops: Counter[str] = field(default_factory=Counter)
-    """Operations by the name of the dtype of their operands."""
+    """Operations by the name of their operands' dtype."""
     activations_bytes: int = 0
     loops: int = 0
     unknown: int = 0
-    """Products whose sizes are not known."""
+    """Products with unknown sizes."""
     variables: set[str] = field(default_factory=set)
     """Names of the operations that read a variable."""
 
@@ -71,7 +71,7 @@ def is_within(graph: Any, ancestor: Any) -> bool:
 
 
 def count(graph: Any, *, batch: int | None) -> Counted:
-    """Return the products in a function's graph at a batch size, None for one that is not known."""
+    """Return the products in a function's graph at a batch size, None if it is unknown."""
     found = Counted()
     definition = graph.as_graph_def(add_shapes=True)
     library = {f.signature.name: f for f in definition.library.function}
@@ -81,7 +81,7 @@ def count(graph: Any, *, batch: int | None) -> Counted:
 
 
 def by_format(by_dtype: Counter[str], *, tf32: bool) -> dict[str, int]:
-    """Return counts by format of counts by the names of dtypes; FP32 ones as TF32 where that is on."""
+    """Return counts by format from counts by dtype name; FP32 counts as TF32 if that is on."""
     names = {f.dtype_name: f.name for f in FORMATS.values() if f is not TF32}
     if tf32:
         names[FP32.dtype_name] = TF32.name
@@ -89,7 +89,7 @@ def by_format(by_dtype: Counter[str], *, tf32: bool) -> dict[str, int]:
 
 
 def _read_again(definition: Any, batch: int | None, found: Counted) -> Any:
-    """Return the graph of a definition, with the sizes that follow from the batch size."""
+    """Return the graph of a definition, with all sizes that follow from the batch size."""
     _fill(definition.node, batch, found.variables)
     graph = tf.Graph()
     with graph.as_default():
@@ -98,7 +98,7 @@ def _read_again(definition: Any, batch: int | None, found: Counted) -> Any:
 
 
 def _fill(nodes: Any, batch: int | None, variables: set[str]) -> None:
-    """Put the batch size in for first sizes that are left open, and let variables, whose shapes lie outside, be inputs."""
+    """Fill in the batch size for unknown first dimensions, and turn variables, whose shapes lie outside, into inputs."""
     for node in nodes:
         if node.op in _READS and _TRACED in node.attr:
             shape, dtype = node.attr[_TRACED].list.shape[0], node.attr["dtype"].type
@@ -108,7 +108,7 @@ def _fill(nodes: Any, batch: int | None, variables: set[str]) -> None:
             node.attr["dtype"].type = dtype
         elif node.op.startswith(_WRITES):
             _replace(node, "NoOp")
-        for name in (_TRACED, "_class"):  # the second asks for the place of a node that may be gone
+        for name in (_TRACED, "_class"):  # the second asks for the device of a node that may be gone
             node.attr.pop(name, None)
         attribute = _STATED.get(node.op)
         if batch is None or attribute is None or attribute not in node.attr:
@@ -126,9 +126,9 @@ def _replace(node: Any, op: str) -> None:
 
 
 def _live(nodes: Any, results: Iterable[str]) -> set[str]:
-    """Return the names of the nodes that run: those behind a result, or behind an operation with an effect.
+    """Return the names of the nodes that run: those behind a result, or behind an operation with a side effect.
 
-    The tape makes a convolution's gradient for its input also where nobody asks for it.
+    The tape adds the gradient of a convolution's input even if nothing uses it.
     """
     by_name = {node.name: node for node in nodes}
     known = {node.op: op_def_registry.get(node.op) for node in nodes}
@@ -168,7 +168,7 @@ def _add(op: Any, found: Counted) -> None:
         return
     try:
         found.flops[operand] += PRODUCTS[op.type](inputs, outputs, op.get_attr)
-    except (TypeError, IndexError):  # a size or a rank that is not known
+    except (TypeError, IndexError):  # an unknown size or rank
         found.unknown += 1
 
 
@@ -183,7 +183,7 @@ def _called(op: Any) -> Iterator[str]:
 
 
 def _body(definition: Any, op: Any, batch: int | None, found: Counted) -> Any:
-    """Return the graph of a function that an operation calls, with the sizes of what it is given."""
+    """Return the graph of a function that an operation calls, with the sizes of its arguments."""
     num = len(definition.signature.input_arg)
     given = list(op.inputs)[-num:] if num else []  # the first input of a branch is its condition
     shapes = [tensor.shape.as_proto() for tensor in given]
@@ -257,7 +257,7 @@ def _weight_gradient(inputs: Any, outputs: Any, attribute: Attribute) -> int:
 
 
 def _convolved(result: Any, weight: Any) -> int:
-    # Every element of the result is a sum over the weight's sizes but the last, the number of results.
+    # Every element of the result is a sum over the weight's dimensions but the last, the number of output channels.
     return int(2 * math.prod(result) * math.prod(weight[:-1]))
 
 
@@ -265,7 +265,7 @@ def _depthwise(
     count_dense: Callable[[Any, Any, Attribute], int], weight: int | None
 ) -> Callable[[Any, Any, Attribute], int]:
     def counted(inputs: Any, outputs: Any, attribute: Attribute) -> int:
-        # Its weight is (*kernel, channels, multiplier), and no sum goes over the channels.
+        # Its weight is (*kernel, channels, multiplier), and the channels are not summed.
         channels = (outputs[0] if weight is None else inputs[weight])[-2]
         return count_dense(inputs, outputs, attribute) // int(channels)
 
@@ -288,4 +288,4 @@ PRODUCTS: dict[str, Callable[[Any, Any, Attribute], int]] = {
     "DepthwiseConv2dNativeBackpropInput": _depthwise(_input_gradient, 1),
     "DepthwiseConv2dNativeBackpropFilter": _depthwise(_weight_gradient, None),
 }
-"""How to count an operation, from the sizes of its inputs and results and from its attributes."""
+"""The FLOP formula of each operation, from the sizes of its inputs and results and from its attributes."""

@@ -1,9 +1,9 @@
-"""Give Keras' layers the dtype policy of a policy when they are made, and FP32 to those that it names.
+"""Give Keras' layers a policy's dtype policy when they are constructed, and FP32 to those that the policy names.
 
-A layer whose dtype the script leaves open gets the policy's, and so does one that the script puts under a mixed dtype
-policy of Keras: the policy takes the place of the script's own mixed precision. A plain dtype that the script gives
-(``dtype="float32"`` for a last softmax) is kept and listed. Names are known and variables are not made yet when a layer
-is first called: then it is matched with ``fp32_modules``, together with the layers in it.
+A layer whose dtype the script leaves open gets the policy's, and so does one with a mixed dtype policy of Keras: the policy
+replaces the script's own mixed precision. A plain dtype that the script sets
+(``dtype="float32"`` for a last softmax) is kept and listed. When a layer is first called, its name is known and its variables
+do not exist yet: at that time it is matched with ``fp32_modules``, together with its inner layers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.policy import Policy
 
-_MIXED = "mixed_"  # how the names of Keras' own mixed dtype policies begin
+_MIXED = "mixed_"  # prefix of the names of Keras' own mixed dtype policies
 _NORMS = ("BatchNormalization", "GroupNormalization", "LayerNormalization", "RMSNormalization", "UnitNormalization")
 
 
 class Layers:
-    """Patch ``keras.Layer``."""
+    """The patches of ``keras.Layer``."""
 
     def __init__(self, run: KerasRun, backend: Backend) -> None:
         self._run, self._backend = run, backend
@@ -49,7 +49,7 @@ class Layers:
         patches.wrap(keras.Layer, "__call__", self._call)
 
     def check_patterns(self) -> None:
-        """Refuse patterns of the policy that matched no layer by the time of the first update."""
+        """Raise if a pattern of the policy has matched no layer by the time of the first update."""
         if self._unmatched:
             from mezzo.engine.conversion import no_such_module
 
@@ -62,8 +62,8 @@ class Layers:
             takes = asked is None or asked.startswith(_MIXED)
             original(layer, *args, dtype=ours if takes else dtype, **kwargs)
             if asked in STORED_BYTES and asked != ours and not takes:
-                reason = "the script, or the file that it was loaded from, gives this layer a dtype of its own"
-                self._run.leave("layer", f"{layer.name} in {asked}", reason)
+                reason = "the script, or the file that it was loaded from, sets this layer's own dtype"
+                self._run.note_left_alone("layer", f"{layer.name} in {asked}", reason)
 
         return init
 
@@ -71,7 +71,7 @@ class Layers:
         @functools.wraps(original)
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
             if layer not in self._met:
-                self._meet(layer)
+                self._record_layer(layer)
             local = self._run.local
             if local.in_layer:
                 return original(layer, *args, **kwargs)
@@ -84,7 +84,7 @@ class Layers:
 
         return call
 
-    def _meet(self, layer: Any) -> None:
+    def _record_layer(self, layer: Any) -> None:
         self._met.add(layer)
         policy = self._run.policy
         if policy is None or not policy.lowers:
@@ -103,7 +103,7 @@ class Layers:
 
 
 def _name_of(dtype: Any) -> str | None:
-    """Return the name of the dtype or dtype policy that a layer is given, None for an open one."""
+    """Return the name of a layer's dtype or dtype policy, None if it is left open."""
     if isinstance(dtype, dict):
         name = dtype.get("config", {}).get("name")
         return None if name is None else str(name)
@@ -111,7 +111,7 @@ def _name_of(dtype: Any) -> str | None:
 
 
 def _names(layer: Any) -> list[str]:
-    """Return the names that patterns are matched with: the layer's own, and those with the names of the layers around it."""
+    """Return the names that patterns may match: the layer's own, and those prefixed with its containers."""
     path = importlib.import_module("keras.src.backend.common.name_scope").current_path()
     parts = [*(part for part in path.split("/") if part), layer.name]
     return [".".join(parts[k:]) for k in reversed(range(len(parts)))]

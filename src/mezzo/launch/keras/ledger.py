@@ -1,4 +1,4 @@
-"""Variables that a TensorFlow graph writes its steps into: one row a step, read when Python is at hand again."""
+"""Variables into which a TensorFlow graph writes its steps: one row per step, read when Python runs again."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tensorflow.python.ops import resource_variable_ops
 from mezzo.launch.keras.state import KerasRun
 
 _CAPACITY = 65_536
-"""Steps that one call of a traced function may make before rows are overwritten."""
+"""Most steps that one call of a traced function may make before rows are overwritten."""
 _NUM_COLUMNS = 6  # loss, norm, scale, skipped, batch size, optimizer
 
 
 class Ledger:
-    """Write down steps by operations that run in graphs as well as eagerly."""
+    """A log of steps, written by operations that run in graphs as well as eagerly."""
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run
         self._made = False
         self._collected = 0
         self.last_batch: int | None = None
-        """The batch size of the step that was read last."""
+        """The batch size of the step read last."""
 
     def loss(self, losses: Sequence[Any]) -> None:
         """Add losses to the open step."""
@@ -35,7 +35,7 @@ class Ledger:
     def update(
         self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, batch: Any, owner: int
     ) -> None:
-        """Write a step, unless its gradients are still accumulated or it follows the same backward pass as the last."""
+        """Write a step, unless its gradients are still accumulating or it follows the same backward pass as the last."""
         self._make()
         skipped = tf.equal(before, after)
         is_update = skipped | tf.equal(after % tf.cast(accumulates, after.dtype), 0)
@@ -45,13 +45,13 @@ class Ledger:
         values = [loss, norm, math.nan if scale is None else scale, skipped, batch, owner]
         row = tf.stack([tf.cast(value, tf.float32) for value in values])
         place = tf.cast(self._num_rows % _CAPACITY, tf.int32)
-        self._rows.scatter_nd_update([[place]], [row])  # over the row before, until that is one
+        self._rows.scatter_nd_update([[place]], [row])  # overwrites the row until it is a complete step
         self._num_rows.assign_add(tf.cast(is_update, tf.int64))
         self._loss.assign(tf.where(is_update, 0.0, self._loss))
         self._num_losses.assign(tf.where(is_update, 0, self._num_losses))
 
     def collect(self) -> None:
-        """Close the steps that were written since the last time."""
+        """Close the steps written since the last call."""
         num = 0 if not self._made else int(self._num_rows.numpy()) - self._collected
         if not num:
             return
@@ -64,7 +64,7 @@ class Ledger:
         self.last_batch = known if known > 0 else None
         if num > 1:
             why = "one call of a traced function makes several steps; each is given an even share of its time"
-            self._run.leave("time a step", "not known of each", why)
+            self._run.note_left_alone("time a step", "not known of each", why)
         known_owners = [int(owner) if math.isfinite(owner) else 0 for owner in owners]
         self._run.close(losses=losses, norms=norms, scales=scales, skips=[s == 1.0 for s in skips], owners=known_owners)
 
@@ -72,7 +72,7 @@ class Ledger:
         if self._made:
             return
         self._made = True
-        # Of the plain class: in the scope of a distribution strategy tf.Variable makes a variable for each replica.
+        # The plain class: in the scope of a distribution strategy, tf.Variable makes one variable per replica.
         variable = resource_variable_ops.ResourceVariable
         with tf.init_scope():
             self._loss = variable(0.0, trainable=False)

@@ -1,10 +1,10 @@
 """Keras on TensorFlow: backward passes are ``tf.GradientTape.gradient``, and most steps run in traced functions.
 
-A traced function is Python only once, so what a step shows is written by operations of its graph into variables of our
-own (``ledger``), which are read after each outermost call of a ``tf.function``. They take their place in loops,
-branches and XLA as any variable does. One call may make several steps (``steps_per_execution``); they share its time.
+A traced function runs as Python only once, so operations of its graph write each step's values into variables of
+ours (``ledger``), which are read after each outermost call of a ``tf.function``. They work in loops,
+branches and XLA like any variable. One call may make several steps (``steps_per_execution``), which share its time.
 
-The second step made eagerly is counted operation by operation; that of a traced function by its graph (``graphs``).
+The second eager step is counted operation by operation; that of a traced function from its graph (``graphs``).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _op_callbacks: Any = importlib.import_module("tensorflow.python.framework.op_cal
 
 
 class TensorFlowBackend:
-    """Hooks on what Keras computes with TensorFlow (``launch.keras.state.Backend``)."""
+    """The hooks on TensorFlow as a backend of Keras (``launch.keras.state.Backend``)."""
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run
         self._ledger = Ledger(run)
         self._calls: list[Any] = []
-        """The tf.functions that are being called or traced, the outermost first."""
+        """The tf.functions being called or traced, the outermost first."""
         self._updating: dict[int, Any] = {}
         """The tf.functions in which an update was traced, by identity."""
         self._input: Any = None
-        """The first input of the layer that was last called from outside any layer."""
+        """The first input of the layer last called from outside any layer."""
         self._graph: Any = None
         """The graph of the outermost tf.function in which an update was traced last."""
         self._counting: Counter[str] | None = None
@@ -59,12 +59,12 @@ class TensorFlowBackend:
             tf.config.experimental.enable_tensor_float_32_execution(on)
 
     def outside_graph(self) -> AbstractContextManager[Any]:
-        """Return a context outside every graph that is being traced."""
+        """Return a context outside all graphs being traced."""
         scope: AbstractContextManager[Any] = tf.init_scope()
         return scope
 
     def layer_called(self, inputs: Any) -> None:
-        """Remember an input, whose first size is the batch size."""
+        """Record an input, whose first dimension is the batch size."""
         found = next((x for x in tf.nest.flatten(inputs) if isinstance(x, tf.Tensor) and x.shape.rank), None)
         self._input = self._input if found is None else found
 
@@ -76,14 +76,14 @@ class TensorFlowBackend:
         return tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(v)) for v in values]))
 
     def read(self, variable: Any) -> Any:
-        """Return a copy of a variable's value at this place of the graph."""
+        """Return a copy of a variable's value at this point of the graph."""
         return tf.identity(tf.convert_to_tensor(variable))
 
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
-        """Record an update, in the graph that is being traced or now."""
+        """Record an update, in the graph being traced or eagerly."""
         replica = tf.distribute.get_replica_context()
         if replica is not None and replica.num_replicas_in_sync > 1:
-            self._run.leave(
+            self._run.note_left_alone(
                 "replicas", f"{replica.num_replicas_in_sync} of one model", "the steps are those of the first one"
             )
             if tf.get_static_value(replica.replica_id_in_sync_group) not in (0, None):
@@ -112,7 +112,7 @@ class TensorFlowBackend:
             _op_callbacks.remove_op_callback(self._see)
 
     def device_type(self) -> str:
-        """Return the kind of device that TensorFlow places operations on."""
+        """Return the type of the device on which TensorFlow places operations."""
         return "cuda" if tf.config.list_physical_devices("GPU") else "cpu"
 
     # --- backward passes -------------------------------------------------------------------------------------------------------
@@ -178,16 +178,16 @@ class TensorFlowBackend:
             found = graphs.count(self._graph, batch=self._ledger.last_batch)
         except Exception as error:  # a graph that cannot be read again must not end the script's training
             why = f"the graph of the step cannot be read: {type(error).__name__}: {error}"
-            self._run.leave("operations counted", "none", why)
+            self._run.note_left_alone("operations counted", "none", why)
             return
         self._run.flops, self._run.counted_on_step = self._labelled(found.flops), len(self._run.steps)
         self._run.activations_bytes = found.activations_bytes
         if found.loops:
-            why = "the number of turns is not in the graph: what is inside counts once"
-            self._run.leave("operations counted", f"{found.loops} loops", why)
+            why = "the number of iterations is not in the graph: the body counts once"
+            self._run.note_left_alone("operations counted", f"{found.loops} loops", why)
         if found.unknown:
             why = "their sizes are not in the graph"
-            self._run.leave("operations counted", f"without {found.unknown} products", why)
+            self._run.note_left_alone("operations counted", f"without {found.unknown} products", why)
         self._graph = None
 
     def _start_counting(self) -> None:
@@ -201,8 +201,8 @@ class TensorFlowBackend:
             _op_callbacks.remove_op_callback(self._see)
             self._run.flops = self._labelled(self._counting)
             self._run.counted_on_step = len(self._run.steps) if self._run.flops else None
-            why = "what TensorFlow's tape keeps outside traced functions cannot be seen"
-            self._run.leave("activations", "not known", why)
+            why = "what TensorFlow's tape keeps outside traced functions is not visible"
+            self._run.note_left_alone("activations", "not known", why)
 
     def _see(self, kind: Any, inputs: Any, attrs: Any, outputs: Any, *_: Any, **__: Any) -> None:
         name = kind.decode() if isinstance(kind, bytes) else str(kind)

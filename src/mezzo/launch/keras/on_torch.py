@@ -24,17 +24,17 @@ from mezzo.measure.memory import SavedTensors
 
 
 class TorchBackend:
-    """Hooks on what Keras computes with torch (``launch.keras.state.Backend``)."""
+    """The hooks on torch as a backend of Keras (``launch.keras.state.Backend``)."""
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run
         self._losses: list[Tensor] = []
         self._divides: Tensor | None = None
-        """What the gradients of the running backward pass are divided by, None for as they are."""
-        self._look: ExitStack | None = None
+        """Divisor of the gradients of the running backward pass, None if they are not scaled."""
+        self._count: ExitStack | None = None
         self._flops: FlopCounter | None = None
         self._saved = SavedTensors()
-        self._looked = False
+        self._counted = False
         self.name = f"torch {torch.__version__}"
 
     def install(self, patches: Patches) -> None:
@@ -46,14 +46,14 @@ class TorchBackend:
         run = self._run
         policy = run.policy
         if policy is not None and not policy.lowers:
-            keep_fp32_products(policy, patches, run.leave)
+            keep_fp32_products(policy, patches, run.note_left_alone)
 
     def outside_graph(self) -> AbstractContextManager[Any]:
-        """Return nothing to enter: there are no graphs."""
+        """Return an empty context: there are no graphs."""
         return nullcontext()
 
     def layer_called(self, inputs: Any) -> None:
-        """Need no note: shapes are read off what runs."""
+        """Do nothing: shapes are read from the operations that run."""
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together."""
@@ -66,30 +66,30 @@ class TorchBackend:
         return variable.value.detach().clone()
 
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
-        """Close a step, unless its gradients are still accumulated or it follows the same backward pass as the last."""
+        """Close a step, unless its gradients are still accumulating or it follows the same backward pass as the last."""
         skipped = bool(after == before)
         if (int(after) % accumulates and not skipped) or (not self._losses and self._run.has_backward):
             return
         loss = float(sum(float(loss) for loss in self._losses)) / accumulates if self._losses else math.nan
         self._losses = []
         scales = [math.nan if scale is None else float(scale)]
-        if self._look is not None:
-            self._end_look()
+        if self._count is not None:
+            self._end_count()
         self._run.close(losses=[loss], norms=[float(norm)], scales=scales, skips=[skipped], owners=[owner])
-        if not self._looked:
-            self._begin_look()
+        if not self._counted:
+            self._begin_count()
 
     def collect(self) -> None:
-        """Need not collect: every step is closed when it is made."""
+        """Do nothing: every step is closed when it is made."""
 
     def finish(self) -> None:
-        """End a look that no further step has ended."""
-        if self._look is not None:
-            self._look.close()
-            self._look = None
+        """End a count that no further step has ended."""
+        if self._count is not None:
+            self._count.close()
+            self._count = None
 
     def device_type(self) -> str:
-        """Return the kind of device that the trained variables are on."""
+        """Return the type of the device of the trained variables."""
         return next((str(v.value.device.type) for v in self._run.variables.values()), "cpu")
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ class TorchBackend:
             given = [o if o is not None else t for o, t in zip(origins, losses, strict=True)]
             self._losses += [loss.detach().sum() for loss in given]
             run.has_backward = True
-            if self._look is not None:
+            if self._count is not None:
                 self._saved.backward_begins()
             run.is_unscaled = run.scales and all(o is None for o in origins)
             if not run.is_unscaled:
@@ -134,19 +134,19 @@ class TorchBackend:
     def _divided(self, gradient: Tensor) -> Tensor:
         return gradient if self._divides is None else gradient / self._divides.to(gradient.dtype)
 
-    def _begin_look(self) -> None:
-        self._looked = True
+    def _begin_count(self) -> None:
+        self._counted = True
         self._flops = FlopCounter(in_region=lambda: True)
-        self._look = ExitStack()
-        self._look.enter_context(self._flops)
+        self._count = ExitStack()
+        self._count.enter_context(self._flops)
         self._saved.start(v.value for v in self._run.variables.values())
-        self._look.callback(self._saved.stop)
+        self._count.callback(self._saved.stop)
 
-    def _end_look(self) -> None:
-        assert self._look is not None
+    def _end_count(self) -> None:
+        assert self._count is not None
         assert self._flops is not None
-        self._look.close()
-        self._look = None
+        self._count.close()
+        self._count = None
         self._run.flops = dict(self._flops.by_format)
         self._run.activations_bytes = self._saved.peak_bytes
         self._run.counted_on_step = len(self._run.steps) + 1 if self._run.flops else None
@@ -158,4 +158,4 @@ class TorchBackend:
             and self.device_type() == "cpu"
         ):
             why = "on a CPU, Keras on torch computes matrix products of FP16 operands in FP32"
-            self._run.leave("fp16 products", "in fp32", why)
+            self._run.note_left_alone("fp16 products", "in fp32", why)

@@ -1,8 +1,8 @@
-"""Shift the seeds that a Keras script sets, beside those of ``launch.seeds``.
+"""Shift the seeds that a Keras script sets, in addition to those of ``launch.seeds``.
 
-``keras.utils.set_random_seed`` sets the seeds of Python, NumPy and the backend by functions that are shifted each by
-itself. Added here: ``tf.random.set_seed``, and the whole numbers that a script gives to a layer, an initializer or a
-function of ``keras.random`` as its ``seed``. Those left out are drawn from Python's generator, which is shifted.
+``keras.utils.set_random_seed`` sets the seeds of Python, NumPy and the backend with functions that are shifted
+individually. This module adds ``tf.random.set_seed``, and the integers that a script passes as ``seed`` to a layer, an initializer or a
+function of ``keras.random``. Seeds left out are drawn from Python's generator, which is shifted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mezzo.launch.patches import Patches
 
 
 def shift_tensorflow(seed: int, patches: Patches) -> None:
-    """Seed TensorFlow with ``seed``, and add it to every seed that it is given until ``patches`` are undone."""
+    """Seed TensorFlow with ``seed``, and add it to every seed set until ``patches`` are undone."""
     import tensorflow as tf
 
     tf.random.set_seed(seed)
@@ -24,7 +24,7 @@ def shift_tensorflow(seed: int, patches: Patches) -> None:
 
 
 def shift_keras(seed: int, patches: Patches) -> None:
-    """Add ``seed`` to the whole numbers that Keras draws random tensors from until ``patches`` are undone."""
+    """Add ``seed`` to the integer seeds of Keras' random tensors until ``patches`` are undone."""
     import keras
 
     generator = importlib.import_module("keras.src.random.seed_generator").SeedGenerator

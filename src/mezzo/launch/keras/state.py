@@ -1,4 +1,4 @@
-"""What is known while somebody's Keras script runs under a policy: the state that the patches of this folder share."""
+"""The state of a Keras script that runs under a policy, shared by the patches of this folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mezzo.policy import Policy
 from mezzo.records import Effective, Reason
 
 _NUM_SCALED = 16
-"""How many scaled losses are remembered: those of one training step of several models."""
+"""Number of scaled losses remembered: those of one training step of several models."""
 
 
 class ThreadState(threading.local):
@@ -29,7 +29,7 @@ class ThreadState(threading.local):
 
 
 class Backend(Protocol):
-    """Hooks on what Keras computes with; each backend records backward passes and updates in its own way."""
+    """The hooks on a backend of Keras, which record its backward passes and updates."""
 
     name: str
 
@@ -37,16 +37,16 @@ class Backend(Protocol):
         """Patch the backend until ``patches`` are undone."""
 
     def outside_graph(self) -> AbstractContextManager[Any]:
-        """Return a context in which variables are made at once, also while a function is traced."""
+        """Return a context in which variables are created at once, even while a function is traced."""
 
     def layer_called(self, inputs: Any) -> None:
         """Record a layer called from outside any layer, with these inputs."""
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
-        """Return the norm of all gradients together, divided by ``scale``; None leaves them."""
+        """Return the norm of all gradients together, divided by ``scale`` unless that is None."""
 
     def read(self, variable: Any) -> Any:
-        """Return a copy of a variable's value now."""
+        """Return a copy of a variable's current value."""
 
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
         """Record an update.
@@ -54,36 +54,36 @@ class Backend(Protocol):
         Args:
             owner: the optimizer, by number.
             norm: norm of its unscaled gradients.
-            scale: the loss scale after it, None where there is none.
+            scale: the loss scale after it, None if there is none.
             before: the optimizer's count of updates before it.
-            after: the same count now: not larger where the update was skipped.
-            accumulates: over how many calls the optimizer accumulates gradients.
+            after: the same count now: not larger if the update was skipped.
+            accumulates: number of calls over which the optimizer accumulates gradients.
         """
 
     def collect(self) -> None:
-        """Bring the steps that were recorded by now into ``run.steps``."""
+        """Move the steps recorded so far into ``run.steps``."""
 
     def finish(self) -> None:
-        """Stop looking, at the end of the script."""
+        """Stop recording, at the end of the script."""
 
     def device_type(self) -> str:
-        """Return torch's name for the kind of device that the script runs on."""
+        """Return torch's name for the device type that the script runs on."""
 
 
 class CallSteps(PlainSteps):
-    """Steps of which one call may make several."""
+    """Steps, several of which may come from one call."""
 
     def share_time(self, num: int) -> None:
-        """Divide the time of the last ``num`` steps evenly among them: one call made them all."""
+        """Divide the time of the last ``num`` steps evenly: one call made them all."""
         for column in (self._time_ms, self._cpu_ms):
             column[-num:] = [math.fsum(column[-num:]) / num] * num
 
 
 class KerasRun:
-    """A run's policy, loss scale and steps, and what could not be switched."""
+    """A run's policy, loss scale and steps, and what it left alone."""
 
     def __init__(self, policy: Policy | None) -> None:
-        """Begin a run; ``policy`` is None where the script's own precision is left alone."""
+        """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = policy
         self.backend: Backend | None = None
         """None until the script has imported Keras."""
@@ -91,18 +91,18 @@ class KerasRun:
         self.left_alone: dict[str, Reason] = {}
         self.local = ThreadState()
         self.is_unscaled = False
-        """Whether the latest gradients were divided by the loss scale when they were made, as the script sees them."""
+        """Whether the latest gradients were unscaled right after the backward pass, as the script sees them."""
         self.has_backward = False
-        """Whether a backward pass was ever seen: without one, updates have no loss."""
+        """Whether any backward pass was recorded: without one, updates have no loss."""
         self.flops: dict[str, int] = {}
         self.counted_on_step: int | None = None
         self.activations_bytes: int | None = None
         self.gradients_bytes: int | None = None
         self.variables: dict[int, Any] = {}
-        """The variables that were trained, by identity."""
+        """The trained variables, by identity."""
         self.optimizers: dict[int, Any] = {}
         self.names: dict[int, str] = {}
-        """What an optimizer trains: the model that its variables' paths begin with, by the optimizer's number."""
+        """The model that each optimizer trains, from the start of its variables' paths, by the optimizer's number."""
         self._owners: dict[int, int] = {}
         self._scale: Any = None
         self._scaled: list[tuple[Any, Any]] = []
@@ -114,7 +114,7 @@ class KerasRun:
 
     @property
     def scale(self) -> Any:
-        """Return the variable that holds the policy's loss scale: one for the whole run, in FP32."""
+        """Return the variable of the policy's loss scale: one for the whole run, in FP32."""
         if self._scale is None:
             import keras
 
@@ -126,20 +126,20 @@ class KerasRun:
                 )
         return self._scale
 
-    def leave(self, what: str, value: str, reason: str) -> None:
-        """Record something that could not be switched."""
+    def note_left_alone(self, what: str, value: str, reason: str) -> None:
+        """Record something that the policy left alone."""
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
 
     def scaled(self, result: Any, loss: Any) -> None:
-        """Record that an optimizer of the script made ``result`` by scaling ``loss``."""
+        """Record that an optimizer of the script scaled ``loss`` to ``result``."""
         self._scaled = [*self._scaled[1 - _NUM_SCALED :], (result, loss)]
 
     def unscaled(self, target: Any) -> Any | None:
-        """Return the loss that ``target`` was scaled from, None if it is no scaled loss."""
+        """Return the loss of which ``target`` is the scaled value, None if it is not a scaled loss."""
         return next((loss for result, loss in self._scaled if result is target), None)
 
     def owner(self, variables: Sequence[Any]) -> int:
-        """Return the number of the optimizer that trains ``variables``: one that is made anew for them has the same."""
+        """Return the number of the optimizer that trains ``variables``; one recreated for them keeps the number."""
         number = next((self._owners[id(v)] for v in variables if id(v) in self._owners), len(self.names))
         self._owners |= {id(v): number for v in variables}
         models = {str(getattr(v, "path", "")).partition("/")[0] for v in variables}
@@ -147,7 +147,7 @@ class KerasRun:
         return number
 
     def weigh(self, optimizer: Any, variables: Sequence[Any], gradients_bytes: int) -> None:
-        """Record what an optimizer updates, and the bytes of its gradients."""
+        """Record the variables that an optimizer updates, and the bytes of its gradients."""
         new = [v for v in variables if id(v) not in self.variables]
         if new or not self.gradients_bytes:
             self.gradients_bytes = (self.gradients_bytes or 0) + gradients_bytes
@@ -163,12 +163,12 @@ class KerasRun:
         skips: Sequence[bool],
         owners: Sequence[int],
     ) -> None:
-        """Close the steps that one call of the backend made, in their order.
+        """Close the steps that one call of the backend made, in order.
 
         Args:
-            losses: one a step, NaN where none is known.
+            losses: one per step, NaN if unknown.
             norms: of the unscaled gradients.
-            scales: the loss scale after each step, NaN where there is none.
+            scales: the loss scale after each step, NaN if there is none.
             skips: whether the update was skipped.
             owners: the optimizer, by number.
 
@@ -193,7 +193,7 @@ class KerasRun:
             self.steps.share_time(len(losses))
 
     def effective(self) -> Effective:
-        """Return what the counted step ran in, and what could not be switched."""
+        """Return the formats of the counted step, and what was left alone."""
         return Effective(
             flops_by_format=self.flops,
             counted_on_step=self.counted_on_step,

@@ -1,15 +1,15 @@
-"""Updates by Keras' optimizers: every one is recorded, and scaled, checked and skipped as the policy says.
+"""Patch the updates of Keras' optimizers: each is recorded, and scaled, checked and skipped according to the policy.
 
-``LossScaleOptimizer`` does the scaling: the one that ``compile`` or the script puts around an optimizer, or else one that
-is put around it here. All of them share the run's one scale. Gradients reach it in one of two ways:
+``LossScaleOptimizer`` does the scaling: either the one that ``compile`` or the script wraps around an optimizer, or one that
+is wrapped around it here. All of them share the run's scale. Gradients reach it in one of two ways:
 
-* a loss was given to ``optimizer.scale_loss``, as ``fit`` does: its gradients are scaled and the optimizer divides them;
-* the script took gradients of the loss itself: the backward pass began at the scale in place of 1 and its results were
-  divided by it at once, so that a script's own clipping sees true gradients. They are multiplied again on their way
+* * a loss was passed to ``optimizer.scale_loss``, as ``fit`` does: its gradients are scaled and the optimizer divides them;
+* the script computed gradients of the loss itself: the backward pass started from the scale instead of 1 and its results were
+  divided by it at once, so that the script's own clipping sees unscaled gradients. They are multiplied again on their way
   into ``LossScaleOptimizer``, which divides them: exact for powers of two.
 
-Where the policy scales nothing, a ``LossScaleOptimizer`` of the script passes everything through. With ``as-is``
-everything is only listened to.
+If the policy scales nothing, a ``LossScaleOptimizer`` of the script passes everything through. With ``as-is``
+everything is only recorded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Method = Callable[..., Any]
 
 
 class Updates:
-    """Patch Keras' optimizers."""
+    """The patches of Keras' optimizers."""
 
     def __init__(self, run: KerasRun, backend: Backend, layers: Layers) -> None:
         self._run, self._backend, self._layers = run, backend, layers
         self._wrapped: dict[int, Any] = {}
-        """The LossScaleOptimizer that was put around each optimizer, by the optimizer's identity."""
+        """The LossScaleOptimizer wrapped around each optimizer, by the optimizer's identity."""
         self._driven: list[int] = []
-        """Optimizers that one around them is driving, by identity: TensorFlow's strategies do that in threads of their own."""
+        """Optimizers driven by a wrapper, by identity: TensorFlow's strategies drive them in other threads."""
 
     def install(self, patches: Patches) -> None:
         """Patch until ``patches`` are undone."""
@@ -156,7 +156,7 @@ class Updates:
         return result
 
     def _bound(self, policy: Policy, scale: Any) -> None:
-        """Keep a static scale where it is and a dynamic one below its ceiling."""
+        """Keep a static scale constant and a dynamic one below its ceiling."""
         import keras
 
         static = policy.loss_scale == "static"
@@ -165,9 +165,7 @@ class Updates:
     def _around(self, optimizer: Any) -> Any:
         if id(optimizer) not in self._wrapped:
             wrapper = self._scaler(optimizer)
-            if (
-                optimizer.built
-            ):  # it was built before its first update: by the script, or by a tf.function's first trace
+            if optimizer.built:  # built before its first update: by the script, or by a tf.function's first trace
                 wrapper.build(optimizer._trainable_variables)
                 wrapper.built = True
             self._wrapped[id(optimizer)] = wrapper
@@ -179,14 +177,14 @@ class Updates:
 
 
 def times(gradient: Any, factor: Any) -> Any:
-    """Return a gradient times a factor; of TensorFlow's sparse ones the values."""
+    """Return a gradient times a factor; for TensorFlow's sparse gradients, multiply the values."""
     if hasattr(gradient, "indices") and hasattr(gradient, "dense_shape"):
         return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
     return gradient * factor
 
 
 def num_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """Return the bytes of a tensor; ``dtype`` is a backend's or the name of one."""
+    """Return the bytes of a tensor; ``dtype`` is a backend's dtype or the name of one."""
     import keras
 
     from mezzo.formats import STORED_BYTES

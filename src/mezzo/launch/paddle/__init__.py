@@ -1,6 +1,6 @@
-"""Run PaddlePaddle code that knows nothing of Mezzo under a policy: every patch of Paddle is made in this folder and undone.
+"""Run PaddlePaddle code that knows nothing of Mezzo under a policy: every patch of Paddle is made and undone in this folder.
 
-Imports no torch: it would add seconds to every run of a script that needs none.
+Imports no torch: that would add seconds to every run of a script that does not need it.
 """
 
 from mezzo.launch.paddle.training import training

@@ -1,11 +1,11 @@
 """Scale a Paddle script's backward passes, and unscale every gradient before the script sees it.
 
-The gradient that a backward pass starts from is multiplied by the loss scale, and a hook on every parameter divides its
-gradient by it before it is added to ``.grad``: the script sees true losses and true gradients, so that its clipping,
+The gradient from which a backward pass starts is multiplied by the loss scale, and a hook on every parameter divides its
+gradient by the scale before it is added to ``.grad``. The script sees unscaled losses and gradients, so its clipping,
 accumulation and logs need no change. All of Paddle's backward passes end in one function of its core.
 
-Not covered: gradients asked for by ``paddle.grad``, as for a penalty. They are not scaled, so they keep FP32's range but
-for what rounding takes.
+Not covered: gradients from ``paddle.grad``, as for a penalty. They are not scaled, so they keep FP32's range except for
+losses by rounding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BackwardPasses:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = (), *args: Any, **kwargs: Any) -> Any:
-            if local.in_backward:  # activation checkpointing makes one inside: the outer one has begun and is scaled
+            if local.in_backward:  # inside activation checkpointing: the outer pass has begun and is scaled
                 return original(tensors, grad_tensors, *args, **kwargs)
             self.begins()
             run.backward_from(tensors)
@@ -49,7 +49,7 @@ class BackwardPasses:
                 self._hook_parameters()
                 self._inverse = run.scale.inverse
                 grad_tensors = self._scaled(tensors, grad_tensors)
-            before, local.depth, local.in_backward = local.depth, 1, True  # what is computed again is under the policy
+            before, local.depth, local.in_backward = local.depth, 1, True  # recomputed code is under the policy
             try:
                 return original(tensors, grad_tensors, *args, **kwargs)
             finally:
@@ -64,7 +64,7 @@ class BackwardPasses:
         return [paddle.full_like(t, scale) if g is None else g * scale for t, g in pairs]
 
     def _hook_parameters(self) -> None:
-        """Hook what has no hook yet: optimizers' parameters may be unfrozen any time, layers are walked when a new one was called."""
+        """Hook parameters without a hook: optimizers' may be unfrozen at any time, layers are walked after a new one was called."""
         run = self._run
         new_root = len(run.roots) != self._num_roots
         held = run.parameters() if new_root else [p for o in list(run.optimizers) for p in parameters_of(o)]
@@ -74,7 +74,7 @@ class BackwardPasses:
                 self._hooked[id(parameter)] = parameter, parameter.register_hook(self._unscale)
 
     def _unscale(self, gradient: Any) -> Any:
-        """Return ``gradient`` / scale, with NaN for infinity: an overflow must outlive a script's clamp of its gradients."""
+        """Return ``gradient`` / scale, with NaN for infinity: an overflow must survive a script's clamp of its gradients."""
         if self._inverse is None:
             return None
         with paddle.no_grad(), self._run.in_fp32():

@@ -1,8 +1,8 @@
 """Inspect the second step of a Paddle run: which formats its products ran in, and the bytes of each kind.
 
-The second, because in the first the optimizer has no state yet; and one step, because a look costs time (the first tenth
-of the steps is left out of all timing). Activations are what autograd keeps for the backward pass, by Paddle's hooks for
-saved tensors, each storage once, parameters left out.
+The second, because in the first the optimizer has no state yet; and only one step, because counting costs time (the first tenth
+of the steps is left out of all timing). Activations are what autograd keeps for the backward pass, counted by Paddle's
+saved-tensor hooks, each storage once and without parameters.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class CountedStep:
         self._saved: dict[int, int] = {}
         self._hooks: Any = None
         self._bytes: dict[str, int] = {}
-        """By kind, of those that were measured."""
-        self._watched: int | None = None
+        """Bytes by kind, for the kinds that were measured."""
+        self._counted_step: int | None = None
         self._flops: dict[str, int] = {}
         self._outside_region = 0
 
     def install(self, patches: Patches) -> None:
-        """Watch until ``patches`` are undone."""
+        """Set the hooks until ``patches`` are undone."""
         self._run.watchers.append(self._updated)
         self._passes.begins = self._backward_begins
         patches.on_undo(self._end)
 
     def memory(self) -> Memory:
-        """Return the bytes of the watched step, and the allocator's peaks over the run."""
+        """Return the bytes of the counted step, and the allocator's peaks over the run."""
         on_gpu = self._run.device is not None and self._run.device.kind == "cuda"
         kinds: dict[str, Any] = {f"{kind}_bytes": count for kind, count in self._bytes.items()}
         return Memory(
@@ -49,39 +49,39 @@ class CountedStep:
         )
 
     def effective(self) -> Effective:
-        """Return what the watched step ran in, and what could not be switched."""
+        """Return the formats of the counted step, and what was left alone."""
         run = self._run
         if run.lowers and self._outside_region:
             share = f"{self._outside_region / sum(self._flops.values()):.0%} of FLOPs and their backward pass"
-            run.leave(
+            run.note_left_alone(
                 "FP32 code", share, "forward code outside any layer: only layers and auto_cast regions are switched"
             )
         return Effective(
             flops_by_format=self._flops,
             emulated=run.emulates,
-            counted_on_step=self._watched if self._flops else None,
+            counted_on_step=self._counted_step if self._flops else None,
             left_alone=list(run.left_alone.values()),
         )
 
     def _updated(self) -> None:
-        """Begin the look after the first update; take its counts at the next."""
-        if self._watched is None:
+        """Begin to count after the first update; keep the counts at the next."""
+        if self._counted_step is None:
             self._begin()
-        elif self._operations.counting and self._run.num_updates >= self._watched:
+        elif self._operations.counting and self._run.num_updates >= self._counted_step:
             self._flops, self._outside_region = dict(self._operations.by_format), self._operations.outside_region
         if self._run.num_updates <= 2:
             self._weigh()
 
     def _begin(self) -> None:
-        self._watched = self._run.num_updates + 1
+        self._counted_step = self._run.num_updates + 1
         self._operations.counting = True
         self._hooks = paddle.autograd.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
 
     def _backward_begins(self) -> None:
-        if self._watched is None:
+        if self._counted_step is None:
             return
-        if self._run.num_updates >= self._watched:  # the watched update was made: this is the next step
+        if self._run.num_updates >= self._counted_step:  # the counted update was made: this is the next step
             self._end()
             return
         parameters = {p.data_ptr() for p in self._run.parameters() if p._is_initialized()}
@@ -95,7 +95,7 @@ class CountedStep:
         return tensor
 
     def _weigh(self) -> None:
-        """Take the bytes of parameters, gradients and optimizer state."""
+        """Count the bytes of parameters, gradients and optimizer state."""
         parameters = self._run.parameters()
         found = {
             "parameters": _total(parameters),

@@ -1,13 +1,13 @@
-"""Put a Paddle script's forward passes under a policy, without the script knowing.
+"""Put a Paddle script's forward passes under a policy, transparently to the script.
 
-A layer called from outside any layer begins a region, its return ends it: optimizer arithmetic, data preparation and
-metrics stay as they were, and what leaves a region is FP32. On a GPU a region is ``paddle.amp.auto_cast`` with the
-policy's lists; on a CPU, where that does nothing, ``operations`` rounds what runs in a region.
+A layer called from outside any layer begins a region, and its return ends it: optimizer arithmetic, data preparation and
+metrics stay unchanged, and the outputs of a region are FP32. On a GPU a region is ``paddle.amp.auto_cast`` with the
+policy's lists; on a CPU, where that does nothing, ``operations`` rounds the operations in a region.
 
-Under a policy, code given to ``paddle.jit.to_static`` runs eagerly: a program that was traced knows nothing of regions,
+Under a policy, code passed to ``paddle.jit.to_static`` runs eagerly: a traced program ignores regions,
 and Paddle's own AMP aborts the process in some of them on a CPU. The record says so.
 
-Not covered: forward code outside any layer. It runs in FP32, and the count of FLOPs says so.
+Not covered: forward code outside layers. It runs in FP32, and the count of FLOPs shows it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AUTO_CAST_MODULE: Any = importlib.import_module("paddle.amp.auto_cast")  # paddl
 
 
 class Regions:
-    """Begin and end regions around a script's layers."""
+    """Hooks that begin and end regions around a script's layers."""
 
     def __init__(self, run: PaddleRun) -> None:
         self._run = run
@@ -43,7 +43,7 @@ class Regions:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Run what is inside under the policy."""
+        """Run the code inside under the policy."""
         local = self._run.local
         before, local.depth = local.depth, 1
         try:
@@ -54,7 +54,7 @@ class Regions:
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
-        """Run what is inside in FP32."""
+        """Run the code inside in FP32."""
         off = self._guard(enable=False) if self._run.casts else nullcontext()
         with self._run.in_fp32(), off:
             yield
@@ -67,7 +67,7 @@ class Regions:
         return casting
 
     def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Begin a region before a layer that is called from outside any layer, and end it after."""
+        """Begin a region before a layer called from outside any layer, and end it after."""
         run, local = self._run, self._run.local
 
         @functools.wraps(original)
@@ -77,7 +77,7 @@ class Regions:
                     return original(layer, *args, **kwargs)
                 with self.in_fp32():
                     return original(layer, *_to_fp32(args), **_to_fp32(kwargs))
-            run.meet(layer)
+            run.record_root(layer)
             with self.region():
                 result = original(layer, *args, **kwargs)
             return _to_fp32(result) if run.casts else result
@@ -91,12 +91,12 @@ class Regions:
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
             run.begin()
             if run.policy is None:
-                run.leave(
+                run.note_left_alone(
                     "to_static", "not counted", "what a traced program computes is not seen: no FLOPs, no formats"
                 )
                 return original(function, *args, **kwargs)
-            why = "a traced program would not be under the policy; as-is leaves it traced"
-            run.leave("to_static", "run eagerly", why)
+            why = "a traced program would not be under the policy; as-is keeps it traced"
+            run.note_left_alone("to_static", "run eagerly", why)
             with self.region():
                 result = function._call_dygraph_function(*args, **kwargs)
             return _to_fp32(result) if run.casts else result
@@ -105,7 +105,7 @@ class Regions:
 
 
 def _to_fp32(value: Any) -> Any:
-    """Return ``value`` with its 16-bit tensors in FP32, those in lists, tuples and dictionaries too."""
+    """Return ``value`` with its 16-bit tensors in FP32, also those in lists, tuples and dictionaries."""
     if isinstance(value, paddle.Tensor):
         return value.astype(FP32.dtype_name) if value.is_floating_point() and value.element_size() == 2 else value
     if isinstance(value, dict):

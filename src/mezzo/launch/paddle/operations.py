@@ -1,13 +1,13 @@
-"""Stand before Paddle's operations: round what a policy lists, and count the FLOPs of one step by format.
+"""Patch Paddle's operations: round those that a policy lists, and count the FLOPs of one step by format.
 
-Python reaches an operation by its function in ``paddle._C_ops`` or, for a few, by an operator of ``paddle.Tensor``. Both
-are replaced. Under an emulated policy the operands and the results of the operations in the lower-precision list are
-rounded to the format, and so are the gradients of both on their way back: those of a result before the backward pass of
-the operation, those of an operand after it.
+Python calls an operation by its function in ``paddle._C_ops`` or, for a few, by an operator of ``paddle.Tensor``. Both
+are replaced. Under an emulated policy, the operands and results of the operations in the lower-precision list are
+rounded to the format, and so are the gradients of both in the backward pass: those of a result before the operation's
+backward pass, those of an operand after it.
 
-An operation is counted when the backward pass will need it, so evaluations are not; its backward pass costs the same
-again for each of the two operands that needs a gradient. Limits: products inside traced programs and inside backward
-passes that a script wrote are not counted, and attention in one kernel is not.
+An operation is counted if the backward pass will need it, so evaluations are not; its backward pass costs the same
+again for each of its two operands that needs a gradient. Limits: products in traced programs and in
+backward passes written by the script are not counted, nor is attention in one kernel.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _FORMAT_NAMES = {f.dtype_name: f.name for f in reversed(FORMATS.values())}  # fl
 
 
 class Operations:
-    """Round and count operations."""
+    """The patches that round and count operations."""
 
     def __init__(self, run: PaddleRun) -> None:
         self._run = run
         self.counting = False
         self.by_format: Counter[str] = Counter()
         self.outside_region = 0
-        """Operations of forward code that no region covered."""
+        """FLOPs of forward code outside every region."""
 
     def install(self, patches: Patches) -> None:
         """Replace the operations that are rounded or counted until ``patches`` are undone."""
@@ -125,7 +125,7 @@ def _with_addend(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    # Every element of the weight meets every position once a batch entry: groups are already in the weight's shape.
+    # Every element of the weight is used at every position, once per batch entry; the weight's shape already accounts for groups.
     weight = _argument(args, kwargs, 1, "filter")
     return float(2 * weight.size * result.size / weight.shape[0])
 
@@ -136,7 +136,7 @@ def _transposed(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> f
 
 
 def _einsum(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Count a product of two operands in one contraction; sums of one operand are no products."""
+    """Count a product of two operands in one contraction; sums over a single operand are not products."""
     operands, equation = _argument(args, kwargs, 0, "x"), _argument(args, kwargs, 1, "equation")
     terms = equation.replace(" ", "").split("->")[0].split(",")
     if len(terms) != 2:
@@ -152,7 +152,7 @@ def _recurrent(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fl
 
 
 _PLACES = {"addmm": (1, 2), "addmm_": (1, 2), "baddbmm": (1, 2), "rnn": (0, 2)}
-"""Where the two operands of a product stand among the arguments, if not first."""
+"""Positions of a product's two operands among the arguments, if not the first two."""
 
 _COUNTS: dict[str, Count] = {
     "matmul": _matmul,
@@ -172,4 +172,4 @@ _COUNTS: dict[str, Count] = {
     "conv3d_transpose": _transposed,
     "rnn": _recurrent,
 }
-"""How to count an operation, from its result and its arguments."""
+"""The FLOP formula of each operation, from its result and its arguments."""

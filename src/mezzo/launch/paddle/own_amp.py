@@ -1,10 +1,10 @@
-"""Take over a script's own mixed precision: ``paddle.amp.auto_cast``, ``decorate`` and ``GradScaler``.
+"""Replace a script's own mixed precision: ``paddle.amp.auto_cast``, ``decorate`` and ``GradScaler``.
 
-Under a policy the scaler is off and ``decorate`` gives back what it got, because the policy does their work. An
-``auto_cast`` is a region of the policy (under ``fp32`` it does nothing), an ``auto_cast(enable=False)`` inside a layer stays
-what it is. Outside it says that the script has no mixed precision, which is what the policy is to change:
-``paddle.Model`` makes one around every forward pass. With ``as-is`` all are only listened to; what Paddle turns off by
-itself, as on a CPU, is noted.
+Under a policy the scaler is off and ``decorate`` returns its arguments, because the policy does their work. An
+``auto_cast`` is a region of the policy (under ``fp32`` it does nothing); an ``auto_cast(enable=False)`` inside a layer stays
+as it is. Outside layers it means that the script has no mixed precision, which the policy is meant to change:
+``paddle.Model`` puts one around every forward pass. With ``as-is`` all are only recorded, including what Paddle turns off by
+itself, as on a CPU.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.patches import Patches
 
 
-def take_over(run: PaddleRun, regions: Regions, patches: Patches) -> None:
-    """Replace what the script's own mixed precision does until ``patches`` are undone."""
-    for owner in (AUTO_CAST_MODULE, paddle.amp):  # the second has a name of its own for it
+def replace_amp(run: PaddleRun, regions: Regions, patches: Patches) -> None:
+    """Replace or record the script's own mixed precision until ``patches`` are undone."""
+    for owner in (AUTO_CAST_MODULE, paddle.amp):  # the second has its own reference to it
         patches.wrap(owner, "amp_guard", lambda original: _auto_cast(run, regions, original))
     patches.wrap(AUTO_CAST_MODULE, "amp_decorate", lambda original: _decorate(run, original))
     patches.wrap(AmpScaler, "__init__", lambda original: _scaler(run, original))
     if run.policy is None:
-        patches.wrap(AmpScaler, "scale", lambda original: _hear_scale(run, original))
+        patches.wrap(AmpScaler, "scale", lambda original: _record_scale(run, original))
         for owner, name in ((GradScaler, "step"), (AmpScaler, "minimize")):
-            patches.wrap(owner, name, lambda original: _hear_step(run, original))
-        patches.wrap(AmpScaler, "_update", lambda original: _hear_update(run, original))
+            patches.wrap(owner, name, lambda original: _record_step(run, original))
+        patches.wrap(AmpScaler, "_update", lambda original: _record_update(run, original))
 
 
 def _auto_cast(run: PaddleRun, regions: Regions, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +41,7 @@ def _auto_cast(run: PaddleRun, regions: Regions, original: Callable[..., Any]) -
     def auto_cast(enable: bool = True, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         if run.policy is None:
             if enable:
-                run.leave_own_amp("the script's auto_cast")
+                run.note_own_amp("the script's auto_cast")
             kept: AbstractContextManager[Any] = original(enable, *args, **kwargs)
             return kept
         if enable:
@@ -53,7 +53,7 @@ def _auto_cast(run: PaddleRun, regions: Regions, original: Callable[..., Any]) -
 
 
 def _called_by_paddle() -> bool:
-    """Return whether Paddle's own code, as in activation checkpointing, asked for the auto_cast that is being made."""
+    """Return whether Paddle's own code, as in activation checkpointing, is making the auto_cast."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals["__name__"] == AUTO_CAST_MODULE.__name__:
         frame = frame.f_back
@@ -64,7 +64,7 @@ def _decorate(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(original)
     def decorate(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
         if run.policy is None:
-            run.leave_own_amp("the script's decorate")
+            run.note_own_amp("the script's decorate")
             return original(models, optimizers, *args, **kwargs)
         return models if optimizers is None else (models, optimizers)
 
@@ -76,12 +76,12 @@ def _scaler(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         original(self, enable and run.policy is None, *args, **kwargs)
         if enable and run.policy is None and not self._enable:
-            run.leave_own_amp("the script's GradScaler")
+            run.note_own_amp("the script's GradScaler")
 
     return init
 
 
-def _hear_scale(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
+def _record_scale(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = original(self, *args, **kwargs)
@@ -92,7 +92,7 @@ def _hear_scale(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., A
     return scale
 
 
-def _hear_step(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
+def _record_step(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -103,7 +103,7 @@ def _hear_step(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., An
     return step
 
 
-def _hear_update(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
+def _record_update(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

@@ -1,9 +1,9 @@
-"""Round tensors to a 16-bit format and keep them in FP32: what a cast there and back would do, gradients included.
+"""Round tensors to a 16-bit format and keep them in FP32, as a cast and a cast back would, including gradients.
 
-The gradient of a 16-bit tensor has that format too, so a rounded tensor's gradient is rounded on its way back: casts
-there and back do so by themselves. For BF16 they are used. For FP16 on a CPU they are not: Paddle 3.3.1 casts tiny
-values wrongly there (2.5e-27 becomes 6.0e-08, and -2.1e-24 becomes -3.9e-05), just where gradients vanish. So FP16 is
-rounded by arithmetic that any FP32 unit does exactly:
+The gradient of a 16-bit tensor has that format, too, so a rounded tensor's gradient is rounded in the backward pass: a cast
+and a cast back do so automatically. They are used for BF16, but not for FP16 on a CPU: Paddle 3.3.1 casts tiny
+values wrongly there (2.5e-27 becomes 6.0e-08, and -2.1e-24 becomes -3.9e-05), exactly where gradients vanish. So FP16 is
+rounded by arithmetic that any FP32 unit performs exactly:
 
 * adding and subtracting ``1.5 * 2**(e + 13)``, where ``2**e`` is the value's binade and at least FP16's smallest normal
   one, leaves FP16's 10 mantissa bits, rounded to nearest, ties to even;
@@ -32,11 +32,11 @@ _LOWEST, _HIGHEST = np.float32(FP16.min_normal), np.float32(2.0 ** (FP16.bias + 
 _MAGIC = np.float32(1.5 * 2.0 ** (FP32.mantissa_bits - FP16.mantissa_bits))
 _UP, _DOWN = np.float32(2.0 ** (FP32.bias - FP16.bias)), np.float32(2.0 ** (FP16.bias - FP32.bias))
 _PIECE = 32768
-"""Values that are rounded at a time: what is read and written ten times then stays in the second level of cache."""
+"""Values rounded at a time: memory that is read and written ten times then stays in the L2 cache."""
 
 
 class _Scratch(threading.local):
-    """Each thread's room for the values that are added: fresh memory would cost more than the arithmetic."""
+    """Each thread's buffer for the added values: fresh memory would cost more than the arithmetic."""
 
     def __init__(self) -> None:
         self.bits = np.empty(_PIECE, np.uint32)
@@ -59,19 +59,19 @@ def _round_piece(values: Array, out: Array) -> None:
     bits, given = _scratch.bits[: values.size], values.view(np.uint32)
     magic = bits.view(np.float32)
     np.bitwise_and(given, _EXPONENT, out=bits)
-    np.clip(magic, _LOWEST, _HIGHEST, out=magic)  # larger values overflow whatever is added
+    np.clip(magic, _LOWEST, _HIGHEST, out=magic)  # larger values overflow anyway
     magic *= _MAGIC
     np.add(values, magic, out=out)
     out -= magic
     out *= _UP
     out *= _DOWN
-    np.bitwise_and(given, _SIGN, out=bits)  # what vanishes keeps its sign
+    np.bitwise_and(given, _SIGN, out=bits)  # values that become zero keep their sign
     written = out.view(np.uint32)
     np.bitwise_or(written, bits, out=written)
 
 
 def rounded(tensor: Any, fmt: Format) -> Any:
-    """Return an FP32 ``tensor`` rounded to ``fmt``, in FP32; its gradient is rounded on its way back."""
+    """Return an FP32 ``tensor`` rounded to ``fmt``, in FP32; its gradient is rounded in the backward pass."""
     if fmt is FP16 and tensor.place.is_cpu_place():
         if tensor.stop_gradient or not paddle.is_grad_enabled():
             return _on_cpu(tensor)
@@ -80,7 +80,7 @@ def rounded(tensor: Any, fmt: Format) -> Any:
 
 
 def rounder(fmt: Format) -> Callable[[Any], Any]:
-    """Return what rounds every initialised FP32 tensor in its argument to ``fmt``, in lists and tuples too."""
+    """Return a function that rounds every initialised FP32 tensor in its argument to ``fmt``, also in lists and tuples."""
 
     def apply(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -103,7 +103,7 @@ def _on_cpu(tensor: Any) -> Any:
 
 
 def _values(tensor: Any, count: int) -> Array:
-    """Return the values of a contiguous FP32 tensor on the CPU, not copied: an exchange by DLPack takes ten times as long."""
+    """Return the values of a contiguous FP32 tensor on the CPU without a copy; DLPack would take ten times as long."""
     return np.frombuffer(memoryview((ctypes.c_float * count).from_address(tensor.data_ptr())), np.float32)
 
 

@@ -1,8 +1,8 @@
 """A loss scale on the host: the numbers of ``mezzo.engine.scaling``, without torch.
 
-Paddle's own GradScaler is not used, on any device: it refuses to work on a CPU and for BF16, has no ceiling, its count
-of overflows begins again after each backoff, and it prints a line at each. One logic everywhere also makes runs in two
-frameworks comparable. Limit: one flag a step is read from the device, as a scaler that skips steps has to.
+Paddle's own GradScaler is not used, on any device: it does not work on a CPU or for BF16, has no ceiling, restarts its count
+of overflows after each backoff, and prints a line at each. The same logic everywhere also makes runs in two
+frameworks comparable. Limit: one flag per step is read from the device, as any scaler that skips steps must do.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mezzo.policy import Policy
 
 
 class HostScale:
-    """The loss scale that a policy asks for: none, static or dynamic."""
+    """The loss scale of a policy: none, static or dynamic."""
 
     def __init__(self, policy: Policy | None) -> None:
         self._policy = Policy() if policy is None else policy
         self.checks = self._policy.loss_scale != "none"
-        """Whether an update with a gradient that is not finite is skipped."""
+        """Whether an update with a non-finite gradient is skipped."""
         self.value = _fp32(self._policy.init_scale) if self.checks else 1.0
         self._growth_tracker, self._left = 0, self._policy.hysteresis
 
@@ -30,11 +30,11 @@ class HostScale:
         return _fp32(1.0 / self.value)
 
     def at_floor(self) -> bool:
-        """Return whether the scale can get no smaller."""
+        """Return whether the scale is at its smallest value."""
         return self._policy.loss_scale == "dynamic" and self.value <= self._policy.min_scale
 
     def update(self, *, overflow: bool) -> None:
-        """Change a dynamic scale by what an update found."""
+        """Update a dynamic scale after an update."""
         policy = self._policy
         if policy.loss_scale != "dynamic":
             return

@@ -1,4 +1,4 @@
-"""What is known while somebody's Paddle script runs under a policy: the state that the patches of this folder share."""
+"""The state of a Paddle script that runs under a policy, shared by the patches of this folder."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class ThreadState(threading.local):
     """State of each thread."""
 
     depth = 0
-    """1 inside a layer, a region of the script's own or a backward pass, else 0."""
+    """1 inside a layer, the script's own region or a backward pass, else 0."""
     kept = 0
-    """How many layers or regions that stay in FP32 are open."""
+    """Number of open layers or regions that stay in FP32."""
     in_backward = False
 
 
 class UpdateSteps(PlainSteps):
-    """Steps with the time of their last update: a step closes later, at the next backward pass."""
+    """Steps timed at their last update: a step closes later, at the next backward pass."""
 
     _updated_at: tuple[float, float] | None = None
 
     def updated(self) -> None:
-        """Take the time of an update."""
+        """Record the time of an update."""
         self._updated_at = (time.perf_counter(), time.process_time())
 
     def _now(self) -> tuple[float, float]:  # type: ignore[override]
@@ -54,29 +54,29 @@ class UpdateSteps(PlainSteps):
 
 
 class PaddleRun:
-    """A run's policy, loss scale and steps, and what could not be switched."""
+    """A run's policy, loss scale and steps, and what it left alone."""
 
     def __init__(self, policy: Policy | None) -> None:
-        """Begin a run; ``policy`` is None where the script's own precision is left alone."""
+        """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = policy
         self.applied = None if policy is None else paddleops.for_scripts(policy)
-        """The policy by operations: the script's parameters stay FP32, and are the masters where the policy has some."""
+        """The policy by operations: the script's parameters stay FP32, and are the masters if the policy has any."""
         self.scale = HostScale(policy)
         self.steps = UpdateSteps()
         self.local = ThreadState()
         self.left_alone: dict[str, Reason] = {}
         self.roots: WeakSet[Any] = WeakSet()
-        """Layers that were called from outside any layer."""
+        """Layers called from outside any layer."""
         self.kept: WeakSet[Any] = WeakSet()
         """Layers that the policy keeps in FP32."""
         self.optimizers: WeakSet[Any] = WeakSet()
         self.device: Device | None = None
         self.emulates = self.casts = False
-        """Whether Mezzo rounds what is below FP32, or Paddle's own kernels compute in it; neither before the first layer."""
+        """Whether Mezzo rounds to formats below FP32, or Paddle's kernels compute in them; neither before the first layer."""
         self.watchers: list[Callable[[], Any]] = []
         """Called after every update."""
         self.script_scaler: Any = None
-        """The script's own GradScaler, where it is left alone and has scaled a loss since its last update."""
+        """The script's own GradScaler, if it is left alone and has scaled a loss since its last update."""
         self.script_scale: float | None = None
         self.in_closure = False
         """Whether an optimizer evaluates the loss itself: the first evaluation is the step's."""
@@ -85,7 +85,7 @@ class PaddleRun:
         self._made_by: set[int] = set()
         self._owners: dict[int, int] = {}
         self.names: dict[int, str] = {}
-        """What an optimizer trains, by the optimizer's number."""
+        """The model that each optimizer trains, by the optimizer's number."""
         self._norms: list[Any] = []
         self.round = rounder(FP32 if policy is None else policy.storage)
 
@@ -96,8 +96,8 @@ class PaddleRun:
         """Return whether the policy casts anything below FP32."""
         return self.policy is not None and self.policy.lowers
 
-    def meet(self, layer: Any) -> None:
-        """Record a layer that is called from outside any layer."""
+    def record_root(self, layer: Any) -> None:
+        """Record a layer called from outside any layer."""
         self.begin()
         if layer in self.roots:
             return
@@ -112,7 +112,7 @@ class PaddleRun:
                 self.kept.update(found)
 
     def begin(self) -> None:
-        """Decide how the policy is computed where the script trains: at the first layer, when the script has chosen its device.
+        """Decide how the policy is computed on the script's device: at the first layer, when the script has chosen one.
 
         Raises:
             PolicyError: Paddle has no such format.
@@ -128,15 +128,15 @@ class PaddleRun:
         self.emulates = arithmetic == "emulated"
         self.casts = not self.emulates and self.device.kind != "cpu"
         if not self.emulates and not self.casts:
-            self.leave(self.policy.compute, "fp32", reason)
+            self.note_left_alone(self.policy.compute, "fp32", reason)
 
     def round_weights(self, parameters: Iterable[Any]) -> None:
-        """Keep of weights what 16 bits keep, where the policy has no FP32 masters of them."""
+        """Round weights to 16 bits if the policy has no FP32 masters of them."""
         policy = self.policy
         if policy is None or policy.casting != "model" or policy.master_weights:
             return
         if not self.emulates:
-            self.leave(
+            self.note_left_alone(
                 "weights", "fp32", "the script's parameters stay its own, as masters: paddle.amp.decorate casts them"
             )
             return
@@ -146,45 +146,45 @@ class PaddleRun:
                     paddle.assign(self.round(parameter.detach()), parameter)
 
     def lowered_here(self) -> bool:
-        """Return whether the running code is under the policy and not in something that stays in FP32."""
+        """Return whether the running code is under the policy and not in a layer or region that stays in FP32."""
         return self.local.depth > 0 and not self.local.kept
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
-        """Keep what runs inside in FP32."""
+        """Run the code inside in FP32."""
         self.local.kept += 1
         try:
             yield
         finally:
             self.local.kept -= 1
 
-    def leave(self, what: str, value: str, reason: str) -> None:
-        """Record something that could not be switched."""
+    def note_left_alone(self, what: str, value: str, reason: str) -> None:
+        """Record something that the policy left alone."""
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
 
-    def leave_own_amp(self, what: str) -> None:
-        """Record mixed precision of the script's own that does nothing here."""
+    def note_own_amp(self, what: str) -> None:
+        """Record that the script's own mixed precision has no effect here."""
         if this_device().kind == "cpu":
-            self.leave(what, "fp32", NO_EFFECT)
+            self.note_left_alone(what, "fp32", NO_EFFECT)
 
     # --- updates ---------------------------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[Any]:
-        """Return the parameters of all layers and optimizers that are known, each once."""
+        """Return the parameters of all known layers and optimizers, each once."""
         held = [p for root in list(self.roots) for p in root.parameters()]
         held += [p for optimizer in list(self.optimizers) for p in parameters_of(optimizer)]
         return list({id(p): p for p in held}.values())
 
     @property
     def num_updates(self) -> int:
-        """Return how many updates were made, the open one included."""
+        """Return the number of updates, including the open one."""
         return len(self.steps) + self._stepped
 
     def backward_from(self, losses: Iterable[Any]) -> None:
-        """Record a backward pass: it closes the open update, and its losses belong to the next.
+        """Record a backward pass: it closes the open update, and its losses belong to the next one.
 
         Raises:
-            NonFiniteLossError: the first loss of all is not finite.
+            NonFiniteLossError: the very first loss is not finite.
         """
         self.begin()
         self.close_update()
@@ -217,7 +217,7 @@ class PaddleRun:
         return skip
 
     def owner(self, optimizer: Any) -> int:
-        """Return the number of an optimizer: one that is made anew for the same parameters has the same."""
+        """Return the number of an optimizer; one recreated for the same parameters keeps the number."""
         held = list(map(id, parameters_of(optimizer)))
         number = next((self._owners[p] for p in held if p in self._owners), len(set(self._owners.values())))
         self._owners |= dict.fromkeys(held, number)
@@ -233,7 +233,7 @@ class PaddleRun:
         self._stepped = self._found = True
 
     def close_update(self) -> None:
-        """Close the update that is open, if one is: all optimizer steps between two backward passes are one update.
+        """Close the open update, if there is one: all optimizer steps between two backward passes are one update.
 
         Raises:
             ScaleFloorError: gradients overflow at the smallest scale that the policy allows.
@@ -264,7 +264,7 @@ class PaddleRun:
 
 
 def this_device() -> Device:
-    """Return the device that Paddle puts tensors on now."""
+    """Return the device on which Paddle currently puts tensors."""
     if paddle.device.get_device().startswith("gpu"):
         capability = paddle.device.cuda.get_device_capability()
         return Device(kind="cuda", name=paddle.device.cuda.get_device_name(), capability=tuple(capability))
@@ -272,7 +272,7 @@ def this_device() -> Device:
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    """Return the parameters that an optimizer holds, of all its groups."""
+    """Return the parameters of all groups of an optimizer."""
     groups = getattr(optimizer, "_param_groups", None) or []
     return [p for group in groups for p in (group["params"] if isinstance(group, dict) else [group])]
 

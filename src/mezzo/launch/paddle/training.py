@@ -1,4 +1,4 @@
-"""Run Paddle code that knows nothing of Mezzo under a policy, and tell of its training."""
+"""Run Paddle code that knows nothing of Mezzo under a policy, and report its training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mezzo.launch.paddle.backward import BackwardPasses
 from mezzo.launch.paddle.counted_step import CountedStep
 from mezzo.launch.paddle.forward import Regions
 from mezzo.launch.paddle.operations import Operations
-from mezzo.launch.paddle.own_amp import take_over
+from mezzo.launch.paddle.own_amp import replace_amp
 from mezzo.launch.paddle.seeds import shift_seeds
 from mezzo.launch.paddle.state import PaddleRun, this_device
 from mezzo.launch.paddle.updates import Updates
@@ -32,25 +32,25 @@ def training(
     """Run the code inside under ``policy`` (None: its own precision) and record every training step.
 
     Args:
-        policy: what to apply.
+        policy: the policy to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
-        observe: None; observers know PyTorch only, and the parent process refuses them for other frameworks.
+        observe: None; observers support only PyTorch, and the parent process rejects them for other frameworks.
     """
     run, patches = PaddleRun(policy), Patches()
     operations, passes, regions = Operations(run), BackwardPasses(run), Regions(run)
-    look = CountedStep(run, operations, passes)
+    counted = CountedStep(run, operations, passes)
     try:
         if seed is not None:
             shift_seeds(seed, patches)
         if policy is not None and not policy.lowers:
             _set_tf32(patches, on=policy.compute == "tf32")
-        take_over(run, regions, patches)
+        replace_amp(run, regions, patches)
         regions.install(patches)
         operations.install(patches)
         passes.install(patches)
         Updates(run).install(patches)
-        look.install(patches)
-        yield PaddleTraining(run, look)
+        counted.install(patches)
+        yield PaddleTraining(run, counted)
         run.close_update()
     finally:
         patches.undo()
@@ -61,13 +61,13 @@ class PaddleTraining:
 
     observer = None
 
-    def __init__(self, run: PaddleRun, look: CountedStep) -> None:
-        self._run, self._look = run, look
+    def __init__(self, run: PaddleRun, counted: CountedStep) -> None:
+        self._run, self._counted = run, counted
         self.framework = f"paddle {paddle.__version__}"
 
     @property
     def num_updates(self) -> int:
-        """Return how many updates were made, the open one included."""
+        """Return the number of updates, including the open one."""
         return self._run.num_updates
 
     def close_update(self) -> None:
@@ -75,19 +75,19 @@ class PaddleTraining:
         self._run.close_update()
 
     def steps(self) -> Steps:
-        """Return what every step showed."""
+        """Return the record of every step."""
         return self._run.steps.steps(self._run.names)
 
     def memory(self) -> Memory:
         """Return the bytes of a step."""
-        return self._look.memory()
+        return self._counted.memory()
 
     def effective(self) -> Effective:
         """Return what really ran in which format."""
-        return self._look.effective()
+        return self._counted.effective()
 
     def findings(self) -> list[Finding]:
-        """Return nothing: only PyTorch's mixed precision is watched."""
+        """Return an empty list: only PyTorch's mixed precision is checked."""
         return []
 
     def explanation(self) -> list[Reason]:
@@ -112,7 +112,7 @@ class PaddleTraining:
 
 
 def _set_tf32(patches: Patches, *, on: bool) -> None:
-    """Switch TF32 in the products and convolutions of CUDA builds, which have it on by default."""
+    """Switch TF32 for the products and convolutions of CUDA builds, which have it on by default."""
     core = paddle.base.core
     for library in ("cublas", "cudnn"):
         if hasattr(core, f"set_{library}_switch"):

@@ -1,7 +1,7 @@
-"""Watch a Paddle script's optimizers and schedulers: skip an update that overflowed, hold the schedule.
+"""Patch a Paddle script's optimizers and schedulers: skip an update that overflowed, hold the schedule.
 
-Before an optimizer steps (``step`` and ``minimize``) the norm of its gradients is taken and, where the loss is scaled, one
-flag is read: after an overflow the optimizer is not called at all, so its state and its step count stay as they are.
+Before an optimizer steps (``step`` and ``minimize``), the norm of its gradients is computed and, if the loss is scaled, one
+flag is read: after an overflow the optimizer is not called at all, so its state and its step count do not change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Updates:
     def install(self, patches: Patches) -> None:
         """Patch Paddle until ``patches`` are undone."""
         self._patches = patches
-        patches.wrap(Optimizer, "__init__", self._noting)
+        patches.wrap(Optimizer, "__init__", self._recording)
         for kind in classes(Optimizer):
             self._patch(kind)
         self._schedules.install(patches, LRScheduler)
@@ -51,10 +51,10 @@ class Updates:
             if name in vars(kind):
                 self._patches.wrap(kind, name, self._step)
 
-    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            for kind in type(optimizer).__mro__:  # a script's own class was not there when the others were patched
+            for kind in type(optimizer).__mro__:  # the script's own class did not exist when the others were patched
                 if issubclass(kind, Optimizer):
                     self._patch(kind)
             self._run.optimizers.add(optimizer)
@@ -66,7 +66,7 @@ class Updates:
         return init
 
     def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Decide before an optimizer steps whether it does."""
+        """Decide before an optimizer's step whether to run it."""
 
         @functools.wraps(original)
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,10 +88,10 @@ class Updates:
         return step
 
     def _by_closure(self, original: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Let an optimizer that evaluates the loss itself go its way; what is recorded is its first evaluation."""
+        """Run an optimizer that evaluates the loss itself; record its first evaluation."""
         run = self._run
         if run.scale.checks:
-            run.leave(
+            run.note_left_alone(
                 "LBFGS", "not skipped", "it evaluates the loss as often as it likes: an overflow in it is not undone"
             )
         run.close_update()
@@ -117,7 +117,7 @@ class Updates:
 
 
 def _norm(optimizer: Any) -> Any | None:
-    """Return the norm of an optimizer's gradients in FP32, None where it has none."""
+    """Return the norm of an optimizer's gradients in FP32, None if it has none."""
     gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
     squares = [paddle._C_ops.squared_l2_norm(_dense(g)) for g in gradients]
     return paddle.add_n(squares).sqrt().astype(FP32.dtype_name).reshape([]) if squares else None

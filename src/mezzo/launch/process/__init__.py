@@ -1,1 +1,1 @@
-"""Processes of a run: started together, stopped together, forked from one that is ready."""
+"""Processes of a run: started together, stopped together, forked from a preloaded server."""

@@ -1,6 +1,6 @@
-"""Hear the signals that stop a command, while it runs scripts: pass them to the run, begin no other, keep what is known.
+"""Handle the signals that stop a command while it runs scripts: pass them to the run, start no further run, keep the records.
 
-SIGINT gives the script all the time it wants, as python does; a second one asks it to end, a third one kills it. SIGTERM and SIGHUP give it
+SIGINT gives the script all the time it wants, as Python does; a second one asks it to end, a third one kills it. SIGTERM and SIGHUP give it
 ``GRACE_S``. A signal that this process was started to ignore, as by ``nohup``, stays ignored.
 """
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from mezzo.records import RunRecord
 
 GRACE_S = 10.0
-"""How long a run may take to end after SIGTERM or SIGHUP: as long as ``docker stop`` waits."""
+"""Time for a run to end after SIGTERM or SIGHUP: as long as ``docker stop`` waits."""
 
 _IMPATIENT_S = 3.0
-"""How long after a second Ctrl-C."""
+"""The same after a second Ctrl-C."""
 
 _AGAIN_S = 0.3
 """Two signals within this time are one: ``timeout`` sends its signal to the command, and then to the command's group."""
@@ -34,17 +34,17 @@ _STOP: ContextVar[Stop | None] = ContextVar("stop", default=None)
 
 
 class Stopped(Exception):
-    """Raised where a signal has stopped the command, so that no further run begins."""
+    """The end of a command after a signal, so that no further run begins."""
 
     def __init__(self, number: int, record: RunRecord | None = None) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.exit_code = 128 + number
         self.record = record
-        """Of the run that was stopped; None where none was."""
+        """The record of the stopped run; None if none was stopped."""
 
 
 class Stop:
-    """The signal that has stopped the command, and the run to pass signals on to."""
+    """The signal that has stopped the command, and the run that signals are passed to."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
@@ -53,22 +53,22 @@ class Stop:
         self._last = 0.0
 
     @property
-    def heard(self) -> bool:
+    def stopped(self) -> bool:
         """Return whether a signal has stopped the command."""
         return self._signal is not None
 
     @property
     def exit_code(self) -> int:
-        """Return the command's exit code by the signal that stopped it, 0 if none did."""
+        """Return the command's exit code for the signal that stopped it, 0 if none did."""
         return 0 if self._signal is None else 128 + self._signal
 
     @property
     def name(self) -> str:
-        """Return the name of the signal that stopped the command, or nothing."""
+        """Return the name of the signal that stopped the command, or an empty text."""
         return "" if self._signal is None else signal.Signals(self._signal).name
 
     def check(self, record: RunRecord | None = None) -> None:
-        """Go no further after a signal.
+        """Raise if a signal has stopped the command.
 
         Raises:
             Stopped: a signal has stopped the command; it carries ``record``.
@@ -78,7 +78,7 @@ class Stop:
 
     @contextmanager
     def passing_to(self, process: Process) -> Iterator[None]:
-        """Pass signals on to a run, also one that came just before it began."""
+        """Pass signals on to a run, including one that came just before it began."""
         self._process = process
         try:
             if self._signal is not None:
@@ -87,7 +87,7 @@ class Stop:
         finally:
             self._process = None
 
-    def hear(self, number: int, frame: FrameType | None = None) -> None:
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal."""
         process = self._process
         if number not in STOPPING:
@@ -106,7 +106,7 @@ class Stop:
             self._insist(process)
 
     def _insist(self, process: Process | None) -> None:
-        if process is None:  # the command itself is at work: on a record or a report
+        if process is None:  # the command itself is working, on a record or a report
             raise KeyboardInterrupt
         if self._times == 2:
             process.pass_on(signal.SIGTERM, kill_after_s=_IMPATIENT_S)
@@ -127,9 +127,9 @@ def stoppable() -> Iterator[Stop]:
         return
     stop = Stop()
     token = _STOP.set(stop)
-    own = threading.current_thread() is threading.main_thread()  # python gives signals to that one only
-    heard = [n for n in PASSED_ON if own and signal.getsignal(n) not in (signal.SIG_IGN, None)]
-    previous = {number: signal.signal(number, stop.hear) for number in heard}
+    own = threading.current_thread() is threading.main_thread()  # Python delivers signals only to the main thread
+    handled = [n for n in PASSED_ON if own and signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    previous = {number: signal.signal(number, stop.handle) for number in handled}
     try:
         yield stop
     finally:

@@ -1,9 +1,9 @@
-"""Start the runs of one command from one process that has imported what each of them would import: PyTorch, Mezzo, the compiler.
+"""Fork the runs of one command from one process that has already imported PyTorch, Mezzo and the compiler.
 
-Half of a short run goes by before its first step, and most of that is imports. So the first run of a command starts a process that makes
-them once, and each run is a fork of it. A script sees what it would see in a process of its own: standard streams, signals, random
-numbers, exit code, its own process number. CUDA does not survive a fork, and neither does a thread: where there was either, and where the
-script may change what has been imported, the forked child replaces itself with a new process, and the command says why.
+Half the time of a short run passes before its first step, and most of that is imports. So the first run of a command starts a process
+that imports once, and each run is a fork of it. A script sees what it would see in a process of its own: standard streams, signals, random
+numbers, exit code, its own process number. CUDA does not survive a fork, and neither do threads: if either was in use, or if the
+script may change what has been imported, the forked child replaces itself with a new process, and the command prints the reason.
 
 Called as ``python -m mezzo.launch.process.fork_server SOCKET``. The command sends a request and the file for the output; the
 server answers ``pid N``, perhaps ``afresh WHY``, and ``code N``. It ends when the other end of the socket closes. Imports no torch
@@ -36,13 +36,13 @@ from mezzo.launch.request import Request
 from mezzo.records import Reason
 
 _COMPILER = "torch._dynamo"
-"""What torch itself imports when a script makes its first optimizer."""
+"""Modules that torch imports when a script makes its first optimizer."""
 
 _READ_BY_COMPILER = re.compile(rb"\b(?:TORCH|TRITON|INDUCTOR|AOT)[A-Z]*_[A-Z]\w*")
-"""How the environment variables are called that the compiler may read while it is imported."""
+"""Names of the environment variables that the compiler may read while it is imported."""
 
 _SETS_COMPILER = re.compile(r"TORCH(?:DYNAMO|INDUCTOR|_COMPILE)_(?!CACHE_DIR)\w+")
-"""Those of them that it never reads again; the place of its cache it looks up, and sets, later."""
+"""Those that it never reads again; it looks up, and sets, the place of its cache later."""
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
 _ENDED = "the process that had imported PyTorch for all runs was ended"
@@ -51,7 +51,7 @@ _STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
 
 
 def child_command(request: str) -> list[str]:
-    """Return the command of a child process that runs ``request`` by itself."""
+    """Return the command of a child process that runs ``request`` without a fork server."""
     return [sys.executable, "-m", "mezzo.launch.child", request]
 
 
@@ -59,17 +59,17 @@ def child_command(request: str) -> list[str]:
 
 
 class Starter:
-    """The command's end of the fork server."""
+    """The fork server's client, in the command."""
 
     def __init__(self) -> None:
         self.why_afresh: str | None = None
-        """Why runs are started by themselves after all."""
+        """Why runs are started without the server after all."""
         self._place = os.getcwd(), dict(os.environ)
         self._process: Guarded | None = None
         self._connection: socket.socket | None = None
 
     def start(self, request: Request, *, sink: IO[bytes]) -> Forked | None:
-        """Start a run that prints to ``sink``; None if it has to be started by itself."""
+        """Start a run that prints to ``sink``; return None if it has to be started without the server."""
         if self._process is None:
             self.why_afresh = self.why_afresh or _why_not(request)
         if self._place != (os.getcwd(), dict(os.environ)):
@@ -88,7 +88,7 @@ class Starter:
         return Forked(self, self._process, self._connection)
 
     def _begin(self, folder: Path) -> None:
-        """Start the process; its standard output is of the kind that the runs' will be, so that python buffers it alike."""
+        """Start the process, with a standard output of the same kind as the runs', so that Python buffers it the same way."""
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile(dir=folder) as said:
             number = theirs.fileno()
@@ -103,7 +103,7 @@ class Starter:
 
 
 class Forked:
-    """A forked run, with the interface that ``Guarded`` gives one in a process of its own."""
+    """A forked run, with the same interface as ``Guarded``."""
 
     def __init__(self, starter: Starter, process: Guarded, connection: socket.socket) -> None:
         self._starter, self._process, self._connection = starter, process, connection
@@ -136,7 +136,7 @@ class Forked:
                 return self._orphaned()
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
-        """Send a signal to the run; one that stops it ends everything while it does not exist yet."""
+        """Send a signal to the run; before the run exists, a stopping signal ends everything."""
         if self._number is not None:
             self._process.pass_on(number, kill_after_s=kill_after_s, process=self._number)
         elif number in STOPPING:
@@ -147,7 +147,7 @@ class Forked:
         self._process.kill(self._number or 0)
 
     def _orphaned(self) -> int:
-        """Return how the process ended that would have told of the run; the run ends with it."""
+        """Return how the server ended, which would have reported the run's end; the run ends with it."""
         if self._number is not None:
             self.kill()
             self._starter.why_afresh = _ENDED
@@ -155,7 +155,7 @@ class Forked:
 
 
 def _why_not(request: Request) -> str | None:
-    """Return why the imports cannot be made before the script runs, None if they can."""
+    """Return why the imports cannot precede the script, None if they can."""
     for path in _own_files(request):
         with contextlib.suppress(OSError):
             found = _READ_BY_COMPILER.search(path.read_bytes())
@@ -177,19 +177,19 @@ def _own_files(request: Request) -> Iterator[Path]:
 
 
 class _Imported(NamedTuple):
-    """What the imports left behind."""
+    """The effects of the imports."""
 
     said: bytes
-    """What they printed: each run prints it, too."""
+    """Their output, which each run prints, too."""
     names: list[str]
-    """The packages that came with the compiler, so later than the script's own folder could hide them."""
+    """The packages imported with the compiler, which the script's own folder could have hidden."""
     generators: list[random.Random]
-    """Generators that were seeded from the system."""
+    """Generators that were seeded by the system."""
     failed: str | None
 
 
 def fork_for_requests(connection: socket.socket) -> Request:
-    """Fork once for every request and return it, in the child; this process itself ends here when nobody asks any more."""
+    """Fork for every request and return the request in the child; the server process ends here when the socket closes."""
     imported = _import()
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED_ON}
     while True:
@@ -198,12 +198,12 @@ def fork_for_requests(connection: socket.socket) -> Request:
             os._exit(0)
         request = Request.unpacked(message.decode())
         unsafe = imported.failed or _several_threads() or _device_opened()
-        # The child hears later what comes while it has no handlers yet.
+        # Signals that arrive before the child has handlers are delivered later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         parent, child = os.getpid(), os.fork()
         if child == 0:
             die_with_parent()
-            if os.getppid() != parent:  # it was killed before that could take effect
+            if os.getppid() != parent:  # the parent was killed before that took effect
                 os._exit(128 + signal.SIGKILL)
             why = unsafe or _why_not_here(request, imported.names)
             if why is not None:
@@ -238,11 +238,11 @@ def _import() -> _Imported:
         importlib.import_module("mezzo.launch.child")
         training_in("torch")
         names = _import_compiler()
-    except Exception as error:  # the run by itself shows it where the script's errors are shown
+    except Exception as error:  # a run without the server shows it where the script's errors appear
         failed = f"importing PyTorch and its compiler failed: {type(error).__name__}: {error}"
     gc.collect()
     generators = [found for found in gc.get_objects() if type(found) is random.Random]
-    # Libraries for linear algebra end their threads before a first fork, and begin them again when asked to compute.
+    # Linear algebra libraries end their threads before the first fork, and restart them when asked to compute.
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -252,9 +252,9 @@ def _import() -> _Imported:
 
 
 def _import_compiler() -> list[str]:
-    """Import it as a script would that has done nothing yet; return the names of the packages that came with it."""
+    """Import the compiler as a fresh script would; return the names of the packages that came with it."""
     modules, variables = _packages(), set(os.environ)
-    place = sys.path.pop(0)  # no file beside the script may run here
+    place = sys.path.pop(0)  # no file next to the script may run here
     importlib.import_module(_COMPILER)
     sys.path.insert(0, place)
     for name in set(os.environ) - variables:
@@ -272,7 +272,7 @@ def _several_threads() -> str | None:
 
 
 def _device_opened() -> str | None:
-    """Return that a driver is in use, whoever began it: torch knows of its own calls only."""
+    """Return the reason if a driver is in use, whatever opened it: torch only knows of its own calls."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
             file = os.readlink(f"/proc/self/fd/{name}")
@@ -302,7 +302,7 @@ def _take_streams(file: int) -> None:
 
 
 def _be_fresh(imported: _Imported, request: str) -> None:
-    """Draw anew what was drawn from the system, and forget what a process of its own would not know."""
+    """Reseed generators seeded by the system, and clear state that a new process would not have."""
     import multiprocessing
 
     import numpy as np
@@ -323,7 +323,7 @@ def _compilers_settings() -> dict[str, str]:
 
 
 def _set_too_late(before: dict[str, str]) -> list[Reason]:
-    """Return which of the compiler's variables were set after it had been imported: by a package, since the script names none."""
+    """Return the compiler's variables that were set after its import: by a package, since the script names none."""
     why = "it was set while the script ran, after the compiler had read it: set it in the shell"
     changed = sorted(before.items() ^ _compilers_settings().items())
     return [Reason(what=name, value="not heeded", reason=why) for name in dict.fromkeys(name for name, _ in changed)]

@@ -1,4 +1,4 @@
-"""Start a run's process under its guard, pass signals on to it, and kill it with all that it has started."""
+"""Start a run's process under its guard, pass signals on to it, and kill it with its descendants."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Process(Protocol):
         """
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
-        """Send it a signal, unless a terminal did so; kill it with its descendants ``kill_after_s`` seconds later (0: never)."""
+        """Send it a signal, unless a terminal already did; kill it with its descendants ``kill_after_s`` seconds later (0: never)."""
 
     def kill(self) -> None:
         """Kill it with its descendants."""
 
 
 class Guarded:
-    """A process that ends, with all that it has started, when this process ends (``guard.py``)."""
+    """A process that ends, with its descendants, when this process ends (``guard.py``)."""
 
     def __init__(
         self,
@@ -43,27 +43,27 @@ class Guarded:
         stderr: int | None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        self._told: int | None = None
+        self._pipe: int | None = None
         if not _GUARDS:
             self._process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
             return
-        listens, self._told = os.pipe()
-        guarded = [sys.executable, "-S", _GUARD, str(listens), *command]
+        read_end, self._pipe = os.pipe()
+        guarded = [sys.executable, "-S", _GUARD, str(read_end), *command]
         try:
-            self._process = subprocess.Popen(guarded, stdout=stdout, stderr=stderr, pass_fds=[listens, *pass_fds])
+            self._process = subprocess.Popen(guarded, stdout=stdout, stderr=stderr, pass_fds=[read_end, *pass_fds])
         finally:
-            os.close(listens)
+            os.close(read_end)
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code, negative for the signal that ended it."""
         returned = self._process.wait(timeout)
-        if self._told is not None:
-            os.close(self._told)
-            self._told = None
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
         return returned
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0, process: int = 0) -> None:
-        """Send a signal to the command, or to a ``process`` below it, unless a terminal did so."""
+        """Send a signal to the command, or to a ``process`` below it, unless a terminal already did."""
         if not self._tell(f"pass {number} {process} {kill_after_s:g}"):
             self._process.send_signal(number)
 
@@ -73,12 +73,12 @@ class Guarded:
             self._process.send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def forget(self) -> None:
-        """Cancel a kill that is due: the process that was signalled has ended."""
+        """Cancel a pending kill: the process that was signalled has ended."""
         self._tell("ended")
 
     def _tell(self, text: str) -> bool:
         """Write a line to the guard; return whether there is one."""
-        if self._told is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and the run with it
-                os.write(self._told, f"{text}\n".encode())
+        if self._pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # the guard has ended, and the run with it
+                os.write(self._pipe, f"{text}\n".encode())
         return _GUARDS

@@ -1,17 +1,17 @@
-"""Stand between a command and its run, so that nothing the run has started outlives a command that was stopped or killed.
+"""Guard a run, so that nothing it has started outlives a command that was stopped or killed.
 
-Called as ``python -S guard.py PIPE COMMAND...``. The command runs as this process's child, and this process ends as its child does. On
-Linux every descendant stays below this process, also one whose own parent has ended, so that the whole tree can be found. All processes
-stay in the process group that they were started in: a terminal's Ctrl-C, Ctrl-Z and standard input work as without a guard.
+Called as ``python -S guard.py PIPE COMMAND...``. The command runs as a child of this process, which ends the way its child does. On
+Linux every descendant stays below this process, even if its own parent has ended, so that the whole tree can be found. All processes
+stay in the process group in which they were started: a terminal's Ctrl-C, Ctrl-Z and standard input work as without a guard.
 
-Through the pipe it is told, a line each:
+The pipe carries one message per line:
 
     pass N PID SECONDS   send signal N to PID (0: the child), unless a terminal has sent it to the whole group already;
                          SECONDS (0: for ever) later the tree is killed if it still runs
     kill PID             kill PID and what it started (0: everything)
     ended                the process that a signal was sent to has ended: the tree need not be killed
 
-The end of the pipe is the end of the command: everything is killed. Imports only a little of the standard library, since each run waits for
+When the pipe closes, the command has ended: everything is killed. Imports little of the standard library, because each run waits for
 it.
 """
 
@@ -28,29 +28,29 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 """The signals that stop a command and its run."""
 
 PASSED_ON = (*STOPPING, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)))
-"""The signals that a command passes on to its run: those above, and those that only the script knows the meaning of."""
+"""The signals that a command passes on to its run: those above, and those whose meaning only the script knows."""
 
 LAST_WORD = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None
-"""What a run is sent before it is killed: no script has a reason to ignore it, so its record can still be written."""
+"""The signal that a run gets before it is killed: no script has a reason to ignore it, so its record can still be written."""
 
 _JOB_CONTROL = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGQUIT)
-"""Signals of a terminal that the run hears by itself. A guard that slept could not act."""
+"""Terminal signals that the run receives itself. A guard stopped by them could not act."""
 
 _REST_S = 5.0
-"""How long what a stopped run has started may take to end after SIGTERM."""
+"""Time for the descendants of a stopped run to end after SIGTERM."""
 
 _LAST_WORD_S = 3.0
-"""How long a run may take to end after it."""
+"""Time for a run to end after it."""
 
 _MOST_S = 5.0
-"""How long killed processes are waited for: one that hangs in a driver cannot be killed."""
+"""Time to wait for killed processes: one that hangs in a driver cannot be killed."""
 
 _LONGEST_BYTES = 1 << 12
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
 def die_with_parent() -> None:
-    """Let this process be killed when the thread that started it ends; elsewhere than on Linux, do nothing."""
+    """Have this process killed when the thread that started it ends; on Linux only."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -62,7 +62,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command behind the pipe's number in ``arguments``; end as it does."""
+    """Run the command after the pipe's number in ``arguments``; end the way it does."""
     pipe, command = int(arguments[0]), arguments[1:]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, *_JOB_CONTROL, signal.SIGCHLD})
     _prctl(_SET_CHILD_SUBREAPER, 1)
@@ -71,14 +71,14 @@ def main(arguments: list[str]) -> None:
     if child == 0:
         os.close(pipe)
         die_with_parent()
-        if os.getppid() != own:  # it was killed before that could take effect
+        if os.getppid() != own:  # the parent was killed before that took effect
             os._exit(128 + signal.SIGKILL)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt here would print a traceback of ours
         for number in (
             signal.SIGPIPE,
             signal.SIGXFSZ,
-        ):  # python ignores them, and they would stay ignored in the new program
+        ):  # Python ignores them, and they would stay ignored in the new program
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.execv(command[0], command)
@@ -111,13 +111,13 @@ class _Guard:
     def __init__(self, child: int, pipe: int) -> None:
         self._child, self._pipe = child, pipe
         self._status: int | None = None
-        """The child's, once it has ended."""
-        self._heard: set[int] = set()
-        """Signals that came to this process by themselves, and so to the whole group."""
+        """The child's wait status, once it has ended."""
+        self._received: set[int] = set()
+        """Signals that this process received directly, and so did the whole group."""
         self._stopped = self._asked = False
-        """Whether the run is to end, and whether what it left behind was asked to."""
+        """Whether the run is to end, and whether its remaining descendants were asked to."""
         self._kill_at: float | None = None
-        self._told: int | None = None
+        self._ending: int | None = None
         """The process that was told to end, until it has been sent ``LAST_WORD``."""
         self._wakes, wake = os.pipe()
         for end in (self._wakes, wake):
@@ -126,19 +126,21 @@ class _Guard:
         for number in _JOB_CONTROL:
             signal.signal(number, signal.SIG_IGN)
         for number in (*PASSED_ON, signal.SIGCHLD):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for it
-                signal.signal(number, self._hear)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored as under nohup
+                signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*PASSED_ON, *_JOB_CONTROL, signal.SIGCHLD})
 
-    def _hear(self, number: int, frame: object) -> None:
-        self._heard.add(number)
-        self._stopped |= number in STOPPING  # the run has heard it, too, and may end before the command says a word
+    def _handle(self, number: int, frame: object) -> None:
+        self._received.add(number)
+        self._stopped |= (
+            number in STOPPING
+        )  # the run has received it, too, and may end before the command sends a message
 
     def watch(self) -> int:
-        """Return the child's wait status when it has ended, and, after a stop, all that it had started."""
+        """Return the child's wait status when it has ended and, after a stop, so have its descendants."""
         while True:
             self._reap()
-            if self._status is not None and not (self._stopped and self._rest_runs()):
+            if self._status is not None and not (self._stopped and self._ask_rest_to_end()):
                 return self._status
             due = self._kill_at is not None and time.monotonic() >= self._kill_at
             if (due and not self._last_word()) or not self._listen():
@@ -146,8 +148,8 @@ class _Guard:
                 self._reap()
                 return signal.SIGKILL if self._status is None else self._status
 
-    def _rest_runs(self) -> bool:
-        """Ask what is left of a stopped run to end; return whether anything is."""
+    def _ask_rest_to_end(self) -> bool:
+        """Ask the remaining descendants of a stopped run to end; return whether there are any."""
         left = tree(os.getpid())[1:]
         if left and not self._asked:
             self._asked = True
@@ -158,14 +160,14 @@ class _Guard:
 
     def _last_word(self) -> bool:
         """Send a run that is about to be killed a signal that it does not ignore; return whether there was one to send."""
-        if self._told is None or LAST_WORD is None or self._status is not None:
+        if self._ending is None or LAST_WORD is None or self._status is not None:
             return False
-        _send(self._told, LAST_WORD)
-        self._told, self._kill_at = None, time.monotonic() + _LAST_WORD_S
+        _send(self._ending, LAST_WORD)
+        self._ending, self._kill_at = None, time.monotonic() + _LAST_WORD_S
         return True
 
     def _listen(self) -> bool:
-        """Wait for a message, a signal or the time to kill; return whether the command still lives."""
+        """Wait for a message, a signal or the time to kill; return whether the command is still alive."""
         wait = None if self._kill_at is None else max(self._kill_at - time.monotonic(), 0.0)
         ready, _, _ = select.select([self._pipe, self._wakes], [], [], wait)
         if self._wakes in ready:
@@ -173,34 +175,34 @@ class _Guard:
                 os.read(self._wakes, _LONGEST_BYTES)
         if self._pipe not in ready:
             return True
-        told = os.read(self._pipe, _LONGEST_BYTES).decode()
-        for line in told.splitlines():
+        messages = os.read(self._pipe, _LONGEST_BYTES).decode()
+        for line in messages.splitlines():
             verb, *numbers = line.split()
             if verb == "pass":
                 self._pass(int(numbers[0]), int(numbers[1]) or self._child, float(numbers[2]))
             elif verb == "kill":
                 self._kill(int(numbers[0]))
             else:
-                self._told = self._kill_at = None
-        return bool(told)
+                self._ending = self._kill_at = None
+        return bool(messages)
 
     def _pass(self, number: int, process: int, seconds: float) -> None:
         if number in STOPPING:
             self._stopped = True
-        if number not in self._heard:
+        if number not in self._received:
             _send(process, number)
-        self._heard.discard(number)
+        self._received.discard(number)
         if seconds:
-            self._told = process
+            self._ending = process
             self._kill_at = time.monotonic() + (0.0 if _ignores(process, number) else seconds)
 
     def _kill(self, process: int) -> None:
         if process == 0:
-            self._stopped, self._told, self._kill_at = True, None, time.monotonic()
+            self._stopped, self._ending, self._kill_at = True, None, time.monotonic()
             return
         for number in tree(process):
             _send(number, signal.SIGKILL)
-        # What these had started has come to this process, in between or before.
+        # Their children have become children of this process, now or earlier.
         for orphan in _children().get(os.getpid(), []):
             for number in tree(orphan) if orphan != self._child else []:
                 _send(number, signal.SIGKILL)
@@ -217,7 +219,7 @@ class _Guard:
 
 
 def kill_all() -> None:
-    """Kill every descendant of this process, and wait for their ends."""
+    """Kill every descendant of this process, and wait until they have ended."""
     end = time.monotonic() + _MOST_S
     while time.monotonic() < end:
         left = tree(os.getpid())[1:]
@@ -229,7 +231,7 @@ def kill_all() -> None:
 
 
 def tree(process: int) -> list[int]:
-    """Return the number of a process and of all below it that still run, parents first."""
+    """Return the numbers of a process and of its running descendants, parents first."""
     children = _children()
     found = [process]
     for number in found:
@@ -265,7 +267,7 @@ def _other_parents() -> list[tuple[int, int]]:
 
 
 def _ignores(process: int, number: int) -> bool:
-    """Return whether a process is known to ignore a signal: there is no use in waiting for it then."""
+    """Return whether a process is known to ignore a signal, so that waiting for it is useless."""
     with suppress(OSError, ValueError), open(f"/proc/{process}/status") as file:
         masks = [line.split()[1] for line in file if line.startswith("SigIgn:")]
         return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)

@@ -1,4 +1,4 @@
-"""Let a signal end a script as an exception does, so that the record of what was learned is still written."""
+"""Turn signals into exceptions in the script, so that its record is still written."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import FrameType
 from mezzo.launch.process.guard import LAST_WORD, STOPPING
 
 _AT_ONCE = tuple(number for number in (*STOPPING, LAST_WORD) if number not in (signal.SIGINT, None))
-"""The signals that would end python without a word."""
+"""The signals that would end Python without an exception."""
 
 
 class EndedBySignal(SystemExit):
-    """Ends the script; ``except Exception`` lets it pass, and so do frameworks that know SystemExit."""
+    """The end of a script by a signal; passes through ``except Exception`` and through frameworks that handle SystemExit."""
 
     def __init__(self, number: int) -> None:
         self.exit_code = 128 + (signal.SIGTERM if number == LAST_WORD else number)
@@ -27,7 +27,7 @@ class EndedBySignal(SystemExit):
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Turn signals into ``EndedBySignal``; a script's own handlers, and processes that it forks, behave as under python."""
+    """Turn signals into ``EndedBySignal``; a script's own handlers, and processes that it forks, behave as under Python."""
     ours = [number for number in _AT_ONCE if signal.getsignal(number) is signal.SIG_DFL]
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -48,7 +48,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _in_forks(forget: Callable[[], None], numbers: list[int]) -> None:
-    """Call ``forget`` in every process that is forked; what is sent to it before then, it hears after."""
+    """Call ``forget`` in every forked process; signals sent to it before then are delivered afterwards."""
     if not hasattr(os, "register_at_fork"):
         return
     masks = threading.local()
@@ -68,7 +68,7 @@ def _in_forks(forget: Callable[[], None], numbers: list[int]) -> None:
 
 @contextmanager
 def interrupts_kill() -> Iterator[None]:
-    """Let Ctrl-C end the process silently while none of the script's code has run."""
+    """Let Ctrl-C end the process silently until the script's code begins to run."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
@@ -81,7 +81,7 @@ def interrupts_kill() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ignore signals while the record is written, and Ctrl-C from then on: only python's own exit is left."""
+    """Ignore signals while the record is written, and Ctrl-C from then on: only Python's own shutdown is left."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *_AT_ONCE)}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Run PyTorch code that knows nothing of Mezzo under a policy: every patch of torch is made here and undone here."""
+"""Run PyTorch code that knows nothing of Mezzo under a policy: every patch of torch is made and undone here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mezzo.launch.seeds import shift_seeds
 from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.forward import Regions
-from mezzo.launch.torch.lint_hooks import listen
+from mezzo.launch.torch.lint_hooks import report_to_lint
 from mezzo.launch.torch.observers import observer_for
-from mezzo.launch.torch.own_amp import take_over
-from mezzo.launch.torch.sessions import hear_sessions
+from mezzo.launch.torch.own_amp import replace_amp
+from mezzo.launch.torch.sessions import record_sessions
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.updates import Updates
@@ -37,29 +37,29 @@ def switched(
     """Run the code inside under ``policy`` (None: its own precision) and record every training step.
 
     Args:
-        policy: what to apply.
+        policy: the policy to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
-        observe: settings of the observer, which is ``run.observer``; formats and bytes are then not counted.
+        observe: settings of the observer, ``run.observer``; with one, formats and bytes are not counted.
     """
     run, patches = Run(policy), Patches()
     regions = Regions(run, watched=observe is not None)
-    look = CountedStep(run, in_region=regions.covered)
+    counted = CountedStep(run, in_region=regions.covered)
     try:
         if seed is not None:
             shift_seeds(seed, patches)
         if policy is not None and policy.casting == "none":
-            keep_fp32_products(policy, patches, run.leave)
-        take_over(run, patches)
-        listen(run.lint, patches, as_is=policy is None)
-        hear_sessions(run, patches)
+            keep_fp32_products(policy, patches, run.note_left_alone)
+        replace_amp(run, patches)
+        report_to_lint(run.lint, patches, as_is=policy is None)
+        record_sessions(run, patches)
         regions.install(patches)
         BackwardPasses(run).install(patches)
         Updates(run).install(patches)
         if observe is None:
-            look.install(patches)
+            counted.install(patches)
             if policy is None:
-                look.when_over(regions.counted)
-        else:  # one observer at a time: two would have to leave the stack of dispatch modes in the reverse order
+                counted.when_over(regions.counted)
+        else:  # one observer at a time: two would have to leave the dispatch mode stack in reverse order
             run.observer = observer_for(observe, run)
             run.watchers.append(run.observer)
             run.observer.start()
@@ -68,7 +68,7 @@ def switched(
         with warnings.catch_warnings():
             # Our hooks skip what torch.compile traces and count depth, so firing once more for the wrapper is harmless.
             warnings.filterwarnings("ignore", message=".*there are global hooks on modules.*")
-            yield run, look
+            yield run, counted
         with suppress(StopScript):
             run.close_update()
     finally:
@@ -77,16 +77,16 @@ def switched(
 
 @contextmanager
 def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | None) -> Iterator[TorchTraining]:
-    """Run the code inside as ``switched`` does, for the process of a script's own."""
-    with switched(policy, seed=seed, observe=observe) as (run, look):
-        yield TorchTraining(run, look)
+    """Run the code inside as ``switched`` does, for a process that runs one script."""
+    with switched(policy, seed=seed, observe=observe) as (run, counted):
+        yield TorchTraining(run, counted)
 
 
 class TorchTraining:
     """A PyTorch script's training (``launch.frameworks.Training``)."""
 
-    def __init__(self, run: Run, look: CountedStep) -> None:
-        self._run, self._look = run, look
+    def __init__(self, run: Run, counted: CountedStep) -> None:
+        self._run, self._counted = run, counted
         self.framework = f"torch {torch.__version__}"
 
     @property
@@ -95,16 +95,16 @@ class TorchTraining:
 
     @property
     def num_updates(self) -> int:
-        """Return how many updates were made, the open one included."""
+        """Return the number of updates, including the open one."""
         return self._run.num_updates
 
     @property
     def observer(self) -> Observer | None:
-        """Return what watches the training."""
+        """Return the observer of the training."""
         return self._run.observer
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Count the updates of optimizers that were made before the training began."""
+        """Count the updates of optimizers created before the training began."""
         self._run.optimizers.update(dict.fromkeys(optimizers))
 
     def close_update(self) -> None:
@@ -112,16 +112,16 @@ class TorchTraining:
         self._run.close_update()
 
     def steps(self) -> Steps:
-        """Return what every step showed."""
+        """Return the record of every step."""
         return self._run.recorder.steps(self._run.owners.names)
 
     def memory(self) -> Memory:
         """Return the bytes of a step."""
-        return self._look.memory()
+        return self._counted.memory()
 
     def effective(self) -> Effective:
         """Return what really ran in which format."""
-        return self._look.effective()
+        return self._counted.effective()
 
     def findings(self) -> list[Finding]:
         """Return misuse of the script's own mixed precision."""
@@ -133,7 +133,7 @@ class TorchTraining:
             return []
         try:
             choices = self._run.policy.explain(self._device)
-        except UnsupportedFormatError as error:  # the run has ended with it, and its record says so
+        except UnsupportedFormatError as error:  # the run ended with this error, and its record says so
             return [Reason(what="arithmetic", value="impossible here", reason=error.message)]
         return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
 
@@ -143,7 +143,7 @@ class TorchTraining:
 
 
 def _keep_autocast(patches: Patches) -> None:
-    """Put autocast's state back at the end: code that torch.compile failed to compile leaves it as it was in the middle."""
+    """Restore autocast's state at the end: code that torch.compile failed to compile leaves it as it was half-way."""
     for device_type in ("cpu", "cuda"):
         patches.on_undo(
             functools.partial(torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type))

@@ -1,13 +1,13 @@
 """Scale a script's gradients inside its backward passes, so that the script never sees a scaled one.
 
 ``torch.autograd.backward`` (every ``loss.backward()`` ends there) starts from ``gradient * scale`` instead of
-``gradient``: the loss that the script logs stays true. Every leaf of the graph has a hook that divides by the scale
-before the gradient is added to ``.grad``, so clipping, accumulation, penalties on gradients and DDP's all-reduce see
-unscaled ones. The leaves are found by walking the graph, since a leaf that was missed would get a gradient 65536
-times too large: about a microsecond a node, only where the loss is scaled.
+``gradient``, so the loss that the script logs is not scaled. Every leaf of the graph has a hook that divides by the scale
+before the gradient is added to ``.grad``, so clipping, accumulation, gradient penalties and DDP's all-reduce see
+unscaled gradients. The leaves are found by walking the graph, since a missed leaf would get a gradient 65536
+times too large. That costs about a microsecond per node, only if the loss is scaled.
 
 ``torch.autograd.grad`` is scaled and its results are unscaled at once: penalties built on them keep their graph.
-Where these are not the gradients of an update, the pass has a scale of its own.
+If these are not the gradients of an update, the pass has a scale of its own.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ class BackwardPasses:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._inverse: Tensor | None = None
-        """What gradients are multiplied by at the leaves; None outside a scaled ``backward``."""
+        """Factor of gradients at the leaves; None outside a scaled ``backward``."""
         self._hooked = WeakTensorKeyDictionary()
         self._hook_numbers: set[int] = set()
-        """Which hooks are ours: each has a number of its own, and this is 30 times as quick as a look into what is hooked."""
+        """Ids of our own hooks: 30 times faster than inspecting what is hooked."""
         self._views = UnscaledViews(lambda: self._inverse)
 
     def install(self, patches: Patches) -> None:
         """Replace both entries until ``patches`` are undone."""
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.wrap(torch.autograd, "grad", self._grad)
-        for name in ("backward", "grad"):  # a compiled step that contains a backward pass must not trace ours
+        for name in (
+            "backward",
+            "grad",
+        ):  # a compiled step that contains a backward pass must not trace our replacements
             self._run.before_compiling.append(
                 functools.partial(patches.wrap, torch.autograd, name, torch.compiler.disable)
             )
@@ -56,7 +59,7 @@ class BackwardPasses:
         patches.on_undo(self._unhook)
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        run_engine = ENTERED.get(original, original)  # torch's own would come back here if a function mode is on
+        run_engine = ENTERED.get(original, original)  # under a function mode, torch's own would call this replacement
         run, steady = self._run, self._run.steady
 
         @functools.wraps(original)
@@ -83,7 +86,7 @@ class BackwardPasses:
             elif casting is not None and casting.table is not None:
                 with self._under_policy():
                     run_engine(outputs, grad_tensors, *args, **kwargs)
-            else:  # nothing to set: three contexts less to enter
+            else:  # nothing to set, so three contexts need not be entered
                 run.in_backward = True
                 try:
                     run_engine(outputs, grad_tensors, *args, **kwargs)
@@ -101,7 +104,7 @@ class BackwardPasses:
         @functools.wraps(original)
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
             roots, leaves = _listed(outputs), _listed(inputs)
-            tracing = torch._guards.TracingContext.try_get() is not None  # torch.compile derives a backward pass
+            tracing = torch._guards.TracingContext.try_get() is not None  # torch.compile is deriving a backward pass
             if tracing or self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
                 with self._inside_node():
                     return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
@@ -120,16 +123,16 @@ class BackwardPasses:
     def _inner_gradients(
         self, run_engine: Callable[..., Any], roots: list[Tensor], inputs: Any, given: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return gradients that the script computes with, as a penalty does.
+        """Return gradients that the script computes with, as in a penalty.
 
-        One that overflows would make the loss itself infinite, where no skipped update can help. So these passes have
-        a loss scale of their own, and one that overflows is made again with a smaller one.
+        An overflow would make the loss itself infinite, which skipping an update cannot mend. So these passes have
+        a loss scale of their own, and a pass that overflows is repeated with a smaller one.
         """
         scale = self._run.inner_scale
         if not scale.checks or kwargs.get("is_grads_batched"):
             with self._under_policy():
                 return run_engine(roots, inputs, given, *args, **kwargs)
-        kwargs.pop("retain_graph", None)  # kept, so that the pass can be made again
+        kwargs.pop("retain_graph", None)  # the graph is kept, so that the pass can be repeated
         while True:
             with self._under_policy():
                 found = run_engine(roots, inputs, self._scaled(roots, given, scale), True, *args[1:], **kwargs)
@@ -169,7 +172,7 @@ class BackwardPasses:
 
     @contextmanager
     def _inside_node(self) -> Iterator[None]:
-        """Tell watchers which node of the graph makes a backward pass of its own."""
+        """Tell watchers which graph node runs a backward pass of its own."""
         node = torch._C._current_autograd_node()
         before = self._run.inside
         self._run.inside = node if before is None else before
@@ -193,7 +196,7 @@ class BackwardPasses:
                 recorder.loss(self._true_loss(loss) if run.scaled_by_script else loss, reached=reached)
 
     def _true_loss(self, loss: Tensor) -> Tensor:
-        """Return a loss that the script's scaler has scaled as it was before."""
+        """Return a loss without the scale of the script's scaler."""
         scale = scale_on_device(self._run.script_scaler)
         return loss.detach() / (scale.to(loss.device) if isinstance(scale, Tensor) else scale)
 
@@ -220,16 +223,16 @@ class BackwardPasses:
             if hooks is None or self._hook_numbers.isdisjoint(hooks):
                 earlier = dict(hooks or {})
                 if hooks is not None:
-                    hooks.clear()  # of its order, autograd looks at that of insertion only
+                    hooks.clear()  # autograd only uses the insertion order
                 handle = self._hooked[leaf] = leaf.register_hook(self._unscale)
                 self._hook_numbers.add(handle.id)
-                if hooks is not None:  # after ours: a hook that clips has to see what it would see without a scale
+                if hooks is not None:  # after ours: a hook that clips must see the unscaled gradient
                     hooks.update(earlier)
 
     def _hook_recomputed(self, outputs: Sequence[Any]) -> None:
-        """Hook the leaves of a backward pass inside a backward pass, which the walk through the outer graph does not meet.
+        """Hook the leaves of a backward pass inside a backward pass, which the walk through the outer graph does not reach.
 
-        Its other leaves are detached inputs: their gradients go on into the outer graph and must stay scaled.
+        Its other leaves are detached inputs: their gradients continue into the outer graph and must stay scaled.
         """
         if self._inverse is None:
             return
@@ -247,17 +250,17 @@ class BackwardPasses:
     # --- scripts without an optimizer ------------------------------------------------------------------------------------------
 
     def _leaves_updated_by_hand(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the leaves of a script without any optimizer: it updates them itself, every backward pass is an update."""
+        """Return the leaves of a script without any optimizer: it updates them itself, and every backward pass is an update."""
         return [leaf for leaf in leaves_of(outputs) if leaf.requires_grad]
 
     def _trains(self, leaves: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether gradients asked for by ``torch.autograd.grad`` are those of an update."""
+        """Return whether gradients from ``torch.autograd.grad`` are those of an update."""
         if kwargs.get("create_graph") or True in args[1:2] or torch.compiler.is_compiling():
             return False
         return self._run.owns(leaves) if self._run.optimizers else all(t.is_leaf for t in leaves)
 
     def _update_by_hand(self, gradients: list[Tensor]) -> None:
-        self._run.leave("update", "by hand", "no optimizer object: every backward pass counts as an update")
+        self._run.note_left_alone("update", "by hand", "no optimizer object: every backward pass counts as an update")
         if gradients and self._run.updated(total_norm(gradients)):
             torch._foreach_zero_(gradients)  # the script's own update then changes nothing
         self._run.update_made(None)
@@ -289,7 +292,7 @@ def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
-    """Return ``gradient * inverse``, with NaN for infinity: an overflow must outlive a script's clamp of its gradients."""
+    """Return ``gradient * inverse``, with NaN for infinity: an overflow must survive a script's clamp of its gradients."""
     if inverse is None:
         return gradient
     result = gradient * (inverse if inverse.device == gradient.device else inverse.to(gradient.device))

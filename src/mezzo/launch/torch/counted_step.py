@@ -1,7 +1,7 @@
 """Inspect the second step of a run: which formats its operations ran in, and the bytes of each kind.
 
-The second step, because in the first the optimizer has no state yet; and one step, because a look costs time (the
-first tenth of the steps is left out of all timing). Compiled code is run eagerly for that step: what happens inside
+The second step, because in the first the optimizer has no state yet; and only one step, because counting costs time (the
+first tenth of the steps is left out of all timing). Compiled code runs eagerly in that step: what happens inside
 compiled kernels cannot be counted.
 """
 
@@ -26,7 +26,7 @@ from mezzo.measure.flops import FlopCounter, lowered
 from mezzo.measure.leftwide import not_lowered
 from mezzo.records import Effective, Memory
 
-_UPDATES_WEIGHED = 2  # the first one that is made leaves the optimizer's state behind
+_UPDATES_WEIGHED = 2  # the first successful update creates the optimizer's state
 
 
 class CountedStep:
@@ -39,61 +39,61 @@ class CountedStep:
         self._flops: FlopCounter | None = None
         self._stack: contextlib.ExitStack | None = None
         self._due = self._over = self._forced_eager = False
-        self._watched: int | None = None
-        """Number of the step that is looked at."""
+        self._counted_step: int | None = None
+        """Number of the counted step."""
         self._weighed: Counter[int] = Counter()
-        """How many updates that were made were weighed, by the identity of the optimizer."""
+        """Number of updates at which bytes were counted, by the identity of the optimizer; skipped updates do not count."""
         self._when_over: list[Callable[[], Any]] = []
         self._by_format: dict[str, int] = {}
         self._num_lowered: int | None = None
         self._outside_region = self._switched_off = 0
         self._bytes: dict[str, int] = {}
-        """By kind; empty until an update was weighed."""
+        """Bytes by kind; empty until the first update."""
 
     def install(self, patches: Patches) -> None:
-        """Watch until ``patches`` are undone."""
+        """Set the hooks until ``patches`` are undone."""
         self._run.watchers.append(self)
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         patches.on_undo(self._end)
 
     def when_over(self, action: Callable[[], Any]) -> None:
-        """Call ``action`` when nothing more is to be counted in this run."""
+        """Call ``action`` once nothing more is to be counted in this run."""
         self._when_over.append(action)
 
     def done(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether nothing more is to be counted in this run, whose one optimizer this is."""
-        looked = self._flops is not None and self._stack is None
-        return looked and not self._when_over and self._weighed[id(optimizer)] >= _UPDATES_WEIGHED
+        """Return whether nothing more is to be counted in this run, which has only this optimizer."""
+        counted = self._flops is not None and self._stack is None
+        return counted and not self._when_over and self._weighed[id(optimizer)] >= _UPDATES_WEIGHED
 
     def step_closed(self, num_steps: int) -> None:
-        """End the look after the watched step."""
-        self._over = self._watched is not None and num_steps >= self._watched
-        self._go_on()
+        """End the count after the counted step."""
+        self._over = self._counted_step is not None and num_steps >= self._counted_step
+        self._begin_or_end()
 
     def backward_begins(self) -> None:
-        """Take the count of what the forward pass kept."""
+        """Count what the forward pass kept."""
         if self._stack is not None:
             self._saved.backward_begins()
 
     def backward_ended(self) -> None:
-        """Forget what the backward pass freed; begin the look if the first update was made inside it."""
+        """Drop what the backward pass freed; begin to count if the first update was made inside it."""
         if self._stack is not None:
             self._saved.backward_ended()
-        self._go_on()
+        self._begin_or_end()
 
     def compiled_ended(self) -> None:
-        """Begin or end the look if it was to happen inside a compiled function."""
-        self._go_on()
+        """Begin or end the count if that fell inside a compiled function."""
+        self._begin_or_end()
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Begin the look after the first update; take the counts at the next ones until the step closes.
+        """Begin to count after the first update; keep the counts at the following ones until the step closes.
 
         A step closes at the next backward pass: what runs until then is the next step's forward pass, or an evaluation.
         """
         self._weigh(id(optimizer))
         if self._flops is None:
             self._due = True
-            self._go_on()
+            self._begin_or_end()
         elif self._stack is not None and not self._over:
             self._by_format = dict(self._flops.by_format)
             self._num_lowered = self._flops.num_lowered
@@ -114,7 +114,7 @@ class CountedStep:
         )
 
     def effective(self) -> Effective:
-        """Return what the watched step ran in, and what could not be switched."""
+        """Return the formats of the counted step, and what was left alone."""
         applied, left = self._run.applied, list(self._run.left_alone.values())
         if applied is not None and applied.lowers:
             left += not_lowered(
@@ -129,7 +129,7 @@ class CountedStep:
             emulated=self._run.emulates
             and (lowered(self._by_format) or (not self._by_format and self._num_lowered != 0)),
             num_lowered=self._num_lowered,
-            counted_on_step=self._watched if self._num_lowered is not None else None,
+            counted_on_step=self._counted_step if self._num_lowered is not None else None,
             left_alone=left,
         )
 
@@ -141,12 +141,12 @@ class CountedStep:
                 yield from group["params"]
 
     def _weigh(self, stepped: int) -> None:
-        """Take the bytes of parameters, gradients and optimizer state at the first updates that each optimizer makes.
+        """Count the bytes of parameters, gradients and optimizer state at the first updates of each optimizer.
 
-        Each, because a loss scale that skips one optimizer's first updates leaves it without a state for longer than the others.
+        Of each, because an optimizer whose first updates are skipped has no state for longer than the others.
         """
-        looked = self._flops is not None and self._stack is None
-        if looked and self._weighed[stepped] >= _UPDATES_WEIGHED:
+        counted = self._flops is not None and self._stack is None
+        if counted and self._weighed[stepped] >= _UPDATES_WEIGHED:
             while self._when_over:
                 self._when_over.pop()()
             return
@@ -160,9 +160,9 @@ class CountedStep:
         }
         self._bytes = {kind: max(found[kind], self._bytes.get(kind, 0)) for kind in found}
 
-    def _go_on(self) -> None:
-        """Begin or end the look where that is due, and possible at this place."""
-        # The engine puts back the modes that it found, and so does compiled code, which cannot be told to run eagerly.
+    def _begin_or_end(self) -> None:
+        """Begin or end the count if that is due and possible here."""
+        # Autograd and compiled code restore the modes they found; compiled code cannot switch to eager half-way either.
         if self._run.in_backward or self._run.in_compiled:
             return
         if self._over:
@@ -171,7 +171,7 @@ class CountedStep:
             self._begin()
 
     def _begin(self) -> None:
-        self._due, self._watched = False, self._run.num_updates + 1
+        self._due, self._counted_step = False, self._run.num_updates + 1
         self._flops = FlopCounter(in_region=self._in_region, inside=lambda: self._run.inside)
         self._stack = contextlib.ExitStack()
         if "torch._dynamo" in sys.modules:

@@ -1,9 +1,9 @@
-"""Torch's own Python functions without their look-up of function modes.
+"""Torch's own Python functions without their check for function modes.
 
-``torch.autograd.backward``, ``Tensor.register_hook`` and others ask whether a function mode is on
-(``torch.set_default_device`` is one), hand themselves over to it by the name in their module, and run with the mode off.
-Where that name leads to a replacement of ours, the replacement would be called twice. A twin has the same code with the
-look-up answered "none".
+``torch.autograd.backward``, ``Tensor.register_hook`` and others check whether a function mode is on
+(``torch.set_default_device`` is one), pass themselves to it by the name in their module, and run with the mode off.
+If a replacement of ours is under that name, it would be called twice. A twin has the same code, but its
+check always finds no mode.
 """
 
 from __future__ import annotations
@@ -41,4 +41,4 @@ def _python_functions() -> dict[Function, Function]:
 
 
 ENTERED = _python_functions()
-"""Twins by the function of torch that each stands for."""
+"""The twin of each function of torch."""

@@ -1,15 +1,15 @@
-"""Put a script's forward passes under a policy, without the script knowing.
+"""Put a script's forward passes under a policy, transparently to the script.
 
-A module called from outside any module begins a region, its return ends it: optimizer arithmetic, data preparation
-and metrics stay as they were. What leaves a region is FP32 again. Code that ``torch.compile`` traces is skipped by
-the hooks, because the module or function around it has begun the region already. A script's own ``torch.autocast`` is
+A module called from outside any module begins a region, and its return ends it: optimizer arithmetic, data preparation
+and metrics stay unchanged. The outputs of a region are FP32 again. The hooks skip code that ``torch.compile`` traces,
+because the module or function around it has already begun the region. A script's own ``torch.autocast`` is
 a region as well.
 
-What activation checkpointing computes again is computed as deep in modules as it was the first time, so it has the
-same formats.
+Activation checkpointing recomputes at the same module depth as the first time, so the formats are
+the same.
 
-Not covered: forward code outside any module, autocast and compiled function. It runs in FP32, and the count of FLOPs
-says so.
+Not covered: forward code outside modules, autocast and compiled functions. It runs in FP32, and the count of FLOPs
+shows it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _FP32 = FP32.dtype
 
 
 class Regions:
-    """Begin and end regions around a script's modules and compiled functions."""
+    """Hooks that begin and end regions around a script's modules and compiled functions."""
 
     def __init__(self, run: Run, *, watched: bool) -> None:
         self._run, self._watched = run, watched
         self._counted = False
         self._calls: Any = None
-        """What calls modules without regions."""
+        """The module call without regions."""
         self._installed: Any = None
 
     def install(self, patches: Patches) -> None:
@@ -59,15 +59,15 @@ class Regions:
             patches.wrap(F, "binary_cross_entropy", _in_fp32)
 
     def counted(self) -> None:
-        """Let calls of modules go straight to torch, where nothing is cast, once nothing else needs to hear them."""
+        """Let module calls go straight to torch if nothing is cast, once nothing else needs the hook."""
         self._counted = True
 
     def _remove(self) -> None:
-        if nn.Module.__call__ is self._installed:  # nobody has replaced it since
+        if nn.Module.__call__ is self._installed:  # not replaced since
             nn.Module.__call__ = self._calls  # type: ignore[method-assign]
 
     def _end_inside(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Convert what the outermost module returns while watchers still count it as the module's own work."""
+        """Convert the outermost module's output while watchers still count that as the module's own work."""
         if torch.compiler.is_compiling() or self._run.local.outermost is not module:
             return None
         return _half_to_fp32(output)
@@ -77,29 +77,29 @@ class Regions:
         if self.depth() > 0:
             return True
         device_type = self._run.device_type
-        # A kernel of ours has turned autocast off around itself; its table is still open.
+        # A kernel of Mezzo has turned autocast off around itself; its table is still open.
         return open_table() is not None or (device_type is not None and torch.is_autocast_enabled(device_type))
 
     def depth(self) -> int:
-        """Return 1 where the running code is in a module or a compiled function, in this thread, else 0."""
+        """Return 1 if the code running in this thread is in a module or a compiled function, else 0."""
         return self._run.local.depth
 
     def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Begin a region before a module that is called from outside any module, and end it after.
 
-        Not by torch's global hooks: one of those makes the call of every module inside modules take torch's slow way.
-        A policy that casts the model does so here too: torch looks a module's ``forward`` up before any hook runs.
+        Torch's global hooks are not used: a single one sends the calls of all inner modules through torch's slow path.
+        A policy that casts the model does so here, too: torch looks up a module's ``forward`` before any hook runs.
         """
         local, run = self._run.local, self._run
         is_torchs = original is nn.Module._wrapped_call_impl
 
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling():  # half the price of is_compiling, in every module's call
+            if is_dynamo_compiling():  # half the cost of is_compiling, in every module's call
                 return original(module, *args, **kwargs)
             if local.autocasts_off and not is_compiling():
                 args, kwargs = to_format(args, _FP32), to_format(kwargs, _FP32)
-            if local.depth:  # in place of torch's function, not before it; torch.compile has to meet torch's own
+            if local.depth:  # instead of torch's function, not around it: torch.compile must find torch's own
                 if is_torchs and not run.compiles and module._compiled_call_impl is None:
                     return module._call_impl(*args, **kwargs)
                 return original(module, *args, **kwargs)
@@ -109,7 +109,7 @@ class Regions:
                 run.lint.called(args, kwargs)
             elif self._counted:
                 self._remove()
-            casting = run.casting(run.meet(module, args))
+            casting = run.casting(run.record_root(module, args))
             local.depth, local.outermost = 1, module
             try:
                 if casting is None:
@@ -151,7 +151,7 @@ class Regions:
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """Tell watchers that what runs in a backward pass is a forward pass made again."""
+        """Tell watchers that the code running in a backward pass is a recomputed forward pass."""
         before = self._run.recomputing
         self._run.recomputing = before or torch._C._current_autograd_node() is not None
         try:
@@ -193,7 +193,7 @@ class Regions:
         return call
 
     def _casting_of(self, function: Any, args: list[Any]) -> Casting | None:
-        """Meet the modules that a compiled function uses, since hooks do not fire in what is compiled; return its casting.
+        """Record the modules that a compiled function uses, since hooks do not fire in compiled code; return its casting.
 
         A compiled update, which uses an optimizer and no module, is left alone.
         """
@@ -202,7 +202,7 @@ class Regions:
         modules = [m for m in used if isinstance(m, nn.Module)]
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         for module in modules:
-            self._run.meet(module, tensors)
+            self._run.record_root(module, tensors)
         if not modules and any(isinstance(value, torch.optim.Optimizer) for value in used):
             return None
         if tensors:
@@ -211,15 +211,15 @@ class Regions:
 
 
 def _never_compile_alone(call: Callable[..., Any]) -> None:
-    """Keep torch.compile from beginning at a module's call where it gives up the code around it: at the module's own frame it may."""
+    """Keep torch.compile from starting at our wrapper after a graph break around it: it may start at the module's own frame."""
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(call.__code__)
 
 
 def _used_by(function: Any) -> list[Any]:
-    """Return the values that a function finds in its object, its closure and by the global names it mentions."""
-    function = getattr(function, "func", function)  # a partial's
+    """Return the values that a function reaches through its object, its closure and the globals that it names."""
+    function = getattr(function, "func", function)  # of a functools.partial
     owner = getattr(function, "__self__", None)
     function = getattr(function, "__func__", function)
     code, scope = getattr(function, "__code__", None), getattr(function, "__globals__", {})
@@ -235,13 +235,13 @@ def _content(cell: CellType) -> Any:
 
 
 def _half_to_fp32(output: Any) -> Any:
-    return (
-        output if type(output) is Tensor and output.dtype is _FP32 else to_format(output, _FP32)
-    )  # mostly nothing to do
+    if type(output) is Tensor and output.dtype is _FP32:  # the usual case, without a walk through the output
+        return output
+    return to_format(output, _FP32)
 
 
 def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a function that CUDA's autocast refuses with FP32 operands and autocast off."""
+    """Run a function that CUDA's autocast rejects with FP32 operands and autocast off."""
 
     @functools.wraps(original)
     def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Show a script unscaled gradients inside the graph too: in its tensor hooks, its module hooks, and where it retains them.
+"""Unscale gradients inside the graph for the script, too: in its tensor hooks, its module hooks, and where it retains them.
 
-A gradient inside the graph is scaled while the backward pass runs. What a script's hook gets is divided by the scale,
-what it returns is multiplied again; gradients that the script retains are divided once the pass is over.
+A gradient inside the graph is scaled while the backward pass runs. The argument of a script's hook is divided by the scale and
+its result multiplied again; gradients that the script retains are divided once the pass is over.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mezzo.launch.torch.direct_calls import ENTERED
 
 
 class UnscaledViews:
-    """Wrappers of a script's hooks on gradients, and a record of the tensors inside a graph that get a ``.grad``."""
+    """Wrappers of a script's gradient hooks, and a record of the tensors inside a graph that retain a ``.grad``."""
 
     def __init__(self, inverse: Callable[[], Tensor | None]) -> None:
-        """Begin; ``inverse`` gives what unscales at the moment, None where nothing is scaled."""
+        """Create the views; ``inverse`` returns the current factor that unscales, None if nothing is scaled."""
         self._inverse = inverse
         self._retained = WeakTensorKeyDictionary()
 
     def install(self, patches: Patches) -> None:
-        """Watch until ``patches`` are undone."""
+        """Wrap hooks until ``patches`` are undone."""
         patches.wrap(Tensor, "register_hook", self._on_tensor)
         patches.wrap(Tensor, "retain_grad", self._retaining)
         for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
@@ -37,11 +37,11 @@ class UnscaledViews:
 
     @contextmanager
     def of_inner_gradients(self, inputs: Any) -> Iterator[None]:
-        """Unscale what the backward pass inside leaves in ``.grad`` of tensors that are no leaves."""
+        """Unscale what the backward pass inside leaves in ``.grad`` of tensors that are not leaves."""
         asked = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and not t.is_leaf]
         with warnings.catch_warnings():
             if asked:
-                warnings.simplefilter("ignore")  # of reading the .grad of a tensor that does not retain it
+                warnings.simplefilter("ignore")  # about reading the .grad of a tensor that does not retain it
             before = {id(t): (t, t.grad) for t in (*self._retained.keys(), *asked)}
         for tensor, _ in before.values():
             tensor.grad = None
@@ -52,7 +52,7 @@ class UnscaledViews:
             tensor.grad = earlier if found is None else found if earlier is None else earlier + found
 
     def _on_tensor(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        # torch's own function would come back here by its name if a function mode saw it.
+        # Under a function mode, torch's own function would call the name in its module, which is this one.
         register = ENTERED.get(original, original)
 
         @functools.wraps(original)

@@ -1,7 +1,7 @@
-"""Let the lint hear a script's calls: of its GradScaler and its autocast, of torch's clipping, of what clears gradients.
+"""Report a script's calls to the lint: those of its GradScaler and autocast, of torch's clipping, and those that clear gradients.
 
-What stands before optimizers, schedulers, backward passes and modules is elsewhere in this folder and tells the lint itself. Nothing is
-changed here: every call goes on as it was made.
+The hooks on optimizers, schedulers, backward passes and modules, elsewhere in this folder, report to the lint themselves. Nothing is
+changed here: every call proceeds as the script made it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from mezzo.launch.patches import Patches
 from mezzo.observe.lint.observer import Lint
 
 _ENABLED = 5
-"""Place of GradScaler's argument ``enabled``, from 0."""
+"""Position of GradScaler's argument ``enabled``, from 0."""
 
 _LIMITS = ("max_norm", "clip_value")
 
 Listener = Callable[..., Any]
 
 
-def listen(lint: Lint, patches: Patches, *, as_is: bool) -> None:
-    """Let ``lint`` hear a script until ``patches`` are undone."""
+def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
+    """Report a script's calls to ``lint`` until ``patches`` are undone."""
     listeners: dict[str, Callable[[Lint, Listener], Listener]] = {
         "__init__": _made,
         "scale": _scale,
@@ -46,10 +46,10 @@ def listen(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     patches.wrap(autocast, "__enter__", functools.partial(_entering, lint, as_is))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         home = vars(clip_grad).get(name) or getattr(torch.nn.utils, name)
-        heard = _clipping(lint, home)
+        reporting = _clipping(lint, home)
         for owner in (clip_grad, torch.nn.utils):
             if hasattr(owner, name):
-                patches.replace(owner, name, heard)
+                patches.replace(owner, name, reporting)
     patches.wrap(torch.optim.Optimizer, "zero_grad", functools.partial(_clearing, lint, torch.optim.Optimizer))
     patches.wrap(nn.Module, "zero_grad", functools.partial(_clearing, lint, nn.Module))
     patches.wrap(AveragedModel, "update_parameters", functools.partial(_averaging, lint))
@@ -120,7 +120,7 @@ def _get_scale(lint: Lint, original: Listener) -> Listener:
 
 
 def _asking(original: Listener) -> Listener:
-    """Keep what the script asks for: a policy may open another region in its place."""
+    """Record the region that the script asks for: a policy may open another in its place."""
 
     @functools.wraps(original)
     def init(
@@ -170,12 +170,12 @@ def _clipping(lint: Lint, original: Listener) -> Listener:
 
 
 def _number(limit: Any) -> float:
-    """Return a limit as a number; NaN of one on a device, which is not read."""
+    """Return a limit as a number; NaN for one on a device, which is not read."""
     return math.nan if isinstance(limit, Tensor) and limit.device.type != "cpu" else float(limit)
 
 
 def _clearing(lint: Lint, owner: type, original: Listener) -> Listener:
-    """Hear what clears gradients, of an optimizer or of a model, while gradients are watched; after that, calls go straight to torch."""
+    """Report ``zero_grad`` of an optimizer or a model while gradients are checked; after that, calls go straight to torch."""
 
     @functools.wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
@@ -184,7 +184,7 @@ def _clearing(lint: Lint, owner: type, original: Listener) -> Listener:
             return
         if lint.awake:
             lint.model_cleared(self) if isinstance(self, nn.Module) else lint.cleared([self])
-        elif vars(owner)["zero_grad"] is zero_grad:  # nobody has replaced it since
+        elif vars(owner)["zero_grad"] is zero_grad:  # not replaced since
             owner.zero_grad = original  # type: ignore[attr-defined]
 
     return zero_grad

@@ -1,4 +1,4 @@
-"""Choose the observer that a request asks for: one row a kind."""
+"""Choose the observer for a request: one row per kind."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Take over a script's own mixed precision: its ``torch.autocast`` and its ``GradScaler``.
+"""Replace a script's own mixed precision: its ``torch.autocast`` and its ``GradScaler``.
 
-Under ``fp32`` both are turned off. Under another policy an ``autocast`` of the script is a region of that policy, an
-``autocast(enabled=False)`` stays what it is, and the scaler is turned off, because the policy scales the loss itself.
+Under ``fp32`` both are turned off. Under another policy, the script's ``autocast`` becomes a region of that policy, an
+``autocast(enabled=False)`` stays as it is, and the scaler is turned off, because the policy scales the loss itself.
 A scaler that is off passes losses and steps through, so the script's calls stay valid. With ``as-is`` both are only
-listened to.
+recorded.
 
 Inside an autocast that was turned off, modules get their 16-bit arguments in FP32: a library that turns autocast on may cast the
-inputs as well (Lightning's Fabric does), and FP32 weights would refuse them.
+inputs as well (Lightning's Fabric does), and FP32 weights would not accept them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
 
 
-def take_over(run: Run, patches: Patches) -> None:
-    """Replace what the script's autocast and GradScaler do until ``patches`` are undone."""
+def replace_amp(run: Run, patches: Patches) -> None:
+    """Replace or record the script's autocast and GradScaler until ``patches`` are undone."""
     if run.applied is None:
-        for name, listener in (("scale", _hear_scale), ("step", _hear_step), ("update", _hear_update)):
-            patches.wrap(GradScaler, name, functools.partial(listener, run))
-        patches.wrap(GradScaler, "_maybe_opt_step", _hear_decision)
+        for name, wrapper in (("scale", _record_scale), ("step", _record_step), ("update", _record_update)):
+            patches.wrap(GradScaler, name, functools.partial(wrapper, run))
+        patches.wrap(GradScaler, "_maybe_opt_step", _record_decision)
         return
     dtype = run.applied.storage.dtype if run.applied.lowers else None
     patches.wrap(autocast, "__init__", lambda original: _in_policy(original, dtype))
@@ -93,27 +93,27 @@ def _turned_off(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _hear_scale(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+def _record_scale(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
         if self.is_enabled():
-            run.meet_scaler(self)
+            run.record_scaler(self)
         return original(self, outputs)
 
     return scale
 
 
-def _hear_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+def _record_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        heard = _Heard(optimizer)
-        self._mezzo_heard = heard
+        recorded = _RecordedStep(optimizer)
+        self._mezzo_recorded = recorded
         try:
             result = original(self, optimizer, *args, **kwargs)
         finally:
-            del self._mezzo_heard
+            del self._mezzo_recorded
         if self.is_enabled():
-            skipped = _skipped(self, optimizer, heard)
+            skipped = _skipped(self, optimizer, recorded)
             if skipped is True:
                 run.lint.skipped()
             run.script_stepped(self, optimizer, skipped=skipped)
@@ -122,41 +122,41 @@ def _hear_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-class _Heard:
-    """An optimizer for torch's scaler that has read whether to skip: reading the flag again would make the host wait twice."""
+class _RecordedStep:
+    """A wrapper that records whether torch's scaler stepped an optimizer: reading the flag again would make the host wait twice."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.decided = self.stepped = False
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the optimizer's step."""
+        """Step the optimizer."""
         self.stepped = True
         return self._optimizer.step(*args, **kwargs)
 
 
-def _hear_decision(original: Callable[..., Any]) -> Callable[..., Any]:
+def _record_decision(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step_or_skip(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        heard = getattr(self, "_mezzo_heard", None)
-        if heard is None:
+        recorded = getattr(self, "_mezzo_recorded", None)
+        if recorded is None:
             return original(self, optimizer, *args, **kwargs)
-        heard.decided = True
-        return original(self, heard, *args, **kwargs)
+        recorded.decided = True
+        return original(self, recorded, *args, **kwargs)
 
     return step_or_skip
 
 
-def _skipped(scaler: Any, optimizer: Any, heard: _Heard) -> bool | Tensor:
-    """Return whether a step was skipped: as the host knows, or what the device knows where the optimizer itself skips."""
-    if heard.decided:
-        return not heard.stepped
+def _skipped(scaler: Any, optimizer: Any, recorded: _RecordedStep) -> bool | Tensor:
+    """Return whether a step was skipped: a bool if the host knows, a device flag if the optimizer itself skips."""
+    if recorded.decided:
+        return not recorded.stepped
     found = [*scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
     flag = sum((other.to(found[0].device) for other in found[1:]), start=found[0])
     return flag if getattr(optimizer, "_step_supports_amp_scaling", False) else bool(flag)
 
 
-def _hear_update(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+def _record_update(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         run.scaled_by_script = False

@@ -1,6 +1,6 @@
-"""Number a script's optimizers, and find what the script calls what they train.
+"""Number a script's optimizers, and find the script's names for what they train.
 
-An optimizer that is made anew for the same parameters keeps its number.
+An optimizer that is recreated for the same parameters keeps its number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OptimizerOwners:
 
     def __init__(self) -> None:
         self._numbers = WeakTensorKeyDictionary()
-        """The number of the optimizer that holds a parameter."""
+        """The number of each parameter's optimizer."""
         self._known: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """The number of each optimizer."""
         self._num = 0
@@ -42,7 +42,7 @@ class OptimizerOwners:
         return found
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record an optimizer that is being made, in the frames above this one."""
+        """Record an optimizer under construction, and its model's name in the calling frames."""
         number = self.number(optimizer)
         if number is not None and number not in self.names:
             held = set(map(id, _parameters(optimizer)))
@@ -59,7 +59,7 @@ class OptimizerOwners:
         self._numbers.update(dict.fromkeys(parameters, same))
 
     def may_need_reach(self, num_steps: int) -> bool:
-        """Return whether it may matter which optimizers a backward pass reaches: several exist, and too few updates are known to tell."""
+        """Return whether the optimizers that a backward pass reaches may matter: several exist, and too few updates are known yet."""
         return self._num > 1 and num_steps < _WALKED_UPDATES
 
     def reached(self, leaves: Iterable[Tensor]) -> Owners:

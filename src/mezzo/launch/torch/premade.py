@@ -1,8 +1,8 @@
-"""What a function's training made before the launcher could see it being made: found on the heap.
+"""Find objects on the heap that a function's training made before the launcher's hooks were set.
 
-A notebook's heap holds a million objects: a walk takes 0.1 s, because a type is asked once and not at each of its objects.
-``isinstance`` would ask the objects themselves, and proxies of other libraries wake up then. Objects that ``gc.freeze``
-took out of the collector's sight are not found.
+A notebook's heap has a million objects: a walk takes 0.1 s, because each type is checked once and not for each of its objects.
+``isinstance`` would query the objects themselves, which triggers the proxies of other libraries. Objects hidden from the
+collector by ``gc.freeze`` are not found.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
 
-def existing(*kinds: type) -> tuple[list[Any], ...]:
-    """Return the objects alive of each of ``kinds`` and its subclasses."""
+def find_premade(*kinds: type) -> tuple[list[Any], ...]:
+    """Return the live objects of each of ``kinds`` and its subclasses."""
     objects = gc.get_objects()
     types = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
     found = [held for held in objects if type(held) in types]
@@ -28,9 +28,9 @@ def existing(*kinds: type) -> tuple[list[Any], ...]:
 
 @contextmanager
 def amp_off() -> Iterator[None]:
-    """Turn mixed precision off that began before: regions that are open, and autocast and GradScaler objects that exist."""
+    """Turn off mixed precision that began earlier: open regions, and existing autocast and GradScaler objects."""
     with ExitStack() as stack:
-        for held in itertools.chain(*existing(autocast, GradScaler)):
+        for held in itertools.chain(*find_premade(autocast, GradScaler)):
             stack.callback(setattr, held, "_enabled", held._enabled)
             held._enabled = False
         for device_type in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):

@@ -1,6 +1,6 @@
 """Restore what a function's training changes, so that it can be called again from the same state.
 
-Restored are parameters, gradients, buffers, learning rates, schedules and random numbers. What else it changes, such as an
+Parameters, gradients, buffers, learning rates, schedules and random number generators are restored. Anything else, such as an
 iterator that it reads from, stays changed.
 """
 
@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.launch.torch.premade import existing
+from mezzo.launch.torch.premade import find_premade
 
 
 @contextmanager
 def state_restored() -> Iterator[list[Any]]:
     """Restore every module, optimizer, scheduler and random number generator at the end; yield the optimizers."""
-    optimizers, modules, schedulers = existing(torch.optim.Optimizer, nn.Module, LRScheduler)
+    optimizers, modules, schedulers = find_premade(torch.optim.Optimizer, nn.Module, LRScheduler)
     with ExitStack() as stack:
         _restore_random_numbers(stack)
         for module in modules:
@@ -53,7 +53,7 @@ def _restore_random_numbers(stack: ExitStack) -> None:
 
 def _restore_module(stack: ExitStack, module: Any) -> None:
     own = module.__dict__
-    if not isinstance(own.get("_parameters"), dict):  # one that is being made, or a stand-in
+    if not isinstance(own.get("_parameters"), dict):  # a module under construction, or a stand-in
         return
     forward = own.get("forward")
     if forward is None:
@@ -71,11 +71,11 @@ def _restore_module(stack: ExitStack, module: Any) -> None:
 
 
 def _restore(parameter: Any, storage: Any, gradient: Any) -> None:
-    parameter.grad = None  # one of another format would not go with the weight
+    parameter.grad = None  # a gradient of another format would not fit the weight
     parameter.data = storage
     parameter.grad = gradient
 
 
 def _assign(buffer: Any, storage: Any, value: Any) -> None:
-    buffer.data = storage  # its own again, where it was cast
+    buffer.data = storage  # its own storage again, if it was cast
     buffer.data.copy_(value)

@@ -1,8 +1,8 @@
-"""Scripts that train with ``mezzo.Session``: recorded as others are, and under the policy that the command names.
+"""Scripts that train with ``mezzo.Session``: recorded like others, under the policy that the command names.
 
-A session scales its loss, weighs micro-batches and skips updates by itself. With ``as-is`` it goes on to, and the record gets the
-losses without the scale, averaged over what each window really held. Under another policy the session's own gives way: it becomes
-FP32, and the policy is applied as to any other script.
+A session scales its loss, weighs micro-batches and skips updates itself. With ``as-is`` it continues to, and the record has the
+losses without the scale, averaged over the micro-batches that each window really had. Any other policy replaces the session's own: the
+session becomes FP32, and the policy is applied as to any other script.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
 
 
-def hear_sessions(run: Run, patches: Patches) -> None:
-    """Record what sessions do until ``patches`` are undone."""
+def record_sessions(run: Run, patches: Patches) -> None:
+    """Record the backward passes and updates of sessions until ``patches`` are undone."""
     if run.applied is not None:
         patches.wrap(Session, "__init__", _in_fp32)
-    patches.wrap(Session, "_differentiate", functools.partial(_hear_backward, run))
-    patches.wrap(Session, "_close", functools.partial(_hear_update, run))
+    patches.wrap(Session, "_differentiate", functools.partial(_record_backward, run))
+    patches.wrap(Session, "_close", functools.partial(_record_update, run))
 
 
 class _ScaleOfLoss:
-    """A stand-in for a script's GradScaler where a session scales a loss."""
+    """A stand-in for a script's GradScaler when a session scales a loss."""
 
     def __init__(self, session: Session, loss_id: int) -> None:
         self._of_session = session.scales[loss_id]
 
     @property
     def _scale(self) -> Any:
-        """Return the loss scale where a GradScaler has it, on the device."""
+        """Return the loss scale on the device, under the name that a GradScaler uses."""
         return self._of_session.on_device()
 
     def get_scale(self) -> float:
@@ -50,7 +50,7 @@ def _in_fp32(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _hear_backward(run: Run, original: Callable[..., None]) -> Callable[..., None]:
+def _record_backward(run: Run, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def differentiate(self: Session, loss: Any, share: float, *, loss_id: int = 0, **how: Any) -> None:
         run.steady.end()
@@ -64,7 +64,7 @@ def _hear_backward(run: Run, original: Callable[..., None]) -> Callable[..., Non
     return differentiate
 
 
-def _hear_update(run: Run, original: Callable[..., None]) -> Callable[..., None]:
+def _record_update(run: Run, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def close(self: Session, chosen: Any, skipped: Any, **how: Any) -> None:
         total = self._window.total()

@@ -1,4 +1,4 @@
-"""What is known while somebody's script runs under a policy: the state that the hooks of this folder share."""
+"""The state of a script that runs under a policy, shared by the hooks of this folder."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class ThreadState(threading.local):
     outermost: nn.Module | None = None
     """The module that was called from outside any module, while it runs under a policy."""
     autocasts_off = 0
-    """How many of the script's autocasts that are open were turned off by the policy."""
+    """Number of the script's open autocasts that the policy turned off."""
 
 
 _EVERY_NORM = 100
-"""Steps at the beginning whose gradient norms are all taken, where no loss scale needs them."""
+"""First steps whose gradient norms are all computed, even if no loss scale needs them."""
 _NORMS_APART = 10
-"""Steps from one norm to the next after that."""
+"""Steps between norms after that."""
 
 
 class Run:
-    """A run's policy, loss scale and steps, and what could not be switched."""
+    """A run's policy, loss scale and steps, and what it left alone."""
 
     def __init__(self, policy: Policy | None) -> None:
-        """Begin a run; ``policy`` is None where the script's own precision is left alone."""
+        """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = policy
         self.applied = None if policy is None else _for_scripts(policy)
         self.recorder = StepRecorder()
@@ -60,57 +60,57 @@ class Run:
         self.device_type: str | None = None
         self.in_backward = False
         self.recomputing = False
-        """Whether activation checkpointing computes something again."""
+        """Whether activation checkpointing is recomputing a forward pass."""
         self.in_compiled = False
-        """Whether a compiled function is running, outermost."""
+        """Whether an outermost compiled function is running."""
         self.inside: Any = None
-        """The outermost node of the graph that is making a backward pass of its own."""
+        """The outermost graph node that is running a backward pass of its own."""
         self.left_alone: dict[str, Reason] = {}
-        # Weak: a script that trains one model after the other must not have them all kept.
+        # Weak, so that the models of a script that trains one after the other are not all kept.
         self.roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-        """Modules that were called from outside any module, in order."""
+        """Modules called from outside any module, in order."""
         self.optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self.owners = OptimizerOwners()
         self.local = ThreadState()
         self.lint = Lint(self)
-        """What tells misuse of the script's own mixed precision."""
+        """The check for misuse of the script's own mixed precision."""
         self.watchers: list[Any] = []
         self.observer: Observer | None = None
         self.compiles = False
         """Whether the script has called torch.compile."""
         self.before_compiling: list[Callable[[], Any]] = []
-        """What to do once, before the script first compiles code with torch.compile."""
+        """Callbacks to run once, before the script first compiles code with torch.compile."""
         self.script_scaler: Any = None
-        """The script's own GradScaler, where it is left alone."""
+        """The script's own GradScaler, if it is left alone."""
         self.scaled_by_script = False
-        """Whether losses are being multiplied by the scale of ``script_scaler``."""
+        """Whether losses are currently multiplied by the scale of ``script_scaler``."""
         self._castings: dict[tuple[str, int], Casting] = {}
         self._scale_device = torch.device("cpu")
         self._unmatched = set(() if policy is None else policy.fp32_modules)
         self.in_closure = False
         """Whether an optimizer is calling its closure: the backward passes in it belong to one update."""
         self.skips = False
-        """Whether the last update that an optimizer made was one to skip."""
+        """Whether the last update of an optimizer was skipped."""
         self.updates: list[Update] = []
-        """What the open update is made of."""
-        self._met: tuple[Any, Any, torch.device] = (nothing, nothing, torch.device("cpu"))
-        """The module that was met last, its first parameter, and where that was: a module is mostly called again and again."""
+        """The parts of the open update."""
+        self._last_root: tuple[Any, Any, torch.device] = (nothing, nothing, torch.device("cpu"))
+        """The module recorded last, its first parameter and that parameter's device: the same module is usually called repeatedly."""
         self.steady = Steady(self)
         self.stepped = False
-        """Whether the open update has been made, so that the next backward pass closes it."""
+        """Whether the optimizer of the open update has stepped, so that the next backward pass closes it."""
         self.made_by: set[int] = set()
         """The optimizers that made the open update, by number."""
         self._cast_by_us = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
         self._found: Tensor | None = None
         self._skipped: bool | Tensor = False
-        """Whether the open update is one that was skipped; a tensor, above 0 if so, where only the device knows."""
+        """Whether the open update was skipped; if only the device knows, a tensor that is above 0 if so."""
 
     # --- forward ---------------------------------------------------------------------------------------------------------------
 
     def casting(self, device_type: str) -> Casting | None:
-        """Return how the policy is applied on a device in this thread, or None where it casts nothing."""
-        # A casting keeps casts of weights while a region is open: another thread's region must not keep stale ones for this one.
+        """Return the policy's casting on a device in this thread, or None if it casts nothing."""
+        # A casting caches casts of weights while a region is open: one thread's region must not keep stale ones for another.
         key = (device_type, threading.get_ident())
         found = self._castings.get(key)
         if found is None and self.applied is not None and self.applied.lowers:
@@ -124,16 +124,16 @@ class Run:
 
     @property
     def emulates(self) -> bool:
-        """Return whether the policy's formats are emulated; False where the device cannot do what the policy asks for at all."""
+        """Return whether the policy's formats are emulated; False if the device does not support the policy at all."""
         try:
             casting = self.main_casting
-        except UnsupportedFormatError:  # the error that the script's first region has ended with
+        except UnsupportedFormatError:  # the error with which the script's first region ended
             return False
         return casting is not None and casting.emulates
 
-    def meet(self, module: nn.Module, args: Any) -> str:
-        """Record a module called from outside any module; return the device type it runs on."""
-        known, known_parameter, device = self._met
+    def record_root(self, module: nn.Module, args: Any) -> str:
+        """Record a module called from outside any module; return the device type that it runs on."""
+        known, known_parameter, device = self._last_root
         if known() is module:
             parameter = known_parameter()
             if parameter is not None and parameter.device == device:
@@ -142,18 +142,18 @@ class Run:
         sample = parameter if parameter is not None else next((a for a in args if isinstance(a, Tensor)), None)
         if sample is None:
             return self.device_type or "cpu"
-        with self._lock:  # another thread must not call a module that is half prepared
+        with self._lock:  # another thread must not call a half-prepared module
             if parameter is not None:
                 self.begin_on(parameter.device)
                 if module not in self.roots:
                     self._prepare(module, parameter.device)
             self.roots[module] = None
         if parameter is not None:
-            self._met = ref(module), ref(parameter), parameter.device
+            self._last_root = ref(module), ref(parameter), parameter.device
         return sample.device.type
 
     def begin_on(self, device: torch.device) -> None:
-        """Take ``device`` as the one the script trains on: the first, or the first that is no CPU; not after the first update."""
+        """Set the device that the script trains on: the first one, or the first that is not a CPU; fixed after the first update."""
         known = self.device_type
         if known == device.type or len(self.recorder) or (known is not None and device.type == "cpu"):
             return
@@ -184,18 +184,18 @@ class Run:
         if policy.compute == "fp8" and casting is not None and not casting.emulates:
             fp8_torchao.convert([module], policy)
             for choice in fp8_torchao.layer_choices([module], policy, emulated=False)[1:]:
-                self.leave(choice.what, choice.value, choice.reason)
+                self.note_left_alone(choice.what, choice.value, choice.reason)
 
     def _note_dtypes(self, module: nn.Module, *, lowers: bool) -> None:
         own = [p for p in module.parameters() if p not in self._cast_by_us]
         dtypes = {p.dtype for p in own if p.is_floating_point()}
         name = type(module).__name__
         if lowers and any(p.is_complex() for p in own):
-            self.leave("complex64", name, "its weights are complex, and complex numbers are never cast")
+            self.note_left_alone("complex64", name, "its weights are complex, and complex numbers are never cast")
         if lowers and torch.double in dtypes:
-            self.leave("float64", name, "its weights are float64, and float64 is never cast")
+            self.note_left_alone("float64", name, "its weights are float64, and float64 is never cast")
         if any(dtype.itemsize == 2 for dtype in dtypes):
-            self.leave("16-bit weights", name, "the script itself keeps its weights in 16 bits")
+            self.note_left_alone("16-bit weights", name, "the script itself keeps its weights in 16 bits")
 
     def _leave_sparse_embeddings(self, module: nn.Module) -> None:
         sparse = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules())
@@ -203,17 +203,17 @@ class Run:
             self.applied = self.applied.replace(lower=tuple(f for f in self.applied.lower if f != "embedding"))
             self._castings.clear()
             why = "torch cannot cast a sparse gradient, so its weight is looked up in FP32"
-            self.leave("sparse embedding", type(module).__name__, why)
+            self.note_left_alone("sparse embedding", type(module).__name__, why)
 
     def check_patterns(self) -> None:
-        """Refuse patterns of the policy that matched no module by the time of the first update."""
+        """Raise if a pattern of the policy has matched no module by the time of the first update."""
         if self._unmatched:
             pattern = sorted(self._unmatched)[0]
             names = [n for root in self.roots for n in conversion.module_names(root)]
             raise conversion.no_such_module(pattern, names)
 
-    def leave(self, what: str, value: str, reason: str) -> None:
-        """Record something that could not be switched."""
+    def note_left_alone(self, what: str, value: str, reason: str) -> None:
+        """Record something that the policy left alone."""
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
 
     # --- updates ---------------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Run:
     def updated(self, norm: Tensor | None) -> bool:
         """Record an update with gradients of this norm; return whether to skip it.
 
-        Reads one flag from the device where the loss is scaled, the only one of a step.
+        Reads one flag from the device if the loss is scaled, the only read of a step.
         """
         self.evaluated(norm)
         self.skips = False
@@ -239,7 +239,7 @@ class Run:
 
     @property
     def takes_norm(self) -> bool:
-        """Return whether the norm of the open update's gradients is taken: reading all gradients takes 2 to 4% of a small model's step."""
+        """Return whether to compute the norm of the open update's gradients: reading them takes 2 to 4% of a small model's step."""
         if self.scale.checks or self.observer is not None:
             return True
         step = self.recorder.num_closed + 1
@@ -247,11 +247,11 @@ class Run:
 
     @property
     def num_updates(self) -> int:
-        """Return how many updates were made, the open one included."""
+        """Return the number of updates, including the open one."""
         return len(self.recorder) + self.stepped
 
     def evaluated(self, norm: Tensor | None) -> None:
-        """Record an update whose gradients have this norm and need no check."""
+        """Record an update with gradients of this norm, without a check."""
         if self._unmatched:
             self.check_patterns()
         self.stepped = True
@@ -264,7 +264,7 @@ class Run:
             self.observer.stepping()
 
     def update_made(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Take the time of an update that is over; None where no optimizer object made it."""
+        """Record the time of a finished update; ``optimizer`` is None if no optimizer object made it."""
         self.recorder.updated()
         if optimizer is not None:
             self.steady.update_made(optimizer)
@@ -279,9 +279,9 @@ class Run:
         Args:
             scaler: the GradScaler.
             optimizer: the optimizer.
-            skipped: whether the step was skipped; a tensor, above 0 if so, where only the device knows.
+            skipped: whether the step was skipped; if only the device knows, a tensor that is above 0 if so.
         """
-        if self.observer is not None:  # weighs each skip as it comes
+        if self.observer is not None:  # an observer evaluates each skip when it happens
             skipped = bool(skipped)
         if isinstance(skipped, Tensor):
             self.stepped = True
@@ -294,7 +294,7 @@ class Run:
         if self.observer is not None:
             self.updates.append(Update(scaler=id(scaler), optimizer=id(optimizer), skipped=bool(skipped)))
 
-    def meet_scaler(self, scaler: Any) -> None:
+    def record_scaler(self, scaler: Any) -> None:
         """Record that the script's own GradScaler is about to scale a loss."""
         self.steady.end()
         if self.script_scaler is not scaler:
@@ -304,7 +304,7 @@ class Run:
         self.scaled_by_script = True
 
     def close_update(self) -> None:
-        """Close the update that is open, if one is: all optimizer steps between two backward passes are one update."""
+        """Close the open update, if there is one: all optimizer steps between two backward passes are one update."""
         if not self.stepped or self.in_closure:
             return
         if self.steady.close():
@@ -329,11 +329,11 @@ class Run:
             raise floor_error
 
     def scaled(self, gradient: Tensor, scale: Scale) -> Tensor:
-        """Return ``gradient`` times a loss scale of this run."""
+        """Return ``gradient`` times ``scale``."""
         return scale.scale(gradient)
 
     def back_off_or_grow(self, found: Tensor, scale: Scale | None = None) -> None:
-        """Let a loss scale of this run learn whether a gradient was not finite."""
+        """Update a loss scale of this run by whether a gradient was not finite."""
         (scale or self.scale).update(found.to(self._scale_device))
 
     def floor_error(self) -> ScaleFloorError:
@@ -345,16 +345,16 @@ class Run:
 
 
 def scale_on_device(scaler: Any) -> Tensor | float:
-    """Return the scale of a script's GradScaler without waiting for the device, where it has one there."""
+    """Return the scale of a script's GradScaler without waiting for the device, if the scale is on it."""
     held = getattr(scaler, "_scale", None)
     scale: Tensor | float = held if isinstance(held, Tensor) else scaler.get_scale()
     return scale
 
 
 def _for_scripts(policy: Policy) -> Policy:
-    """Return the policy as it is applied to a script whose parameters stay its own.
+    """Return the policy as applied to a script, which keeps its own parameters.
 
-    Master weights: a script's clipping and logging read FP32 gradients off its parameters, which 16-bit parameters cannot hold.
+    With master weights: a script's clipping and logging read FP32 gradients from its parameters, which 16-bit parameters cannot have.
     So the script's FP32 parameters are the masters, and everything but norms and losses is listed to run in 16 bits.
     """
     if not policy.master_weights:
@@ -363,5 +363,5 @@ def _for_scripts(policy: Policy) -> Policy:
     lower = (*policy.lower, *(f.name for f in oplists.FAMILIES if f.name not in named))
     try:
         return policy.replace(casting="ops", master_weights=False, lower=lower)
-    except PolicyError as error:  # an operation of a family was named by itself
+    except PolicyError as error:  # a single operation of a family was named
         raise PolicyError(error.message, hint="under a -master policy name whole families") from None

@@ -1,9 +1,9 @@
-"""Know when nothing of a run is left to record but losses, times and now and then a norm, and record only that.
+"""Detect when only losses, times and an occasional norm are left to record, and record only those.
 
-The first hundred updates of a script are watched for what can go wrong in them. After that, without a loss scale and with one
-optimizer, most of what stands before and after each step and backward pass finds nothing to do, and finding that out takes a
-tenth of a small model's step. Whatever is new in a script (an optimizer, a GradScaler, compiled code, a session) ends it until
-the next update has been looked at as a whole again.
+The first hundred updates of a script are checked for everything that can go wrong. After that, without a loss scale and with one
+optimizer, most hooks around each step and backward pass have nothing to do, and finding that out takes a
+tenth of a small model's step. Anything new in the script (an optimizer, a GradScaler, compiled code, a session) ends the steady state
+until another update has been recorded in full.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 
 def nothing() -> None:
-    """Stand for a weak reference to nothing."""
+    """Return None, like a dead weak reference."""
 
 
 class Steady:
-    """Whether a run is steady, and the record of its steps while it is."""
+    """The steady state of a run, and the record of its steps meanwhile."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = nothing
-        """Returns the script's one optimizer while the run is steady; None otherwise."""
+        """Returns the script's only optimizer while the run is steady; None otherwise."""
         self._made_by: frozenset[int] = frozenset()
         self._last: Callable[[], torch.optim.Optimizer | None] = nothing
-        """Returns the optimizer that stepped last: one that has only been made is not known yet."""
+        """Returns the optimizer that stepped last: one that has never stepped is not known yet."""
 
     def update_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an update that was recorded in full."""
         self._last = ref(optimizer)
 
     def begin(self) -> None:
-        """Become steady if nothing more can come of what is watched in the first hundred updates."""
+        """Become steady if the checks of the first hundred updates can find nothing more."""
         run = self._run
         scaled = run.scale.checks or run.scaled_by_script or run.script_scaler is not None
         if scaled or run.observer is not None or run.compiles or not run.lint.over or len(run.optimizers) != 1:
@@ -57,7 +57,7 @@ class Steady:
         self.optimizer = self._last = nothing
 
     def turns(self, loss: Any) -> bool:
-        """Close the update that is open and record the loss of the backward pass that begins; return False where more is to be done."""
+        """Close the open update and record the loss of the new backward pass; return False if the full path is needed."""
         run = self._run
         if self.optimizer() is None or not run.stepped or run.in_backward or run.in_closure:
             return False
@@ -70,7 +70,7 @@ class Steady:
         return True
 
     def close(self) -> bool:
-        """Close the open update; return False where more is to be done."""
+        """Close the open update; return False if the full path is needed."""
         if self.optimizer() is None:
             return False
         self._run.recorder.close(skipped=False, scale=None, made_by=self._made_by)

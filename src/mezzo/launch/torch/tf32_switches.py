@@ -1,7 +1,7 @@
-"""Keep FP32 products in the policy's precision: under ``fp32`` and ``tf32`` a script's own TF32 switches do nothing, and are recorded.
+"""Keep FP32 products in the policy's precision: under ``fp32`` and ``tf32`` a script's own TF32 switches have no effect and are recorded.
 
-Most GPU scripts turn TF32 on at their top. Under ``fp32`` that would make the baseline of a comparison TF32. All of torch's
-switches end in a few functions of ``torch._C``; these are replaced. Reading a switch tells the truth: the policy's precision.
+Most GPU scripts turn TF32 on at the top. Under ``fp32`` that would make the baseline of a comparison TF32. All of torch's
+switches end in a few functions of ``torch._C``, which are replaced. A switch that is read gives the real state: the policy's precision.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from mezzo.engine.fp32products import fp32_products_as_they_were, set_fp32_produ
 from mezzo.launch.patches import Patches
 from mezzo.policy import Policy
 
-Leave = Callable[[str, str, str], None]
+NoteLeftAlone = Callable[[str, str, str], None]
 _OWN = "fp32 products"
 
 
-def keep_fp32_products(policy: Policy, patches: Patches, leave: Leave) -> None:
+def keep_fp32_products(policy: Policy, patches: Patches, note_left_alone: NoteLeftAlone) -> None:
     """Set the switches as ``policy`` (one that lowers nothing) asks, until ``patches`` are undone.
 
     Args:
         policy: ``fp32`` or ``tf32``.
-        patches: what undoes it.
-        leave: records a switch of the script's that was overridden: what, its value, the reason.
+        patches: restores torch's functions.
+        note_left_alone: records an overridden switch of the script: what, its value, the reason.
     """
     switches = fp32_products_as_they_were()
     switches.__enter__()
     patches.on_undo(lambda: switches.__exit__(None, None, None))
     set_fp32_products("tf32" if policy.compute == "tf32" else "ieee")
-    overridden = _Overridden(policy, leave)
+    overridden = _Overridden(policy, note_left_alone)
     for name, called in _SETTERS.items():
         stand_in = functools.partial(overridden, called)
         original = getattr(torch._C, name)
         patches.replace(torch._C, name, functools.update_wrapper(stand_in, original))
-    # The one switch that keeps its setter as a value.
+    # The only switch that stores its setter as a value.
     cudnn_switch = vars(type(torch.backends.cudnn))["allow_tf32"]
     patches.replace(cudnn_switch, "setter", functools.partial(overridden, _SETTERS["_set_cudnn_allow_tf32"]))
 
@@ -45,15 +45,17 @@ def keep_fp32_products(policy: Policy, patches: Patches, leave: Leave) -> None:
 class _Overridden:
     """Replacements for torch's setters."""
 
-    def __init__(self, policy: Policy, leave: Leave) -> None:
-        self._policy, self._leave = policy, leave
+    def __init__(self, policy: Policy, note_left_alone: NoteLeftAlone) -> None:
+        self._policy, self._note_left_alone = policy, note_left_alone
         self._tf32 = policy.compute == "tf32"
 
     def __call__(self, called: Callable[..., tuple[str, bool | None]], *values: Any) -> None:
         switch, asks_for_tf32 = called(*values)
         if asks_for_tf32 not in (None, self._tf32):
             asked = "reduced precision" if asks_for_tf32 else "FP32"
-            self._leave(_OWN, switch, f"the script asks for {asked}, and policy {self._policy!s} overrides it")
+            self._note_left_alone(
+                _OWN, switch, f"the script asks for {asked}, and policy {self._policy!s} overrides it"
+            )
 
 
 def _by_precision(precision: str) -> tuple[str, bool]:
@@ -82,4 +84,4 @@ _SETTERS: dict[str, Callable[..., tuple[str, bool | None]]] = {
     "_set_cudnn_allow_tf32": functools.partial(_allowed, "torch.backends.cudnn"),
     "_set_fp32_precision_setter": _by_part,
 }
-"""What a call of a setter asks for: the switch as a script writes it, and whether for less than FP32; None for neither."""
+"""What a setter's call asks for: the switch as a script writes it, and whether less than FP32 is allowed; None for neither."""

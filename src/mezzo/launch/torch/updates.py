@@ -1,13 +1,13 @@
-"""Watch a script's optimizers and schedulers: skip an update that overflowed, hold the schedule, run closures again.
+"""Hook a script's optimizers and schedulers: skip an update that overflowed, hold the schedule, repeat closures.
 
-A hook before every optimizer step takes the norm of its gradients and, where the loss is scaled, reads one flag: on
-overflow the gradients are set to None while the optimizer steps, so that any torch optimizer does nothing, its step
-count included.
+A hook before every optimizer step computes the norm of its gradients and, if the loss is scaled, reads one flag: on
+overflow the gradients are set to None while the optimizer steps, so that any torch optimizer does nothing, not even
+increase its step count.
 
-An optimizer of torch calls its closure once, before it reads the gradients: so the closure runs before the step, and the look
-is taken between the two. A closure that draws random numbers, accumulates or logs (Lightning's does all three) goes the way
-that it would go without a loss scale. LBFGS and optimizers that are not torch's call it when they like; an evaluation
-of theirs that overflows is made again.
+An optimizer of torch calls its closure once, before it reads the gradients: so the closure runs before the step, and the gradients are
+checked between the two. A closure that draws random numbers, accumulates or logs (Lightning's does all three) behaves
+as without a loss scale. LBFGS and optimizers that are not torch's call their closure at any time; an evaluation
+of theirs that overflows is repeated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Evaluated:
     """A closure that has already run."""
 
     evaluated = True
-    """Tells watchers that the step itself makes no passes."""
+    """Tells watchers that the step itself makes no backward passes."""
 
     def __init__(self, result: Any) -> None:
         self._result = result
@@ -55,8 +55,8 @@ class Updates:
         self._stepping: Optimizer | None = None
         self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._made: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
-        """How many updates each optimizer made, and how many of them were skipped."""
-        self._schedules = ScriptSchedules(self._updates_of, hear=run.lint.scheduled)
+        """Number of updates of each optimizer, and how many of them were skipped."""
+        self._schedules = ScriptSchedules(self._updates_of, on_step=run.lint.scheduled)
         self._first: set[type] = set()
         """Classes of optimizers whose closures run before the step."""
 
@@ -77,12 +77,12 @@ class Updates:
 
         patches.on_undo(remove)
         self._run.before_compiling.append(shield)
-        patches.wrap(Optimizer, "__init__", functools.partial(self._noting, patches))
+        patches.wrap(Optimizer, "__init__", functools.partial(self._recording, patches))
         if self._run.applied is not None and self._run.applied.loss_scale != "none":
-            patches.wrap(clip_grad, "_get_total_norm", _bearing_overflow)
+            patches.wrap(clip_grad, "_get_total_norm", _tolerating_overflow)
         self._schedules.install(patches, LRScheduler)
 
-    def _noting(self, patches: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording(self, patches: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             self._run.steady.end()
@@ -98,17 +98,17 @@ class Updates:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         run = self._run
-        if self._stepping not in (None, optimizer):  # an optimizer around others steps them: one update
+        if self._stepping not in (None, optimizer):  # a wrapper that steps other optimizers: one update
             return None
         self._stepping = optimizer
         plain = not kwargs and (len(args) == 1 or args[1:] == (None,))
         if plain and run.steady.optimizer() is optimizer and not run.takes_norm:
-            run.stepped = True  # nothing but the time of this update is recorded
+            run.stepped = True  # only the time of this update is recorded
             self._made[optimizer][0] += 1
             return None
         if optimizer not in self._made:
             self._run.steady.end()
-            self._run.optimizers[optimizer] = None  # a copy or an unpickled one was never constructed
+            self._run.optimizers[optimizer] = None  # a copy or an unpickled optimizer was never constructed
             self._made[optimizer] = [0, 0]
         closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
         if closure is None or isinstance(closure, Evaluated):
@@ -124,7 +124,7 @@ class Updates:
         return rest, {k: again if v is closure else v for k, v in kwargs.items()}
 
     def _decide(self, optimizer: Optimizer) -> None:
-        """Look at an optimizer's gradients, and take them away where the update is one to skip."""
+        """Check an optimizer's gradients, and set them aside if the update is to be skipped."""
         skip = self._run.updated(_norm(optimizer) if self._run.takes_norm else None)
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
@@ -154,7 +154,7 @@ class Updates:
     def _until_finite(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that lowers the loss scale and evaluates again until the gradients are finite.
 
-        What is recorded for the update is the first evaluation that counts, as an optimizer returns it.
+        The first evaluation that counts is recorded for the update, as an optimizer returns it.
         """
         run = self._run
 
@@ -163,7 +163,7 @@ class Updates:
                 if run.recorder.measures:
                     run.recorder.forget()
                 loss = closure()
-                # A loss that is infinite itself is the optimizer's own affair: a line search went too far.
+                # A loss that is itself infinite is left to the optimizer: a line search went too far.
                 lost = isinstance(loss, Tensor) and not bool(loss.isfinite().all())
                 gradients = _gradients(optimizer)
                 if not run.scale.checks or lost or all_finite(gradients):
@@ -180,10 +180,10 @@ class Updates:
         return evaluate
 
     def _updates_of(self, scheduler: Any) -> tuple[int, int]:
-        """Return how many updates a scheduler's optimizer made and skipped, also where another library wrapped the optimizer."""
+        """Return the updates that a scheduler's optimizer made and skipped, even if another library wrapped the optimizer."""
         optimizer: Any = getattr(scheduler, "optimizer", None)
         while optimizer not in self._made and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = optimizer.optimizer  # what Fabric's and Accelerate's wrappers call it
+            optimizer = optimizer.optimizer  # its name in Fabric's and Accelerate's wrappers
         if optimizer not in self._made:
             return 0, 0
         made, skipped = self._made[optimizer]
@@ -197,7 +197,7 @@ def _calls_its_closure_once(optimizer: Optimizer) -> bool:
 
 
 def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a closure before the step. Not in a hook before it: what the closure does may set hooks as well."""
+    """Run a closure before the step, but not in a pre-step hook: the closure itself may set hooks."""
 
     @functools.wraps(original)
     def step(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -210,8 +210,8 @@ def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _bearing_overflow(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Clip gradients that overflowed without the error that a script may ask for: the update is skipped."""
+def _tolerating_overflow(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Clip overflowed gradients without the error that a script may ask for: their update is skipped."""
 
     @functools.wraps(original)
     def norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
@@ -221,7 +221,7 @@ def _bearing_overflow(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _norm(optimizer: Optimizer) -> Tensor | None:
-    """Return the norm of an optimizer's gradients, unscaled where a fused optimizer is to unscale them itself."""
+    """Return the norm of an optimizer's gradients, unscaled if a fused optimizer is to unscale them itself."""
     gradients = _gradients(optimizer)
     if not gradients:
         return None

@@ -1,22 +1,22 @@
-"""Whether two policies train equally well: a verdict from paired runs.
+"""Decide whether two policies train equally well, from paired runs.
 
-Runs with different seeds end at different losses, so one run under each policy shows nothing. Runs are paired by seed (those that repeat a
-seed, or have none, in their order), and each policy is compared with the baseline over the seeds that trained under both.
+Runs with different seeds end at different losses, so one run per policy shows nothing. Runs are paired by seed (in their order, if they
+repeat a seed or have none), and each policy is compared with the baseline over the seeds that trained under both.
 
 ``pairing``      which runs belong together
 ``series``       a run's losses by name, its final loss, its last metric
-``dependence``   runs that read what an earlier one wrote
+``dependence``   runs that read what an earlier run wrote
 ``trends``       runs that diverged or stopped learning
-``scales``       on which scale values are compared; ``kinds``: which one suits a metric, and in which steps its values come
-``margins``      how far apart still counts as equivalent
+``scales``       the scales on which values are compared; ``kinds``: the scale that suits a metric, and the step of its values
+``margins``      the largest difference that still counts as equivalent
 ``quantities``   what pairs show: intervals, tests for a difference and for equivalence; ``gathering``: quantities from runs
 ``seeds``        how many seeds would decide
 ``skips``        skipped updates, in words; ``costs``: time and memory
-``baseline``     the runs that all others are compared with
+``baseline``     the runs with which all others are compared
 ``verdicts``     the verdict and its reasons; ``words``: numbers in them
 
-A run's final loss is the mean of the finite losses in the last tenth of its steps. Imports no torch and reads no files. What was decided
-between alternatives is told in docs/design/comparing.md.
+A run's final loss is the mean of the finite losses in the last tenth of its steps. Imports no torch and reads no files. The design
+decisions are explained in docs/design/comparing.md.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def _row(group: Group, *, base: Baseline) -> Row:
     facts = _facts(group, base=base)
     notes = [] if group is base.group or judged.is_void else cost_notes(facts, baseline=base.group.policy)
     if facts["emulated"]:
-        notes.append("its formats are emulated here, so its times say nothing of a speed-up")
+        notes.append("its formats are emulated here, so its times say nothing about a speed-up")
     return row.model_copy(update=facts | _compared(judged) | {"reason": "; ".join([*judged.reasons, *notes])})
 
 
 def _facts(group: Group, *, base: Baseline) -> dict[str, Any]:
-    """Return what a row says beside its verdict, over the seeds that trained under the baseline as well."""
+    """Return the facts of a row besides its verdict, over the seeds that also trained under the baseline."""
     pairs = group.pairs(base.group.trained)
     runs = [pair.run for pair in pairs] or list(group.trained.values())
     facts = {

@@ -21,18 +21,18 @@ class Baseline:
 
     group: Group
     margin: float
-    """As a share, as it was asked for."""
+    """The requested margin, as a share."""
     names: list[str]
-    """Of the losses."""
+    """Names of the losses."""
     metric: MetricKind | None
     learning: dict[str, Learning]
-    """What the baseline's runs took off each loss."""
+    """How far the baseline's runs lowered each loss."""
     ways: dict[Key, Way]
     """How runs of the baseline itself went wrong."""
     sound: dict[Key, RunRecord]
-    """The runs that did not."""
+    """The runs that trained well."""
     dependences: list[Dependence]
-    """Of any run on another."""
+    """Dependences of any run on another."""
 
     @classmethod
     def of(cls, group: Group, *, runs: Sequence[RunRecord], margin: float) -> Baseline:
@@ -56,7 +56,7 @@ class Baseline:
         )
 
     def ways_of(self, group: Group) -> dict[Key, Way]:
-        """Return how runs of another policy went wrong."""
+        """Return how the runs of another policy went wrong."""
         found = {}
         for key, run in group.trained.items():
             way = _way(run, self.sound.get(key), self.learning, baseline=self.group.policy)
@@ -65,12 +65,12 @@ class Baseline:
         return found
 
     def explains(self, num_wrong: int, num_runs: int) -> bool:
-        """Return whether so many of a policy's runs may go wrong as of the baseline's own."""
+        """Return whether the baseline's own runs went wrong at least as often; never if all ``num_runs`` did."""
         return num_wrong < num_runs and num_wrong * len(self.group.trained) <= len(self.ways) * num_runs
 
 
 def _way(run: RunRecord, partner: RunRecord | None, learning: dict[str, Learning], *, baseline: str) -> Way | None:
-    """Return how ``run`` went wrong; ``partner`` is the baseline's run with its seed, None for one that is typical of it."""
+    """Return how ``run`` went wrong; ``partner`` is the baseline's run with its seed, None for a typical one."""
     for name, losses in losses_of(run).items():
         if (bad := not_finite(losses, name=title_of(name))) is not None:
             return Way(verdict="diverged", text=bad)

@@ -1,4 +1,4 @@
-"""What a policy costs beside the baseline: time a step and bytes, over the seeds that both trained with."""
+"""The cost of a policy relative to the baseline: time per step and bytes, over the seeds that both trained with."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mezzo.records import RunRecord
 
 _MIN_WARMUP_STEPS = 3
 _SLOWER, _LARGER = 0.95, 1.02
-"""The speed-up below which a policy is called slower, and the ratio of bytes above which it is called larger."""
+"""The speed-up below which a policy is called slower, and the memory ratio above which it is called larger."""
 
 
 def step_ms(run: RunRecord) -> float:
-    """Return the median time of a step after warm-up; of all steps where no more were made."""
+    """Return the median step time after warm-up, or of all steps if no more were made."""
     times = run.steps.time_ms
     warm = times[max(_MIN_WARMUP_STEPS, len(times) // 10) :] or times
     finite = [ms for ms in warm if math.isfinite(ms)]
@@ -24,7 +24,7 @@ def step_ms(run: RunRecord) -> float:
 
 
 def time_facts(runs: Sequence[RunRecord], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return a row's times: the median step, and the speed-up unless formats were emulated on either side."""
+    """Return a row's times: the median step, and the speed-up unless either side emulated formats."""
     medians = [ms for run in runs if math.isfinite(ms := step_ms(run))]
     facts: dict[str, Any] = {"step_ms": statistics.median(medians) if medians else None}
     if any(run.effective.emulated for pair in pairs for run in (pair.run, pair.baseline)):
@@ -41,7 +41,7 @@ def time_facts(runs: Sequence[RunRecord], pairs: Sequence[Pair]) -> dict[str, An
 
 
 def memory_ratio(pairs: Sequence[Pair]) -> float | None:
-    """Return a policy's bytes over the baseline's in the first pair: of the allocator, else of the four kinds; None where unknown."""
+    """Return a policy's bytes over the baseline's in the first pair: the allocator's peak, else the four kinds; None if unknown."""
     if not pairs:
         return None
     ours, theirs = pairs[0].run.memory, pairs[0].baseline.memory
@@ -50,7 +50,7 @@ def memory_ratio(pairs: Sequence[Pair]) -> float | None:
 
 
 def cost_notes(facts: dict[str, Any], *, baseline: str) -> list[str]:
-    """Return in words where a policy is slower or larger than the baseline."""
+    """Return notes on a policy that is slower or larger than the baseline."""
     notes = []
     speedup, high = facts.get("speedup"), facts.get("speedup_high")
     if speedup is not None and high is not None and high < 1.0 and speedup < _SLOWER:

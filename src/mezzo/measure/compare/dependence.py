@@ -1,10 +1,9 @@
-"""Which runs of a comparison depend on an earlier one: they read what it wrote after its first update.
+"""Which runs of a comparison depend on an earlier one, because they read what it wrote after its first update.
 
-A script that saves a checkpoint and goes on from it if one is there gives, run after run in one folder, one long training and not several.
-Each run has noted which files it read that had been written after the comparison began and before itself. What was written after
-the first update of an earlier run carries its training; what was written before, such as a prepared data set, does not.
-
-A file system that keeps times in whole seconds, or in two, puts a file that much earlier than it was written.
+A script that saves a checkpoint and resumes from it if there is one turns several runs in one folder into one long training.
+Each run has recorded which files it read that were written after the comparison began and before the run itself. A file written after
+the first update of an earlier run carries that run's training; one written before, such as a prepared data set, does not.
+File systems with a resolution of one or two seconds date a file that much too early.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ class Dependence:
     reader: RunRecord
 
     def record(self) -> SharedFile:
-        """Return the dependence as a record holds it."""
+        """Return the dependence as part of a record."""
         return SharedFile(path=self.path, written_by=_named(self.writer), read_by=_named(self.reader))
 
     def text(self) -> str:
-        """Return what happened and what to do, in words."""
+        """Return a sentence on what happened and what to do."""
         return (
             f"its runs are not independent: the run of {_named(self.reader)} read {self.path}, which the run of "
             f"{_named(self.writer)} had written; give each run a path of its own with {{run}} in the script's arguments, as in "

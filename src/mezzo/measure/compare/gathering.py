@@ -1,4 +1,4 @@
-"""Gather from pairs of runs the quantities that are compared: every loss, and the metric with what is missing of it."""
+"""Gather the quantities to compare from pairs of runs: every loss, and the metric with its missing values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mezzo.records import Metric, RunRecord
 
 _FP32_RESOLUTION = 2.0**-23
 LARGEST_SHARE_OF_FALL = 5.0
-"""Times the share of the final loss that was asked for: 10% of what training took off beside 2% of the loss."""
+"""Multiple of the requested margin: 10% of the fall in training against 2% of the final loss."""
 
 
 def loss_quantity(pairs: Sequence[Pair], name: str, *, learning: Learning, margin: float) -> Quantity | None:
-    """Return a final loss in the pairs in which it is finite; None without any."""
+    """Return a final loss over the pairs in which it is finite; None if there are none."""
     values = [(losses_of(p.run).get(name, []), losses_of(p.baseline).get(name, [])) for p in pairs]
     known = _finite([(final(ours), final(theirs)) for ours, theirs in values])
     if not known:
@@ -35,7 +35,7 @@ def loss_quantity(pairs: Sequence[Pair], name: str, *, learning: Learning, margi
 
 
 def _share_of_loss(scale: Scale, place: float, *, learning: Learning, margin: float) -> tuple[float, str]:
-    """Return the margin that is a share of the final loss, or of what training took off where that is less, and why."""
+    """Return the margin as a share of the final loss, or of the fall in training if that is less, and why."""
     share, fall, value = scale.nearest(margin, at=place), learning.surely(), abs(scale.back(place))
     if isinstance(scale, Absolute) and learning.courses:
         resolved = _FP32_RESOLUTION * abs(learning.typical.start)
@@ -52,7 +52,7 @@ def _share_of_loss(scale: Scale, place: float, *, learning: Learning, margin: fl
 
 @dataclass(frozen=True, kw_only=True)
 class MetricKind:
-    """What is known of a comparison's metric from all that its runs printed."""
+    """The kind of a comparison's metric, from everything that its runs printed."""
 
     name: str
     scale: Scale
@@ -60,7 +60,7 @@ class MetricKind:
 
     @classmethod
     def of(cls, runs: Sequence[RunRecord]) -> MetricKind | None:
-        """Return the metric of ``runs``; None where none was asked for."""
+        """Return the metric of ``runs``; None if none was requested."""
         metrics = [run.metric for run in runs if run.metric is not None]
         if not metrics:
             return None
@@ -70,7 +70,7 @@ class MetricKind:
         return cls(name=metrics[0].name, scale=scale, values=values)
 
     def quantity(self, pairs: Sequence[Pair], *, margin: float) -> Quantity | None:
-        """Return the last metric in the pairs in which it is finite; None without any."""
+        """Return the last metric over the pairs in which it is finite; None if there are none."""
         found = [(last_metric(pair.run), last_metric(pair.baseline)) for pair in pairs]
         known = _finite([(ours, theirs) for ours, theirs in found if ours is not None and theirs is not None])
         if not known:
@@ -91,7 +91,7 @@ class MetricKind:
         )
 
     def gap(self, pairs: Sequence[Pair], *, policy: str, baseline: str) -> str | None:
-        """Return in which run the metric is missing, is text or is not finite, so that not every pair is compared; None where all are."""
+        """Return a run whose metric is missing, text or not finite, so that its pair is not compared; None if all are compared."""
         for pair in pairs:
             for run, of in ((pair.run, policy), (pair.baseline, baseline)):
                 if (what := _lacks(run.metric)) is not None:

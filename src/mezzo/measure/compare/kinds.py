@@ -1,10 +1,10 @@
-"""What kind of quantity a metric is, and in which steps its values come.
+"""The kind of quantity that a metric is, and the step of its values.
 
-The kind is read from the words of the metric's pattern and from its values. Where both leave it open, the stricter scale is
-taken: a metric of unknown meaning between 0 and 1 is compared as a proportion above 0.5 and by ratio below.
+The kind follows from the words of the metric's pattern and from its values. If both leave it open, the stricter scale is
+used: a metric of unknown meaning between 0 and 1 is compared as a proportion above 0.5 and by ratio below.
 
-Values come in steps: as printed digits (0.95), or as counts over the examples of a test set (343 of 360). Two values that
-are equal only because the steps are coarse show no agreement.
+Values come in steps: in printed digits (0.95), or in counts over the examples of a test set (343 of 360). Two values that
+are equal only because the steps are coarse do not show agreement.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ _OF_A_VALUE = {
     "l2",
     "huber",
 }
-"""Words beside which an error is that of a predicted value, not a share of wrong answers."""
+"""Words next to which "error" means that of a predicted value, not a share of wrong answers."""
 _LOSSES = {"loss", "losses", "nll", "ppl", "perplexity", "bpc", "bpb", "entropy"}
 _REWARDS = {"reward", "rewards", "return", "returns", "elbo", "likelihood"}
 
 _MOST_EXAMPLES = 20_000
 _PLAUSIBLE = 1e-3
-"""The chance of values that fit counts by accident, above which they are not taken for counts."""
+"""The largest probability of an accidental fit at which values are still taken for counts."""
 _ENOUGH_VALUES = 50
 _FLOAT32 = 2e-7
-"""Relative error of a share that was computed in FP32."""
+"""Relative error of a share computed in FP32."""
 
 
 def scale_of_metric(metric: Metric, values: Sequence[float]) -> Scale:
-    """Return the scale of a metric from its words and from ``values``, all that any run printed and that are finite."""
+    """Return the scale of a metric from its words and from ``values``, all finite values that any run printed."""
     words = set(re.findall(r"[a-z]+\d*", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", metric.name).lower()))
     positive = all(value > 0 for value in values)
     otherwise: Scale = Ratio() if positive and not words & _REWARDS else Absolute()
@@ -92,11 +92,11 @@ def scale_of_metric(metric: Metric, values: Sequence[float]) -> Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricGrid:
-    """The step in which a metric's values come."""
+    """The step of a metric's values."""
 
     step: float
     num_examples: int | None = None
-    """The examples that are counted; None where the step is that of the printed digits."""
+    """Number of examples counted; None if the step is that of the printed digits."""
 
     def on(self, scale: Scale, values: Sequence[float]) -> float:
         """Return the step on ``scale``, the mean over ``values``."""
@@ -105,7 +105,7 @@ class MetricGrid:
 
 
 def grid_of(values: Sequence[float], scale: Scale) -> MetricGrid:
-    """Return the step of ``values``, all that any run printed and that are finite."""
+    """Return the step of ``values``, all finite values that any run printed."""
     digits = 10.0 ** min((_exponent(value) for value in values), default=0)
     if isinstance(scale, Proportion):
         num_examples = _num_counted(values, whole=scale.unit, digits=digits)
@@ -119,7 +119,7 @@ def _exponent(value: float) -> int:
 
 
 def _num_counted(values: Sequence[float], *, whole: float, digits: float) -> int | None:
-    """Return the smallest number of examples of which all ``values`` are shares, if they are so by more than chance."""
+    """Return the smallest number of examples of which all ``values`` are shares, unless they fit by chance."""
     shares = np.array(sorted({value / whole for value in values} - {0.0, 1.0}))
     if not len(shares):
         return None

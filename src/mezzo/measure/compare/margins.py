@@ -1,23 +1,22 @@
-"""How far a policy may lie from the baseline and still count as equivalent.
+"""The margin: how far a policy may be from the baseline and still count as equivalent.
 
 The margin of a quantity is the larger of two:
 
-* a share (``--margin``, 2%) of the baseline's final value: of a loss by ratio, of a proportion as Cohen's h. A loss's share is
-  at most five times that share of what the baseline's training took off (10%): where training has hardly begun, 2% of
-  the loss could be more than all that it learned. A proportion that counts examples has a sampling error of its own, ``1 / sqrt(examples)``
-  on the arcsine scale wherever it lies: nobody can ask for less. A loss of zero leaves no share; there it is what FP32 resolves of
-  the loss that training began with;
-* the baseline's own spread: the median distance between two of its runs with different seeds. Nobody can ask a policy
-  to be nearer to FP32 than FP32 is to itself.
+* * a share (``--margin``, 2%) of the baseline's final value: of a loss by ratio, of a proportion as Cohen's h. For a loss, it is
+  at most five times that share (10%) of the fall in the baseline's training: early in training, 2% of
+  the loss could be more than everything learned. A proportion that counts examples has a sampling error, ``1 / sqrt(examples)``
+  on the arcsine scale at any value, below which the margin cannot go. A loss of zero has no share; its margin is the FP32 resolution
+  of the loss at the start of training;
+* the baseline's own spread: the median distance between two of its runs with different seeds. A policy cannot be asked
+  to be closer to FP32 than FP32 is to itself.
 
-The spread is an estimate from few seeds, and so is used with its error: from below, by a 99% confidence bound, where a difference is to
-lie inside the margin, and from above where it is to lie beyond. The median of all pairs' distances (Bickel and Lehmann, Annals of
-Statistics 7, 1979; Shamos 1976) is taken in place of the standard deviation because one odd seed would stretch that at will.
-
-Its distribution has no closed form; both descriptions are fitted to a million samples each. Under normal noise it is
-``b * sqrt(chi2 / nu)`` times the true one with ``nu`` degrees of freedom (quantiles from 0.5% to 2.5% are right to within 2%). The bound
-from below is that of Student's t with 3 degrees of freedom, so that it holds for seeds with outliers too: of two or three seeds
-it leaves a seventh.
+The spread is estimated from few seeds, so its error is taken into account: a 99% confidence bound from below is used to show that a
+difference lies inside the margin, and one from above to show that it lies beyond. It is the median of all pairwise distances (Bickel and
+Lehmann, Annals of Statistics 7, 1979; Shamos 1976), not the standard deviation, which a single outlier can stretch at will.
+Its distribution has no closed form; both approximations are fitted to a million samples each. Under normal noise the estimate is
+``b * sqrt(chi2 / nu)`` times the true spread, with ``nu`` degrees of freedom (quantiles from 0.5% to 2.5% are right to within 2%). The
+lower bound is that of Student's t with 3 degrees of freedom, so that it also holds for seeds with outliers: with two or three seeds
+it leaves a seventh of the estimate.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _FITTED = {
 }
 """``nu`` and ``b`` by the number of seeds."""
 _OVERESTIMATED = {2: 6.55, 3: 6.71, 4: 4.59, 5: 3.23, 6: 3.08, 7: 2.77, 8: 2.47, 9: 2.36}
-"""By which factor the spread is overestimated in one case of a hundred, by the number of seeds."""
+"""Factor by which the spread is overestimated in one case of a hundred, by the number of seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,22 +49,22 @@ class Margin:
     """The margin of one quantity on its scale."""
 
     share: float
-    """The part that is known."""
+    """The part that is not estimated."""
     why: str
-    """Where that comes from, in words."""
+    """The source of that part, in words."""
     spread: float = 0.0
     """The median distance between two of the baseline's runs, as estimated."""
     step: float = 0.0
-    """The step in which values come: what it may have added to the spread, or hidden of it."""
+    """The step of the values, by which the spread may be too large or too small."""
 
     def surely(self, num_seeds: int, spread: Array | None = None) -> Array:
-        """Return the margin that holds with confidence, inside which differences are equivalent; of other spreads where given."""
+        """Return the margin that holds with confidence, inside which differences are equivalent; for other spreads if given."""
         known = np.maximum(np.asarray(self.spread if spread is None else spread) - self.step, 0.0)
         otherwise = 1.0 + 2.2 / math.sqrt(num_seeds) + 5.4 / num_seeds
         return np.maximum(self.share, known / _OVERESTIMATED.get(num_seeds, otherwise))
 
     def at_most(self, num_seeds: int, spread: Array | None = None, *, error: float) -> Array:
-        """Return the largest margin that the spread leaves possible but for ``error``, beyond which differences are different."""
+        """Return the largest margin that the spread allows with probability 1 - ``error``, beyond which differences are real."""
         possible = np.asarray(self.spread if spread is None else spread) + self.step
         return np.maximum(self.share, possible / spread_errors(np.asarray(error), num_seeds))
 
@@ -77,7 +76,7 @@ def spread_of(places: Array) -> float:
 
 
 def spread_errors(quantiles: Array, num_seeds: int) -> Array:
-    """Return by which factor the spread of ``num_seeds`` normal runs exceeds the true one, at quantiles of its distribution."""
+    """Return the ratio of the estimated to the true spread of ``num_seeds`` normal runs, at quantiles of its distribution."""
     freedom, bias = _FITTED.get(num_seeds, (0.86 * num_seeds - 1.5, 1.0 + 0.85 / num_seeds))
     errors: Array = bias * np.sqrt(stats.chi2.ppf(quantiles, freedom) / freedom)
     return errors

@@ -1,7 +1,7 @@
-"""Which runs belong together: those of one policy, and of these the ones that share their seed with a run of the baseline.
+"""Which runs belong together: those of one policy, and among them those that share a seed with a run of the baseline.
 
-Everything that a comparison says of a policy is computed over the same seeds for the policy and for the baseline: a mean
-over three seeds beside one over two says something of the third seed.
+Everything that a comparison says about a policy is computed over the same seeds for the policy and for the baseline: a mean
+over three seeds against one over two would partly measure the third seed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mezzo.records import RunRecord
 
 
 class Key(NamedTuple):
-    """A run's place within a policy: its seed, and how many earlier runs had that seed (or none)."""
+    """The key of a run within a policy: its seed, and the number of earlier runs with the same seed (or with none)."""
 
     seed: int | None
     number: int
@@ -34,7 +34,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The runs of one policy: those that trained to their end, and why the others failed."""
+    """The runs of one policy: those that trained to the end, and why the others failed."""
 
     policy: str
     trained: dict[Key, RunRecord] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Group:
 
     @property
     def num_runs(self) -> int:
-        """Return how many runs there were."""
+        """Return the number of runs."""
         return len(self.trained) + len(self.failed)
 
     def add(self, run: RunRecord) -> None:
@@ -55,7 +55,7 @@ class Group:
             self.failed[key] = run.error or "the run ended without a training step"
 
     def pairs(self, others: dict[Key, RunRecord]) -> list[Pair]:
-        """Return the runs that trained, each with the one of ``others`` under the same key, where there is one."""
+        """Return the runs that trained and have a run in ``others`` under the same key, each with that run."""
         return [Pair(key=k, run=run, baseline=others[k]) for k, run in self.trained.items() if k in others]
 
 

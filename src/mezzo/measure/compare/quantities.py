@@ -1,21 +1,21 @@
-"""One quantity under a policy and under the baseline, seed by seed, and what the pairs show of their difference.
+"""One quantity under a policy and under the baseline, seed by seed, and what the pairs show about their difference.
 
-With the same initial weights and batches most of the spread over seeds cancels in the difference ``d = policy - baseline`` of a pair,
-taken on the quantity's scale. From n differences with mean m and standard deviation s:
+With the same initial weights and batches, most of the spread over seeds cancels in a pair's difference ``d = policy - baseline``
+on the quantity's scale. From n differences with mean m and standard deviation s:
 
 * The 95% confidence interval of the mean is ``m -+ t * s / sqrt(n)``, where t is the 97.5% point of Student's t with n - 1 degrees
   of freedom (Student, Biometrika 6, 1908).
-* That a test finds no difference does not show equality: few or noisy runs find none either. Two one-sided tests show it up to a
-  margin (TOST; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). They are made at 4%, which with the 1% of the margin's own
-  bound leaves 5% for calling a policy equivalent that is at the margin, or beyond.
-* A policy is different where the interval lies wholly beyond the margin on one side. Here 5% are shared by the quantities, and
-  for each by the interval and the margin's bound.
+* * A test that finds no difference does not show equality: few or noisy runs find none either. Two one-sided tests show equality up to a
+  margin (TOST; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). They run at 4%, which with the 1% of the margin's own
+  bound gives a 5% risk of calling a policy equivalent that is at the margin or beyond.
+* A policy is different if the interval lies wholly beyond the margin on one side. Here the quantities share a risk of 5%, and
+  each splits its share between the interval and the margin's bound.
 
-Values that come in steps are known to half a step only. Where a side's seeds all fall into one step, the rounding is the same each time
-and no number of seeds averages it out (``unaveraged``): the interval is that much wider. And differences that are all equal show a
-deviation of half a step at the least: a count that differs by one in half of all seeds has that.
+Values that come in steps are known only to half a step. If all seeds of a side fall into one step, the rounding is the same each time
+and no number of seeds averages it out (``unaveraged``): the interval is that much wider. Differences that are all equal are given
+a deviation of at least half a step, which is that of a count that differs by one in half of all seeds.
 
-Limits: differences are taken as independent and about normal. Rows are judged one by one: of many policies that are off by the
+Limits: differences are assumed to be independent and roughly normal. Rows are judged one by one: of many policies that are off by the
 margin, one in twenty still passes.
 """
 
@@ -38,9 +38,9 @@ Flags = NDArray[np.bool_]
 
 CONFIDENCE = 0.95
 INSIDE_ERROR = 0.04
-"""Of each of the two one-sided tests for equivalence."""
+"""Error level of each of the two one-sided tests for equivalence."""
 BEYOND_ERROR = 0.025
-"""Of the interval, and of the margin's bound, in one test for a difference; divided by the number of quantities."""
+"""Error level of the interval and of the margin's bound in one test for a difference; divided by the number of quantities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Quantity:
 
     @cached_property
     def rounding(self) -> float:
-        """Return by how much rounding may shift the mean difference, on the scale."""
+        """Return the largest shift of the mean difference by rounding, on the scale."""
         if self.grid is None or len(self) < 2:
             return 0.0
         return self.step * sum(
@@ -90,7 +90,7 @@ class Quantity:
 
     @cached_property
     def seen(self) -> PairStatistics:
-        """Return what the tests need to know."""
+        """Return the statistics that the tests need."""
         return PairStatistics(
             mean=np.asarray(np.mean(self.differences)),
             deviation=np.asarray(self.deviation),
@@ -99,7 +99,7 @@ class Quantity:
         )
 
     def is_inside(self) -> bool:
-        """Return whether two one-sided tests show the difference to lie within the margin."""
+        """Return whether two one-sided tests show that the difference lies within the margin."""
         return bool(self.inside(self.seen, len(self)))
 
     def is_beyond(self, *, num_quantities: int) -> bool:
@@ -132,18 +132,18 @@ class Quantity:
         return mean - half, mean + half
 
     def natural(self, difference: float) -> float:
-        """Return a difference on the scale in a person's terms, from the baseline's mean."""
+        """Return a difference on the scale, from the baseline's mean, in the units in which people state it."""
         return (
             difference if math.isnan(difference) else self.scale.change(difference, at=float(np.mean(self.places[1])))
         )
 
     def natural_margin(self, margin: float) -> float:
-        """Return a margin in a person's terms: the nearer of its two sides."""
+        """Return a margin in the units in which people state it: the nearer of its two sides."""
         sides = [abs(self.natural(side)) for side in (margin, -margin)]
         return self.natural(margin) if self.scale.name == "ratio" else min(sides)
 
     def record(self) -> Difference:
-        """Return the quantity as a record holds it."""
+        """Return the quantity as part of a record."""
         ours, theirs = self.places
         low, high = self.interval()
         return Difference(
@@ -166,14 +166,14 @@ class PairStatistics:
     spread: Array
     """The median distance between two of the baseline's values."""
     rounding: Array
-    """By how much rounding may shift the mean."""
+    """The largest shift of the mean by rounding."""
 
 
 def unaveraged(deviation: Array) -> Array:
-    """Return the part of a step, at most half of one, by which rounding may shift a mean of values of this standard deviation, in steps.
+    """Return how far rounding may shift the mean of values with this standard deviation: a part of a step, at most half of one.
 
     Normal noise of standard deviation ``sigma`` averages the rounding error down to ``exp(-2 pi**2 sigma**2)`` of what it was (Widrow and
-    Kollar, Quantization Noise, 2008). Rounding alone shows a deviation of up to half a step, which is taken off.
+    Kollar, Quantization Noise, 2008). Rounding alone causes a deviation of up to half a step, which is subtracted.
     """
     error: Array = 0.5 * np.exp(-2.0 * math.pi**2 * np.maximum(deviation**2 - 0.25, 0.0))
     return error

@@ -1,6 +1,6 @@
-"""On which scale two values of a quantity are compared, so that a difference means what a person means by it.
+"""The scales on which values of a quantity are compared, so that a difference has its usual meaning.
 
-``Ratio``      positive quantities (a loss, a perplexity): the logarithm. 0.02 beside 0.01 is twice as much, as 2 beside 1.
+``Ratio``      positive quantities (a loss, a perplexity): the logarithm. 0.02 against 0.01 is twice as much, as 2 against 1.
 ``Proportion`` shares of a whole (an accuracy, an error rate, F1, IoU, AUC): ``2 arcsin sqrt(p)``, whose differences are
                Cohen's h (Cohen, Statistical Power Analysis, 1988). One percentage point is little at 50% and much at 99%, and
                an accuracy and its error rate differ by the same h.
@@ -27,7 +27,7 @@ class Scale(Protocol):
 
     @property
     def name(self) -> ScaleName:
-        """Return the name that records give it."""
+        """Return the name of the scale in records."""
 
     def on(self, values: Sequence[float]) -> Array:
         """Return ``values`` on the scale."""
@@ -36,10 +36,10 @@ class Scale(Protocol):
         """Return the value at a place on the scale."""
 
     def change(self, difference: float, *, at: float) -> float:
-        """Return in a person's terms what a difference on the scale is, from the place ``at``."""
+        """Return a difference on the scale, taken from the place ``at``, in the units in which people state it."""
 
     def nearest(self, share: float, *, at: float) -> float:
-        """Return the margin on the scale that a share stands for, at the place ``at``."""
+        """Return the margin on the scale for a share of the value at the place ``at``."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Proportion:
         return self.back(at + difference) - self.back(at)
 
     def nearest(self, share: float, *, at: float) -> float:
-        """Return ``share`` as Cohen's h: the geometric mean of that share of the value and that share of what it lacks to the whole."""
+        """Return ``share`` as Cohen's h: the geometric mean of that share of the value and that share of its complement."""
         return share
 
 
@@ -111,10 +111,10 @@ class Absolute:
         return difference
 
     def nearest(self, share: float, *, at: float) -> float:
-        """Return that share of the value's size."""
+        """Return that share of the value's magnitude."""
         return share * abs(at)
 
 
 def scale_of_losses(finals: Sequence[float]) -> Scale:
-    """Return the scale of final losses: by ratio, unless one is zero or negative."""
+    """Return the scale of final losses: ``Ratio``, unless one is zero or negative."""
     return Ratio() if all(value > 0 for value in finals) else Absolute()

@@ -1,10 +1,10 @@
-"""How many seeds would decide, with what chance.
+"""How many seeds would decide a comparison, and with what probability.
 
-From the pairs seen, the true mean and spread are known only so far: with three seeds the spread may well be twice what it looks. So
-true values are drawn that fit what was seen (mean and variance by their posterior under Jeffreys' prior, the baseline's
-spread likewise), for each the pairs yet to come, and the tests are made with all of them. The number returned is the smallest at which
-85% of the cases are decided. A spread that looked small by luck makes for too small a number, so that fewer are
-decided in truth: four of five and more, by ``python -m benchmarks verdicts``. The draws are the same each time.
+The pairs seen give only estimates of the true mean and spread: with three seeds, the spread may well be twice the estimate. So
+true values are drawn that fit the pairs seen (mean and variance from their posterior under Jeffreys' prior, the baseline's
+spread likewise), future pairs are drawn for each, and the tests are run on all pairs together. The result is the smallest number at which
+85% of the cases are decided. If the spread was underestimated by chance, that number is too small, so the true rate of decided cases
+is lower: four of five or more, by ``python -m benchmarks verdicts``. The draws are the same each time.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from mezzo.measure.compare.margins import spread_errors
 from mezzo.measure.compare.quantities import PairStatistics, Quantity
 
 MAX_SEEDS = 1000
-"""The largest number of seeds that is looked at."""
+"""The largest number of seeds that is considered."""
 KEPT = 0.8
-"""In how many cases the number returned decides, at the least."""
+"""The smallest share of cases that the returned number decides."""
 _SURE = 0.85
 _DRAWS = 2000
 
 
 def seeds_needed(quantities: Sequence[Quantity]) -> int | None:
-    """Return the smallest larger number of pairs that decides; None above ``MAX_SEEDS``, or for a single pair."""
+    """Return the smallest larger number of pairs that decides; None if above ``MAX_SEEDS``, or for a single pair."""
     if min(map(len, quantities)) < 2:
         return None
     rng = np.random.default_rng(0)
     futures = [Future(quantity, rng) for quantity in quantities]
     counts = range(max(map(len, quantities)) + 1, MAX_SEEDS + 1)
-    found = bisect_left(counts, True, key=lambda n: _chance(futures, n) >= _SURE)  # more seeds decide more
+    found = bisect_left(counts, True, key=lambda n: _chance(futures, n) >= _SURE)  # more seeds decide more cases
     return counts[found] if found < len(counts) else None
 
 
@@ -49,7 +49,7 @@ def _chance(futures: Sequence[Future], num_pairs: int) -> float:
 
 
 class Future:
-    """Samples of what more pairs of a quantity may show."""
+    """Samples of what further pairs of a quantity may show."""
 
     def __init__(self, quantity: Quantity, rng: np.random.Generator) -> None:
         self.quantity, self._num, self._before = quantity, len(quantity), quantity.seen
@@ -63,7 +63,7 @@ class Future:
         self._to_come = rng.standard_normal(_DRAWS), rng.random(_DRAWS), rng.random(_DRAWS)
 
     def seen(self, num_pairs: int) -> PairStatistics:
-        """Return what ``num_pairs`` pairs show, those included that were seen."""
+        """Return the statistics of ``num_pairs`` pairs, including those already seen."""
         more = num_pairs - self._num
         normal, uniform, spread_uniform = self._to_come
         mean = self._mean + self._deviation / math.sqrt(more) * normal

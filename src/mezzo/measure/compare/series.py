@@ -1,4 +1,4 @@
-"""What is read off a run: its losses by name, the level of a loss at a time, the last value of its metric."""
+"""The series of a run: its losses by name, the level of a loss at a time, the last value of its metric."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from mezzo.records import RunRecord
 
 LOSS = "loss"
-"""Name of the loss of a script that has one."""
+"""Name of the loss of a script with a single one."""
 
 
 def losses_of(run: RunRecord) -> dict[str, list[float]]:
-    """Return a run's losses by name: the one that every step has, or several with the steps that have them."""
+    """Return a run's losses by name: one value per step, or several losses with values in the steps that have them."""
     if run.steps.losses:
         return {loss.name: loss.values for loss in run.steps.losses}
     return {LOSS: run.steps.loss}
@@ -25,7 +25,7 @@ def names_of(runs: Iterable[RunRecord]) -> list[str]:
 
 
 def title_of(name: str) -> str:
-    """Return what a loss is called in a sentence: ``loss``, ``loss of netG``, ``loss 2``."""
+    """Return a loss's name as used in a sentence: ``loss``, ``loss of netG``, ``loss 2``."""
     return name if name.split()[0] == LOSS else f"{LOSS} of {name}"
 
 
@@ -35,17 +35,17 @@ def tenth(values: Sequence[float]) -> int:
 
 
 def final(values: Sequence[float]) -> float:
-    """Return the mean of the finite values in the last tenth; NaN where none is finite."""
+    """Return the mean of the finite values in the last tenth; NaN if none is finite."""
     return mean(values[-tenth(values) :])
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean of the finite values; NaN where none is finite."""
+    """Return the mean of the finite values; NaN if none is finite."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else math.nan
 
 
 def last_metric(run: RunRecord) -> float | None:
-    """Return the metric's last value; None where the script printed none, or text in its place."""
+    """Return the metric's last value; None if the script printed none, or text in its place."""
     metric = run.metric
     return metric.values[-1] if metric and metric.values and metric.text is None else None

@@ -1,4 +1,4 @@
-"""Say of a policy that skipped many updates how many, when, and which setting to try."""
+"""Describe the skipped updates of a policy that skipped many: how many, when, and which setting to try."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord
 
 WORTH_SAYING = 0.05
-"""The share of skipped updates from which it is said."""
+"""The share of skipped updates from which they are mentioned."""
 MIN_AT_END = 3
-"""A dynamic loss scale skips an update now and then: so many in a row at the end are more."""
+"""A dynamic loss scale skips an update now and then; this many in a row at the end are a failure."""
 
 
 def skipped_at_the_end(run: RunRecord) -> int:
-    """Return how many updates were skipped at the end, where all of its last tenth were, and at least three; else 0."""
+    """Return the number of updates skipped at the end, if these are all of the last tenth and at least three; else 0."""
     at_end = sum(1 for _ in takewhile(bool, reversed(run.steps.skipped)))
     needed = max(MIN_AT_END, len(run.steps) // 10)
     return at_end if at_end >= min(needed, len(run.steps)) > 0 else 0
 
 
 def skip_note(runs: Sequence[RunRecord], *, policy: str) -> str | None:
-    """Return what is to be said of the skipped updates of a policy's ``runs``; None where they are few."""
+    """Return a note on the skipped updates of a policy's ``runs``; None if they are few."""
     steps, skipped = sum(len(run.steps) for run in runs), sum(run.steps.num_skipped for run in runs)
     if not steps or skipped < WORTH_SAYING * steps:
         return None
@@ -54,7 +54,7 @@ def _skipped_at_the_start(skipped: Sequence[bool]) -> int:
 
 
 def _settled_scale(runs: Sequence[RunRecord], num_skipped: int) -> float | None:
-    """Return the loss scale that runs ended with, where most of their skips were made before two updates in a row; else None."""
+    """Return the loss scale that runs ended with, if most of their skips came before two updates in a row; else None."""
     at_start = sum(_skipped_at_the_start(run.steps.skipped) for run in runs)
     if 2 * at_start <= num_skipped or any(map(skipped_at_the_end, runs)):
         return None

@@ -1,19 +1,19 @@
 """Whether a run diverged or stopped learning, by its own loss and by what the baseline's losses did.
 
-That a loss ends higher than it began shows little: without learning it does so in half of all runs. So a run is judged by what the
-baseline's training took off, where that is beyond doubt, and in units of that:
+That a loss ends higher than it began shows little: without learning, it does so in half of all runs. So a run is judged against the fall
+of the baseline's loss, if that is beyond doubt, and in units of it:
 
-``diverged``          the loss ended above where it began by more than a tenth of the baseline's fall, or it fell by half of that and
-                      gave half of that back.
-``stopped learning``  the loss took off less than a fifth of what the baseline's did, over the whole training or over its second
+``diverged``          the loss ended above its start by more than a tenth of the baseline's fall, or it first fell and then rose again,
+                      each by more than half of the baseline's fall.
+``stopped learning``  the loss fell by less than a fifth of the baseline's fall, over the whole training or over its second
                       half, and ended far above it; or the run ended in skipped updates only.
 
-The baseline's fall is beyond doubt where it is many times the spread of its levels in the second half of training, or where a t-test over
-its seeds shows it at 0.1%: seeds are independent even where successive losses are not. Where the baseline shows no such fall
-(fine-tuning, a GAN, reinforcement learning), only a loss that rises above all that the baseline showed, by ten times its spread and half
+The baseline's fall is beyond doubt if it is many times the spread of its levels in the second half of training, or if a t-test over
+its seeds shows it at 0.1%: seeds are independent even if successive losses are not. If the baseline shows no such fall
+(fine-tuning, a GAN, reinforcement learning), only a loss that rises above every level of the baseline, by ten times its spread and half
 of its size, counts as diverged. ``python -m benchmarks verdicts`` simulates all of it.
 
-A loss that is not finite at the end is divergence whatever the baseline did.
+A loss that is not finite at the end counts as diverged whatever the baseline did.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from mezzo.measure.compare.words import short
 
 _RISE, _GIVEN_BACK, _LEARNED = 0.1, 0.5, 0.2
 _TYPICAL = 0.5
-"""The share of the baseline's fall from which a run of it is taken as one that learned."""
+"""The share of the baseline's typical fall from which one of its own runs counts as having learned."""
 _CHANCE = 0.001
 _TIMES_SPREAD, _TIMES_SPREAD_ABOUT_TREND = 25.0, 60.0
-"""For one run; less for the mean of several. Noise that keeps 99.9% of itself from step to step passes in one case of a thousand."""
+"""For one run; less for the mean of several. Noise with a correlation of 99.9% from step to step passes in one case of a thousand."""
 _TIMES_SPREAD_BEYOND = 10.0
 _LEAST_FALL = 1e-4
-"""Of the loss: a smaller one can be rounding."""
+"""As a share of the loss: a smaller fall can be rounding."""
 _BLOCKS = 10
 
 Window = Literal["whole", "second half"]
@@ -55,7 +55,7 @@ class Way:
 
 
 class Course:
-    """The levels of one run's loss: means over a tenth of its steps."""
+    """The levels of one run's loss: means over tenths of its steps."""
 
     def __init__(self, losses: Sequence[float]) -> None:
         num, half = tenth(losses), len(losses) // 2
@@ -70,7 +70,7 @@ class Course:
         """The levels of the second half."""
 
     def fall(self, window: Window = "whole") -> float:
-        """Return by how much the loss fell."""
+        """Return the fall of the loss."""
         return (self.start if window == "whole" else self.middle) - self.end
 
     @property
@@ -80,7 +80,7 @@ class Course:
 
 
 class Learning:
-    """By how much the runs of the baseline lowered their loss."""
+    """How far the runs of the baseline lowered their loss."""
 
     def __init__(self, courses: Sequence[Course]) -> None:
         self.courses = [course for course in courses if math.isfinite(course.fall())]
@@ -93,11 +93,11 @@ class Learning:
         return sorted(self.courses, key=Course.fall)[len(self.courses) // 2]
 
     def fall(self, window: Window = "whole") -> float | None:
-        """Return the mean fall of the loss; None where it is not beyond doubt."""
+        """Return the mean fall of the loss; None if it is not beyond doubt."""
         return self._falls[window]
 
     def surely(self) -> float | None:
-        """Return the lower end of the fall's 90% interval over seeds; None where there was no fall beyond doubt."""
+        """Return the lower end of the fall's 90% interval over seeds; None if no fall is beyond doubt."""
         fall, falls = self.fall(), [course.fall() for course in self.courses]
         if fall is None or len(falls) < 2:
             return fall
@@ -121,7 +121,7 @@ class Learning:
         return statistics.fmean(falls) > t * statistics.stdev(falls) / math.sqrt(len(falls))
 
     def _needed_by_spread(self) -> float:
-        """Return the fall that the spread of levels in the second half of each run cannot make, about their mean or their own trend."""
+        """Return the fall that cannot come from the spread of levels in each run's second half, about their mean or their own trend."""
         spreads = [spreads_of(course.late) for course in self.courses if len(course.late) > 2]
         if not spreads:
             return math.inf
@@ -131,7 +131,7 @@ class Learning:
         return needed
 
     def is_left_by(self, course: Course) -> bool:
-        """Return whether a loss rose far above all that the baseline showed, by ten times its spread and half of its size."""
+        """Return whether a loss rose above every level of the baseline, by ten times its spread and half of its size."""
         levels = [level for known in self.courses for level in known.blocks]
         if len(levels) < 2:
             return False
@@ -149,7 +149,7 @@ def spreads_of(levels: Sequence[float]) -> tuple[float, float]:
 
 
 def not_finite(losses: Sequence[float], *, name: str) -> str | None:
-    """Return how a loss ends in values that are not finite; None where it does not, or where it recovers from them."""
+    """Return how a loss ends in non-finite values; None if it does not, or if it recovers from them."""
     tail = losses[-tenth(losses) :]
     bad = [loss for loss in tail if not math.isfinite(loss)]
     if not bad or (math.isfinite(tail[-1]) and len(bad) < len(tail) / 2):
@@ -159,13 +159,13 @@ def not_finite(losses: Sequence[float], *, name: str) -> str | None:
 
 
 def way_of(course: Course, partner: Course, learning: Learning, *, name: str, baseline: str) -> Way | None:
-    """Return how a run went wrong beside the baseline's run ``partner``; None where nothing shows it.
+    """Return how a run went wrong compared with the baseline's run ``partner``; None if nothing shows it.
 
     Args:
         course: the run's loss.
         partner: that of the baseline's run with the same seed.
         learning: those of all the baseline's runs.
-        name: what the loss is called.
+        name: the name of the loss.
         baseline: the baseline's policy.
     """
     fall = learning.fall()
@@ -186,7 +186,7 @@ def way_of(course: Course, partner: Course, learning: Learning, *, name: str, ba
     if min(given_back, course.start - course.lowest) > _GIVEN_BACK * fall:
         fell = f"fell from {short(course.start)} to {short(course.lowest)} and rose again to {short(course.end)}"
         return Way(verdict="diverged", text=f"the {name} {fell} {theirs}")
-    # From the partner's start the second follows from the first. A run of the baseline's own may begin low, and end low without a fall.
+    # Measured from the partner's start, the second follows from the first. A baseline run may begin low, and end low without a fall.
     if -rise < _LEARNED * fall and course.end - partner.end > (_TYPICAL - _LEARNED) * fall:
         return Way(
             verdict="stopped_learning",

@@ -1,17 +1,17 @@
 """The verdict on one policy, and the reasons for it.
 
-What comes first wins:
+The first rule that applies decides:
 
-1. Runs that depend on each other show nothing: ``undecided``.
-2. ``failed`` where no run succeeded.
-3. ``diverged``, or ``stopped_learning``: one run is enough, unless as large a share of the baseline's runs went wrong.
-4. ``failed`` where a run failed with a seed with which the baseline succeeded.
-5. ``different`` where a quantity is shown to lie beyond its margin.
-6. What bars ``equivalent``: runs that went wrong as some of the baseline's did (``undecided``); another number of steps than the baseline
-   made with that seed (``different`` where all the baseline's seeds make the same number, else ``undecided``); a policy under which nothing
-   ran in a lower format, so that nothing of it was tried (``undecided``); a metric that was asked for and is missing in a run
+1. ``undecided`` if runs depend on each other, because they show nothing.
+2. ``failed`` if no run succeeded.
+3. ``diverged`` or ``stopped_learning``: one run is enough, unless as large a share of the baseline's runs went wrong.
+4. ``failed`` if a run failed with a seed with which the baseline succeeded.
+5. ``different`` if a quantity is shown to lie beyond its margin.
+6. What rules out ``equivalent``: runs that went wrong as some of the baseline's did (``undecided``); a number of steps other than the
+   baseline's with that seed (``different`` if all the baseline's seeds make the same number, else ``undecided``); a policy under which
+   nothing ran in a lower format, so that it was not really tried (``undecided``); a requested metric that is missing in a run
    (``undecided``).
-7. ``equivalent`` where every quantity is shown to lie within its margin, or nothing differs in any step; else ``undecided``, with the
+7. ``equivalent`` if every quantity is shown to lie within its margin, or nothing differs in any step; else ``undecided``, with the
    number of seeds that would decide.
 """
 
@@ -36,7 +36,7 @@ _WENT_WRONG = {"diverged": "diverged", "stopped_learning": "stopped learning"}
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """The verdict on a policy, its reasons with the most important first, and the quantities that it rests on."""
+    """The verdict on a policy, its reasons (the most important first), and the quantities that it is based on."""
 
     verdict: Verdict
     reasons: list[str]
@@ -47,7 +47,7 @@ class Judged:
 
 
 def judge(group: Group, *, base: Baseline) -> Judged:
-    """Return the verdict on the policy whose runs are ``group``; the baseline's own says how it trained."""
+    """Return the verdict on the policy whose runs are ``group``; for the baseline itself, how it trained."""
     if group is not base.group and (void := _void(group, base=base)) is not None:
         return void
     if not group.trained:
@@ -64,12 +64,12 @@ def judge(group: Group, *, base: Baseline) -> Judged:
 
 
 def _void(group: Group, *, base: Baseline) -> Judged | None:
-    """Return that nothing can be said of a policy, where one of its runs or of the baseline's depends on another; else None."""
+    """Return ``undecided`` if one of the policy's or of the baseline's runs depends on another; else None."""
     policies = {group.policy, base.group.policy}
     dependent = [d.text() for d in base.dependences if d.reader.policy in policies]
     if not dependent:
         return None
-    reasons = [dependent[0], *_told_of_failures(group, list(group.failed))]
+    reasons = [dependent[0], *_describe_failures(group, list(group.failed))]
     quantities = _quantities(group.pairs(base.sound), base=base)
     return Judged(verdict="undecided", reasons=reasons, quantities=quantities, is_void=True)
 
@@ -83,8 +83,8 @@ def _quantities(pairs: Sequence[Pair], *, base: Baseline) -> list[Quantity]:
 def _judge_baseline(base: Baseline, quantities: Sequence[Quantity]) -> Judged:
     group = base.group
     reasons = [d.text() for d in base.dependences if d.reader.policy == group.policy][:1]
-    reasons += _told_of_ways(base.ways, group)
-    reasons += _told_of_failures(group, list(group.failed))
+    reasons += _describe_ways(base.ways, group)
+    reasons += _describe_failures(group, list(group.failed))
     names = [q.name if q.is_metric else title_of(q.name) for q in quantities]
     sizes = " and ".join(f"{n} {short(q.record().value)}" for n, q in zip(names, quantities, strict=True))
     reasons.append(f"the others are compared with its {sizes}" if sizes else "no run of it can be compared with")
@@ -93,16 +93,16 @@ def _judge_baseline(base: Baseline, quantities: Sequence[Quantity]) -> Judged:
 
 def _judge_other(group: Group, pairs: Sequence[Pair], quantities: Sequence[Quantity], *, base: Baseline) -> Judged:
     shown = [sentence(q, num_quantities=len(quantities), baseline=base.group.policy) for q in quantities]
-    failures = _told_of_failures(group, list(group.failed))
+    failures = _describe_failures(group, list(group.failed))
     ways = base.ways_of(group)
     if ways and not base.explains(len(ways), len(group.trained)):
         first = next((way for way in ways.values() if way.verdict == "diverged"), next(iter(ways.values())))
-        return Judged(verdict=first.verdict, reasons=[*_told_of_ways(ways, group, base=base), *failures])
+        return Judged(verdict=first.verdict, reasons=[*_describe_ways(ways, group, base=base), *failures])
     own = [key for key in group.failed if key not in base.group.failed]
     if own:
-        rest = _told_of_failures(group, [key for key in group.failed if key in base.group.failed])
-        told = _told_of_failures(group, own, where=f" where {base.group.policy} did not")
-        return Judged(verdict="failed", reasons=[*told, *rest, *shown])
+        rest = _describe_failures(group, [key for key in group.failed if key in base.group.failed])
+        sentences = _describe_failures(group, own, where=f" where {base.group.policy} did not")
+        return Judged(verdict="failed", reasons=[*sentences, *rest, *shown])
     if any(q.is_beyond(num_quantities=len(quantities)) for q in quantities):
         bars = [text for text, _ in _bars(group, pairs, ways, base=base)]
         return Judged(verdict="different", reasons=[*bars, *shown, *failures])
@@ -137,14 +137,14 @@ def _equivalent_or_not(
     needed = seeds_needed(quantities)
     return Judged(
         verdict="undecided",
-        reasons=[*shown, _told_of_seeds(quantities, len(pairs), needed), *failures],
+        reasons=[*shown, _describe_seeds(quantities, len(pairs), needed), *failures],
         seeds_needed=needed,
     )
 
 
 def _bars(group: Group, pairs: Sequence[Pair], ways: Mapping[Key, Way], *, base: Baseline) -> list[tuple[str, Verdict]]:
-    """Return what keeps a policy from being called equivalent, with the verdict that is left."""
-    bars: list[tuple[str, Verdict]] = [(text, "undecided") for text in _told_of_ways(ways, group, base=base)]
+    """Return the reasons why a policy cannot be called equivalent, each with the remaining verdict."""
+    bars: list[tuple[str, Verdict]] = [(text, "undecided") for text in _describe_ways(ways, group, base=base)]
     unequal = [pair for pair in pairs if len(pair.run.steps) != len(pair.baseline.steps)]
     if unequal:
         first, same = unequal[0], len({len(run.steps) for run in base.sound.values()}) == 1
@@ -152,18 +152,18 @@ def _bars(group: Group, pairs: Sequence[Pair], ways: Mapping[Key, Way], *, base:
         more = f", and {len(unequal) - 1} more like it" if len(unequal) > 1 else ""
         bars.append((f"made {counts} with {first.key}{more}", "different" if same else "undecided"))
     if pairs and all(pair.run.changed_nothing for pair in pairs):
-        bars.append((_told_of_nothing(pairs[0].run), "undecided"))
+        bars.append((_describe_no_effect(pairs[0].run), "undecided"))
     if base.metric is not None:
         gap = base.metric.gap(pairs, policy=group.policy, baseline=base.group.policy)
         bars += [(gap, "undecided")] if gap else []
     return bars
 
 
-def _told_of_nothing(run: RunRecord) -> str:
+def _describe_no_effect(run: RunRecord) -> str:
     ran = listed([f"{share:.0%} {name}" for name, share in run.effective.share_by_format.items()])
     why = "".join(f" ({reason.what}: {reason.reason})" for reason in run.effective.left_alone[:1])
     what = f"{ran} ran" if ran else "no operation ran below 32 bits"
-    return f"{run.policy} changed nothing, so this shows nothing of it: {what}{why}"
+    return f"{run.policy} changed nothing, so this shows nothing about it: {what}{why}"
 
 
 def _is_identical(pair: Pair) -> bool:
@@ -171,20 +171,20 @@ def _is_identical(pair: Pair) -> bool:
     return same_losses and last_metric(pair.run) == last_metric(pair.baseline)
 
 
-def _told_of_ways(ways: Mapping[Key, Way], group: Group, *, base: Baseline | None = None) -> list[str]:
-    told = []
+def _describe_ways(ways: Mapping[Key, Way], group: Group, *, base: Baseline | None = None) -> list[str]:
+    sentences = []
     for verdict, verb in _WENT_WRONG.items():
         found = [(key, way) for key, way in ways.items() if way.verdict == verdict]
         if found:
             key, way = found[0]
-            told.append(f"{len(found)} of {_runs(group.num_runs)} {verb}: with {key}, {way.text}")
-    if told and base is not None and base.ways:
+            sentences.append(f"{len(found)} of {_runs(group.num_runs)} {verb}: with {key}, {way.text}")
+    if sentences and base is not None and base.ways:
         own = f"{len(base.ways)} of {_runs(base.group.num_runs)} under {base.group.policy} went wrong too"
-        told.append(own)
-    return told
+        sentences.append(own)
+    return sentences
 
 
-def _told_of_failures(group: Group, keys: Sequence[Key], *, where: str = "") -> list[str]:
+def _describe_failures(group: Group, keys: Sequence[Key], *, where: str = "") -> list[str]:
     if not keys:
         return []
     return [f"{len(keys)} of {_runs(group.num_runs)} failed{where}: with {keys[0]}, {group.failed[keys[0]]}"]
@@ -194,7 +194,7 @@ def _runs(number: int) -> str:
     return f"{number} run" if number == 1 else f"{number} runs"
 
 
-def _told_of_seeds(quantities: Sequence[Quantity], num_seeds: int, needed: int | None) -> str:
+def _describe_seeds(quantities: Sequence[Quantity], num_seeds: int, needed: int | None) -> str:
     coarse = [q for q in quantities if q.rounding >= q.margin.surely(num_seeds)]
     if coarse:
         step = coarse[0].grid.step if coarse[0].grid else 0.0

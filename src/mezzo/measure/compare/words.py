@@ -1,4 +1,4 @@
-"""What a quantity's numbers say, in words and in a person's terms."""
+"""A quantity's numbers in words, in the units in which people state them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def short(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as percent, with two digits; three from 100 on."""
+    """Return a share as percent with two digits, three from 100 on."""
     return f"{_two_digits(100.0 * share)}%"
 
 
@@ -24,13 +24,13 @@ def _two_digits(value: float, *, sign: str = "") -> str:
 
 
 def listed(parts: Sequence[str]) -> str:
-    """Return words as a sentence lists them."""
+    """Return parts joined as in a sentence: ``a, b and c``."""
     *head, last = parts
     return f"{', '.join(head)} and {last}" if head else last
 
 
 def size(quantity: Quantity, change: float, *, signed: bool = False) -> str:
-    """Return a change in a person's terms: ``+3.1%``, ``2.4 times``, ``-0.28 points``, ``+12``."""
+    """Return a change in the units in which people state it: ``+3.1%``, ``2.4 times``, ``-0.28 points``, ``+12``."""
     sign = "+" if signed and change else ""
     if isinstance(quantity.scale, Ratio):
         return f"{_two_digits(100.0 * change, sign=sign)}%" if -0.5 < change < 1.0 else f"{1.0 + change:.3g} times"
@@ -40,7 +40,7 @@ def size(quantity: Quantity, change: float, *, signed: bool = False) -> str:
 
 
 def sentence(quantity: Quantity, *, num_quantities: int, baseline: str) -> str:
-    """Return the means, their difference, its interval, and where that lies beside the margin."""
+    """Return the means, their difference, its interval, and the interval's position relative to the margin."""
     d = quantity.record()
     name = quantity.name if quantity.is_metric else title_of(quantity.name)
     text = f"{name} {short(d.value)} against {short(d.baseline)}"

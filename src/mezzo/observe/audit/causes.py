@@ -1,16 +1,16 @@
-"""Say why a matrix product or convolution ran in FP32 or wider.
+"""Explain why a matrix product or convolution ran in FP32 or wider.
 
 ``off``        no autocast was on around it
 ``excluded``   autocast was on when a module began, and off at the operation inside it
 ``list``       a rule of an op list puts it in FP32, or the operation that it is a part of: torch's attention widens 16-bit
                operands by itself where no fused kernel takes them, as with dropout on a CPU
-``promotion``  it met FP32 operands: a rule that takes the widest, or a value that became FP32 by meeting FP32
+``promotion``  it read FP32 operands: a rule takes the widest, or a value became FP32 next to FP32 values
 ``no rule``    autocast was on and has no rule for it: it has none for operations that write into given memory
 ``float64``    its operands are FP64, which autocast never casts
 
-Below autocast its state is always off. What is known is whether it was on when the module began, and in how many
-autocast contexts the operation ran: one more than the module began in is the script's own ``autocast(enabled=False)``,
-as many is a rule. What a policy of Mezzo's lists, the policy says.
+Below autocast its state is always off. What is known is whether it was on when the module began, and how many autocast
+contexts were around the operation: one more than around the module is the script's own ``autocast(enabled=False)``, equally many
+is a rule. The lists of a Mezzo policy are read from the policy.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Why:
 
 
 def why_wide(seen: TracedOperation, *, policy: Policy | None, lowers_elsewhere: bool, name: Names) -> Why:
-    """Return why the forward product ``seen`` ran in FP32 or wider.
+    """Return the reason why the forward product ``seen`` ran in FP32 or wider.
 
     Args:
         seen: the product.
-        policy: the policy that the run is under, if one is.
+        policy: the policy of the run, if any.
         lowers_elsewhere: whether other products of the step ran in 16 bits.
         name: gives a module's path.
     """

@@ -1,11 +1,11 @@
-"""Say whether Tensor Cores can take a matrix product or convolution with full-width loads, and if not, why.
+"""Decide whether Tensor Cores can run a matrix product or convolution with full-width loads, and if not, why.
 
 The rule is NVIDIA's (Deep Learning Performance guide, "Matrix Multiplication"): every row that a kernel loads or
-stores begins at a multiple of 16 bytes. For 16-bit operands that makes the dimensions in memory order multiples of 8. Since
-cuBLAS 11 others run on Tensor Cores too, with narrower loads; for convolutions it is the channels, and the layout that the
-kernels take is channels-last: another one costs a transposition before and after.
+stores begins at a multiple of 16 bytes. For 16-bit operands, the innermost dimensions must therefore be multiples of 8. Since
+cuBLAS 11, other sizes run on Tensor Cores too, with narrower loads. For convolutions, the rule applies to the channels, and the
+kernels need the channels-last layout: any other costs a transposition before and after.
 
-An FP32 product is judged as it would be with 16-bit operands, because that is what is asked of it.
+An FP32 product is judged as if it had 16-bit operands: the question is what lowering it would give.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MULTIPLE = _BYTES // _HALF
 
 @dataclass
 class Shape:
-    """A product as ``batch`` times (m, k) x (k, n), and what keeps it off Tensor Cores."""
+    """The shape of a product, ``batch`` times (m, k) x (k, n), and what keeps it off Tensor Cores."""
 
     m: int
     n: int
     k: int
     batch: int = 1
     problems: dict[str, str] = field(default_factory=dict)
-    """By kind (``dimension``, ``alignment``, ``layout``, ``groups``) the sentence."""
+    """A sentence by kind of problem: ``dimension``, ``alignment``, ``layout``, ``groups``."""
 
 
 def shape_of(seen: TracedOperation) -> Shape | None:
@@ -52,7 +52,7 @@ def _matmul(seen: TracedOperation) -> Shape:
     names = {"n": shape.n, "k": shape.k, "m": shape.m}
     odd = [f"{name} = {size}" for name, size in names.items() if size % MULTIPLE and size in rows]
     if odd:
-        shape.problems["dimension"] = f"{', '.join(odd)}: no multiple of {MULTIPLE}"
+        shape.problems["dimension"] = f"{', '.join(odd)}: not a multiple of {MULTIPLE}"
     elif any(row % MULTIPLE for row in rows):
         shape.problems["alignment"] = (
             f"rows lie {', '.join(str(r) for r in sorted(rows) if r % MULTIPLE)} elements apart"
@@ -62,7 +62,7 @@ def _matmul(seen: TracedOperation) -> Shape:
 
 
 def _row(size: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """Return how many elements apart the rows of a matrix begin, whichever way it lies; None where it is read in one piece."""
+    """Return the distance in elements between rows (or columns, if transposed) of a matrix; None if it is read in one piece."""
     if len(size) < 2 or 1 in size[-2:]:
         return max(size[-2:]) if len(size) >= 2 else None
     return max(strides[-2:])
@@ -89,14 +89,14 @@ def _convolution(seen: TracedOperation) -> Shape:
     if groups > 1 and odd:
         shape.problems["groups"] = f"{' and '.join(odd)} in each of {groups} groups: too few for a Tensor Core's tile"
     elif odd:
-        shape.problems["dimension"] = f"{' and '.join(odd)}: no multiple of {MULTIPLE}"
+        shape.problems["dimension"] = f"{' and '.join(odd)}: not a multiple of {MULTIPLE}"
     if len(x[0]) >= 4 and x[0][1] > 1 and x[1][1] != 1:
-        shape.problems["layout"] = "its input lies channels-first; the kernels take channels-last"
+        shape.problems["layout"] = "its input is channels-first; the kernels take channels-last"
     return shape
 
 
 def _settings(arguments: tuple[object, ...]) -> tuple[bool, int]:
-    # What is no tensor, in order: (bias,) stride, padding, dilation, transposed, output_padding, groups.
+    # The arguments that are not tensors, in order: (bias,) stride, padding, dilation, transposed, output_padding, groups.
     transposed, _, groups = arguments[-3:]
     assert isinstance(groups, int)
     return bool(transposed), groups
@@ -108,5 +108,5 @@ def _attention(seen: TracedOperation) -> Shape:
     q, k = seen.product.operands[skip : skip + 2]
     shape = Shape(q[0][-2], k[0][-2], q[0][-1], math.prod(q[0][:-2]))
     if shape.k % MULTIPLE:
-        shape.problems["dimension"] = f"heads are {shape.k} wide: no multiple of {MULTIPLE}"
+        shape.problems["dimension"] = f"heads are {shape.k} wide: not a multiple of {MULTIPLE}"
     return shape

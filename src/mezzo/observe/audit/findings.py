@@ -1,10 +1,10 @@
-"""What is worth changing in the steps that an audit watched: one rule a code, each with its page in ``docs/findings``.
+"""What is worth changing in audited steps: one rule per code, each with its page in ``docs/findings``.
 
-A rule returns the part of the step that it concerns, or nothing. What a change would gain is an upper bound in plain
-numbers (FLOPs that would run in another format, bytes that would not move); what it gives in time depends on the device
+A rule returns the part of the step that it concerns, or nothing. The gain of a change is given as an upper bound in plain
+numbers (FLOPs that would run in another format, bytes that would not move); the time it saves depends on the device
 and is measured with ``mezzo compare``.
 
-FLOPs and bytes below a hundredth of the step's are not worth a finding.
+Less than a hundredth of the step's FLOPs or bytes is not worth a finding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AMPERE = (8, 0)
 
 @dataclass
 class AuditedSteps:
-    """What the rules inspect."""
+    """The audited steps, as the rules inspect them."""
 
     seen: Sequence[TracedOperation]
     wide: Sequence[WideProduct]
@@ -64,7 +64,7 @@ class Part:
     lines: Iterable[str] = ()
     gain: str = ""
     always: bool = field(default=False, kw_only=True)
-    """Whether it counts however small it is."""
+    """Whether it is reported however small it is."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class FindingRule:
     find: Callable[[AuditedSteps], Part | None]
 
 
-def findings(watched: AuditedSteps) -> list[Finding]:
-    """Return what every rule finds, the largest share first."""
-    found = [_finding(rule, part, watched) for rule in RULES if (part := rule.find(watched)) is not None]
+def findings(audited: AuditedSteps) -> list[Finding]:
+    """Return the findings of all rules, the largest share first."""
+    found = [_finding(rule, part, audited) for rule in RULES if (part := rule.find(audited)) is not None]
     return sorted((f for f in found if f is not None), key=lambda f: -f.share)
 
 
-def _finding(rule: FindingRule, part: Part, watched: AuditedSteps) -> Finding | None:
-    whole, size = (watched.flops, part.flops) if part.flops else (watched.bytes, part.bytes)
+def _finding(rule: FindingRule, part: Part, audited: AuditedSteps) -> Finding | None:
+    whole, size = (audited.flops, part.flops) if part.flops else (audited.bytes, part.bytes)
     share = size / whole if whole else 0.0
     if share < MIN_SHARE and not part.always:
         return None
@@ -110,16 +110,16 @@ def _gain(part: Part, share: float) -> str:
             f"{share:.1%} of the step's product FLOPs would run in 16 bits: on Tensor Cores up to 2 times as fast as in "
             "TF32 and 16 times as fast as in FP32 (NVIDIA A100: 312, 156 and 19.5 TFLOPS), with half the bytes"
         )
-    return f"{part.bytes / 1e6:.3g} MB a watched step need not move: {share:.1%} of all bytes"
+    return f"{part.bytes / 1e6:.3g} MB per audited step that need not move: {share:.1%} of all bytes"
 
 
 # --- products in FP32 or wider -----------------------------------------------------------------------------------------------
 
 
 def _wide(cause: Cause, *, lowers: bool | None = None) -> Callable[[AuditedSteps], Part | None]:
-    def find(watched: AuditedSteps) -> Part | None:
-        own = [p for p in watched.wide if p.cause == cause]
-        if not own or lowers not in (None, watched.lowers):
+    def find(audited: AuditedSteps) -> Part | None:
+        own = [p for p in audited.wide if p.cause == cause]
+        if not own or lowers not in (None, audited.lowers):
             return None
         flops = sum(p.flops for p in own)
         detail = f"{own[0].reason}; most of it: {own[0].op} in {own[0].module}, {own[0].format}"
@@ -128,9 +128,9 @@ def _wide(cause: Cause, *, lowers: bool | None = None) -> Callable[[AuditedSteps
     return find
 
 
-def _tf32_off(watched: AuditedSteps) -> Part | None:
-    capable = watched.device_type == "cuda" and watched.capability is not None and watched.capability >= _AMPERE
-    own = [one for one in watched.seen if one.product is not None and one.format == FP32.name]
+def _tf32_off(audited: AuditedSteps) -> Part | None:
+    capable = audited.device_type == "cuda" and audited.capability is not None and audited.capability >= _AMPERE
+    own = [one for one in audited.seen if one.product is not None and one.format == FP32.name]
     if not capable or not own:
         return None
     gain = "what stays in FP32 would run on Tensor Cores: up to 8 times as fast (NVIDIA A100: 156 against 19.5 TFLOPS)"
@@ -141,24 +141,24 @@ def _tf32_off(watched: AuditedSteps) -> Part | None:
 
 
 def _problem(*kinds: str) -> Callable[[AuditedSteps], Part | None]:
-    def find(watched: AuditedSteps) -> Part | None:
+    def find(audited: AuditedSteps) -> Part | None:
         own = [
-            p for p in watched.products if p.format not in WIDE and any(s.split(":")[0] in kinds for s in p.problems)
+            p for p in audited.products if p.format not in WIDE and any(s.split(":")[0] in kinds for s in p.problems)
         ]
         if not own:
             return None
         problem = next(s for s in own[0].problems if s.split(":")[0] in kinds)
         detail = f"most of it: {own[0].op} in {own[0].module} ({own[0].phase}), {problem}"
         flops = sum(p.flops for p in own)
-        whole = watched.flops or 1
+        whole = audited.flops or 1
         gain = f"{flops / whole:.1%} of the step's product FLOPs would run in kernels with full-width loads"
         return Part([p.module for p in own], detail, flops, gain=gain)
 
     return find
 
 
-def _off_tensor_cores(watched: AuditedSteps) -> Part | None:
-    own = [p for p in watched.products if p.eligible and p.format not in WIDE and p.on_tensor_cores is False]
+def _off_tensor_cores(audited: AuditedSteps) -> Part | None:
+    own = [p for p in audited.products if p.eligible and p.format not in WIDE and p.on_tensor_cores is False]
     if not own:
         return None
     detail = f"most of it: {own[0].op} in {own[0].module} ran {', '.join(own[0].kernels)}"
@@ -171,8 +171,8 @@ def _off_tensor_cores(watched: AuditedSteps) -> Part | None:
 # --- casts -------------------------------------------------------------------------------------------------------------------
 
 
-def _needless_trips(watched: AuditedSteps) -> Part | None:
-    own = [t for t in watched.trips if t.needless]
+def _needless_trips(audited: AuditedSteps) -> Part | None:
+    own = [t for t in audited.trips if t.needless]
     if not own:
         return None
     detail = f"{sum(t.count for t in own)} times; most of it: {own[0].formats} in {own[0].module} ({own[0].phase})"
@@ -181,9 +181,9 @@ def _needless_trips(watched: AuditedSteps) -> Part | None:
     )
 
 
-def _cast_again(watched: AuditedSteps) -> Part | None:
+def _cast_again(audited: AuditedSteps) -> Part | None:
     groups: dict[tuple[int, str, int], list[TracedOperation]] = defaultdict(list)
-    for one in watched.seen:
+    for one in audited.seen:
         if one.cast is not None and one.cast.of == "weight" and one.reads_parameter and one.phase == "forward":
             calls = one.noted.entry.calls
             groups[one.cast.storage, one.cast.target, id(calls[-1])].append(one)
@@ -195,26 +195,26 @@ def _cast_again(watched: AuditedSteps) -> Part | None:
     return Part([one.module for one in again], detail, bytes=sum(one.bytes for one in again), lines=lines, always=True)
 
 
-def _many_casts(watched: AuditedSteps) -> Part | None:
-    own = [one for one in watched.seen if one.cast is not None]
+def _many_casts(audited: AuditedSteps) -> Part | None:
+    own = [one for one in audited.seen if one.cast is not None]
     size = sum(one.bytes for one in own)
-    if not watched.bytes or size < MUCH_CAST * watched.bytes:
+    if not audited.bytes or size < MUCH_CAST * audited.bytes:
         return None
     by_module: Counter[str] = Counter()
     size_left = size / 2
     for one in own:
         by_module[one.module] += one.bytes
     order: list[str] = []
-    for module, moved in by_module.most_common():  # those that make up half of it
+    for module, moved in by_module.most_common():  # the modules that make up half of it
         order.append(module)
         size_left -= moved
         if size_left <= 0:
             break
-    return Part(order, f"{len(own)} casts move {size / watched.bytes:.0%} of all bytes, most in {order[0]}", bytes=size)
+    return Part(order, f"{len(own)} casts move {size / audited.bytes:.0%} of all bytes, most in {order[0]}", bytes=size)
 
 
-def _promoted(watched: AuditedSteps) -> Part | None:
-    own = [one for one in watched.seen if one.promotes]
+def _promoted(audited: AuditedSteps) -> Part | None:
+    own = [one for one in audited.seen if one.promotes]
     if not own:
         return None
     detail = f"{own[0].op} in {own[0].module} mixes {' and '.join(own[0].inputs)}, so its result is FP32"
@@ -225,8 +225,8 @@ def _promoted(watched: AuditedSteps) -> Part | None:
 # --- accuracy ----------------------------------------------------------------------------------------------------------------
 
 
-def _no_masters(watched: AuditedSteps) -> Part | None:
-    updates = [one for one in watched.seen if one.noted.stepping and one.cast is None and one.reads_parameter]
+def _no_masters(audited: AuditedSteps) -> Part | None:
+    updates = [one for one in audited.seen if one.noted.stepping and one.cast is None and one.reads_parameter]
     own = [one for one in updates if one.outputs[:1] and one.outputs[0] in _HALF] or [
         one for one in updates if not one.outputs and one.inputs[:1] and one.inputs[0] in _HALF
     ]
@@ -237,10 +237,10 @@ def _no_masters(watched: AuditedSteps) -> Part | None:
     return Part([], detail, bytes=sum(one.bytes for one in own), gain=gain, always=True)
 
 
-def _sensitive(watched: AuditedSteps) -> Part | None:
+def _sensitive(audited: AuditedSteps) -> Part | None:
     own = [
         one
-        for one in watched.seen
+        for one in audited.seen
         if one.phase == "forward"
         and one.product is None
         and not one.noted.stepping
@@ -273,7 +273,7 @@ RULES: tuple[FindingRule, ...] = (
     FindingRule(
         "A103",
         "a module leaves autocast",
-        "take the module out of fp32_modules, or its autocast(enabled=False) away, if FP32 is not needed there",
+        "remove the module from fp32_modules, or its autocast(enabled=False), if FP32 is not needed there",
         _wide("excluded"),
     ),
     FindingRule(
@@ -299,7 +299,7 @@ RULES: tuple[FindingRule, ...] = (
         "A107",
         "products in FP64",
         "find where float64 comes in (numpy arrays, torch.set_default_dtype) and cast to float32 there",
-        lambda watched: _always(_wide("float64")(watched)),
+        lambda audited: _always(_wide("float64")(audited)),
     ),
     FindingRule(
         "A201",
@@ -328,7 +328,7 @@ RULES: tuple[FindingRule, ...] = (
     FindingRule(
         "A301",
         "casts that are taken back",
-        "leave out both casts, or make one around all of the code between",
+        "drop both casts, or cast once around all of the code between",
         _needless_trips,
     ),
     FindingRule(
@@ -364,7 +364,7 @@ RULES: tuple[FindingRule, ...] = (
     FindingRule(
         "A501",
         "eligible products ran without Tensor Cores",
-        "look at the kernel's name in the record; check the library versions and torch.backends settings",
+        "read the kernel's name in the record; check the library versions and torch.backends settings",
         _off_tensor_cores,
     ),
 )

@@ -1,13 +1,13 @@
-"""Take from torch's profiler which kernels the products of a step really ran, as proof that Tensor Cores did the work.
+"""Read from torch's profiler which kernels the products of a step really ran, as proof that Tensor Cores did the work.
 
-The profiler numbers every operation that the host calls and every kernel that follows from it. The products that the
-trace saw and those that the profiler saw are the same ones in the same order, so the n-th ``mm`` of one is the n-th of the
-other. Whether a kernel uses Tensor Cores is read from its name: NVIDIA's libraries put the instruction's tile into it
-(``s16816``, ``h884``), or the class of kernel (``tensorop``, ``xmma``, ``wgmma``, ``nvjet``, flash attention). CUTLASS 3 names
+The profiler numbers every operation that the host calls and links every kernel to its operation. The trace and the profile
+contain the same products in the same order, so the n-th ``mm`` of one is the n-th of the other. Whether a kernel uses Tensor Cores
+is read from its name: NVIDIA's libraries put the instruction's tile into it (``s16816``, ``h884``), or the class of kernel
+(``tensorop``, ``xmma``, ``wgmma``, ``nvjet``, flash attention). CUTLASS 3 names
 the instruction (``Gmma`` on Hopper, ``Umma`` or ``tcgen05`` on Blackwell), AMD's libraries the matrix instruction's tile
 (``_MI32x32x8``) or its class (``mfma``, ``wmma``), and torch.compile calls its own templates of products ``triton_tem_``.
 
-A kernel whose name has none of these words counts as one without: a library to come may name its kernels otherwise.
+A kernel whose name has none of these words counts as one without Tensor Cores; a future library may use other names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def uses_tensor_cores(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel that ran for one operation."""
+    """A kernel that ran for one operation."""
 
     op: str
     """The operation, as the profiler names it (``aten::mm``)."""
@@ -50,26 +50,26 @@ class Launch:
 
 
 class KernelWatch:
-    """Profile a device while a step runs."""
+    """A profile of a device while a step runs."""
 
     def __init__(self) -> None:
         self._profiler: Any = None
 
     def start(self) -> None:
-        """Begin; what ran before is forgotten."""
+        """Start profiling; discard an earlier profile."""
         self.drop()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.__enter__()
 
     def drop(self) -> None:
-        """End without a result."""
+        """Stop and discard the profile."""
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
             self._profiler = None
 
     def stop(self) -> list[Launch]:
-        """End and return the kernels that ran."""
+        """Stop and return the kernels that ran."""
         if self._profiler is None:
             return []
         torch.cuda.synchronize()
@@ -91,7 +91,7 @@ def launches(events: Iterable[Any]) -> list[Launch]:
 def calls(events: Iterable[Any]) -> Iterator[tuple[Any, int]]:
     """Yield every call of an operation in a profile, with its number among the calls of that operation.
 
-    A dispatch mode that is on calls each operation a second time, inside the first.
+    An active dispatch mode calls each operation a second time, inside the first.
     """
     numbers: dict[str, int] = defaultdict(int)
     for event in sorted(events, key=lambda e: e.time_range.start):
@@ -108,7 +108,7 @@ def _kernels_below(event: Any) -> list[Any]:
 
 
 def totals(found: Sequence[Launch], seen: Sequence[TracedOperation]) -> list[Kernel]:
-    """Return the kernels of the products in ``seen``, the longest first."""
+    """Return the kernels of the products in ``seen``, the longest-running first."""
     names = {_called(one) for one in seen if one.product is not None}
     times: dict[str, list[float]] = defaultdict(list)
     for launch in found:

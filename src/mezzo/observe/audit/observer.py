@@ -23,7 +23,7 @@ from mezzo.records import AuditRecord, Reason, RunRecord
 
 
 class Audit(Observer):
-    """Trace chosen steps of a run."""
+    """An observer that traces chosen steps of a run."""
 
     def __init__(self, settings: AuditSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
@@ -36,15 +36,15 @@ class Audit(Observer):
         self._launches: list[kernels.Launch] = []
 
     def begin(self, step: int) -> None:
-        """Enter the tracer."""
+        """Start the tracer."""
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer, self._marked = Tracer(formats, device_type=device_type, flags=self.run), 0
-        self._tracer.start(told_of_steps=True)
+        self._tracer.start(stepping_is_called=True)
         self._watch_kernels()
 
     def stepping(self) -> None:
-        """Let the tracer tell the operations of an update apart."""
+        """Tell the tracer that the following operations belong to an update."""
         if self._tracer is not None:
             self._tracer.stepping(True)
 
@@ -55,24 +55,24 @@ class Audit(Observer):
         super().updated(optimizer)
 
     def restart(self) -> None:
-        """Forget what was seen."""
+        """Discard what was recorded."""
         assert self._tracer is not None
         self._tracer.turn(len(self._tracer.trace.operations))
         self._watch_kernels()
 
     def mark(self) -> None:
-        """Record that what was seen until now belongs to the step."""
+        """Mark everything recorded so far as belonging to the step."""
         assert self._tracer is not None
         self._marked = len(self._tracer.trace.operations)
 
     def turn(self, step: int) -> None:
-        """Keep the step and go on with the next one."""
+        """Keep the step and continue with the next one."""
         assert self._tracer is not None
         self._keep(self._tracer.turn(self._marked))
         self._marked = 0
 
     def end(self) -> None:
-        """Leave the tracer and keep the step."""
+        """Stop the tracer and keep the step."""
         assert self._tracer is not None
         self._tracer.stop()
         self._launches += self._kernels.stop()
@@ -80,7 +80,7 @@ class Audit(Observer):
         self._tracer = None
 
     def record(self, run: RunRecord) -> AuditRecord:
-        """Return what was seen."""
+        """Return the record of the audited steps."""
         names = Names([*self.run.roots, *self._roots])
         steps = [understand(trace, names, self._weights) for trace in self._traces[: len(self.watched)]]
         audited = audit_record(
@@ -105,7 +105,9 @@ class Audit(Observer):
     def _keep(self, trace: Trace) -> None:
         self._traces.append(trace)
         self._roots.update(trace.roots)
-        self._weights |= weights_of(self._roots, self.run.optimizers)  # now: the script may end without them
+        self._weights |= weights_of(
+            self._roots, self.run.optimizers
+        )  # now, because the script may drop them before it ends
 
     def _watch_kernels(self) -> None:
         if self.run.device_type == "cuda":
@@ -123,16 +125,16 @@ def audit_record(
     launches: Sequence[kernels.Launch],
     forced_eager: bool,
 ) -> AuditRecord:
-    """Return the record of watched steps.
+    """Return the record of observed steps.
 
     Args:
         run: the run that the steps are part of.
         numbers: the steps' numbers.
         steps: the operations of each.
         names: gives modules their paths.
-        policy: what the run is under; None for the script's own precision.
+        policy: the run's policy; None for the script's own precision.
         device_type: torch's device type that the model ran on.
-        launches: the kernels that ran, in order; empty where no profiler looked.
+        launches: the kernels that ran, in order; empty if no profiler ran.
         forced_eager: whether compiled code was run eagerly.
     """
     seen = [one for step in steps for one in step]
@@ -169,10 +171,10 @@ def _notes(device_type: str, *, forced_eager: bool, profiled: bool) -> list[Reas
         why = (
             "operations inside compiled kernels belong to no module; compiled code may fuse casts that are listed here"
         )
-        notes.append(Reason(what="torch.compile", value="watched steps ran eagerly", reason=why))
+        notes.append(Reason(what="torch.compile", value="audited steps ran eagerly", reason=why))
     if device_type != "cuda":
         why = f"the model ran on {device_type}; what the operations' shapes allow is judged, not what a GPU ran"
-        notes.append(Reason(what="kernels", value="not looked at", reason=why))
+        notes.append(Reason(what="kernels", value="not recorded", reason=why))
     elif not profiled:
-        notes.append(Reason(what="kernels", value="not looked at", reason="the profiler returned no kernel"))
+        notes.append(Reason(what="kernels", value="not recorded", reason="the profiler returned no kernel"))
     return notes

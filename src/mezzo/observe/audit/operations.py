@@ -1,13 +1,13 @@
-"""Work out what the noted operations of a step mean: module, phase, format, FLOPs, bytes, and where their values came from.
+"""Interpret the recorded operations of a step: module, phase, format, FLOPs, bytes, and the origin of their values.
 
-Phases are ``forward``, ``recompute`` (a forward pass made again by activation checkpointing), ``dgrad`` and ``wgrad``
-(gradients with respect to activations and to weights) and ``optimizer`` (everything after the last backward pass that
-no module does: unscaling, clipping, the update).
+Phases are ``forward``, ``recompute`` (a forward pass repeated by activation checkpointing), ``dgrad`` and ``wgrad``
+(gradients with respect to activations and to weights) and ``optimizer`` (everything after the last backward pass outside
+modules: unscaling, clipping, the update).
 
-Which of a product's two gradients an operation computes shows in its operands: the gradient of the input reads the
-weight, the gradient of the weight does not. Weights are known by their storage, and so are their casts. Other
+The operands show which of a product's two gradients an operation computes: the gradient of the input reads the
+weight, the gradient of the weight does not. Weights and their casts are identified by their storage. Other
 operations of a backward pass count as ``wgrad`` if their first result, cast or not, is added to a parameter's gradient; the
-rest counts as ``dgrad``, also a norm's backward kernel, which computes both.
+rest counts as ``dgrad``, including a norm's backward kernel, which computes both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AFTER = ("_backward_data", "_backward", "_forward", "_with_flatten")
 
 
 def listed_precision(op: str) -> str:
-    """Return in which precision the op lists put the operation that torch's dispatcher calls ``op``; ``follow`` for unlisted ones."""
+    """Return the precision that the op lists give the dispatcher operation ``op``; ``follow`` for unlisted ones."""
     name = op.strip("_")
     for before in _BEFORE:
         name = name.removeprefix(before)
@@ -43,7 +43,7 @@ def listed_precision(op: str) -> str:
 
 @dataclass
 class TracedOperation:
-    """One operation with its meaning."""
+    """A recorded operation, interpreted."""
 
     op: str
     module: str
@@ -59,7 +59,7 @@ class TracedOperation:
     reads_parameter: bool = False
     cast: Cast | None = None
     promoted_in: str = ""
-    """The module that mixed 16-bit and FP32 operands, of a value that this product reads."""
+    """The module that mixed 16-bit and FP32 operands to make a value that this product reads."""
     promotes: bool = False
     """Whether 16-bit and FP32 operands give an FP32 result here."""
 
@@ -74,21 +74,21 @@ class Cast:
     of: Literal["weight", "activation", "gradient"]
     """``weight``, ``activation`` or ``gradient``."""
     storage: int
-    """Where the value that is cast lies."""
+    """The address of the value that is cast."""
     back_to: TracedOperation | None = None
-    """The cast that this one takes back, if the value came from this format."""
+    """The cast that this one undoes, if the value came from this format."""
     needless: bool = False
     """Whether nothing between the two casts needs the other format."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the format's name, or the dtype's where it holds no floating-point numbers."""
+    """Return the format's name, or the dtype's if it is not a floating-point one."""
     known = format_of(dtype)
     return known.name if known is not None else str(dtype).removeprefix("torch.")
 
 
 def understand(trace: Trace, names: Names, parameters: set[int]) -> list[TracedOperation]:
-    """Return the meaning of what was noted in one step; ``parameters`` are the storages that hold weights."""
+    """Return the interpreted operations of one step; ``parameters`` are the storages that hold weights."""
     return list(_Reader(trace, names, parameters).read())
 
 
@@ -99,7 +99,7 @@ class _Reader:
         self._trace, self._names = trace, names
         self._parameters = parameters
         self._weights = set(parameters)
-        """Storages that hold weights, or weights cast to another format."""
+        """Storages of weights, and of weights cast to another format."""
         self._weight_nodes: set[int] = set()
         self._flow = _Flow(self._parameters)
         self._makers: dict[int, Entry] = {}
@@ -120,7 +120,7 @@ class _Reader:
             yield from parts
 
     def _parts(self, index: int, noted: Noted) -> Iterator[TracedOperation]:
-        """Yield the operation, as two where it computes both gradients of a product."""
+        """Yield the operation, as two if it computes both gradients of a product."""
         entry = self._owner(noted)
         op, product = noted.func.overloadpacket.__name__, noted.product
         size = sum(meta[2] for meta in (*noted.ins, *noted.outs))
@@ -161,7 +161,7 @@ class _Reader:
     # --- phase -----------------------------------------------------------------------------------------------------------------
 
     def _shares(self, index: int, noted: Noted, op: str) -> list[tuple[Phase, int]]:
-        """Return the phases of an operation, each with the number of equal parts that its FLOPs fall into."""
+        """Return the phases of an operation, each with its number of equal shares of the FLOPs."""
         node = noted.node
         if node is None:
             updates = noted.stepping or (index > self._last_backward and noted.entry is NOWHERE)
@@ -180,7 +180,7 @@ class _Reader:
         return [("wgrad" if node.number in self._weight_nodes else "dgrad", 1)]
 
     def _follow_weights(self, noted: Noted) -> None:
-        """Keep account of which storages hold weights."""
+        """Update the set of storages that hold weights."""
         product = noted.product
         reads = any(meta[0] in self._weights for meta in noted.ins)
         if product is not None and reads and (noted.node is None or noted.again):
@@ -207,7 +207,7 @@ class _Reader:
 
 @dataclass
 class _Came:
-    """Where a value came from: the cast that gave it its format."""
+    """The origin of a value: the cast that gave it its format."""
 
     source: str
     format: str
@@ -217,7 +217,7 @@ class _Came:
 
 
 class _Flow:
-    """The values of a step: which were cast, and which became FP32 because they met FP32."""
+    """The values of a step: which were cast, and which became FP32 by promotion."""
 
     def __init__(self, parameters: set[int]) -> None:
         self._parameters = parameters
@@ -225,7 +225,7 @@ class _Flow:
         self._promoted: dict[int, str] = {}
 
     def follow(self, seen: TracedOperation) -> None:
-        """Take an operation's effect on where its results came from."""
+        """Record the origin of an operation's results."""
         noted, backward = seen.noted, seen.phase in _BOTH
         promoted = [self._promoted[m[0]] for m in noted.ins if m[0] in self._promoted]
         came = [self._came[m[0]] for m in noted.ins if m[0] in self._came]
@@ -244,7 +244,7 @@ class _Flow:
             self._promoted[noted.outs[0][0]] = promoted_in or seen.module
 
     def forget(self, noted: Noted) -> None:
-        """Forget what lay in the memory that an operation writes: it may be another value's by now."""
+        """Discard what is known of the memory that an operation writes: it may hold another value by now."""
         for meta in noted.outs:
             self._came.pop(meta[0], None)
             self._promoted.pop(meta[0], None)
@@ -254,7 +254,7 @@ class _Flow:
         if earlier is not None:
             cast.back_to, cast.needless = earlier.cast, not earlier.needed
         elif cast.of != "weight":
-            # Only the script's own casts can be left out; a backward pass casts because its forward pass did.
+            # Only the script's own casts can be dropped; a backward pass casts because its forward pass did.
             needed = backward or seen.noted.by_policy
             return {seen.noted.outs[0][0]: _Came(cast.source, cast.target, seen, backward, needed)}
         return {}
@@ -269,7 +269,7 @@ class _Flow:
         return {first[0]: _Came(earlier.source, made, earlier.cast, backward, needed)}
 
     def _alone(self, noted: Noted, cast: TracedOperation) -> bool:
-        """Return whether all values that an operation reads, parameters left out, come from one cast."""
+        """Return whether all values that an operation reads, other than parameters, come from one cast."""
         others = (m for m in _floats(noted) if m[0] not in self._parameters)
         return all(m[0] in self._came and self._came[m[0]].cast is cast for m in others)
 
@@ -280,7 +280,7 @@ _BOTH: tuple[Phase, Phase] = ("dgrad", "wgrad")
 def _to_parameters(operations: list[Noted]) -> set[int]:
     """Return the indices of the operations of backward passes whose first result becomes a parameter's gradient.
 
-    Read backwards, from what is added to gradients to where it was made, through casts and copies.
+    The trace is read backwards, from what is added to gradients to where it was made, through casts and copies.
     """
     gradients: set[int] = set()
     found: set[int] = set()
@@ -300,7 +300,7 @@ def _to_parameters(operations: list[Noted]) -> set[int]:
 
 
 def _dtypes(metas: list[Meta]) -> tuple[str, ...]:
-    """Return the formats without repetition: lists of tensors repeat the same ones."""
+    """Return the formats, each once: lists of tensors repeat the same ones."""
     return tuple(dict.fromkeys(dtype_name(meta[1]) for meta in metas))
 
 

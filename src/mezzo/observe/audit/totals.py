@@ -1,4 +1,4 @@
-"""Add the operations of watched steps up to the tables of an audit's record."""
+"""Sum the operations of observed steps into the tables of an audit's record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _grouped(
 
 
 def operations(seen: Sequence[TracedOperation]) -> list[Operation]:
-    """Return all operations, equal ones together, in the order in which they first ran."""
+    """Return all operations, equal ones merged, in the order in which they first ran."""
 
     def key(one: TracedOperation) -> Hashable:
         return one.op, one.module, one.phase, one.inputs, one.outputs, one.format
@@ -59,7 +59,7 @@ def flops_by_phase(seen: Sequence[TracedOperation]) -> dict[str, dict[str, int]]
 
 
 def casts(seen: Sequence[TracedOperation]) -> list[CastTotal]:
-    """Return all casts, equal ones together, the largest first."""
+    """Return all casts, equal ones merged, the largest first."""
 
     def key(one: TracedOperation) -> Hashable:
         assert one.cast is not None
@@ -84,7 +84,7 @@ def casts(seen: Sequence[TracedOperation]) -> list[CastTotal]:
 
 
 def round_trips(seen: Sequence[TracedOperation]) -> list[RoundTrip]:
-    """Return all casts that a later cast takes back, by the module of the first, the largest first."""
+    """Return all casts that a later cast undoes, by the module of the first, the largest first."""
 
     def key(one: TracedOperation) -> Hashable:
         cast = one.cast
@@ -128,7 +128,7 @@ def wide_products(
                 key = one.op, one.format, why, one.noted.line
                 modules.setdefault(one.module, key)
                 totals[key] += one.flops + backward.pop(one.product.number, (0, ""))[0]
-        for flops, module in backward.values():  # of a gradient that is differentiated once more
+        for flops, module in backward.values():  # of a gradient that is differentiated again
             if module in modules:
                 totals[modules[module]] += flops
     found = [
@@ -139,7 +139,7 @@ def wide_products(
 
 
 def _backward_flops(step: Sequence[TracedOperation]) -> dict[int, tuple[int, str]]:
-    """Return the FLOPs of the wide products of backward passes, and their module, by the number of their node of the graph."""
+    """Return the FLOPs of the wide products of backward passes, and their module, by the number of their graph node."""
     totals: dict[int, tuple[int, str]] = {}
     for one in step:
         if one.phase not in _FORWARD and one.noted.node is not None and is_wide(one):
@@ -149,7 +149,7 @@ def _backward_flops(step: Sequence[TracedOperation]) -> dict[int, tuple[int, str
 
 
 def products(seen: Sequence[TracedOperation]) -> list[Product]:
-    """Return all products by shape, as a Tensor Core sees them, the largest first."""
+    """Return all products by the shape that a Tensor Core works on, the largest first."""
     groups: dict[Hashable, Product] = {}
     for one in seen:
         shape = shape_of(one) if one.product is not None else None

@@ -1,4 +1,4 @@
-"""What one run of a fallback search tells the next: values that pass between processes as JSON. Imports no torch."""
+"""What one run of a fallback search passes to the next: values that travel between processes as JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mezzo.observe.settings import FallbackSettings
 from mezzo.records import ModuleError, RunRecord, Value
 
 _OVERFLOWS = (NonFiniteLossError.exit_code, ScaleFloorError.exit_code)
-_TOP_EXPONENT = 14  # a quarter of FP16's largest number: other batches have other gradients
+_TOP_EXPONENT = 14  # a quarter of FP16's largest number, because gradients vary between batches
 
 
 class LocalError(ModuleError):
-    """The error that one module makes by itself, and what else the search needs."""
+    """The error that one module makes on its own, and what else the search needs."""
 
     largest: float = 0.0
     """The largest magnitude of a gradient at its outputs, inputs and weights."""
 
     @property
     def own(self) -> float:
-        """Return the largest of its errors, 0 where none could be measured; infinite for NaN."""
+        """Return the largest of its errors: 0 if none could be measured, infinite for NaN."""
         found = [error for error in (self.output, self.dgrad, self.wgrad) if error is not None]
         return max((math.inf if math.isnan(error) else error for error in found), default=0.0)
 
@@ -39,30 +39,30 @@ class StepErrors(Value):
 
 
 class Measured(Value):
-    """What one run measured."""
+    """The measurements of one run."""
 
     local: list[LocalError] = []
     steps: list[StepErrors] = []
-    """Against the reference; in the reference itself 0, or infinite for a gradient that is not finite."""
+    """Errors against the reference; in the reference itself 0, or infinite for a non-finite gradient."""
     problem: str = ""
-    """What keeps the gradients of this run from being compared."""
+    """Why the gradients of this run cannot be compared."""
 
 
 def fitting_scale(largest: float, most: float) -> float:
-    """Return the largest power of two, at most ``most``, that leaves gradients up to ``largest`` a quarter of FP16's range."""
+    """Return the largest power of two, at most ``most``, that keeps gradients up to ``largest`` in a quarter of FP16's range."""
     if not 0 < largest < math.inf:
         return most
     return min(most, 2.0 ** (_TOP_EXPONENT - math.ceil(math.log2(largest))))
 
 
 def read_measured(settings: FallbackSettings) -> Measured:
-    """Return what the run of ``settings`` measured; nothing where it ended before."""
+    """Return what the run of ``settings`` measured; empty if the run ended before."""
     path = Path(settings.folder) / f"{settings.name}.measured.json"
     return Measured.model_validate_json(path.read_text(encoding="utf-8")) if path.is_file() else Measured()
 
 
 def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Measured:
-    """Refuse a run that shows nothing; one in lower precision may fail for what is searched."""
+    """Raise for a run that shows nothing, unless it ran in lower precision: that may fail for the cause searched for."""
     if measured.problem:
         raise ScriptError(
             f"the gradients of {run.script} cannot be compared between precisions: {measured.problem}",

@@ -1,11 +1,11 @@
-"""Find the modules that have to stay in FP32: from a way to run a few training steps to a verdict.
+"""Find the modules that must stay in FP32, given a way to run a few training steps.
 
 The order of runs: the FP32 reference, the FP32 noise run, the policy with nothing kept, then the search, then the set on
-all batches. The tolerance stands for the format: forty units of roundoff, which is what a hundred healthy layers in a
-row stay well below and one that loses its values goes far beyond.
+all batches. The tolerance depends on the format: forty units of roundoff. A hundred healthy layers in a
+row stay well below that, and one that loses its values goes far beyond.
 
-A run begins with the loss scale that dynamic scaling would come to for what is not kept, from the gradients of the
-reference: a set is judged by what it loses, not by the first steps' search for a scale.
+A run starts with the loss scale at which dynamic scaling would settle for the modules that are not kept, computed from the
+reference's gradients: a set is judged by what it loses, not by the search for a scale in the first steps.
 
 Imports no torch.
 """
@@ -30,8 +30,8 @@ from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, RunRecord, Verification
 
 _MOST = 0.5
-_NOISE_SHARE = 0.25  # of the tolerance: what FP32 itself may move a gradient by for it to be judged
-_DEAR = 0.1  # of the FLOPs: a container with more is opened, where parts of it will do
+_NOISE_SHARE = 0.25  # of the tolerance: a gradient that FP32 noise moves by more is not judged
+_EXPENSIVE = 0.1  # of the FLOPs: a container with more is opened if parts of it suffice
 _LISTED = 200
 
 
@@ -39,12 +39,12 @@ class Measure(Protocol):
     """A function that runs a few training steps under a policy."""
 
     def __call__(self, policy: Policy, settings: FallbackSettings) -> tuple[Measured, RunRecord]:
-        """Return what was measured, and the record of the run."""
+        """Return the measurements and the record of the run."""
         ...
 
 
 @dataclass(kw_only=True)
-class Hunt:
+class SearchState:
     """The state of a search for modules."""
 
     policy: Policy
@@ -59,7 +59,7 @@ class Hunt:
     noise: float = 0.0
     trials: list[Verification] = field(default_factory=list)
     operations: Names = ()
-    """Operations, or families of them, that have to be in FP32, where no set of modules helps."""
+    """Operations, or families of them, that must run in FP32 if no set of modules helps."""
 
 
 def default_tolerance(policy: Policy) -> float:
@@ -78,16 +78,16 @@ def find(
     fresh: int = 2,
     note: Callable[[str], None] = lambda _: None,
 ) -> FallbackRecord:
-    """Return which modules have to stay in FP32 under ``policy``.
+    """Return which modules must stay in FP32 under ``policy``.
 
     Args:
         measure: runs the first steps of the training, the same ones each time.
-        policy: what is judged; modules that it keeps already stay kept.
-        folder: where runs leave what they measured.
-        tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
-        command: gives what to type for a command under a policy.
+        policy: the policy to judge; modules that it keeps already stay kept.
+        folder: where runs write their measurements.
+        tolerance: the largest relative error of a parameter's gradient that passes; None for the format's default.
+        command: returns the command line for a command under a policy.
         fresh: how many more batches the set is checked on.
-        note: is told what happens.
+        note: called with each line of progress.
 
     Raises:
         PolicyError: the policy computes nothing below FP32.
@@ -95,7 +95,7 @@ def find(
         ScriptError: the training cannot be run, or its gradients cannot be compared.
     """
     _check(policy, tolerance, fresh)
-    hunt = Hunt(
+    state = SearchState(
         policy=policy,
         tolerance=default_tolerance(policy) if tolerance is None else tolerance,
         measure=measure,
@@ -104,15 +104,15 @@ def find(
         note=note,
         command=command,
     )
-    verdict, reason, kept, run = _judge(hunt)
-    return _record(hunt, run, verdict, reason, kept)
+    verdict, reason, kept, run = _judge(state)
+    return _record(state, run, verdict, reason, kept)
 
 
 def _check(policy: Policy, tolerance: float | None, fresh: int) -> None:
     if not policy.lowers:
         raise PolicyError(
             f"policy {policy!s} computes everything in FP32 or TF32; there is nothing to keep in FP32",
-            hint="judge a policy that lowers, as fp16, bf16 or fp8",
+            hint="choose a policy that lowers, such as fp16, bf16 or fp8",
         )
     if tolerance is not None and not 0 < tolerance < 1:
         raise SessionError(
@@ -126,12 +126,12 @@ def _check(policy: Policy, tolerance: float | None, fresh: int) -> None:
 Judged = tuple[FallbackVerdict, str, Names, RunRecord]
 
 
-def _judge(hunt: Hunt) -> Judged:
-    hunt.note("FP32, every module by itself")
-    settings = FallbackSettings(steps=hunt.steps, policy=hunt.policy, folder=hunt.folder)
-    reference, run = hunt.measure(Policy.parse("fp32"), settings)
-    hunt.local = _ranked(reference.local, hunt.policy)
-    hunt.steps = tuple(step.step for step in reference.steps)
+def _judge(state: SearchState) -> Judged:
+    state.note("FP32, every module by itself")
+    settings = FallbackSettings(steps=state.steps, policy=state.policy, folder=state.folder)
+    reference, run = state.measure(Policy.parse("fp32"), settings)
+    state.local = _ranked(reference.local, state.policy)
+    state.steps = tuple(step.step for step in reference.steps)
     broken = sorted(name for step in reference.steps for name, error in step.errors.items() if error != 0)
     if broken:
         return (
@@ -143,122 +143,122 @@ def _judge(hunt: Hunt) -> Judged:
     if not reference.steps or not reference.steps[0].errors:
         raise ScriptError(
             f"{run.script} calls no module whose parameters get gradients, so there is none to keep in FP32",
-            hint=f"call the model as model(x), not as model.forward(x): {hunt.policy.name} lowers nothing outside modules either",
+            hint=f"call the model as model(x), not as model.forward(x): {state.policy.name} lowers nothing outside modules either",
         )
-    unsteady = _judge_noise(hunt)
+    unsteady = _judge_noise(state)
     if unsteady:
         return "not repeatable", unsteady, (), run
-    verdict, reason, kept = _searched(hunt)
+    verdict, reason, kept = _searched(state)
     return verdict, reason, kept, run
 
 
-def _judge_noise(hunt: Hunt) -> str:
-    """Find out which gradients FP32 itself determines; return why none can be judged, or nothing."""
-    hunt.note("FP32 again, rounded another way")
-    settings = FallbackSettings(role="noise", steps=hunt.steps, folder=hunt.folder, name="noise")
-    noisy, _ = hunt.measure(Policy.parse("fp32"), settings)
+def _judge_noise(state: SearchState) -> str:
+    """Find the gradients that FP32 itself determines; return why none can be judged, or an empty text."""
+    state.note("FP32 again, rounded another way")
+    settings = FallbackSettings(role="noise", steps=state.steps, folder=state.folder, name="noise")
+    noisy, _ = state.measure(Policy.parse("fp32"), settings)
     worst: dict[str, float] = {}
     for step in noisy.steps:
         for name, error in step.errors.items():
             worst[name] = max(worst.get(name, 0.0), error)
-    limit = _NOISE_SHARE * hunt.tolerance
-    hunt.ignored = {name: error for name, error in worst.items() if not error <= limit}
-    hunt.noise = max((error for name, error in worst.items() if name not in hunt.ignored), default=0.0)
+    limit = _NOISE_SHARE * state.tolerance
+    state.ignored = {name: error for name, error in worst.items() if not error <= limit}
+    state.noise = max((error for name, error in worst.items() if name not in state.ignored), default=0.0)
     if not worst:
         return "a second run in FP32 has no gradients to compare"
-    if 2 * len(hunt.ignored) <= len(worst):
+    if 2 * len(state.ignored) <= len(worst):
         return ""
-    name = max(hunt.ignored, key=lambda n: hunt.ignored[n])
+    name = max(state.ignored, key=lambda n: state.ignored[n])
     return (
-        f"a second run in FP32, each output moved by its last bit, changes {len(hunt.ignored)} of {len(worst)} gradients by "
-        f"more than {limit:.2g} ({name}: {hunt.ignored[name]:.2g}): no two runs see the same data and random numbers, "
+        f"a second run in FP32, each output moved by its last bit, changes {len(state.ignored)} of {len(worst)} gradients by "
+        f"more than {limit:.2g} ({name}: {state.ignored[name]:.2g}): no two runs see the same data and random numbers, "
         "or the training is that unstable; precision cannot be judged"
     )
 
 
-def _searched(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
-    names = [local.module for local in hunt.local if not local.unnamed]
-    costs = {local.module: float(local.flops) for local in hunt.local}
-    whole = _whole(hunt)
-    first = search(names, lambda kept: _verify(hunt, kept), tolerance=hunt.tolerance, costs=costs, whole=whole)
+def _searched(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
+    names = [local.module for local in state.local if not local.unnamed]
+    costs = {local.module: float(local.flops) for local in state.local}
+    whole = _whole(state)
+    first = search(names, lambda kept: _verify(state, kept), tolerance=state.tolerance, costs=costs, whole=whole)
     if first.kept is None:
-        return _elsewhere(hunt)
-    if len(hunt.steps) < 2:
-        return _found(hunt, first.kept, "no fresh batch was there to check the set on")
-    error = _verify(hunt, first.kept, all_steps=True)
-    if error <= hunt.tolerance:
-        return _found(hunt, first.kept, f"checked on {len(hunt.steps) - 1} fresh batches")
-    hunt.note("a fresh batch needs more: the search goes on over all batches")
+        return _elsewhere(state)
+    if len(state.steps) < 2:
+        return _found(state, first.kept, "there was no fresh batch to check the set on")
+    error = _verify(state, first.kept, all_steps=True)
+    if error <= state.tolerance:
+        return _found(state, first.kept, f"checked on {len(state.steps) - 1} fresh batches")
+    state.note("a fresh batch needs more: the search continues over all batches")
     known = {tuple(first.kept): error}
 
     def verify(kept: Names) -> float:
-        return known[kept] if kept in known else _verify(hunt, kept, all_steps=True)
+        return known[kept] if kept in known else _verify(state, kept, all_steps=True)
 
-    again = search(names, verify, tolerance=hunt.tolerance, costs=costs, base=first.kept, whole=whole)
+    again = search(names, verify, tolerance=state.tolerance, costs=costs, base=first.kept, whole=whole)
     if again.kept is None:
-        return _elsewhere(hunt)
+        return _elsewhere(state)
     return _found(
-        hunt, again.kept, f"searched on {len(hunt.steps)} batches, since the set of the first failed on another"
+        state, again.kept, f"searched on {len(state.steps)} batches, since the set of the first failed on another"
     )
 
 
-_CHANGED_NOTHING = "the policy lowers nothing here, or nothing that it rounds, so this says nothing of it"
+_CHANGED_NOTHING = "the policy lowers nothing here, or nothing that it rounds, so this says nothing about it"
 
 
-def _whole(hunt: Hunt) -> set[str]:
-    """Return the modules that fail by what they compute themselves; a dear one is opened all the same."""
-    most = _DEAR * max((local.flops for local in hunt.local), default=0)
-    return {local.module for local in hunt.local if _suspicion(local) > hunt.tolerance and local.flops <= most}
+def _whole(state: SearchState) -> set[str]:
+    """Return the modules that fail by what they compute themselves; an expensive one is opened anyway."""
+    most = _EXPENSIVE * max((local.flops for local in state.local), default=0)
+    return {local.module for local in state.local if _suspicion(local) > state.tolerance and local.flops <= most}
 
 
-def _found(hunt: Hunt, kept: Names, how: str) -> tuple[FallbackVerdict, str, Names]:
+def _found(state: SearchState, kept: Names, how: str) -> tuple[FallbackVerdict, str, Names]:
     if not kept:
-        worst = max((t.error for t in hunt.trials), default=0.0)
+        worst = max((t.error for t in state.trials), default=0.0)
         if worst == 0:
             return "not needed", f"every gradient is the same to the bit as in FP32; {how}: {_CHANGED_NOTHING}", ()
         why = (
             f"with nothing kept in FP32 no gradient is off by more than {worst:.2g}; {how}: precision is not the cause"
         )
         return "not needed", why, ()
-    return "found", f"with fewer modules a gradient is off by more than {hunt.tolerance:.2g}; {how}", kept
+    return "found", f"with fewer modules a gradient is off by more than {state.tolerance:.2g}; {how}", kept
 
 
-def _elsewhere(hunt: Hunt) -> tuple[FallbackVerdict, str, Names]:
-    """Say that no set of modules helps, and find out whether operations in FP32 do."""
-    least = min(hunt.trials, key=lambda trial: trial.error)
-    hunt.note("no set of modules helps: operations in FP32, wherever they run")
-    verify = functools.partial(_verify, hunt, ())
-    hunt.operations = needed(
-        hunt.policy,
+def _elsewhere(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
+    """Return the verdict that no set of modules helps, and whether operations in FP32 do."""
+    least = min(state.trials, key=lambda trial: trial.error)
+    state.note("no set of modules helps: operations in FP32, wherever they run")
+    verify = functools.partial(_verify, state, ())
+    state.operations = needed(
+        state.policy,
         lambda names: verify(operations=names),
-        tolerance=hunt.tolerance,
-        without=next((trial.error for trial in hunt.trials if not trial.kept), math.inf),
+        tolerance=state.tolerance,
+        without=next((trial.error for trial in state.trials if not trial.kept), math.inf),
     )
-    named = ", ".join(hunt.operations)
+    named = ", ".join(state.operations)
     outcome = f"with {named} in FP32 wherever they run it passes" if named else "nor does any operation in FP32 help"
     reason = (
-        f"with every module that has a name kept in FP32 a gradient is still off by more than {hunt.tolerance:.2g} "
-        f"({least.tensor or 'no gradient'}: {least.error:.2g}): what loses it is outside them, in the model's own forward or in "
+        f"with every module that has a name kept in FP32 a gradient is still off by more than {state.tolerance:.2g} "
+        f"({least.tensor or 'no gradient'}: {least.error:.2g}): the cause is outside them, in the model's own forward or in "
         f"the script, or it is not precision; {outcome}"
     )
     return "elsewhere", reason, ()
 
 
-def _verify(hunt: Hunt, kept: Names, *, operations: Names = (), all_steps: bool = False) -> float:
+def _verify(state: SearchState, kept: Names, *, operations: Names = (), all_steps: bool = False) -> float:
     """Run the training with modules or operations in FP32 as well; return the largest error of a gradient."""
-    policy = in_fp32(_with(hunt.policy, kept), operations)
+    policy = in_fp32(_with(state.policy, kept), operations)
     if policy.loss_scale == "dynamic":
-        policy = policy.replace(init_scale=_scale(hunt, policy, kept))
+        policy = policy.replace(init_scale=_scale(state, policy, kept))
     settings = FallbackSettings(
         role="check",
-        steps=hunt.steps,
+        steps=state.steps,
         all_steps=all_steps,
-        folder=hunt.folder,
-        name=f"check{len(hunt.trials) + 1}",
-        ignored=tuple(hunt.ignored),
+        folder=state.folder,
+        name=f"check{len(state.trials) + 1}",
+        ignored=tuple(state.ignored),
     )
-    measured, _ = hunt.measure(policy, settings)
-    # The first batches may overflow while the loss scale finds its place; one that overflows after others did not fails.
+    measured, _ = state.measure(policy, settings)
+    # The first batches may overflow while the loss scale settles; an overflow after a finite batch fails.
     first = next((n for n, step in enumerate(measured.steps) if math.isfinite(step.worst[0])), None)
     judged = measured.steps[first:] if first is not None else []
     judged = judged if all_steps else judged[:1]
@@ -270,11 +270,11 @@ def _verify(hunt: Hunt, kept: Names, *, operations: Names = (), all_steps: bool 
         tensor=tensor,
         init_scale=policy.init_scale if policy.loss_scale != "none" else 1.0,
         steps=[step.step for step in judged],
-        passed=error <= hunt.tolerance,
+        passed=error <= state.tolerance,
     )
-    hunt.trials.append(trial)
+    state.trials.append(trial)
     what = f"{len(operations)} operations in FP32" if operations else f"{len(kept)} kept in FP32"
-    hunt.note(f"{what}: {tensor or 'no gradient'} is off by {error:.2g}")
+    state.note(f"{what}: {tensor or 'no gradient'} is off by {error:.2g}")
     return error
 
 
@@ -282,21 +282,21 @@ def _with(policy: Policy, kept: Sequence[str]) -> Policy:
     return policy.replace(fp32_modules=tuple(dict.fromkeys((*policy.fp32_modules, *kept))))
 
 
-def _scale(hunt: Hunt, policy: Policy, kept: Names) -> float:
-    """Return the scale that dynamic scaling comes to: the gradients of what is not kept just fit."""
-    free = [local for local in hunt.local if not local.unnamed and not covered(local.module, kept)]
+def _scale(state: SearchState, policy: Policy, kept: Names) -> float:
+    """Return the scale at which dynamic scaling settles: the gradients of the modules not kept just fit."""
+    free = [local for local in state.local if not local.unnamed and not covered(local.module, kept)]
     inside = [local.largest for local in free if not any(covered(name, [local.module]) for name in kept)]
     largest = max((value for value in inside if math.isfinite(value)), default=0.0)
     return max(policy.min_scale, fitting_scale(largest, policy.init_scale))
 
 
 def _ranked(local: Sequence[LocalError], policy: Policy) -> list[LocalError]:
-    """Return the modules, the most suspect first: by what they lose alone, then leaves first, then the cheapest first.
+    """Return the modules, the most suspect first: by their own error, then leaves first, then the cheapest first.
 
-    What only rounded inputs bring out counts half: a norm behind a layer that overflows takes FP32 as it comes.
+    Errors that only rounded inputs cause count half: a norm behind a layer kept in FP32 would get FP32 inputs.
     """
     named: dict[str, LocalError] = {}
-    for one in local:  # a name in several models is kept in all of them
+    for one in local:  # a name that occurs in several models is kept in all of them
         known = named.get(one.module)
         if known is None or _suspicion(one) > _suspicion(known):
             named[one.module] = one
@@ -309,51 +309,53 @@ def _ranked(local: Sequence[LocalError], policy: Policy) -> list[LocalError]:
 
 def _suspicion(local: LocalError) -> float:
     if local.reason:
-        return 0.25  # unknown: behind what is wrong for sure, before what is healthy
+        return 0.25  # unknown: after what is certainly wrong, before what is healthy
     rounded = math.inf if math.isnan(local.rounded) else local.rounded
     return max(min(1.0, local.own), min(1.0, rounded) / 2)
 
 
-def _record(hunt: Hunt, run: RunRecord, verdict: FallbackVerdict, reason: str, kept: Names) -> FallbackRecord:
-    before = next((t.error for t in hunt.trials), None)
-    whole = max((local.flops for local in hunt.local), default=0)
-    spent = sum(local.flops for local in hunt.local if local.module in kept)
+def _record(state: SearchState, run: RunRecord, verdict: FallbackVerdict, reason: str, kept: Names) -> FallbackRecord:
+    before = next((t.error for t in state.trials), None)
+    whole = max((local.flops for local in state.local), default=0)
+    spent = sum(local.flops for local in state.local if local.module in kept)
     modules = [
         ModuleError(
             **local.model_dump(exclude={"largest", "kept"}), kept=covered(local.module, kept) and not local.unnamed
         )
-        for local in hunt.local
+        for local in state.local
     ]
     why = "FP32 itself does not determine its gradient: rounded another way it moves by more than a quarter of the tolerance"
     return FallbackRecord(
         run=run,
-        policy=str(hunt.policy),
-        tolerance=hunt.tolerance,
+        policy=str(state.policy),
+        tolerance=state.tolerance,
         verdict=verdict,
         reason=reason,
         kept=list(kept),
-        operations=list(hunt.operations),
-        suggested=str(in_fp32(_with(hunt.policy, kept), hunt.operations)),
-        next_steps=next_steps(verdict, hunt.policy, hunt.command, helped=bool(hunt.operations), unchanged=before == 0),
+        operations=list(state.operations),
+        suggested=str(in_fp32(_with(state.policy, kept), state.operations)),
+        next_steps=next_steps(
+            verdict, state.policy, state.command, helped=bool(state.operations), unchanged=before == 0
+        ),
         fp32_share=spent / whole if whole else 0.0,
         error_before=before,
-        error_after=_after(hunt, kept) if verdict in ("found", "not needed") else None,
-        steps=list(hunt.steps),
+        error_after=_after(state, kept) if verdict in ("found", "not needed") else None,
+        steps=list(state.steps),
         modules=modules,
-        verifications=hunt.trials,
-        noise=hunt.noise,
-        ignored=[Reason(what=n, value=f"{e:.2g}", reason=why) for n, e in list(hunt.ignored.items())[:_LISTED]],
-        notes=_notes(hunt),
+        verifications=state.trials,
+        noise=state.noise,
+        ignored=[Reason(what=n, value=f"{e:.2g}", reason=why) for n, e in list(state.ignored.items())[:_LISTED]],
+        notes=_notes(state),
     )
 
 
-def _after(hunt: Hunt, kept: Names) -> float | None:
-    own = [t for t in hunt.trials if t.kept == list(kept)]
+def _after(state: SearchState, kept: Names) -> float | None:
+    own = [t for t in state.trials if t.kept == list(kept)]
     most = max((len(t.steps) for t in own), default=0)
     return next((t.error for t in own if len(t.steps) == most), None)
 
 
-def _notes(hunt: Hunt) -> list[Reason]:
+def _notes(state: SearchState) -> list[Reason]:
     notes = [
         Reason(
             what="weights",
@@ -361,7 +363,7 @@ def _notes(hunt: Hunt) -> list[Reason]:
             reason="updates are held back, so that all runs compute the same; later in training other modules may fail",
         )
     ]
-    alone = [local for local in hunt.local if local.reason]
+    alone = [local for local in state.local if local.reason]
     if alone:
         value = f"{len(alone)} modules, as {alone[0].module}" if len(alone) > 1 else alone[0].module
         notes.append(Reason(what="not run by themselves", value=value, reason=alone[0].reason))

@@ -1,13 +1,13 @@
-"""Measure the error that every module makes by itself in a lower precision, from one step computed in FP32.
+"""Measure the error that every module makes on its own in a lower precision, from one step computed in FP32.
 
-Comparing a low-precision run with an FP32 run module by module blames everything behind the culprit. So the step runs
-in FP32, the inputs and output gradients of each module's first call are kept, and afterwards each module is run on
-them alone: in FP32, under the policy, and under the policy with its inputs rounded as well (an operation that follows
-its input's format loses bits only then). Children of a container run in FP32 meanwhile: the container answers for what
-it computes itself. Each of the three runs draws the same dropout masks.
+Comparing a low-precision run with an FP32 run module by module blames everything downstream of the culprit. So the step runs
+in FP32, the inputs and output gradients of each module's first call are kept, and afterwards each module runs alone on
+them: in FP32, under the policy, and under the policy with its inputs rounded as well (an operation that follows
+its input's format loses bits only then). Meanwhile the children of a container run in FP32, so that the container's error
+comes only from what it computes itself. All three runs draw the same dropout masks.
 
-Limits: the first call of a module stands for all of its calls; code outside modules has no error here. Costs: a copy of
-every module's inputs and output gradients, and about five steps of time a level of the module tree.
+Limits: the first call of a module stands for all its calls; code outside modules is not measured. Costs: a copy of
+every module's inputs and output gradients, and about five steps of time per level of the module tree.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from mezzo.observe.fallback.evidence import LocalError, fitting_scale
 from mezzo.observe.tensors import norm
 from mezzo.policy import Policy
 
-_FITTING = 0.9  # the share of modules whose gradients the loss scale of these runs fits; an outlier must show as one
+_FITTING = 0.9  # the loss scale of these runs fits the gradients of this share of modules, so that an outlier still shows as one
 _LEFT = ("lower", "fp32", "widest", "arithmetic", "op_lists", "loss_scale", "init_scale")
 
 
 @dataclass(eq=False)
 class Call:
-    """The inputs of a module's first call, and the gradients that came back to its outputs."""
+    """The inputs of a module's first call, and the gradients of its outputs."""
 
     module: nn.Module
     args: Any
     kwargs: Any = field(default_factory=dict)
     gradients: list[Tensor | None] = field(default_factory=list)
-    """One for each output that has a gradient, in order."""
+    """One per output that has a gradient, in order."""
 
 
 class Calls:
@@ -61,7 +61,7 @@ class Calls:
             waiting.setdefault(module, Call(module, self._copied(args)))
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Wait for the gradients of a module's outputs."""
+        """Hook the outputs of a module to keep their gradients."""
         call = self._open.__dict__.get("calls", {}).pop(module, None)
         if call is None or module in self.first:
             return
@@ -74,7 +74,7 @@ class Calls:
                 tensor.register_hook(functools.partial(_arrived, call, place))
 
     def forget_copies(self) -> None:
-        """Let go of tensors that were only kept so that no copy is made twice."""
+        """Release tensors that were kept only to avoid a second copy."""
         self._copies = {}
 
     def _copied(self, values: Any) -> Any:
@@ -94,12 +94,12 @@ def _arrived(call: Call, place: int, gradient: Tensor) -> None:
 
 
 def differentiable(values: Any) -> list[Tensor]:
-    """Return the tensors in ``values`` that a backward pass can begin at."""
+    """Return the tensors in ``values`` from which a backward pass can start."""
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.requires_grad]
 
 
 def for_single_modules(policy: Policy) -> Policy:
-    """Return ``policy`` as it is applied to one module by itself: operations cast, weights left alone."""
+    """Return ``policy`` as applied to a single module: operations cast, weights left alone."""
     kept = {name: getattr(policy, name) for name in _LEFT}
     if policy.compute == "fp8":
         kept["arithmetic"] = "emulated"  # native FP8 layers are modules of their own, not operations
@@ -108,7 +108,7 @@ def for_single_modules(policy: Policy) -> Policy:
 
 @dataclass(kw_only=True)
 class Grads:
-    """Tensors of three kinds that one run of a module gave."""
+    """The three kinds of gradients and outputs that one run of a module gave."""
 
     output: list[Tensor]
     dgrad: list[Tensor]
@@ -116,7 +116,7 @@ class Grads:
 
 
 class Bench:
-    """A place where modules run by themselves."""
+    """A bench on which modules run on their own."""
 
     def __init__(self, policy: Policy, device_type: str) -> None:
         self._device_type = device_type
@@ -129,7 +129,7 @@ class Bench:
 
         Args:
             calls: each with its inputs and gradients.
-            names: each module's name, and whether it is a whole model, which no pattern can name.
+            names: each module's name, and whether it is a whole model, which a pattern cannot name.
         """
         self._choose_scale(calls)
         found = []
@@ -149,11 +149,11 @@ class Bench:
             self._scale = fitting_scale(finite[int(_FITTING * (len(finite) - 1))], self._scale)
 
     def _largest(self, call: Call) -> float:
-        """Return the largest gradient that a module sees or makes; 0 of one that cannot be run by itself."""
+        """Return the largest gradient that a module reads or makes; 0 if it cannot run on its own."""
         try:
             with _as_it_was(call.module):
                 exact = self._run(call)
-        except Exception:  # it is run again below, and the reason kept
+        except Exception:  # ``_local`` runs it again and keeps the reason
             return 0.0
         return _largest([*(g for g in call.gradients if g is not None), *exact.dgrad, *exact.wgrad])
 
@@ -166,7 +166,7 @@ class Bench:
                     exact = self._run(call)
                 low = self._run_low(call, rounds=False)
                 rounded = self._run_low(call, rounds=True)
-        except Exception as error:  # somebody's module: what it cannot do by itself is its own affair
+        except Exception as error:  # the script's module: it may fail on its own for any reason
             return LocalError(module=name, type=kind, reason=f"{type(error).__name__}: {error}".splitlines()[0])
         pairs = [(exact.output, low.output), (exact.dgrad, low.dgrad), (exact.wgrad, low.wgrad)]
         output, dgrad, wgrad = (relative_error(a, b) if a else None for a, b in pairs)
@@ -219,7 +219,7 @@ class Bench:
 def relative_error(exact: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     """Return the norm of the difference over the norm of ``exact``, over all tensors together; waits for the device.
 
-    Infinite where ``found`` is not finite, or differs from an ``exact`` that is zero.
+    Infinite if ``found`` is not finite, or differs from an ``exact`` that is zero.
     """
     norms = [norm(t) for t in exact]
     apart = [norm(b - a) for a, b in zip(exact, found, strict=True)]
@@ -242,7 +242,7 @@ def _largest(tensors: Sequence[Tensor]) -> float:
 
 
 def _unaliased(tensor: Tensor) -> Tensor:
-    """Return a copy in the graph: a module that works in place must not change the kept inputs, or a leaf."""
+    """Return a copy in the graph: a module that works in place must not change the kept inputs or a leaf."""
     return tensor.clone()
 
 
@@ -258,7 +258,7 @@ def _same_random_numbers() -> Iterator[None]:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Run with copies of the buffers: a graph of the script's next step may have saved the running statistics."""
+    """Run with copies of the buffers: the graph of the script's next step may have saved the running statistics."""
     own = [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
     try:
         for buffers, name, buffer in own:
@@ -271,7 +271,7 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _children_in_fp32(module: nn.Module, device_type: str, low: torch.dtype | None) -> Iterator[None]:
-    """Run the modules inside a container in FP32; ``low`` is the format that they hand on, None for FP32."""
+    """Run the modules inside a container in FP32; ``low`` is the format that they return, None for FP32."""
     own = [(child, child.__dict__.get("forward")) for child in module.modules() if child is not module]
     try:
         for child, _ in own:
@@ -286,7 +286,7 @@ def _children_in_fp32(module: nn.Module, device_type: str, low: torch.dtype | No
 
 
 def _exactly(call: Any, device_type: str, low: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_autocast_enabled(device_type):  # inside a child already: only what the container sees is rounded
+    if not torch.is_autocast_enabled(device_type):  # inside a child already; only what the container reads is rounded
         return call(*args, **kwargs)
     output = in_fp32(call, device_type, *args, **kwargs)
     return output if low is None else to_format(output, low)

@@ -1,13 +1,13 @@
 """Compare the gradients of a script's first steps between precisions: one run of a fallback search.
 
-Updates are held back (every optimizer finds no gradients), so that all steps have the weights that the script begins
-with: step k is then the same computation in every run, on batch k, whatever the runs before it overflowed. Taken are
-the gradients that stand in the parameters after a step's last backward pass: unscaled, before any clipping.
+Updates are suppressed (every optimizer finds no gradients), so that all steps use the script's initial weights: step k
+is then the same computation in every run, on batch k, no matter what overflowed before it. The gradients compared are those in
+the parameters after a step's last backward pass: unscaled, before any clipping.
 
-Three kinds of runs. The ``reference`` is in FP32: it keeps its gradients and measures every module by itself. The
-``noise`` run is in FP32 with every module's output rounded another way, by one unit in the last place: where that
-alone moves a gradient (a bias before a norm, whose true gradient is zero; data in another order), no precision can be
-judged by it. A ``check`` is in lower precision and is compared with the reference.
+There are three kinds of runs. The ``reference`` is in FP32: it keeps its gradients and measures every module on its own. The
+``noise`` run is in FP32 with every module's output perturbed by one unit in the last place: if that alone moves a gradient
+(a bias before a norm, whose true gradient is zero; data in another order), that gradient cannot judge any
+precision. A ``check`` is in lower precision and is compared with the reference.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COMPILED = "_orig_mod"
 
 
 class Fallback(Observer):
-    """An observer of the first steps' gradients; updates are held back."""
+    """An observer of the first steps' gradients, which suppresses updates."""
 
     def __init__(self, settings: FallbackSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
@@ -45,7 +45,7 @@ class Fallback(Observer):
         self._handles: list[Any] = []
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._fresh: dict[str, Tensor] = {}
-        """Gradients of the step that is watched, by parameter."""
+        """Gradients of the observed step, by parameter."""
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._reference: dict[int, dict[str, Tensor]] = {}
         self._compared: list[StepErrors] = []
@@ -55,10 +55,10 @@ class Fallback(Observer):
         self._problem = ""
         self._probing = False
 
-    # --- the look --------------------------------------------------------------------------------------------------------------
+    # --- observation ------------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin at once: there are hooks to set and no modes to enter."""
+        """Begin at once: this observer sets hooks and enters no modes."""
         if self._settings.role != "reference":
             path = Path(self._settings.folder) / REFERENCE
             self._reference = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -66,15 +66,15 @@ class Fallback(Observer):
         self._begin()
 
     def _eager_from_here(self) -> None:
-        if self._looking is not None:
+        if self._observing is not None:
             torch.compiler.set_stance("force_eager")
             self._eager = self.forced_eager = True
 
     def begin(self, step: int) -> None:
         """Set the hooks."""
         self._handles = [
-            register_optimizer_step_pre_hook(self._hold_back),
-            register_optimizer_step_post_hook(self._let_go),
+            register_optimizer_step_pre_hook(self._suppress_update),
+            register_optimizer_step_post_hook(self._restore_gradients),
         ]
         if self._settings.role == "reference":
             self._handles += [
@@ -85,14 +85,14 @@ class Fallback(Observer):
             self._handles.append(register_module_forward_hook(self._perturbed))
 
     def restart(self) -> None:
-        """Forget the gradients: they belonged to the step before."""
+        """Discard the gradients: they belonged to the step before."""
         self._fresh = {}
 
     def mark(self) -> None:
         """Do nothing: a step's gradients are those after its last backward pass."""
 
     def turn(self, step: int) -> None:
-        """Keep the step's gradients; end the script where no more are needed."""
+        """Keep the step's gradients; end the script if no more are needed."""
         self._keep(step - 1)
         if self._settings.role == "check" and not self._settings.all_steps and self._judged():
             self.close()
@@ -102,14 +102,14 @@ class Fallback(Observer):
         """Remove the hooks and keep the last step's gradients."""
         for handle in self._handles:
             handle.remove()
-            # torch's remove() leaves the note that the hook takes keywords, and torch.compile takes that for a hook.
+            # torch's remove() leaves the entry that the hook takes keywords, which torch.compile mistakes for a hook.
             torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
-        if self._fresh and self._looking is not None and self._looking in self.watched:
-            self._keep(self._looking)
+        if self._fresh and self._observing is not None and self._observing in self.watched:
+            self._keep(self._observing)
 
     def record(self, run: RunRecord) -> RunRecord:
-        """Write what was measured into the folder; return the run's own record."""
+        """Write the measurements to the folder; return the run's own record."""
         folder = Path(self._settings.folder)
         if self._settings.role == "reference":
             torch.save(self._kept, folder / REFERENCE)
@@ -120,17 +120,17 @@ class Fallback(Observer):
     # --- gradients -------------------------------------------------------------------------------------------------------------
 
     def backward_ended(self) -> None:
-        """Take the gradients as they stand."""
-        if self._looking is not None and not self._probing:
+        """Keep the current gradients of all parameters."""
+        if self._observing is not None and not self._probing:
             for name, parameter in self._parameters().items():
                 if parameter.grad is not None:
                     self._fresh[name] = _plain(parameter.grad)
-            if not list(self.run.optimizers):  # the script updates its weights itself, from gradients that are zero now
+            if not list(self.run.optimizers):  # the script updates its weights itself, with gradients that are now zero
                 torch._foreach_zero_([p.grad for p in self._parameters().values() if p.grad is not None])
         super().backward_ended()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of the script's models by name, which is the same in every run."""
+        """Return the parameters of the script's models by name; names are the same in every run."""
         found: dict[str, nn.Parameter] = {}
         seen: set[nn.Parameter] = set()
         models = [root for root in self.run.roots if any(True for _ in root.parameters())]
@@ -155,16 +155,16 @@ class Fallback(Observer):
         self._compared.append(StepErrors(step=step, errors=errors))
 
     def _judged(self) -> bool:
-        """Return whether the last step says what there is to know: one that overflowed is tried again with a smaller scale."""
+        """Return whether the last step is conclusive: one that overflowed is repeated with a smaller scale."""
         return math.isfinite(self._compared[-1].worst[0])
 
-    def _hold_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _suppress_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         closures = [a for a in (*args[1:], *kwargs.values()) if callable(a)]
         if any(not getattr(closure, "evaluated", False) for closure in closures):
             self._problem = f"{type(optimizer).__name__} moves the weights inside its step, which calls a closure"
         self._aside += set_aside(p for group in optimizer.param_groups for p in group["params"])
 
-    def _let_go(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _restore_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         aside, self._aside = self._aside, []
         put_back(aside)
 
@@ -179,14 +179,14 @@ class Fallback(Observer):
             self._calls.returned(module, args, kwargs, output)
 
     def _measure_modules(self) -> None:
-        """Run every module of the first step by itself, as if in a backward pass: the launcher then takes no note."""
+        """Run every module of the first step on its own, as if in a backward pass, so that the launcher ignores it."""
         calls = [c for c in self._calls.first.values() if any(g is not None for g in c.gradients)]
         self._calls.forget_copies()
         roots, was_backward = list(self.run.roots), self.run.in_backward
         names: dict[nn.Module, tuple[str, bool]] = {}
         for root in roots:
             for name, module in module_names(root).items():
-                if name != _COMPILED:  # the model again, inside what torch.compile made of it
+                if name != _COMPILED:  # the same model again, inside torch.compile's wrapper
                     names.setdefault(module, (name, False))
         for root in roots:
             names.setdefault(root, (type(root).__name__, True))
@@ -209,7 +209,7 @@ class Fallback(Observer):
         """Return ``tensor`` with every element moved by about one unit in its last place, up or down."""
         if not tensor.is_floating_point() or tensor.dtype is not FP32.dtype:
             return tensor
-        if tensor.device not in self._signs:  # of its own, so that the script's random numbers stay as they are
+        if tensor.device not in self._signs:  # a generator of its own leaves the script's random numbers unchanged
             self._signs[tensor.device] = torch.Generator(tensor.device)
         signs = torch.empty_like(tensor).bernoulli_(generator=self._signs[tensor.device]).mul_(2).sub_(1)
         return tensor * signs.mul_(FP32.eps).add_(1)
@@ -221,7 +221,7 @@ def _plain(gradient: Tensor) -> Tensor:
 
 
 def _errors(found: dict[str, Tensor], reference: dict[str, Tensor], *, without: tuple[str, ...]) -> dict[str, float]:
-    """Return the relative error of every gradient that the reference has, and that is not zero there; waits for the device."""
+    """Return the relative error of every gradient that is in the reference and not zero there; waits for the device."""
     errors = {}
     for name, exact in reference.items():
         if name in without:

@@ -1,4 +1,4 @@
-"""What to do where no set of modules helps: keep operations in FP32 wherever they run, or the next thing to type. Imports no torch."""
+"""What to do if no set of modules helps: keep operations in FP32 wherever they run, or try another command. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from mezzo.policy import Policy
 from mezzo.records import FallbackVerdict, Reason
 
 _LIKELY = ("mul", "einsum", "add", "div", "bmm", "baddbmm", "mean", "sqrt", "var")
-"""What models compute themselves, between their modules: tried first."""
+"""Operations that models use between their modules: tried first."""
 _PRODUCTS = ("prelu", "rnn", "attention", "conv", "matmul")
-"""Families that are nearly all the work: tried last."""
+"""Families with nearly all of the work: tried last."""
 
 Command = Callable[[str, str], str]
-"""Give what to type for a command of Mezzo under a policy."""
+"""Returns the command line of a Mezzo command under a policy."""
 
 
 def candidates(policy: Policy) -> list[str]:
-    """Return the operations and families of them that ``policy`` does not keep in FP32, the likely ones first."""
+    """Return the operations and families that ``policy`` does not keep in FP32, the likely ones first."""
     chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
     others = [f.name for f in oplists.FAMILIES if f.name not in (*_LIKELY, *_PRODUCTS)]
     names = (*_LIKELY, *others, *_PRODUCTS)
@@ -33,11 +33,11 @@ def in_fp32(policy: Policy, operations: Sequence[str]) -> Policy:
 
 
 def needed(policy: Policy, verify: Callable[[Names], float], *, tolerance: float, without: float) -> Names:
-    """Return a 1-minimal set of operations that have to be in FP32; empty where even all together do not help.
+    """Return a 1-minimal set of operations that must run in FP32; empty if even all together do not help.
 
     Args:
-        policy: what is judged.
-        verify: the largest error of a gradient with these operations and families in FP32.
+        policy: the policy to judge.
+        verify: returns the largest error of a gradient with these operations and families in FP32.
         tolerance: the largest error that passes.
         without: the error with none of them, which fails.
     """
@@ -61,8 +61,8 @@ def next_steps(
 
     Args:
         verdict: how it ended.
-        policy: what was judged.
-        command: gives what to type.
+        policy: the policy that was judged.
+        command: returns the command line.
         helped: whether operations in FP32 help.
         unchanged: whether the policy changes no bit of any gradient.
     """

@@ -1,17 +1,17 @@
-"""Search a small set of modules that have to stay in FP32, with few verifications.
+"""Search for a small set of modules that must stay in FP32, with few verifications.
 
-A verification trains a step with a set of modules kept in FP32 and returns the largest error of a gradient; it is dear,
-so they are counted. Modules come ranked, the most suspect first::
+A verification trains a step with a set of modules kept in FP32 and returns the largest error of a gradient; it is expensive,
+so verifications are counted. Modules come ranked, the most suspect first::
 
     nothing kept            passes: there is nothing to do
     1, 2, 4, 8 ... first    the shortest prefix of the ranking that passes: doubled, then halved
-    prune                   drop what can go: singly, then groups that double while they can go
-    open containers         where all that lies inside does instead of the container, search inside
+    prune                   drop what can go: singly, then in groups that double as long as they can go
+        open containers         if everything inside passes in place of the container, search inside
     prune again             until every single drop of the final set was seen to fail
 
-With a ranking that has the s modules at its top among n, that is about 2 log2(s) + s + 3 verifications. A bad ranking
+If the ranking puts the s needed modules of n at its top, that takes about 2 log2(s) + s + 3 verifications. A bad ranking
 costs more verifications, never a wrong result: the set was seen to pass, and each set with one module fewer was seen to
-fail (it is 1-minimal). It need not be the smallest of all sets. Doubling takes the error for monotone in the set; where
+fail (it is 1-minimal). It need not be the smallest of all sets. Doubling assumes that the error is monotone in the set; if
 it is not, pruning still ends in a set that passes and is 1-minimal.
 
 Imports no torch.
@@ -35,7 +35,7 @@ class Found:
     """The result of a search."""
 
     kept: Names | None
-    """The set, sorted; None where even all candidates together fail."""
+    """The set, sorted; None if even all candidates together fail."""
     num_verifications: int
 
 
@@ -51,12 +51,12 @@ def search(
     """Return a 1-minimal set of ``ranked`` modules with which ``verify`` gives at most ``tolerance``.
 
     Args:
-        ranked: names of modules, the most suspect first. One that lies inside another has its name and a dot before its own.
-        verify: the error with these modules kept; a name stands for all that lies inside too. NaN fails.
+        ranked: names of modules, the most suspect first. The name of a nested module begins with that of its container and a dot.
+        verify: returns the error with these modules kept; a name includes everything inside it. NaN fails.
         tolerance: the largest error that passes.
-        costs: what keeping each module costs; of two that could go, the dearer one is tried first. 0 where left out.
-        base: a set to begin with, from an earlier search.
-        whole: containers that are not opened: what they compute themselves is what fails.
+        costs: the cost of keeping each module, 0 if left out; of two that could go, the more expensive is tried first.
+        base: a set to start from, of an earlier search.
+        whole: containers that are not opened, because what they compute themselves fails.
     """
     tests = _Tests(verify, tolerance)
     if tests.passes(base):
@@ -74,7 +74,7 @@ def search(
 
 
 class _Tests:
-    """Verify each set once."""
+    """Verifications of sets, each made once."""
 
     def __init__(self, verify: Verify, tolerance: float) -> None:
         self._verify, self._tolerance = verify, tolerance
@@ -92,7 +92,7 @@ class _Tests:
 
 
 def _shortest(ranked: Sequence[str], passes: Callable[[Names], bool]) -> int | None:
-    """Return the length of the shortest prefix that passes, of which the empty one fails."""
+    """Return the length of the shortest prefix that passes; the empty one is known to fail."""
     if not ranked:
         return None
     low, high = 0, 1
@@ -141,7 +141,7 @@ def _opened(
     costs: Mapping[str, float],
     whole: Collection[str],
 ) -> Names:
-    """Return ``kept`` with the dearest container, of those that can be, replaced by what is needed inside it."""
+    """Return ``kept`` with the most expensive container that can be opened replaced by what is needed inside it."""
     for name in sorted(set(kept) - set(whole), key=lambda name: -costs.get(name, 0.0)):
         inside = [other for other in ranked if other.startswith(f"{name}.")]
         others = tuple(other for other in kept if other != name)

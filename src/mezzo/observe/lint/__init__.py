@@ -1,1 +1,1 @@
-"""Lint of a script's own mixed precision: its autocast, its GradScaler, and what stands around them."""
+"""Lint of a script's own mixed precision: its autocast, its GradScaler and the code around them."""

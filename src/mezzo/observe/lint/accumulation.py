@@ -1,4 +1,4 @@
-"""Tell from the backward passes of one update whether the loss was divided for accumulation: twice, once or not at all."""
+"""Check the backward passes of one update: was the loss divided for accumulation twice, once or not at all?"""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class Accumulation:
     def __init__(self, noticed: Noticed) -> None:
         self._noticed = noticed
         self._bare: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """Windows in a row without any division; -1 once it was noticed, or once one was divided."""
+        """Windows in a row without any division; -1 once that was reported, or once a loss was divided."""
 
     def in_session(self, one: BackwardPass, parameters: list[Tensor]) -> None:
-        """Record a backward pass that a session makes; one of the factors is the session's own."""
+        """Record a backward pass of a session; one of the factors is the session's own."""
         count, near = one.divides_by, one.loss.near(one.divides_by)
         if len(near) > 1 and (count > 2 or any(f.divides for f in near)) and not _averages(one, count):
             detail = f"the script divides the loss by {count}, and mezzo.Session(accumulate={count}) averages over {count} passes"
             self._noticed.add("A607", detail, parameters=parameters, line=one.line)
 
     def closed(self, optimizer: Optimizer, held: Held, *, step: int) -> None:
-        """Record the backward passes of an update that is about to be made in step number ``step``."""
+        """Record the backward passes of the update about to be made in step number ``step``."""
         passes = held.passes
         if (
             len(passes) < 2 or held.by_hand or passes[0].divides_by > 1
-        ):  # who changes gradients by hand may divide them so
+        ):  # a script that changes gradients by hand may divide them there
             return
         count = len(passes)
         if all(_divided_twice(p, count) for p in passes):
@@ -65,18 +65,18 @@ class Accumulation:
 
 
 def _divided_twice(one: BackwardPass, count: int) -> bool:
-    """Return whether a loss was divided by the number of backward passes twice."""
+    """Return whether a loss was divided twice by the number of backward passes."""
     half_a_square = count == 2 and one.loss.squares and not one.library
     return one.loss.divided_by(count) == 2 and not _averages(one, count) and not half_a_square
 
 
 def _averages(one: BackwardPass, count: int) -> bool:
-    """Return whether the loss is a sum of as many losses, so that dividing it makes their average."""
+    """Return whether the loss is a sum of ``count`` losses, so that dividing it gives their average."""
     return one.loss.end == "terms" and len(one.loss.terms) == count
 
 
 def _not_divided(passes: list[BackwardPass]) -> bool:
-    """Return whether micro-batches were added up: passes of one line, each of a mean over a batch, to the same weights."""
+    """Return whether micro-batches were summed: passes from one line, each of a mean over a batch, to the same weights."""
     first = passes[0]
     alike = all((p.place, p.touched, p.library) == (first.place, first.touched, False) for p in passes)
     means = all(p.loss.is_mean(undivided_by=len(passes)) and p.batch > 1 for p in passes)

@@ -1,6 +1,6 @@
-"""See what a script does by hand between its backward pass and its next forward pass: norms over gradients, averages of weights.
+"""Observe what a script does by hand between its backward pass and its next forward pass: gradient norms, weight averages.
 
-A function mode sees every call of torch that Python makes, without changing any. It is on only in some updates: from a backward
+A function mode sees every call of torch from Python and changes none. It is on only in some updates: from a backward
 pass to the update, and from the update to the next forward pass; never around modules or compiled code.
 """
 
@@ -40,10 +40,10 @@ _MIXES = _SUMS | {"lerp", "_foreach_lerp"}
 
 
 class View(Protocol):
-    """A listener to calls of torch."""
+    """An observer of calls of torch."""
 
-    def see(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Look at one call that was made."""
+    def inspect_call(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Inspect one finished call."""
 
 
 class ByHand(TorchFunctionMode):
@@ -53,7 +53,7 @@ class ByHand(TorchFunctionMode):
         super().__init__()
         self._view: View | None = None
         self._here = threading.local()
-        """Whether it is among the modes of this thread: each thread has its own, and can take out of its own only."""
+        """Whether it is on this thread's mode stack: each thread has its own stack and can change no other."""
 
     @property
     def on(self) -> bool:
@@ -61,9 +61,9 @@ class ByHand(TorchFunctionMode):
         return self._view is not None
 
     def start(self, view: View) -> None:
-        """Show every call to ``view`` from now on, where the modes that are on allow it."""
+        """Show every call to ``view`` from now on, if the active modes allow it."""
         self.stop()
-        if self._entered or _put_in(self):
+        if self._entered or _insert_below(self):
             self._view, self._here.entered = view, True
 
     @property
@@ -71,21 +71,21 @@ class ByHand(TorchFunctionMode):
         return getattr(self._here, "entered", False)
 
     def stop(self) -> None:
-        """Show nothing any more.
+        """Stop showing calls.
 
-        torch takes the mode off the stack while the mode handles a call, such as ``Tensor.backward``, and puts it back afterwards. Stopped
-        inside such a call, the mode shows nothing but stays until it is stopped again outside.
+        torch removes the mode from the stack while it handles a call, such as ``Tensor.backward``, and puts it back afterwards. A mode
+        stopped inside such a call shows nothing, but stays on the stack until it is stopped again outside.
         """
         self._view = None
         if self._entered and any(mode is self for mode in _get_current_function_mode_stack()):
-            _take_out(self)
+            _remove(self)
             self._here.entered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call ``func`` and show what it was."""
+        """Call ``func``, then show the call."""
         result = func(*args, **(kwargs or {}))
         if self._view is not None and args:
-            self._view.see(getattr(func, "__name__", ""), args, result)
+            self._view.inspect_call(getattr(func, "__name__", ""), args, result)
         return result
 
 
@@ -93,9 +93,9 @@ class GradientView:
     """A view of what a script does to gradients.
 
     Args:
-        gradients: to see.
-        norm_read: called when a norm, or a square, of one is taken before any was changed.
-        limited: called when one is clamped before any was changed, with whether in place.
+        gradients: the gradients to watch.
+        norm_read: called when the norm or the square of one is computed before any was changed.
+        limited: called when one is clamped before any was changed; its argument says whether in place.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class GradientView:
         self._derived = WeakTensorKeyDictionary()
         self._norm_read, self._limited = norm_read, limited
         self.changed = False
-        """Whether one was changed in place: its version does not tell of torch._foreach under a dispatch mode."""
+        """Whether one was changed in place: versions do not change for torch._foreach under a dispatch mode."""
 
-    def see(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Look at one call that was made."""
+    def inspect_call(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Inspect one finished call."""
         same = name in _SAME_VALUES or _casts(args[0], result)
         if not (name in _NORMS or name in _LIMITED or name in _PRODUCTS or same or _changes(name)):
             return
@@ -117,12 +117,12 @@ class GradientView:
         if not own and not any(t in self._derived for t in _tensors(args[0])):
             return
         if not self.changed:
-            self._see_first(name, args)
+            self._inspect_first(name, args)
         if same:
             self._derived.update(dict.fromkeys(_tensors(result)))
         self.changed = self.changed or (own and _changes(name))
 
-    def _see_first(self, name: str, args: Sequence[Any]) -> None:
+    def _inspect_first(self, name: str, args: Sequence[Any]) -> None:
         if name in _LIMITS or name in _LIMITED:
             self._limited(name in _LIMITS)
         elif name in _NORMS or (name in _PRODUCTS and len(args) > 1 and args[0] is args[1]):
@@ -130,22 +130,22 @@ class GradientView:
 
 
 class _Source(NamedTuple):
-    """What a tensor was made of."""
+    """The origin of a tensor's values."""
 
     parameter: Tensor | None
-    """The weight that it was made of."""
+    """The weight that it was computed from."""
     half: bool
-    """Whether a 16-bit tensor that is no weight went into it."""
+    """Whether it was computed from a 16-bit tensor that is not a weight."""
     multiplied: bool = False
     mixed: bool = False
-    """Whether a weight and something else were added up."""
+    """Whether it is a sum of a weight and something else."""
 
 
 _NOTHING = _Source(None, half=False)
 
 
 class AverageView:
-    """A view of weight averages that are kept in 16 bits.
+    """A view of weight averages kept in 16 bits.
 
     Args:
         parameters: the weights.
@@ -158,14 +158,14 @@ class AverageView:
         self._averaged = averaged
         self._derived = WeakTensorKeyDictionary()
 
-    def see(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Look at one call that was made."""
+    def inspect_call(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Inspect one finished call."""
         if name in _IN_PLACE and len(args) > 1:
             for target, other in zip(_tensors(args[0]), _tensors(args[1]), strict=False):
-                self._see_sum(target, target, other, into=True, summed=False)
+                self._inspect_sum(target, target, other, into=True, summed=False)
         elif name in _MIXES and len(args) > 1:
             for target, first, second in _together(result, args[0], args[1]):
-                self._see_sum(target, first, second, into=False, summed=name in _SUMS)
+                self._inspect_sum(target, first, second, into=False, summed=name in _SUMS)
         elif name in _DIFFERENCES and len(args) > 1:
             for target, first, second in _together(result, args[0], args[1]):
                 found = self._source(first), self._source(second)
@@ -173,15 +173,15 @@ class AverageView:
                 self._derived[target] = whole._replace(half=any(one.half for one in found))
         elif name == "copy_" and len(args) > 1:
             for target, other in zip(_tensors(args[0]), _tensors(args[1]), strict=False):
-                self._see_kept(target, self._source(other))
+                self._inspect_kept(target, self._source(other))
         elif name in _SAME_VALUES or name in _PRODUCTS or _casts(args[0], result):
             for before, after in zip(_tensors(args[0]), _tensors(result), strict=False):
                 source = self._source(before)
-                self._see_kept(after, source)
+                self._inspect_kept(after, source)
                 self._derived[after] = source._replace(multiplied=source.multiplied or name in _PRODUCTS)
 
-    def _see_sum(self, target: Tensor, first: Tensor, second: Tensor, *, into: bool, summed: bool) -> None:
-        """Tell an average: a weight, and what is not that weight, go into one tensor of its shape."""
+    def _inspect_sum(self, target: Tensor, first: Tensor, second: Tensor, *, into: bool, summed: bool) -> None:
+        """Detect an average: a tensor of a weight's shape computed from that weight and from something else."""
         if target.numel() < 2 or not first.shape == second.shape == target.shape:
             return
         sources = self._source(first), self._source(second)
@@ -197,8 +197,8 @@ class AverageView:
             half = any(one.half for one in sources)
             self._derived[target] = _Source(found[0].parameter, half=half, multiplied=True, mixed=True)
 
-    def _see_kept(self, target: Tensor, source: _Source) -> None:
-        """Tell an average that was computed in FP32 from one that was kept in 16 bits, and is kept so again."""
+    def _inspect_kept(self, target: Tensor, source: _Source) -> None:
+        """Detect an average that is computed in FP32 but kept in 16 bits from update to update."""
         if source.mixed and source.half and target.dtype in HALF and source.parameter is not None:
             self._averaged(source.parameter)
 
@@ -220,7 +220,7 @@ def _changes(name: str) -> bool:
 
 
 def _casts(value: Any, result: Any) -> bool:
-    """Return whether a call cast a tensor, by whichever name."""
+    """Return whether a call cast a tensor, whatever its name."""
     tensors = isinstance(value, Tensor) and isinstance(result, Tensor)
     return tensors and value.dtype != result.dtype and value.shape == result.shape and result.is_floating_point()
 
@@ -233,15 +233,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> int:
-    """Return where a tensor's memory begins, 0 where it has none."""
+    """Return the address of a tensor's memory, 0 if it has none."""
     own = storage(tensor)
     return 0 if own is None else own.data_ptr()
 
 
-def _put_in(mode: TorchFunctionMode) -> bool:
-    """Put a mode below all others, so that they are left in the order in which they were entered; a default device stays the lowest.
+def _insert_below(mode: TorchFunctionMode) -> bool:
+    """Insert a mode below all others, so that these are left in the order in which they were entered; a default device stays lowest.
 
-    Return False where a default device is out of the stack because it handles the call that runs now: nothing may go below it.
+    Return False if a default device is off the stack because it handles the running call: nothing may be inserted below it.
     """
     stack = _get_current_function_mode_stack()
     if _device.CURRENT_DEVICE is not None and not any(isinstance(other, _device.DeviceContext) for other in stack):
@@ -255,7 +255,7 @@ def _put_in(mode: TorchFunctionMode) -> bool:
     return True
 
 
-def _take_out(mode: TorchFunctionMode) -> None:
+def _remove(mode: TorchFunctionMode) -> None:
     stack = [_pop_mode() for _ in _get_current_function_mode_stack()]
     for other in reversed(stack):
         if other is not mode:

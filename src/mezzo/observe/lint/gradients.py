@@ -1,7 +1,7 @@
-"""What lies in the gradients of an optimizer: which backward passes added to them, scaled by what, and what was done to them since.
+"""The state of an optimizer's gradients: which backward passes added to them, at which scale, and what was done to them since.
 
-Nothing is read from a device. A gradient that changed is told by its identity and its version, two numbers that torch keeps
-on the host anyway: 0.3 us a parameter, twice a backward pass, in the first steps only.
+Nothing is read from a device. A change of a gradient shows in its identity and its version, two numbers that torch keeps
+on the host anyway: 0.3 us per parameter, twice per backward pass, in the first steps only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class Scaled:
-    """The GradScaler that multiplied a loss, and how many updates it had made by then."""
+    """The GradScaler that scaled a loss, and its number of updates at that time."""
 
     scaler: Any
     epoch: int
@@ -29,71 +29,71 @@ class Scaled:
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """What one backward pass added."""
+    """The contribution of one backward pass."""
 
     scaled: Scaled | None
-    """What scaled it; None for nothing, as far as is known."""
+    """What scaled its loss; None for nothing, as far as is known."""
     known: bool
-    """Whether it is known what scaled it: a script may multiply a loss by hand."""
+    """Whether its scale is known for certain: a script may multiply a loss by hand."""
     loss: TracedLoss
     line: str
     place: int
-    """Stands for the script's calls that led to it."""
+    """A number for the script's calls that led to it."""
     library: bool
     """Whether a library called it."""
     divides_by: int
-    """By how much a session divides the gradients of this pass; 1 where there is none."""
+    """The divisor that a session applies to the gradients of this pass; 1 without a session."""
     batch: int
-    """First dimension of what the model was last called with; 0 where it is not known."""
+    """First dimension of the model's last input; 0 if unknown."""
     keeps_graph: bool
     fp16: bool
-    """Whether it is known to compute FP16 gradients that nothing multiplied."""
+    """Whether it is known to compute FP16 gradients of an unscaled loss."""
     touched: int = 0
-    """Stands for the set of parameters that it reached."""
+    """A number for the set of parameters that it reached."""
 
 
 @dataclass
 class Held:
-    """What is known of one optimizer's gradients."""
+    """The state of one optimizer's gradients."""
 
     passes: list[BackwardPass] = field(default_factory=list)
-    """Since they were cleared or used."""
+    """Backward passes since the gradients were cleared or used."""
     unscaled: bool = False
     late: bool = False
     """Whether a scaled backward pass came after they were unscaled."""
     by_hand: bool = False
     """Whether the script changed them itself."""
     clipped: bool = False
-    """Whether a clipping of these was noticed."""
+    """Whether clipping these gradients was reported."""
     norm_read: str = ""
-    """The script's line that read the norm of these while they were scaled."""
+    """The script's line that read their norm while they were scaled."""
     limit_read: str = ""
-    """The script's line that computed clamped copies of these while they were scaled."""
+    """The script's line that computed clamped copies while they were scaled."""
     dropped: int = 0
-    """How many backward passes were cleared since the last step."""
+    """Number of backward passes cleared since the last step."""
     num_steps: int = 0
     num_empty: int = 0
-    """How many steps had nothing but cleared gradients."""
+    """Number of steps that had only cleared gradients."""
     first_empty: tuple[int, str] = (0, "")
     made: int = 0
     skipped: int = 0
-    """Steps since a scheduler of it moved on."""
+    """Steps since one of its schedulers stepped."""
     early: str = ""
     """The line that stepped a scheduler between the last backward pass and the step."""
     marks: list[int] = field(default_factory=list)
 
     @property
     def scaled(self) -> bool:
-        """Return whether they are known to be multiplied by a loss scale now."""
+        """Return whether they are known to be scaled now."""
         return not self.unscaled and not self.by_hand and any(p.scaled is not None for p in self.passes)
 
     def clear(self) -> None:
-        """Record that they are None or zero."""
+        """Record that the gradients are None or zero."""
         self.dropped += len(self.passes)
         self._forget()
 
     def use(self) -> None:
-        """Record that a step used them."""
+        """Record that a step used the gradients."""
         self.dropped = 0
         self._forget()
 
@@ -104,21 +104,21 @@ class Held:
 
 
 class Gradients:
-    """What is known of every optimizer's gradients."""
+    """The state of every optimizer's gradients."""
 
     def __init__(self) -> None:
         self._held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
         self._before: dict[int, list[int]] = {}
 
     def of(self, optimizer: Optimizer) -> Held:
-        """Return what is known of an optimizer's gradients."""
+        """Return the state of an optimizer's gradients."""
         held = self._held.get(optimizer)
         if held is None:
             held = self._held[optimizer] = Held(marks=marks_of(optimizer))
         return held
 
-    def look(self, optimizer: Optimizer) -> Held:
-        """Return the same after a look at what the script did to them since they were last looked at."""
+    def inspect(self, optimizer: Optimizer) -> Held:
+        """Return the state after checking whether the script changed the gradients since the last check."""
         held, now = self.of(optimizer), marks_of(optimizer)
         if now != held.marks:
             if all(mark == _NONE for mark in now):
@@ -129,15 +129,15 @@ class Gradients:
         return held
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Take the gradients as they are: what changed them is known."""
+        """Accept the gradients as they are: the change is accounted for."""
         self.of(optimizer).marks = marks_of(optimizer)
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
-        """Look at all gradients before a backward pass."""
-        self._before = {id(optimizer): list(self.look(optimizer).marks) for optimizer in optimizers}
+        """Inspect all gradients before a backward pass."""
+        self._before = {id(optimizer): list(self.inspect(optimizer).marks) for optimizer in optimizers}
 
     def touched(self, optimizers: Iterable[Optimizer]) -> list[tuple[Optimizer, int]]:
-        """Return the optimizers whose gradients a backward pass changed, each with what stands for the parameters."""
+        """Return the optimizers whose gradients a backward pass changed, each with a number for the set of parameters."""
         found = []
         for optimizer in optimizers:
             held, now = self.of(optimizer), marks_of(optimizer)
@@ -151,28 +151,28 @@ class Gradients:
     def scaled_among(
         self, parameters: Iterable[Tensor], owners: Iterable[Optimizer]
     ) -> tuple[list[Optimizer], list[Tensor]]:
-        """Return those of ``owners`` whose gradients are scaled, and theirs of ``parameters``; of two owners one may have unscaled."""
-        looked = [(o, self.look(o)) for o in owners]
-        unscaled = {id(p) for o, held in looked if held.unscaled for p in parameters_of(o)}
+        """Return the ``owners`` whose gradients are scaled, and their part of ``parameters``; one of two owners may have unscaled."""
+        checked = [(o, self.inspect(o)) for o in owners]
+        unscaled = {id(p) for o, held in checked if held.unscaled for p in parameters_of(o)}
         left = {id(p): p for p in parameters if p.grad is not None and id(p) not in unscaled}
-        scaled = [o for o, held in looked if held.scaled and any(id(p) in left for p in parameters_of(o))]
+        scaled = [o for o, held in checked if held.scaled and any(id(p) in left for p in parameters_of(o))]
         own = {id(p) for o in scaled for p in parameters_of(o)}
         return scaled, [p for key, p in left.items() if key in own]
 
     @staticmethod
     def owners(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-        """Return the optimizers that hold any of ``parameters`` that has a gradient."""
+        """Return the optimizers that hold any of ``parameters`` with a gradient."""
         given = {id(p) for p in parameters if p.grad is not None}
         return [o for o in optimizers if any(id(p) in given for p in parameters_of(o))]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the leaves that an optimizer trains."""
-    groups = getattr(optimizer, "param_groups", ())  # it has none if its constructor failed
+    groups = getattr(optimizer, "param_groups", ())  # missing if its constructor failed
     return [p for group in groups for p in group["params"] if p.is_leaf]
 
 
 def marks_of(optimizer: Optimizer) -> list[int]:
-    """Return a number for each gradient that changes with the gradient."""
+    """Return a number for each gradient, which changes when the gradient does."""
     gradients = (p.grad for p in parameters_of(optimizer))
     return [_NONE if g is None else (id(g) << 24) + g._version for g in gradients]

@@ -1,4 +1,4 @@
-"""Judge what a script does by hand to scaled gradients and to averages of weights, as ``byhand`` sees it."""
+"""Judge what a script does by hand to scaled gradients and to averages of weights, as observed by ``by_hand``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.observer import ObservedRun
 
 _LOOKED_AT = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
-"""The updates that are looked at: averages may be taken every tenth update."""
+"""The inspected updates: averages may be taken every tenth update."""
 
 
 class HandWork:
@@ -25,26 +25,26 @@ class HandWork:
         self._mode = ByHand()
         self._watched: list[tuple[Optimizer, Held]] = []
         self._view: GradientView | None = None
-        """What sees those."""
+        """The view that inspects their gradients."""
         self._averages: list[Tensor] = []
-        """The parameters whose averages were seen since the last update."""
+        """The parameters that were averaged since the last update."""
         self._average_at = 0, ""
-        """The step and the first line that took one."""
+        """The step and the first line that computed an average."""
         self._first_average: int | None = None
         """The first step in which weights were averaged."""
 
     @property
-    def _looks(self) -> bool:
+    def _inspects(self) -> bool:
         return len(self._run.recorder) + 1 in _LOOKED_AT
 
     @property
     def over(self) -> bool:
-        """Return whether no more updates are to be looked at, and none is."""
+        """Return whether no more updates are to be inspected, and none is."""
         return len(self._run.recorder) > max(_LOOKED_AT) and not (self._mode.on or self._watched or self._averages)
 
     def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:
-        """Look at what is done to gradients that are scaled, from now on."""
-        if not self._looks:
+        """Inspect calls on scaled gradients from now on."""
+        if not self._inspects:
             return
         self._watched = [(o, held) for o in optimizers if (held := self._gradients.of(o)).scaled]
         if self._watched:
@@ -53,18 +53,18 @@ class HandWork:
             self._mode.start(self._view)
 
     def watch_averages(self, optimizers: Sequence[Optimizer]) -> None:
-        """Look at averages of the weights that were updated, from now on."""
-        if self._looks:
+        """Inspect averages of the updated weights from now on."""
+        if self._inspects:
             weights = [p for o in optimizers for p in parameters_of(o)]
             self._mode.start(AverageView(weights, averaged=self._averaged))
 
-    def rest(self) -> None:
-        """Take a mode off the stack that shows nothing any more. Call this outside of any call that it could be showing."""
+    def remove_mode(self) -> None:
+        """Remove a stopped mode from the stack. Call this outside any call that the mode could be handling."""
         if not self._mode.on:
             self._mode.stop()
 
     def stop(self) -> None:
-        """Stop, and record the averages that were seen."""
+        """Stop, and record the averages that were found."""
         self._mode.stop()
         averaged, self._averages = self._averages, []
         if not averaged:
@@ -78,14 +78,14 @@ class HandWork:
         self._noticed.add("A612", detail, parameters=averaged, line=line, step=self._first_average, count=count)
 
     def judge(self) -> None:
-        """Tell from what the script did to scaled gradients whether it clipped them or only took their norm."""
+        """Decide whether the script clipped scaled gradients or only read their norm."""
         if not self._watched:
             return
         watched, self._watched = self._watched, []
         changed = self._view is not None and self._view.changed
         self.stop()
         for optimizer, held in watched:
-            self._gradients.look(optimizer)
+            self._gradients.inspect(optimizer)
             held.by_hand = held.by_hand or (changed and bool(held.passes))
             norm_read, limit_read = held.norm_read, held.limit_read
             held.norm_read = held.limit_read = ""
@@ -100,18 +100,18 @@ class HandWork:
                 self.read(parameters_of(optimizer), norm_read)
 
     def clipped(self, optimizers: Sequence[Optimizer], detail: str, line: str, of: Sequence[Tensor] = ()) -> None:
-        """Record that scaled gradients of ``optimizers`` are clipped; ``of`` are the parameters, all where left out."""
+        """Record that scaled gradients of ``optimizers`` are clipped; ``of`` are the parameters, all if left out."""
         for optimizer in optimizers:
             self._gradients.of(optimizer).clipped = True
         parameters = of or [p for o in optimizers for p in parameters_of(o)]
         self._noticed.add("A601", detail, parameters=parameters, line=line)
 
     def read(self, parameters: Sequence[Tensor], line: str) -> None:
-        """Record that the norm of scaled gradients is taken."""
+        """Record that the norm of scaled gradients is read."""
         detail = "the norm of gradients is taken between backward() and unscale_"
         self._noticed.add("A602", detail, parameters=parameters, line=line)
 
-    # --- what the mode tells -----------------------------------------------------------------------------------------------------
+    # --- what the mode reports -----------------------------------------------------------------------------------------------------
 
     def _norm_read(self) -> None:
         for _, held in self._watched:

@@ -1,7 +1,7 @@
-"""What was done to a loss before its backward pass, read off the last nodes of its graph.
+"""What was done to a loss before its backward pass, read from the last nodes of its graph.
 
-Only what autograd keeps on the host is read: names of nodes, shapes, numbers that a script multiplied or divided by. The nodes
-of scalars at the root are few; the walk for FP16 gradients goes through the whole graph, and is made once or twice in a run.
+Only values that autograd keeps on the host are read: names of nodes, shapes, numbers that a script multiplied or divided by. The
+root has few nodes of scalars; the search for FP16 gradients walks the whole graph, once or twice in a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ End: TypeAlias = Literal["mean", "sum", "terms", "unknown"]
 _MOST_NODES = 64
 _MOST_NODES_OF_GRAPH = 100_000
 _MEAN, _SUM = 1, 2
-"""What torch's losses keep for their ``reduction``."""
+"""The values with which torch's losses encode their ``reduction``."""
 _PASSED = (
     "ToCopy",
     "Clone",
@@ -36,18 +36,18 @@ _PASSED = (
 
 
 _LEAST_SCALE = 64.0
-"""Below it, a factor is taken for a loss's weight."""
+"""A smaller factor is taken for the weight of a loss."""
 
 
 class Factor(NamedTuple):
-    """A number that a loss was multiplied by; None where it lies on a device or is no plain number."""
+    """A number that a loss was multiplied by; None if it is on a device or not a plain number."""
 
     value: float | None
     divides: bool
 
     @property
     def may_scale(self) -> bool:
-        """Return whether it may be a loss scale: 1 is what a GradScaler that is off calls its scale."""
+        """Return whether it may be a loss scale; 1 counts, because a GradScaler that is off reports that scale."""
         return self.value is None or self.value == 1.0 or self.value >= _LEAST_SCALE
 
 
@@ -55,17 +55,17 @@ class TracedLoss(NamedTuple):
     """How a loss was computed, from the backward pass inwards."""
 
     factors: tuple[Factor, ...]
-    """The GradScaler's is not among them."""
+    """The factors, without the GradScaler's."""
     end: End
-    """What the factors apply to: a mean, a sum, a sum of several losses, or what cannot be told."""
+    """What the factors apply to: a mean, a sum, a sum of several losses, or something unknown."""
     terms: tuple[TracedLoss, ...] = ()
-    """Each of several losses that were added up."""
+    """The losses that were added up, if several were."""
     squares: bool = False
-    """Whether it is a mean or sum of squares, which many divide by two."""
+    """Whether it is a mean or sum of squares, which many scripts divide by two."""
 
     @property
     def may_be_scaled(self) -> bool:
-        """Return whether the script may have multiplied it by a loss scale of its own making."""
+        """Return whether the script may have multiplied it by a loss scale of its own."""
         return any(f.may_scale for f in (*self.factors, *(f for term in self.terms for f in term.factors)))
 
     def is_mean(self, *, undivided_by: int) -> bool:
@@ -76,11 +76,11 @@ class TracedLoss(NamedTuple):
         return self.end == "mean" and not self.factors
 
     def near(self, count: int) -> list[Factor]:
-        """Return the factors that are one over ``count``."""
+        """Return the factors that are close to one over ``count``."""
         return [f for f in self.factors if f.value is not None and abs(f.value * count - 1.0) < 1e-3]
 
     def divided_by(self, count: int) -> int:
-        """Return how often it was divided by ``count``; a factor of a half may be part of the loss itself, a division counts."""
+        """Return how often it was divided by ``count``; a factor of one half may be part of the loss itself, a division counts."""
         return sum(1 for f in self.near(count) if f.divides or count > 2)
 
 
@@ -88,7 +88,7 @@ UNKNOWN = TracedLoss((), "unknown")
 
 
 def loss_of(root: Tensor, scalings: Collection[int]) -> TracedLoss:
-    """Return how the scalar ``root`` came about; ``scalings`` are the sequence numbers of a GradScaler's products."""
+    """Return how the scalar ``root`` was computed; ``scalings`` are the sequence numbers of a GradScaler's products."""
     if root.numel() != 1 or root.grad_fn is None:
         return UNKNOWN
     factors, node = _followed(root.grad_fn, scalings)
@@ -104,7 +104,7 @@ def _term(factors: tuple[Factor, ...], node: Any) -> TracedLoss:
 
 
 def _followed(node: Any, scalings: Collection[int]) -> tuple[tuple[Factor, ...], Any]:
-    """Return the factors from ``node`` inwards, and the first node that is neither a factor nor a mere view of its input."""
+    """Return the factors from ``node`` inwards, and the first node that is neither a factor nor a view."""
     factors: list[Factor] = []
     for _ in range(_MOST_NODES):
         name, inputs = _kind(node), _inputs(node)
@@ -120,9 +120,9 @@ def _followed(node: Any, scalings: Collection[int]) -> tuple[tuple[Factor, ...],
 
 
 def found_in(roots: Iterable[Tensor], sequences: Collection[int]) -> int | None:
-    """Return the first of ``sequences`` that the graph of ``roots`` has near its end, None for none.
+    """Return the first of ``sequences`` found near the end of the graph of ``roots``, None for none.
 
-    A node is younger than all that it leads to, so what is older than the oldest of ``sequences`` need not be followed.
+    A node is newer than all nodes behind it, so nodes older than the oldest of ``sequences`` need not be followed.
     """
     oldest = min(sequences, default=0)
     waiting = [r.grad_fn for r in roots if r.grad_fn is not None] if sequences else []
@@ -178,9 +178,9 @@ def _factor(node: Any, *, divides: bool) -> Factor:
         kept = getattr(node, "_saved_other", None)
         kept = kept if kept is not None or divides else getattr(node, "_saved_self", None)
         readable = not isinstance(kept, Tensor) or (kept.device.type == "cpu" and kept.numel() == 1)
-        with torch._C._DisableTorchDispatch():  # or whoever watches operations would see this one
+        with torch._C._DisableTorchDispatch():  # or an observer of operations would record this one
             value = float(kept) if readable else None  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):  # freed, changed in place since, packed by somebody's hook, or no real number
+    except (RuntimeError, TypeError):  # freed, changed in place since, packed by a hook, or not a real number
         value = None
     return Factor(1 / value if divides and value else value, divides)
 

@@ -1,4 +1,4 @@
-"""Collect misuse while a script runs: what was seen first, where, and how often."""
+"""Collect misuse while a script runs: its first occurrence, its place, and its count."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mezzo.observe.source_lines import own_line
 from mezzo.records import Finding
 
 ENOUGH = 2
-"""Updates that have to look alike before anything is said."""
+"""Updates that must show the same misuse before it is reported."""
 _MOST_LINES = 4
 _ORDER = ("error", "warning", "info", "")
 
 
 @dataclass
-class _Seen:
-    """The first time that a misuse was seen, and how often it was."""
+class _Occurrence:
+    """The first occurrence of a misuse, and its count."""
 
     step: int
     detail: str
@@ -33,11 +33,11 @@ class _Seen:
 
 
 class Noticed:
-    """The misuse seen in a run, one entry a code."""
+    """The misuse found in a run, one entry per code."""
 
     def __init__(self, run: ObservedRun) -> None:
         self._run = run
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _Occurrence] = {}
 
     def add(
         self,
@@ -53,12 +53,12 @@ class Noticed:
         """Record a misuse.
 
         Args:
-            code: which one.
-            detail: what was seen, in a sentence; that of the first time stays.
-            parameters: the weights that it concerns, for their modules' names.
-            modules: the modules that it concerns.
-            line: where; the script's line that runs now if left out.
-            step: the number of the step; the one that runs now if left out.
+            code: its code.
+            detail: a sentence on what was found; the first one is kept.
+            parameters: the weights concerned, for their modules' names.
+            modules: the modules concerned.
+            line: the script's line; the one running now if left out.
+            step: the number of the step; the current one if left out.
             count: how often it happened.
         """
         line = here() if line is None else line
@@ -66,7 +66,7 @@ class Noticed:
         if seen is None:
             step = len(self._run.recorder) + 1 if step is None else step
             names = _named(self._run.roots, parameters, modules)
-            self._seen[code] = _Seen(step, detail, names, [line] if line else [], count)
+            self._seen[code] = _Occurrence(step, detail, names, [line] if line else [], count)
             return
         seen.count += count
         if line and line not in seen.lines and len(seen.lines) < _MOST_LINES:
@@ -76,17 +76,17 @@ class Noticed:
         return code in self._seen
 
     def findings(self) -> list[Finding]:
-        """Return everything that was noticed, the gravest first."""
+        """Return all misuse found, the gravest first."""
         found = [_finding(code, seen) for code, seen in self._seen.items()]
         return sorted(found, key=lambda f: (_ORDER.index(f.severity), f.code))
 
 
 def here() -> str:
-    """Return the script's own line that runs now."""
+    """Return the script's line that is running now."""
     return own_line(sys._getframe(1))[0]
 
 
-def _finding(code: str, seen: _Seen) -> Finding:
+def _finding(code: str, seen: _Occurrence) -> Finding:
     misuse = BY_CODE[code]
     return Finding(
         code=code,
@@ -103,12 +103,12 @@ def _finding(code: str, seen: _Seen) -> Finding:
 
 
 def _named(roots: Iterable[nn.Module], parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[str]:
-    """Return the names of modules: of a model whose parameters are all among ``parameters``, its class alone."""
+    """Return the names of modules; a model whose parameters are all among ``parameters`` gives only its class."""
     known, held = list(roots), {id(p) for p in parameters}
     names = Names(known)
     whole = [root for root in known if (own := [id(p) for p in root.parameters()]) and held.issuperset(own)]
     covered = {id(p) for root in whole for p in root.parameters()}
-    found = [type(getattr(root, "_orig_mod", root)).__name__ for root in whole]  # of a compiled model, its own class
+    found = [type(getattr(root, "_orig_mod", root)).__name__ for root in whole]  # the class under torch.compile's
     found += [names.of_parameter(p) for p in (id(q) for q in _listed(parameters)) if p not in covered]
     found += [names.of(module) for module in modules]
     return list(dict.fromkeys(found))[:MOST_LISTED]

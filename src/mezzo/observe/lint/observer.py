@@ -1,7 +1,7 @@
-"""Hear what happens in a script's training loop and tell misuse of its own mixed precision from it.
+"""Record the calls of a script's training loop and detect misuse of its own mixed precision.
 
-Everything is told from calls, identities and versions on the host: no device is read. What has to look at every gradient's identity is on
-in the first updates only, since a loop does the same in each; the order of a scaler's calls and the schedule are watched to the end.
+Everything is derived from calls, identities and versions on the host: no device is read. Checks that read every gradient's identity run
+in the first updates only, since a loop does the same in each; the order of a scaler's calls and the schedule are checked to the end.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mezzo.records import Finding
 
 _AWAKE_UPDATES = 64
 _AWAKE_PASSES = 4096
-"""Backward passes: a script may make its updates where they are not seen."""
+"""In backward passes, because a script may make its updates where they are not recorded."""
 _WALKS = 2
-"""How often the whole graph is searched for FP16 gradients."""
+"""Number of searches of the whole graph for FP16 gradients."""
 
 
 class Lint:
@@ -52,7 +52,7 @@ class Lint:
         self._accumulation = Accumulation(self._noticed)
         self._hands = HandWork(run, self._gradients, self.scalers, self._noticed)
         self._formats: Counter[torch.dtype] = Counter()
-        """How many autocast regions with gradients were opened in each format."""
+        """Number of autocast regions with gradients, by format."""
         self._pass: BackwardPass | None = None
         self._batch = 0
         self._num_passes = 0
@@ -60,19 +60,19 @@ class Lint:
         self._in_scaler = 0
         self._skipped = False
         self._needless: tuple[int, str] | None = None
-        """Step and line of the first step of a scaler that is on."""
+        """Step and line of the first ``step`` of a scaler that is on."""
         self._statistics = Statistics(self._noticed)
         self.over = False
-        """Whether only scalers and schedules are watched from now on: nothing else may cost a long run's steps time.
+        """Whether only scalers and schedules are checked from now on: nothing else may slow the steps of a long run.
 
-        Calls of modules matter until then: the view of work by hand can be taken out there, and not inside a backward pass.
+        Until then module calls matter: the mode that shows calls by hand can be removed there, but not inside a backward pass.
         """
         self._called_at = ""
         """The script's line that called a model in training."""
 
     @property
     def awake(self) -> bool:
-        """Return whether gradients are watched."""
+        """Return whether gradients are checked."""
         return len(self._run.recorder) < _AWAKE_UPDATES and self._num_passes < _AWAKE_PASSES
 
     @property
@@ -86,7 +86,7 @@ class Lint:
     # --- forward -----------------------------------------------------------------------------------------------------------------
 
     def called(self, args: Any, kwargs: Any) -> None:
-        """Hear that a module is called from outside any module."""
+        """Record that a module is called from outside any module."""
         if self.over:
             return
         self._hands.stop()
@@ -97,18 +97,18 @@ class Lint:
             self._batch = next((t.shape[0] for t in tensors if t.dim() > 1), 0)
 
     def compiled_called(self) -> None:
-        """Hear that compiled code is called."""
+        """Record that compiled code is called."""
         self._hands.stop()
 
     def region_begins(self, dtype: torch.dtype | None, *, on: bool) -> None:
-        """Hear that the script opens an autocast region; ``dtype`` is None where it leaves that to the device."""
+        """Record that the script opens an autocast region; ``dtype`` is None if it leaves that to the device."""
         if on and dtype is not None and torch.is_grad_enabled():
             self._formats[dtype] += 1
 
     # --- backward ----------------------------------------------------------------------------------------------------------------
 
     def backward_begins(self, roots: list[Tensor], given: Any, *, keeps_graph: bool) -> None:
-        """Hear that a backward pass begins at ``roots``; ``given`` are the gradients that it starts from."""
+        """Record that a backward pass begins at ``roots``; ``given`` are the gradients that it starts from."""
         if not self.over:
             self._hands.judge()
             self._hands.stop()
@@ -141,7 +141,7 @@ class Lint:
         )
 
     def _may_be_fp16(self) -> bool:
-        """Return whether the script's own precision is FP16 somewhere, so that its graph is worth a walk."""
+        """Return whether the script itself uses FP16 anywhere, so that its graph is worth searching."""
         if self._run.applied is not None:
             return False
         first = len(self._run.recorder) < _WALKS
@@ -149,7 +149,7 @@ class Lint:
         return self._formats[FP16.dtype] > 0 or any(p.dtype == FP16.dtype for p in weights)
 
     def backward_ended(self) -> None:
-        """Hear that it has ended."""
+        """Record that the backward pass has ended."""
         if self._pass is None:
             return
         touched = self._gradients.touched(self._optimizers)
@@ -166,7 +166,7 @@ class Lint:
     # --- between backward pass and update ----------------------------------------------------------------------------------------
 
     def clip(self, parameters: list[Tensor], limit: float) -> list[Optimizer]:
-        """Hear that torch is to clip gradients; return the optimizers that they belong to."""
+        """Record that torch is about to clip gradients; return the optimizers that they belong to."""
         if not self.awake or self._in_scaler or self._run.in_backward:
             return []
         self._hands.judge()
@@ -180,12 +180,12 @@ class Lint:
         return owners
 
     def clipped(self, owners: Iterable[Optimizer]) -> None:
-        """Hear that torch has clipped gradients."""
+        """Record that torch has clipped gradients."""
         for optimizer in owners:
             self._gradients.settle(optimizer)
 
     def cleared(self, optimizers: Iterable[Optimizer]) -> None:
-        """Hear that the script has cleared the gradients of optimizers."""
+        """Record that the script has cleared the gradients of optimizers."""
         if self.awake:
             self._hands.judge()
             for optimizer in optimizers:
@@ -193,7 +193,7 @@ class Lint:
                 self._gradients.settle(optimizer)
 
     def model_cleared(self, model: nn.Module) -> None:
-        """Hear that the script has cleared the gradients of a model."""
+        """Record that the script has cleared the gradients of a model."""
         if self.awake:
             own = {id(p) for p in model.parameters()}
             self.cleared(o for o in self._optimizers if all(id(p) in own for p in parameters_of(o)))
@@ -202,7 +202,7 @@ class Lint:
 
     @contextmanager
     def scaler_unscales(self, scaler: Any, optimizer: Optimizer) -> Iterator[None]:
-        """Hear a call of ``GradScaler.unscale_``."""
+        """Record a call of ``GradScaler.unscale_``."""
         own = not self._in_scaler  # ``step`` calls it, too
         if own:
             self._hands.judge()
@@ -213,7 +213,7 @@ class Lint:
 
     @contextmanager
     def scaler_steps(self, scaler: Any, optimizer: Optimizer) -> Iterator[None]:
-        """Hear a call of ``GradScaler.step``."""
+        """Record a call of ``GradScaler.step``."""
         if self.scalers.known(scaler) is None:
             yield
             return
@@ -231,11 +231,11 @@ class Lint:
         self._ended(optimizer, skipped=self._skipped)
 
     def skipped(self) -> None:
-        """Hear that the script's GradScaler, which runs, has found gradients that are not finite."""
+        """Record that the script's own active GradScaler has found non-finite gradients."""
         self._skipped = True
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Hear that an optimizer is to step with the gradients that are there."""
+        """Record that an optimizer is about to step with the current gradients."""
         if self.over or self._in_scaler or self._run.in_backward:
             return
         self._hands.judge()
@@ -243,20 +243,20 @@ class Lint:
         self._begins(optimizer, raises=False)
 
     def closure_ended(self, optimizer: Optimizer) -> None:
-        """Hear that an optimizer has stepped with gradients that its closure computed."""
+        """Record that an optimizer has stepped with gradients that its closure computed."""
         if not self._in_scaler and not self._run.in_backward:
             self._check_used(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Hear that an optimizer has stepped."""
+        """Record that an optimizer has stepped."""
         if not self._in_scaler and not self._run.in_backward:
             self._ended(optimizer, skipped=False)
 
     def _check_used(self, optimizer: Optimizer) -> None:
-        """Look at gradients that an optimizer uses without a GradScaler."""
+        """Check gradients that an optimizer uses without a GradScaler."""
         if not self.awake:
             return
-        held = self._gradients.look(optimizer)
+        held = self._gradients.inspect(optimizer)
         if held.scaled and not self.scalers.may_undo(held):
             detail = f"{type(optimizer).__name__}.step() uses gradients that are multiplied by the loss scale"
             self._noticed.add("A603", detail, parameters=parameters_of(optimizer))
@@ -269,14 +269,14 @@ class Lint:
         self._hands.stop()
         if not self.awake:
             return
-        held = self._gradients.look(optimizer)
+        held = self._gradients.inspect(optimizer)
         self._rates.stepping(optimizer, held, step=self._step)
         self._accumulation.closed(optimizer, held, step=self._step)
         if held.dropped and not held.passes and not held.by_hand:
             self._without_gradients(optimizer, held, raises=raises)
 
     def _without_gradients(self, optimizer: Optimizer, held: Held, *, raises: bool) -> None:
-        """Tell a step whose gradients were always cleared from one where a script gave up a bad batch."""
+        """Tell steps whose gradients are always cleared from one in which the script drops a bad batch."""
         held.num_empty += 1
         if held.num_empty == 1:
             held.first_empty = self._step, here()
@@ -298,18 +298,18 @@ class Lint:
         if not skipped and not self._casts_model:
             self._watch_averages()
         if not self.awake:
-            self._hands.rest()
+            self._hands.remove_mode()
         self.over = not self.awake and self._statistics.done and self._hands.over
 
-    # --- the schedule, and what is kept beside the weights -----------------------------------------------------------------------
+    # --- the schedule, and copies of the weights -----------------------------------------------------------------------
 
     def scheduled(self, scheduler: Any) -> None:
-        """Hear that the script steps a scheduler."""
+        """Record that the script steps a scheduler."""
         self._rates.moved(scheduler)
 
     @contextmanager
     def averages(self, average: nn.Module, model: nn.Module) -> Iterator[None]:
-        """Hear that ``AveragedModel`` takes up a model's weights."""
+        """Record that ``AveragedModel`` averages a model's weights."""
         self._hands.stop()
         if self.awake and not self._casts_model:
             check_average(self._noticed, average, model)
@@ -321,7 +321,7 @@ class Lint:
         return self._run.applied is not None and self._run.applied.casting == "model"
 
     def _watch_averages(self) -> None:
-        self._statistics.look(self._run.roots, line=self._called_at)
+        self._statistics.inspect(self._run.roots, line=self._called_at)
         self._hands.watch_averages(self._optimizers)
 
     # --- the end -----------------------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class Lint:
         self._hands.stop()
 
     def findings(self) -> list[Finding]:
-        """Return what was found."""
+        """Return the misuse that was found."""
         if self._needless is not None and self._formats[BF16.dtype] and not self._formats[FP16.dtype]:
             (step, line), self._needless = self._needless, None
             detail = "every autocast region with gradients is BF16, and a GradScaler is on"
@@ -340,7 +340,7 @@ class Lint:
 
 
 def _session_divides_by() -> int:
-    """Return by how much the ``mezzo.Session`` that runs divides gradients, 1 where none runs."""
+    """Return the divisor of gradients in the running ``mezzo.Session``, 1 if none runs."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The misuses of mixed precision that a script is watched for: one row a code, each with its page in ``docs/findings``."""
+"""The misuses of mixed precision that are checked: one row per code, each with its page in ``docs/findings``."""
 
 from __future__ import annotations
 

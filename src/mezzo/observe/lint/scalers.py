@@ -1,8 +1,8 @@
-"""Watch the calls of a script's GradScaler: their order, and what lies in the gradients at each.
+"""Check the calls of a script's GradScaler: their order, and the state of the gradients at each.
 
-A scaler that is off because the script turned it off is not watched. One that a policy turned off in place of the script's is: its calls
-are those that the script makes without Mezzo. Of a class that overrides these calls (as FSDP's ShardedGradScaler does) only a
-part would be heard, so it is not watched either.
+A scaler that the script itself turned off is not checked. One that a policy turned off is: the script makes the same calls
+without Mezzo. A class that overrides these calls (as FSDP's ShardedGradScaler does) would be recorded only in part,
+so it is not checked either.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from mezzo.observe.observer import ObservedRun
 _METHODS = ("scale", "unscale_", "step", "update")
 _MOST_PRODUCTS = 64
 _NEAR = 1e-2
-"""A limit of at least this many loss scales was meant for scaled gradients."""
+"""A clipping limit of at least this many loss scales was meant for scaled gradients."""
 
 
 @dataclass
 class _Known:
-    """What is known of one GradScaler."""
+    """The state of one GradScaler."""
 
     epoch: int = 0
-    """How many updates it made."""
+    """Number of updates it made."""
     stages: WeakKeyDictionary[Optimizer, Literal["unscaled", "stepped"]] = field(default_factory=WeakKeyDictionary)
-    """By optimizer, since the last update."""
+    """Calls by optimizer, since the last update."""
     checked: bool = False
     """Whether anything was unscaled or stepped since the last update."""
     read: float | None = None
-    """The scale as the script read it last."""
+    """The scale that the script read last."""
     fresh: bool = False
-    """Whether it read it since the last backward pass."""
+    """Whether the script has read the scale since the last backward pass."""
 
 
 class Scalers:
@@ -52,16 +52,16 @@ class Scalers:
         self._known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
         self._asked: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._products: OrderedDict[int, Scaled] = OrderedDict()
-        """By the sequence number of what ``scale`` returned."""
+        """By the sequence number of the result of ``scale``."""
         self.num_steps = 0
-        """Steps of scalers that are on."""
+        """Number of steps of scalers that are on."""
 
     def asked(self, scaler: Any, *, enabled: bool) -> None:
-        """Record whether the script wants a scaler that it makes to be on."""
+        """Record whether the script asks for a new scaler to be on."""
         self._asked[scaler] = enabled
 
     def known(self, scaler: Any) -> _Known | None:
-        """Return what is known of a scaler that is on and fully heard, None of another."""
+        """Return the state of a scaler that is on and fully recorded; None for any other."""
         as_is = self._run.applied is None
         on = scaler.is_enabled() if as_is else self._asked.get(scaler, scaler.is_enabled())
         if not on:
@@ -75,16 +75,16 @@ class Scalers:
 
     @property
     def multiplications(self) -> list[int]:
-        """Return the sequence numbers of the products that are products indeed: a scaler that is off returns the loss itself."""
+        """Return the sequence numbers of the real products: a scaler that is off returns the loss itself."""
         return [number for number, scaled in self._products.items() if scaled.scaler.is_enabled()]
 
     def scaled_by(self, roots: list[Tensor]) -> Scaled | None:
-        """Return what multiplied the losses that a backward pass starts from; None unless all of them."""
+        """Return the scale of the losses that a backward pass starts from; None unless all are scaled."""
         found = [found_in([root], self._products) for root in roots]
         return None if None in found or not found else self._products[found[0]]  # type: ignore[index]
 
     def scale(self, scaler: Any, result: Any) -> None:
-        """Record what ``scale`` returned."""
+        """Record the result of ``scale``."""
         known = self.known(scaler)
         if known is None:
             return
@@ -94,7 +94,7 @@ class Scalers:
             self._products.popitem(last=False)
 
     def get_scale(self, scaler: Any, value: float) -> None:
-        """Record that the script read the scale: it may do something with it by hand."""
+        """Record that the script read the scale: it may use it to unscale by hand."""
         known = self.known(scaler)
         if known is not None:
             known.read, known.fresh = value, True
@@ -105,16 +105,16 @@ class Scalers:
             known.fresh = False
 
     def may_undo(self, held: Held, *, limit: float | None = None) -> bool:
-        """Return whether the script may take the scale out by hand: it has just read it, or its limit is of that size."""
+        """Return whether the script may unscale by hand: it has just read the scale, or its clipping limit is of that size."""
         scalers = [self._known.get(p.scaled.scaler) for p in held.passes if p.scaled is not None]
-        as_is = self._run.applied is None  # else every scale is read as 1
+        as_is = self._run.applied is None  # under a policy, every scale reads as 1
         sized = [k for k in scalers if k is not None and k.read is not None and as_is and limit is not None]
         return any(k is not None and k.fresh for k in scalers) or any(limit >= _NEAR * k.read for k in sized)  # type: ignore[operator]
 
     # --- the calls ---------------------------------------------------------------------------------------------------------------
 
     def unscale(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
-        """Hear that the script calls ``unscale_``."""
+        """Record that the script calls ``unscale_``."""
         known = self.known(scaler)
         if known is None:
             return
@@ -124,12 +124,12 @@ class Scalers:
         elif stage == "stepped":
             self._noticed.add("A605", f"unscale_({name}) after step({name})", parameters=parameters_of(optimizer))
         elif awake:
-            held = self._gradients.look(optimizer)
+            held = self._gradients.inspect(optimizer)
             self._check_formats(optimizer)
             self._check_epoch(scaler, optimizer, held, "unscale_")
 
     def unscaled(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
-        """Hear that ``unscale_`` returned."""
+        """Record that ``unscale_`` returned."""
         known = self.known(scaler)
         if known is None:
             return
@@ -139,7 +139,7 @@ class Scalers:
             self._gradients.settle(optimizer)
 
     def step(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
-        """Hear that the script calls ``step``."""
+        """Record that the script calls ``step``."""
         known = self.known(scaler)
         if known is None:
             return
@@ -147,7 +147,7 @@ class Scalers:
             name = type(optimizer).__name__
             self._noticed.add("A605", f"step({name}) twice without update()", parameters=parameters_of(optimizer))
         elif awake:
-            held = self._gradients.look(optimizer)
+            held = self._gradients.inspect(optimizer)
             if known.stages.get(optimizer) is None:
                 self._check_formats(optimizer)
             self._check_epoch(scaler, optimizer, held, "step")
@@ -155,7 +155,7 @@ class Scalers:
             self._check_order(known, optimizer, held)
 
     def stepped(self, scaler: Any, optimizer: Optimizer) -> None:
-        """Hear that ``step`` returned."""
+        """Record that ``step`` returned."""
         known = self.known(scaler)
         if known is None:
             return
@@ -163,7 +163,7 @@ class Scalers:
         self.num_steps += 1
 
     def update(self, scaler: Any, new_scale: Any) -> None:
-        """Hear that the script calls ``update``."""
+        """Record that the script calls ``update``."""
         known = self.known(scaler)
         if known is None:
             return
@@ -173,7 +173,7 @@ class Scalers:
         known.epoch, known.checked = known.epoch + 1, False
         known.stages.clear()
 
-    # --- what lies in the gradients ------------------------------------------------------------------------------------------------
+    # --- the state of the gradients ------------------------------------------------------------------------------------------------
 
     def _check_formats(self, optimizer: Optimizer) -> None:
         narrow = [p for p in parameters_of(optimizer) if p.grad is not None and p.grad.dtype == FP16.dtype]

@@ -1,4 +1,4 @@
-"""Tell whether a schedule waits for the optimizer, and for updates that the script's GradScaler skipped."""
+"""Check whether a schedule waits for the optimizer, and for updates that the script's GradScaler skipped."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class LearningRates:
     def __init__(self, gradients: Gradients, noticed: Noticed) -> None:
         self._gradients, self._noticed = gradients, noticed
         self._first: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        """The line of a scheduler's first step, where its optimizer had made none; empty once that was judged."""
+        """The line of a scheduler's first step if its optimizer had made none; empty once that was judged."""
         self._early: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def moved(self, scheduler: Any) -> None:
-        """Hear that a script steps a scheduler."""
+        """Record that the script steps a scheduler."""
         optimizer = getattr(scheduler, "optimizer", None)
         if not isinstance(optimizer, Optimizer):
             return
@@ -35,23 +35,23 @@ class LearningRates:
         held.made = held.skipped = 0
 
     def stepping(self, optimizer: Optimizer, held: Held, *, step: int) -> None:
-        """Hear that an optimizer is about to step."""
+        """Record that an optimizer is about to step."""
         if not held.early:
             return
         self._early[optimizer] = seen = self._early.get(optimizer, 0) + 1
         if seen >= ENOUGH:
-            self._say(optimizer, held.early, step=step - 1 if seen == ENOUGH else step)
+            self._report(optimizer, held.early, step=step - 1 if seen == ENOUGH else step)
 
     def _check_first(self, scheduler: Any, optimizer: Optimizer, held: Held) -> None:
-        """Compare the lines of a scheduler's first two steps: a loop that was resumed moves the schedule on at a line of its own."""
+        """Compare the lines of a scheduler's first two steps: a resumed loop advances the schedule at a separate line."""
         stepped = bool(held.num_steps) or getattr(optimizer, "_opt_called", False)
         if scheduler not in self._first:
             self._first[scheduler] = "" if stepped or held.passes else here()
         elif self._first[scheduler]:
             first, self._first[scheduler] = self._first[scheduler], ""
             if held.num_steps and first == here():
-                self._say(optimizer, first, step=1)
+                self._report(optimizer, first, step=1)
 
-    def _say(self, optimizer: Optimizer, line: str, *, step: int) -> None:
+    def _report(self, optimizer: Optimizer, line: str, *, step: int) -> None:
         detail = f"the scheduler of {type(optimizer).__name__} steps before it in each iteration"
         self._noticed.add("A611", detail, parameters=parameters_of(optimizer)[:0], line=line, step=step)

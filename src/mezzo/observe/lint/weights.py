@@ -1,4 +1,4 @@
-"""Find 16-bit copies that a script keeps of what must change slowly: averages of weights, running statistics."""
+"""Find 16-bit copies of values that change slowly: averages of weights, running statistics."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from mezzo.formats import format_of
 from mezzo.observe.lint.noticed import Noticed
 
 _STATISTIC = re.compile(r"(^|_)(running|moving|ema|avg|average|mean|var|std|momentum)(_|$)")
-"""Buffers are told by name: that one changes makes it no statistic, it may be a cache, a queue or a seed."""
+"""Buffers are recognized by name: a buffer that changes need not be a statistic, it may be a cache, a queue or a seed."""
 
 
 class Statistics:
-    """Running statistics in 16 bits: those of torch's norms, and buffers of such a name that training changes."""
+    """Running statistics in 16 bits: those of torch's norms, and buffers with such names that training changes."""
 
     def __init__(self, noticed: Noticed) -> None:
         self._noticed = noticed
-        self._num_looks = 0
+        self._num_inspections = 0
         self._marks: dict[tuple[nn.Module, str], tuple[int, int]] = {}
 
     @property
     def done(self) -> bool:
-        """Return whether there is nothing more to look at."""
-        return self._num_looks == 2
+        """Return whether nothing is left to inspect."""
+        return self._num_inspections == 2
 
-    def look(self, roots: Iterable[nn.Module], *, line: str) -> None:
-        """Look at all modules, called in ``line``, after an update; what changed is seen at the second one."""
+    def inspect(self, roots: Iterable[nn.Module], *, line: str) -> None:
+        """Inspect all modules, called in ``line``, after an update; the second call finds the buffers that changed."""
         if self.done:
             return
-        self._num_looks += 1
+        self._num_inspections += 1
         modules = [module for root in roots for module in root.modules() if module.training]
         norms = [module for module in modules if isinstance(module, _NormBase) and _is_half(module.running_mean)]
-        if self._num_looks == 1 and norms:
+        if self._num_inspections == 1 and norms:
             mean = norms[0].running_mean
             assert mean is not None
             whose = f"{len(norms)} module{'s' if len(norms) > 1 else ''}"
@@ -57,7 +57,7 @@ class Statistics:
 
 
 def check_average(noticed: Noticed, average: nn.Module, model: nn.Module) -> None:
-    """Look at the weights that ``torch.optim.swa_utils.AveragedModel`` averages into."""
+    """Check the format of the weights that ``torch.optim.swa_utils.AveragedModel`` averages into."""
     pairs = zip(average.parameters(), model.parameters(), strict=False)
     found = [(mean, weight) for mean, weight in pairs if _is_half(mean)]
     if found:

@@ -79,13 +79,13 @@ class PlacingTracer(Tracer):
         """Return what is known of the node of the graph that runs, or of the emulated operation inside which it does."""
         outer = self._formats.recomputing()
         if outer is not None:
-            return Node(self._made.identity(outer), torch._C._current_graph_task_id())
+            return Node(self._backward_nodes.identity(outer), torch._C._current_graph_task_id())
         local, running = self._local, torch._C._current_autograd_node()
         if running is local.running:
             return local.node
         if local.results:
-            self._made.settle(local)
-        return self._made.meet(local, running, torch._C._current_graph_task_id())
+            self._backward_nodes.mark_known(local)
+        return self._backward_nodes.describe(local, running, torch._C._current_graph_task_id())
 
     def forward_name(self, callers: Sequence[str] = ()) -> str:
         """Return the running operation's name in torch; ``callers`` are torch's functions that it runs in, the innermost first."""

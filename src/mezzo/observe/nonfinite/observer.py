@@ -95,7 +95,7 @@ class NonFinite(Observer):
         )
         self._tracer.problems = self._problems
         self._marked = 0
-        self._tracer.start(told_of_steps=True)
+        self._tracer.start(stepping_is_called=True)
         self._thread = threading.get_ident()
         if self._settings.loss_scale is not None:  # not now: the step before may still have to divide by its own
             self._lowering = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
@@ -104,7 +104,7 @@ class NonFinite(Observer):
         """Let the tracer tell the operations of an update apart; weigh the gradients as the update finds them."""
         if self._tracer is None:
             return
-        if self._looking is not None and not self.run.skips:
+        if self._observing is not None and not self.run.skips:
             self._tracer.weigh()
         self._tracer.stepping(True)
 
@@ -139,38 +139,38 @@ class NonFinite(Observer):
             self._tracer.stop()
         else:  # a script that trained in a thread has ended
             self._tracer.leave_behind()
-        finished = self._looking is not None and self._num_closed >= self._looking
+        finished = self._observing is not None and self._num_closed >= self._observing
         everything = len(self._tracer.trace.operations) + 1  # with one that raised, which was not noted
         self._look = seen_of(self._tracer, self._marked if finished else everything)
-        if finished and self._looking is not None:
-            self._formats_seen.add(self._tracer.trace.operations[: self._marked], self._looking)
+        if finished and self._observing is not None:
+            self._formats_seen.add(self._tracer.trace.operations[: self._marked], self._observing)
 
     def start(self) -> None:
         """Get ready; a look at step 1 begins inside the first call of a module, which has to be known."""
         if self._settings.fp32_modules:
             self._keeping = keep_fp32(self._settings.fp32_modules)
         if self._waiting[:1] == [1]:
-            self._first = register_module_forward_pre_hook(self._first_called)
+            self._first_call = register_module_forward_pre_hook(self._first_called)
 
     def _first_called(self, module: nn.Module, args: object) -> None:
-        self._look_from_first_call()
+        self._begin_at_first_call()
         if self._tracer is not None:
             self._tracer.enter(module, args)
 
     def backward_begins(self) -> None:
         """Set the policy's loss scale where that was asked for: the step before has closed by now."""
-        if self._settings.loss_scale is not None and self._looking is not None:
+        if self._settings.loss_scale is not None and self._observing is not None:
             self.run.scale.load_state_dict({"scale": self._settings.loss_scale})
 
     def backward_ended(self) -> None:
         """Weigh the gradients as they stand."""
-        if self._tracer is not None and self._looking is not None:
+        if self._tracer is not None and self._observing is not None:
             self._tracer.weigh()
         super().backward_ended()
 
     def scaler_met(self, scaler: Any) -> None:
         """Set the loss scale of a script's own scaler where that was asked for from the first step on."""
-        if self._settings.loss_scale is not None and (self._settings.steps[0] == 1 or self._looking is not None):
+        if self._settings.loss_scale is not None and (self._settings.steps[0] == 1 or self._observing is not None):
             _set_scale(scaler, self._settings.loss_scale)
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class NonFinite(Observer):
             self._met = not self._suspects and (bad or fault is not None)
             if not bad and fault is None:  # the script went another way this time: inspect all that follows
                 self._suspects = []
-                self._waiting = list(range(max(step + 1, self._waiting[0] if self._looking else 0), self._until + 1))
+                self._waiting = list(range(max(step + 1, self._waiting[0] if self._observing else 0), self._until + 1))
 
     def _endless(self) -> bool:
         """Return whether the scale is below 1 and no update was ever made: at a scale of 1 that is no matter of the scale."""

@@ -1,1 +1,1 @@
-"""Record where the values of a step lie, and what each format and loss scale would lose of them."""
+"""Record the magnitudes of a step's values, and what each format and loss scale would lose of them."""

@@ -1,11 +1,11 @@
-"""What casts make of counted values: loss by format and scale, the scale window, the initial loss scale.
+"""The effect of casts on counted values: loss by format and scale, the scale window, the initial loss scale.
 
-A loss scale S is good for a format when S times the largest gradient does not overflow it and few gradients are so small
-that S times them becomes zero. Both ends follow from one histogram (``mezzo.engine.kernels.exponent_bins``): multiplying by a
-power of two moves exponents and nothing else, so a cast at scale 2**k is read off with the format's lines moved by -k.
+A loss scale S suits a format if S times the largest gradient does not overflow and few gradients are so small
+that S times them becomes zero. Both limits follow from one histogram (``mezzo.engine.kernels.exponent_bins``): multiplying by a
+power of two changes only exponents, so the effect of a cast at scale 2**k is read with the format's limits shifted by -k.
 
-Limits: the counts are those of rounding one value once. Sums inside a matrix product in the format, and products of two
-rounded values, are not in them. What was counted on some steps says nothing about gradients that shrink later on.
+Limits: the counts describe rounding one value once. Sums inside a matrix product in the format, and products of two
+rounded values, are not included. Counts from some steps say nothing about gradients that shrink later.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from mezzo.observe.limits import HEADROOM
 from mezzo.records import Casts, Histogram
 
 SCALES = range(-24, 41)
-"""Exponents of the scales that a record looks at."""
+"""Exponents of the scales that a record lists."""
 LITTLE = 0.01
 """Share of the non-zero gradient values that may become zero inside the window."""
 MAX_SUGGESTED = 24
 """Exponent of the largest scale suggested: the ceiling of ``DynamicScale``."""
-_SEARCHED = range(-400, 401)  # beyond it no value of FP32 can be scaled into any format
+_SEARCHED = range(-400, 401)  # outside it no FP32 value can be scaled into any format
 
 
 @dataclass(frozen=True)
 class Counts:
-    """A table of ``exponent_bins``: all that is known of the values of one tensor, or of several together."""
+    """A table of ``exponent_bins`` for the values of one tensor, or of several together."""
 
     table: Sequence[int]
 
@@ -53,7 +53,7 @@ class Counts:
 
     @cached_property
     def _below(self) -> list[int]:
-        """For every bin, how many finite non-zero values lie in the bins before it."""
+        """Return for every bin how many finite non-zero values lie in the bins before it."""
         finite = self.table[CELLS : (ROWS - 1) * CELLS]
         return [0] * CELLS + list(accumulate(finite, initial=0))
 
@@ -63,17 +63,17 @@ class Counts:
         return self._below[-1]
 
     def zeroed(self, target: Format, scale: int) -> int:
-        """Return how many non-zero values times ``2**scale`` become zero in ``target``: half the smallest subnormal does."""
+        """Return how many non-zero values times ``2**scale`` become zero in ``target``; half the smallest subnormal does, too."""
         half_smallest = -target.bias - target.mantissa_bits
         return self._below[bin_of(half_smallest - scale, 1)]
 
     def subnormal(self, target: Format, scale: int) -> int:
-        """Return how many become a subnormal number that is not zero."""
+        """Return how many become a non-zero subnormal number."""
         exponent, mantissa = first_normal(target)
         return self._below[bin_of(exponent - scale, mantissa)] - self.zeroed(target, scale)
 
     def overflowed(self, target: Format, scale: int) -> int:
-        """Return how many finite values round to more than ``target`` holds."""
+        """Return how many finite values round to more than the largest number of ``target``."""
         exponent, mantissa = first_overflow(target)
         return self.nonzero - self._below[bin_of(exponent - scale, mantissa)]
 
@@ -82,7 +82,7 @@ class Counts:
         return self.zeroed(target, scale) / self.nonzero if self.nonzero else 0.0
 
     def highest(self, target: Format) -> int | None:
-        """Return the exponent of the largest scale at which nothing overflows; None without any non-zero value."""
+        """Return the exponent of the largest scale at which nothing overflows; None if all values are zero."""
         if not self.nonzero:
             return None
         return _last(_SEARCHED, lambda scale: self.overflowed(target, scale) == 0)
@@ -94,7 +94,7 @@ class Counts:
         return -_last(_SEARCHED, lambda scale: self.lost(target, -scale) <= little)
 
     def casts(self, target: Format) -> Casts:
-        """Return what casts to ``target`` do at each of ``SCALES``."""
+        """Return the effect of casts to ``target`` at each of ``SCALES``."""
         return Casts(
             format=target.name,
             zeroed=[self.zeroed(target, s) for s in SCALES],
@@ -117,7 +117,7 @@ class Counts:
 
 
 def _last(candidates: range, holds: Callable[[int], bool]) -> int:
-    """Return the largest candidate for which ``holds`` is true: it is for small ones and stops being so once."""
+    """Return the largest candidate for which ``holds`` is true; it is true up to some candidate and false after it."""
     low, high = candidates.start, candidates.stop - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -126,10 +126,10 @@ def _last(candidates: range, holds: Callable[[int], bool]) -> int:
 
 
 def suggested(counts: Counts, target: Format) -> tuple[int | None, str]:
-    """Return the exponent of the initial loss scale for gradients with these counts, and why; None where none fits."""
+    """Return the exponent of the initial loss scale for gradients with these counts, and why; None if none fits."""
     highest, lowest = counts.highest(target), counts.lowest(target)
     if highest is None or lowest is None:
-        return None, "no gradient is other than zero"
+        return None, "every gradient is zero"
     if lowest > highest:
         lost = counts.lost(target, highest)
         return (

@@ -1,10 +1,10 @@
-"""Which values of an FP32 step a policy's op lists would have in 16 bits, read off the graph that autograd keeps.
+"""Which values of an FP32 step would have 16 bits under a policy's op lists, read from the autograd graph.
 
 A loss, a softmax and a norm are computed in FP32 under a policy, and so are their gradients: the gradient of the loss itself
-is the loss scale, which FP16 could not hold. What a matrix product returns has 16 bits, and so has what is made of that
-alone. A parameter's gradient comes in 16 bits from a product that reads it, in FP32 from anything else.
+is the loss scale, which FP16 could not represent. The result of a matrix product has 16 bits, and so has anything computed
+only from such results. A parameter's gradient has 16 bits if it comes from a product that reads the parameter, else FP32.
 
-Limits: what runs without gradients has no graph and counts as 16-bit, and so does what the script casts by itself: in FP32
+Limits: code that runs without gradients has no graph and counts as 16-bit. So does what the script itself casts: in FP32
 such a cast leaves no trace.
 """
 
@@ -21,24 +21,24 @@ from mezzo.oplists import Precision
 from mezzo.policy import Policy
 
 _OF_FIRST = ("batchnorm", "instancenorm")
-"""Operations whose result has the format of their first operand, whatever their weights have."""
+"""Operations whose result has the format of their first operand, whatever the format of their weights."""
 
 
 class ListedFormats:
-    """Which tensors of a graph a policy lowers."""
+    """A classifier of the tensors of a graph: which ones a policy lowers."""
 
     def __init__(self, policy: Policy) -> None:
         chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
         self._precisions = {_plain(oplists.python_name(op)): precision for op, precision in chosen.items()}
         self._by_lists = policy.casting == "ops" or not policy.lowers
         self._wide: dict[Any, bool] = {}
-        """By node of the graphs of this step, whether its result is FP32. The nodes are kept, or others would get their ids."""
+        """Whether the result of each node of this step's graphs is FP32. The nodes are kept alive, or others would reuse their ids."""
         self._lowered = WeakTensorKeyDictionary()
         """Parameters whose gradient comes from a product."""
         self._met = WeakTensorKeyDictionary()
 
     def forget(self) -> None:
-        """Forget the nodes of a step that is over."""
+        """Drop the nodes of a step that is over."""
         self._wide.clear()
 
     def is_wide(self, tensor: Tensor) -> bool:
@@ -46,7 +46,7 @@ class ListedFormats:
         return self._by_lists and tensor.grad_fn is not None and self._of(tensor.grad_fn)
 
     def gradient_is_wide(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's gradient is FP32 from the start: no product that was met reads it."""
+        """Return whether a parameter's gradient is FP32 from the start: no product found so far reads the parameter."""
         return self._by_lists and parameter in self._met and parameter not in self._lowered
 
     def _of(self, root: Any) -> bool:
@@ -89,7 +89,7 @@ class ListedFormats:
 
 
 def _leaves(node: Any) -> list[Tensor]:
-    """Return the parameter that ``node`` is, or a view of."""
+    """Return the parameter that ``node`` stands for, or is a view of."""
     while True:
         variable = getattr(node, "variable", None)
         if variable is not None:

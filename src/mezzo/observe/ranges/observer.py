@@ -1,15 +1,15 @@
-"""Watch where the values of training steps lie: activations, their gradients, weights, weight gradients and updates.
+"""Count where the values of training steps lie: activations, their gradients, weights, weight gradients and updates.
 
-The script runs in FP32, its own mixed precision taken off: in a run in FP16 what became zero is gone and what overflowed is
-infinite, so neither can be counted. Hooks on modules see outputs, hooks on those outputs and on parameters see gradients as
-they are computed, before accumulation and clipping. Weights and updates are what an optimizer found and left behind.
+The script runs in FP32, with its own mixed precision turned off: in an FP16 run, values that became zero are gone and values that
+overflowed are infinite, so neither can be counted. Hooks on modules see outputs; hooks on those outputs and on parameters see gradients
+as they are computed, before accumulation and clipping. Weights have their values before an optimizer's step; its updates are counted, too.
 
-What activation checkpointing computes again is not counted twice. A container that hands on a module's output does not count it
-again, unless the values were changed in place. Limits: operations outside modules and between a module's parts are not seen;
-a weight that nothing but the script's own arithmetic updates has no updates here; each process of a distributed run counts
-what it computes itself.
+What activation checkpointing recomputes is not counted twice. A container that returns a module's output does not count it
+again, unless the values were changed in place. Limits: operations outside modules and between a module's parts are not counted;
+a weight that only the script's own arithmetic updates has no updates here; each process of a distributed run counts
+only its own values.
 
-Costs, in watched steps only: one pass over each of these tensors, and a copy of the weights while an optimizer steps.
+Costs, in observed steps only: one pass over each of these tensors, and a copy of the weights while an optimizer steps.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from mezzo.records import RangeKind, RangesRecord, RunRecord
 
 Key: TypeAlias = tuple[RangeKind, str]
 WEIGHT_FORMATS = (FP16, BF16)
-"""The formats in which weights are kept without master weights."""
+"""The formats of weights without master weights."""
 _REENTRANT = "CheckpointFunction"
 
 
 class Tally:
-    """Tables by name; what was counted since the last mark is kept apart from what certainly belongs to the step."""
+    """Tables by name; counts since the last mark are kept apart from those that certainly belong to the step."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, Tensor] = {}
         self._fresh: dict[Any, Tensor] = {}
 
     def fresh(self, key: Any, like: Tensor) -> Tensor:
-        """Return the table of what is seen now under ``key``, which is made like ``like`` at first."""
+        """Return the table of current counts under ``key``; create it like ``like`` at first."""
         if key not in self._fresh:
             self._fresh[key] = torch.zeros_like(like)
         return self._fresh[key]
 
     def keep(self) -> None:
-        """Keep what was seen since the last mark."""
+        """Keep the counts since the last mark."""
         for key, table in self._fresh.items():
             if key in self._kept:
                 self._kept[key] += table
@@ -65,11 +65,11 @@ class Tally:
         self._fresh = {}
 
     def forget(self) -> None:
-        """Forget what was seen since the last mark."""
+        """Discard the counts since the last mark."""
         self._fresh = {}
 
     def read(self) -> dict[Any, list[int]]:
-        """Return what was kept; waits for the device."""
+        """Return the kept counts; waits for the device."""
         return {key: table.tolist() for key, table in self._kept.items()}
 
 
@@ -81,26 +81,26 @@ class Ranges(Observer):
         self._policy = settings.policy
         self._formats = ListedFormats(settings.policy)
         self._lowered: set[Key] = set()
-        """What was counted and has 16 bits under the policy; all else stays in FP32 by the op lists."""
+        """Counted tensors that have 16 bits under the policy; the op lists keep all others in FP32."""
         self._tables, self._swallowed = Tally(), Tally()
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._outermost: WeakSet[nn.Module] = WeakSet()
         self._parameters = WeakTensorKeyDictionary()
         self._labels: dict[str, bool] = {}
-        """What the names inside an outermost module begin with, and whether there is a module inside."""
+        """The prefix of the names inside an outermost module, and whether it has modules inside."""
         self._handles: list[Any] = []
         self._hooked = WeakTensorKeyDictionary()
         self._counted = WeakTensorKeyDictionary()
-        """Outputs that a module inside has counted, with their version: a container hands them on."""
+        """Outputs that an inner module has counted, with their version: a container may return them."""
         self._before: dict[Tensor, Tensor] = {}
-        """Weights as they were before the optimizers that are stepping."""
+        """Copies of the weights from before the steps of the running optimizers."""
         self._on = self._updates = False
 
-    # --- the look --------------------------------------------------------------------------------------------------------------
+    # --- observation ------------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin at once where the first step is to be watched: there are hooks to set and no modes to enter in a thread."""
+        """Begin at once if the first step is observed: this observer sets hooks and enters no modes, which belong to a thread."""
         if self._waiting[:1] == [1]:
             self.run.before_compiling.append(self._eager_from_here)
             self._begin()
@@ -120,20 +120,20 @@ class Ranges(Observer):
         ]
 
     def restart(self) -> None:
-        """Forget what was counted since the last mark."""
+        """Discard the counts since the last mark."""
         self._tables.forget()
         self._swallowed.forget()
 
     def mark(self) -> None:
-        """Keep what was counted."""
+        """Keep the counts so far."""
         self._tables.keep()
         self._swallowed.keep()
 
     def turn(self, step: int) -> None:
-        """Go on: what was counted since the mark belongs to the next step."""
+        """Continue: the counts since the mark belong to the next step."""
 
     def end(self) -> None:
-        """Remove the hooks and forget what lies after the last mark."""
+        """Remove the hooks and discard the counts after the last mark."""
         self._on = False
         for handle in [*self._handles, *self._hooked.values()]:
             handle.remove()
@@ -141,7 +141,7 @@ class Ranges(Observer):
         self.restart()
 
     def record(self, run: RunRecord) -> RangesRecord:
-        """Return what was counted."""
+        """Return the record of the counts."""
         seen = ObservedValues(
             counts={key: Counts(table) for key, table in self._tables.read().items()},
             swallowed=self._swallowed.read(),
@@ -156,7 +156,7 @@ class Ranges(Observer):
     # --- what the launcher and the hooks call --------------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
-        """Hook every parameter that is known by now: gradients arrive there before they are added up."""
+        """Hook every parameter known by now: gradients arrive there before accumulation."""
         if not self._on:
             return
         self._name_parameters()
@@ -169,11 +169,11 @@ class Ranges(Observer):
                 self._hooked[parameter] = parameter.register_hook(hook)
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Count weights, updates and what rounding would swallow of them, then record the update."""
+        """Count weights, updates and what rounding would lose of them, then record the update."""
         before, self._before = self._before, {}
         self._updates = self._updates or bool(before)
         if self._on:
-            self._name_parameters()  # not before the step: with a closure, the first module may be called inside it
+            self._name_parameters()  # not before the step: a closure may call the first module inside it
             for parameter, old in before.items():
                 self._update(parameter.detach(), old, self._parameters.get(parameter, "a parameter"))
         super().updated(optimizer)
@@ -185,7 +185,7 @@ class Ranges(Observer):
         if module in self._outermost and torch.is_grad_enabled() and not self._computed_again():
             name = f"{self._names[module]} (input)"
             self._count("activations", name, args)
-            self._lowered.add(("activations", name))  # what it meets first may be a product
+            self._lowered.add(("activations", name))  # its first operation may be a product
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._computed_again():
@@ -204,7 +204,7 @@ class Ranges(Observer):
     def _computed_again(self) -> bool:
         if not self.run.recomputing:
             return False
-        # The reentrant way computes without gradients at first: what counts is the second time.
+        # Reentrant checkpointing first runs without gradients: the second run counts.
         node = torch._C._current_autograd_node()
         return node is None or not node.name().startswith(_REENTRANT)
 
@@ -217,7 +217,7 @@ class Ranges(Observer):
     # --- counting ----------------------------------------------------------------------------------------------------------------
 
     def _count(self, kind: RangeKind, name: str, values: Any) -> list[Tensor]:
-        """Count the tensors in ``values`` that no module inside has counted; return them."""
+        """Count the tensors in ``values`` that no inner module has counted; return them."""
         own = []
         for tensor in tree_leaves(values):
             if not isinstance(tensor, Tensor) or not _countable(tensor):
@@ -262,7 +262,7 @@ class Ranges(Observer):
     # --- names -------------------------------------------------------------------------------------------------------------------
 
     def _name(self, module: nn.Module) -> None:
-        """Name a module that is new, and all inside: one that none before has inside is an outermost one."""
+        """Name a new module and all modules inside it; one that no earlier module contains is an outermost one."""
         if module in self._names:
             return
         self._outermost.add(module)
@@ -271,7 +271,7 @@ class Ranges(Observer):
             self._names.setdefault(inner, ".".join(part for part in (label, _plain(name)) if part))
 
     def _label(self, module: nn.Module) -> str:
-        """Return what the names inside ``module`` begin with: its class, and a number where that is taken."""
+        """Return the prefix of the names inside ``module``: its class, and a number if that is taken."""
         children = list(module.named_children())
         self.forced_eager = self.forced_eager or (self._eager and [name for name, _ in children] == ["_orig_mod"])
         while len(children) == 1 and children[0][0] in ("_orig_mod", "module"):
@@ -301,5 +301,5 @@ def _countable(tensor: Tensor) -> bool:
 
 
 def _plain(name: str) -> str:
-    """Return a module's name without what torch.compile and DistributedDataParallel put before it."""
+    """Return a module's name without the prefixes of torch.compile and DistributedDataParallel."""
     return re.sub(r"^((_orig_mod|module)(\.|$))+", "", name)

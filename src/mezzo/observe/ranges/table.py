@@ -1,4 +1,4 @@
-"""Make a record of counted values: the loss of casts by format and scale, the scale window, what rounding swallows, and what follows."""
+"""Make a record of counted values: the loss of casts by format and scale, the scale window, updates lost to rounding, and advice."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ _WORST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedValues:
-    """What was counted in the observed steps."""
+    """The counts of the observed steps."""
 
     counts: Mapping[tuple[RangeKind, str], Counts]
     lowered: Collection[tuple[RangeKind, str]]
     """Activations and gradients that have 16 bits under the policy; the op lists keep the others in FP32."""
     swallowed: Mapping[str, list[int]]
-    """By parameter: updates that are not zero, and how many of them each of FP16 and BF16 swallows."""
+    """By parameter: the number of non-zero updates, and how many of them FP16 and BF16 lose."""
     steps: list[int]
     forced_eager: bool
     updates_seen: bool
     """Whether an optimizer object made an update."""
     models: list[str]
-    """What the names of each model's tensors begin with."""
+    """The prefix of the names of each model's tensors."""
 
     def name(self, full: str) -> str:
-        """Return a tensor's name as it is shown: of a single model without the model's class, as ``fp32_modules`` patterns are."""
+        """Return a tensor's displayed name: with a single model, without the model's class, as in ``fp32_modules`` patterns."""
         return full.removeprefix(f"{self.models[0]}.") if len(self.models) == 1 else full
 
 
@@ -82,7 +82,7 @@ def ranges_record(run: RunRecord, seen: ObservedValues, *, policy: Policy) -> Ra
 
 
 def gradient_format(policy: Policy) -> Format:
-    """Return the format that gradients have under ``policy``; FP16, whose range is the question, where it lowers nothing."""
+    """Return the format of gradients under ``policy``; if it lowers nothing, FP16, whose range is the question."""
     if policy.compute == "fp8":
         return E5M2 if policy.fp8_recipe == "tensorwise" else E4M3
     return policy.storage if policy.lowers else FP16
@@ -120,13 +120,13 @@ def scale_window(gradients: Mapping[tuple[RangeKind, str], Counts], target: Form
 
 
 def _at_top(gradients: Mapping[tuple[RangeKind, str], Counts], target: Format, highest: int) -> list[str]:
-    """Return the tensors that overflow at twice the highest scale, those with most such values first."""
+    """Return the tensors that overflow at twice the highest scale, those with the most overflows first."""
     over = {key: counts.overflowed(target, highest + 1) for key, counts in gradients.items()}
     return _largest(over)
 
 
 def _at_bottom(gradients: Mapping[tuple[RangeKind, str], Counts], target: Format, highest: int) -> list[str]:
-    """Return the tensors that lose most values at the highest scale."""
+    """Return the tensors that lose the most values at the highest scale."""
     return _largest({key: counts.zeroed(target, highest) for key, counts in gradients.items()})
 
 
@@ -136,7 +136,7 @@ def _largest(numbers: Mapping[tuple[RangeKind, str], int]) -> list[str]:
 
 
 def update_losses(swallowed: Mapping[str, list[int]]) -> list[UpdateLoss]:
-    """Return how many updates FP16 and BF16 weights without masters would swallow."""
+    """Return how many updates FP16 and BF16 weights would lose without masters."""
     losses = []
     for place, target in enumerate((FP16, BF16), start=1):
         shares = {name: row[place] / row[0] for name, row in swallowed.items() if row[0] and row[place]}
@@ -172,7 +172,7 @@ def _tensor(kind: RangeKind, name: str, counts: Counts, policy: Policy, seen: Ob
 
 
 def _kept(kind: RangeKind, name: str, policy: Policy, seen: ObservedValues) -> bool:
-    """Return whether ``policy`` keeps a tensor in FP32: by the op lists, or by its module, whose names begin with the model's class."""
+    """Return whether ``policy`` keeps a tensor in FP32: by the op lists, or by its module (names begin with the model's class)."""
     if kind in _BY_LISTS and (kind, name) not in seen.lowered:
         return True
     _, _, inner = name.partition(".")
@@ -183,14 +183,14 @@ def _kept(kind: RangeKind, name: str, policy: Policy, seen: ObservedValues) -> b
     return any(fnmatchcase(module, pattern) for module in modules if module for pattern in policy.fp32_modules)
 
 
-# --- what follows ----------------------------------------------------------------------------------------------------------------
+# --- notes ----------------------------------------------------------------------------------------------------------------
 
 
 def _notes(record: RangesRecord, policy: Policy, target: Format, seen: ObservedValues) -> list[Reason]:
     notes = [*_forward_overflow(record, policy), *_not_finite(record), *_initial_scale(record, policy, target)]
     if seen.forced_eager:
         why = "inside compiled kernels a value belongs to no module; fused kernels may also round less often"
-        notes.append(Reason(what="torch.compile", value="compiled code ran eagerly in the watched steps", reason=why))
+        notes.append(Reason(what="torch.compile", value="compiled code ran eagerly in the observed steps", reason=why))
     if not seen.updates_seen:
         why = "the script has no torch optimizer: updates by hand are not seen"
         notes.append(Reason(what="updates", value="not counted", reason=why))
@@ -203,7 +203,7 @@ def _notes(record: RangesRecord, policy: Policy, target: Format, seen: ObservedV
 
 
 def _forward_overflow(record: RangesRecord, policy: Policy) -> Iterable[Reason]:
-    """Say which forward values no loss scale can help."""
+    """Yield a note on forward values that no loss scale can help."""
     form = _activation_format(policy)
     if policy.compute == "fp8":  # operands are scaled tensor by tensor
         return
