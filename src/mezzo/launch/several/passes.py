@@ -61,7 +61,7 @@ def diagnose_script(request: Request, *, steps: int, child: Child = run_child) -
     runs: list[ScriptRun] = []
     with stoppable() as stop:
         while asked is not None:
-            if runs and stop.heard:
+            if runs and stop.stopped:
                 untried = "the search was interrupted"
                 break
             runs.append(_ran(asked, request, len(runs) + 1, child, stop))
@@ -94,7 +94,7 @@ def _ran(asked: ScriptRun, request: Request, number: int, child: Child, stop: St
         if number == 1:
             raise
         return replace(asked, stopped_by=stop.name)
-    if number > 1 and stop.heard:
+    if number > 1 and stop.stopped:
         return replace(asked, stopped_by=stop.name)
     return replace(asked, run=run, evidence=read_evidence(evidence))
 
