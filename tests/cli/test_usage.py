@@ -355,7 +355,7 @@ def test_an_option_of_ours_after_the_script_is_said(
         return run_record("fp16")
 
     monkeypatch.setattr("mezzo.launch.runner.run_child", child)
-    monkeypatch.setattr("mezzo.launch.runner.diagnose_child", child)
+    monkeypatch.setattr("mezzo.launch.runner.observe_child", child)
     cli.main(typed.split())
     name = "plain" if " -m plain" in typed else "plain.py"
     said = (

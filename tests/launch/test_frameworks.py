@@ -11,7 +11,7 @@ import pytest
 from mezzo.errors import ScriptError
 from mezzo.launch.frameworks import framework_of, needs, spec_of
 from mezzo.launch.request import Request
-from mezzo.launch.runner import diagnose_child, run_child
+from mezzo.launch.runner import observe_child, run_child
 from mezzo.records import read_record
 
 
@@ -136,7 +136,7 @@ def test_operations_of_other_frameworks_are_not_watched(tmp_path: Path, kind: st
         }
     )
     with pytest.raises(ScriptError, match=f"^mezzo {kind} observes PyTorch's operations; train.py imports keras"):
-        diagnose_child(request)
+        observe_child(request)
 
 
 def test_a_script_that_hangs_is_stopped_and_its_record_says_so(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def audit(
     The script runs unedited. In a distributed run (RANK is set), each process writes its own record, ranks above 0 to a
     folder ending in rankN.
     """
-    from mezzo.launch.runner import diagnose_child
+    from mezzo.launch.runner import observe_child
     from mezzo.observe.settings import AuditSettings
 
     script = Script(
@@ -39,7 +39,7 @@ def audit(
     )
     record, stop = run_and_finish(
         script,
-        diagnose_child,
+        observe_child,
         policy=options.asked_policy(policy),
         name="audit",
         observe=AuditSettings(steps=_numbers(steps)),

@@ -32,7 +32,7 @@ def ranges(
     The script runs unedited, in FP32: weights, activations, gradients and updates are counted by exponent. In a
     distributed run (RANK is set), each process writes its own record, ranks above 0 to a folder ending in rankN.
     """
-    from mezzo.launch.runner import diagnose_child
+    from mezzo.launch.runner import observe_child
     from mezzo.observe.settings import RangesSettings
     from mezzo.policy import Policy
 
@@ -41,5 +41,5 @@ def ranges(
     )
     settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=Policy.of(policy))
     fp32 = Policy.parse("fp32")
-    record, stop = run_and_finish(script, diagnose_child, policy=fp32, name="ranges", observe=settings)
+    record, stop = run_and_finish(script, observe_child, policy=fp32, name="ranges", observe=settings)
     raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "ranges" else 1))

@@ -55,12 +55,12 @@ def run_child(request: Request, *, output: Path | None = None, limit_s: float | 
         output: a file for the script's output; None passes it through.
         limit_s: seconds after which the script is stopped; None for no limit.
     """
-    record = diagnose_child(request, output=output, limit_s=limit_s)
+    record = observe_child(request, output=output, limit_s=limit_s)
     assert isinstance(record, RunRecord)
     return record
 
 
-def diagnose_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> AnyRecord:
+def observe_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> AnyRecord:
     """Run the script of ``request`` and return its record, of the kind that ``request.observe`` asks for.
 
     A child that died gets a run's record. The arguments are those of ``run_child``.

@@ -153,7 +153,11 @@ class Observer(ABC):
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Record an optimizer's update."""
+        self.update_ended()
         self._advance()
+
+    def update_ended(self) -> None:  # noqa: B027 - most observers do nothing here
+        """Record that what follows no longer belongs to the optimizer's own operations."""
 
     def step_closed(self, num_steps: int) -> None:
         """Record that a step is over; end the script after the last observed one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from mezzo.devices import this_device
@@ -48,11 +47,10 @@ class Audit(Observer):
         if self._tracer is not None:
             self._tracer.stepping(True)
 
-    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Record an optimizer's update."""
+    def update_ended(self) -> None:
+        """Tell the tracer that the update is over."""
         if self._tracer is not None:
             self._tracer.stepping(False)
-        super().updated(optimizer)
 
     def restart(self) -> None:
         """Discard what was recorded."""

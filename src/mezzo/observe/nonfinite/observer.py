@@ -108,11 +108,10 @@ class NonFinite(Observer):
             self._tracer.weigh()
         self._tracer.stepping(True)
 
-    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Record an optimizer's update."""
+    def update_ended(self) -> None:
+        """Tell the tracer that the update is over."""
         if self._tracer is not None:
             self._tracer.stepping(False)
-        super().updated(optimizer)
 
     def restart(self) -> None:
         """Forget what was seen."""
