@@ -35,7 +35,7 @@ ROOMS = ("engine", "observe", "measure")
 LEFT_OUT = ("gpu", "cpu.py", "fp8_torchao.py", "cudapeaks.py")
 """Names' beginnings of files that need a GPU or a compiler to run."""
 KEPT = ROOT / ".mutants"
-TESTS_OF_A_MUTANT = 40
+TESTS_OF_A_MUTANT = 100
 LONGEST_S = 120
 
 _COMPARISONS: dict[type, type] = {

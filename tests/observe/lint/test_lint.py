@@ -225,3 +225,16 @@ def test_diagnose_has_it_beside_a_healthy_verdict(tmp_path: Path, capsys: pytest
     assert "nothing wrong" not in said
     assert "every value is finite in 4 steps; 1 finding on the script's mixed precision" in said
     assert "A601" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("function", "detail"),
+    [
+        ("not_scaled", "step(SGD) after 1 backward pass not scaled"),
+        ("penalty_not_scaled", "step(SGD) after 1 of 2 backward passes not scaled"),
+        ("other_scaler", "step(SGD) after 1 backward pass scaled by another GradScaler"),
+    ],
+)
+def test_a_backward_pass_that_was_not_scaled_is_counted_among_all(function: str, detail: str) -> None:
+    [found] = [f for f in linted("lint_planted", AS_IS, function) if f.code == "A604"]
+    assert found.detail.startswith(detail)

@@ -274,7 +274,11 @@ def test_window_and_suggestion(
     values: list[float], target: Format, lowest: int | None, highest: int | None, begin: int | None
 ) -> None:
     counts = counted(torch.tensor(values))
-    assert (counts.lowest(target), counts.highest(target), suggested(counts, target)[0]) == (lowest, highest, begin)
+    exponent, reason = suggested(counts, target)
+    assert (counts.lowest(target), counts.highest(target), exponent) == (lowest, highest, begin)
+    if exponent:  # 0 and None say something else
+        assert highest is not None
+        assert reason.startswith(f"{highest - exponent} doublings below the first overflow")
 
 
 def test_a_window_that_is_empty_says_what_is_lost() -> None:
