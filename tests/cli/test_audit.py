@@ -101,6 +101,7 @@ def test_steps_that_are_no_numbers(steps: str, capfd: pytest.CaptureFixture[str]
     assert "is not a list of steps" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_daemon_threads_of_a_script_that_is_ended(tmp_path: Path) -> None:
     done = run_cli(tmp_path, str(SCRIPTS / "threads.py"))
     assert done.returncode == 0
@@ -108,6 +109,7 @@ def test_daemon_threads_of_a_script_that_is_ended(tmp_path: Path) -> None:
     assert read(tmp_path).flops_by_format.keys() == {"fp32"}
 
 
+@pytest.mark.slow
 def test_two_processes_of_distributed_data_parallel(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -87,6 +87,7 @@ def test_a_run_leaves_a_record_and_a_page_and_passes_output_through(tmp_path: Pa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["there", "train.py"]
 
 
+@pytest.mark.slow
 def test_json_is_alone_on_standard_output(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     chatter = "import os, subprocess, sys\nos.system('echo shell')\nprint('python', input())\nos.write(1, b'raw\\n')\n"
@@ -123,6 +124,7 @@ def hears_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_reaches_the_script_and_keeps_the_record(tmp_path: Path) -> None:
     text = """

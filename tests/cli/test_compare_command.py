@@ -147,6 +147,7 @@ def compared(
     return record
 
 
+@pytest.mark.slow
 def test_a_script_that_goes_on_from_its_checkpoint_gets_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_script_that_goes_on_from_its_checkpoint_gets_no_verdict(
     assert "unknown" in shown
 
 
+@pytest.mark.slow
 def test_a_path_of_its_own_makes_each_run_independent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = compared(tmp_path, monkeypatch, RESUMES, "last-{run}.pt")
     assert record.shared_files == []
@@ -189,6 +191,7 @@ for step in range(12):
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_raises_in_one_seed_and_a_metric_that_is_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_script_that_trains_in_a_thread_is_healthy(tmp_path: Path) -> None:
     assert cli.main(["diagnose", "--out", str(tmp_path), str(SCRIPTS / "threads.py")]) == 0
 
 
+@pytest.mark.slow
 def test_two_processes_end_together_and_name_the_one_at_fault(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -18,6 +18,7 @@ from paths import SCRIPTS
 FRAGILE = str(SCRIPTS / "fragile.py")
 
 
+@pytest.mark.slow
 def test_a_script_gets_a_policy_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with children_in_this_process():
         code = main(["fallback", "--json", "--fresh", "1", "--out", str(tmp_path), FRAGILE])

@@ -999,6 +999,7 @@ def test_compiled_attention_and_recompute() -> None:
     torch.testing.assert_close(traced, eager, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_inductor() -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler

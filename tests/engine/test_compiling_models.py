@@ -139,6 +139,7 @@ def check(family: str, policy: str, backend: str, *, dynamic: bool) -> None:
         torch.testing.assert_close(found[0], plain[0], rtol=0.02, atol=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "resnet"])
 def test_traced_models_train_as_eager_ones(family: str) -> None:
     check(family, "fp16:arithmetic=emulated", "aot_eager", dynamic=True)

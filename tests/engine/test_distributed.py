@@ -84,6 +84,7 @@ def same(a: Any, b: Any) -> bool:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_train_as_one(name: str, results: Results) -> None:
     both: list[Found] = [found[name] for found in results]
@@ -95,6 +96,7 @@ def test_two_processes_train_as_one(name: str, results: Results) -> None:
     assert both[0].skipped[-1] == (RUNS[name].spoiled is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_no_all_reduce_before_the_last_backward_pass_of_a_window(name: str, results: Results) -> None:
     run, (found, other) = RUNS[name], [found[name] for found in results]
@@ -117,6 +119,7 @@ def test_no_all_reduce_before_the_last_backward_pass_of_a_window(name: str, resu
             assert update == ["allreduce"] * (first_loss + 1 + run.unscaled + asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, run in RUNS.items() if "mezzo" in run.optimizer])
 def test_an_update_in_one_pass_reads_nothing_back(name: str, results: Results) -> None:
     reads = [found[name].host_reads for found in results]
@@ -124,6 +127,7 @@ def test_an_update_in_one_pass_reads_nothing_back(name: str, results: Results) -
     assert [each[1:] for each in reads] == [[scheduled] * (RUNS[name].updates - 1)] * WORLD
 
 
+@pytest.mark.slow
 def test_the_runs_differ_in_what_they_are_to_show(results: Results) -> None:
     clipped, free = (train(Run(kind="one", clip_norm=limit)) for limit in (0.3, None))
     assert not close(clipped.weights, free.weights)
@@ -139,6 +143,7 @@ SEVERAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_backward_passes_and_models(name: str, kind: str, results: Results) -> None:
@@ -147,18 +152,21 @@ def test_several_backward_passes_and_models(name: str, kind: str, results: Resul
     assert close(first, SEVERAL[name]())
 
 
+@pytest.mark.slow
 def test_what_is_replicated_counts_once_beside_what_is_sharded(results: Results) -> None:
     first, second = (found["both kinds"] for found in results)
     assert same(first, second), first
     assert close(first, both_kinds(("one", "one"), slice(None)))
 
 
+@pytest.mark.slow
 def test_buffers_come_from_the_first_process_also_where_the_session_averages(results: Results) -> None:
     first, second = (found["buffers"] for found in results)
     assert same(first, second)
     assert first[0].abs().max() > 0
 
 
+@pytest.mark.slow
 def test_a_loss_that_overflows_in_one_process_lowers_its_own_scale_only(results: Results) -> None:
     _, scales, skipped, _ = results[0]["several losses ddp"]
     assert (scales, skipped) == ([2048.0, 512.0], 1)  # four updates, growth after three
@@ -167,6 +175,7 @@ def test_a_loss_that_overflows_in_one_process_lowers_its_own_scale_only(results:
 # --- what all have to be told -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
 def test_squares_beyond_fp32_in_one_process_skip_nothing(kind: str, results: Results) -> None:
     first, second = (found[f"large squares {kind}"] for found in results)
@@ -176,6 +185,7 @@ def test_squares_beyond_fp32_in_one_process_skip_nothing(kind: str, results: Res
     assert 1e20 < norm < math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
 def test_an_overflow_in_one_shard_skips_the_update_everywhere(kind: str, results: Results) -> None:
     skipped, norms, scales = zip(*(found[f"one overflow {kind}"] for found in results), strict=True)
@@ -183,6 +193,7 @@ def test_an_overflow_in_one_shard_skips_the_update_everywhere(kind: str, results
     assert not any(map(math.isfinite, norms))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_first_loss_that_is_not_finite_stops_all(kind: str, results: Results) -> None:
     (step, message), (other_step, other_message) = (found[f"loss {kind}"] for found in results)
@@ -191,6 +202,7 @@ def test_a_first_loss_that_is_not_finite_stops_all(kind: str, results: Results) 
     assert other_message == "the loss is nan before the first update"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["SGD", "mezzo.SGD"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_scale_s_floor_stops_all_at_the_same_update(kind: str, optimizer: str, results: Results) -> None:
@@ -225,11 +237,13 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_kept_together_is_refused(name: str, results: Results) -> None:
     assert [found[f"refused: {name}"] for found in results] == [REFUSED[name]] * WORLD
 
 
+@pytest.mark.slow
 def test_a_short_window_on_a_mesh_with_replicas_is_refused(results: Results) -> None:
     message = (
         "update() before the window's 2 backward passes, on a mesh that replicates shards: fully_shard keeps their sum to "
@@ -239,17 +253,20 @@ def test_a_short_window_on_a_mesh_with_replicas_is_refused(results: Results) -> 
     assert [found["hybrid_short_window"] for found in results] == [message] * WORLD
 
 
+@pytest.mark.slow
 def test_parameters_used_in_one_process_only(results: Results) -> None:
     # Gradients of 1 in one of two processes average to 0.5, and weights of 1 lose that; what none uses stays.
     for found in results:
         assert [w.unique().tolist() for w in found["unused_parameters"]] == [[0.5], [0.5], [1.0]]
 
 
+@pytest.mark.slow
 def test_weights_in_16_bits_are_exchanged_in_16_bits(results: Results) -> None:
     expected = ([torch.float16], ["the last backward pass of a window averages the gradients"])
     assert [found["formats_exchanged"] for found in results] == [expected] * WORLD
 
 
+@pytest.mark.slow
 def test_a_group_of_processes_changes_nothing_for_a_model_that_is_not_shared(results: Results) -> None:
     assert [found["alone"] for found in results] == [False] * WORLD
 
@@ -257,6 +274,7 @@ def test_a_group_of_processes_changes_nothing_for_a_model_that_is_not_shared(res
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "mezzo.AdamW", "mezzo.AdamW 8bit"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_saved_state_goes_on_as_if_nothing_had_been(kind: str, optimizer: str, results: Results) -> None:

@@ -684,6 +684,7 @@ def test_a_gpus_units_compute_what_the_emulation_says(recipe: str, rows: int) ->
         assert (native - emulated).norm() <= 0.02 * emulated.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the compiler does, while it traces
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_linear_layers_compile_with_dynamic_shapes(recipe: str) -> None:

@@ -194,6 +194,7 @@ print(len(tests.CASES), "cases in the device's thread")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch._C, "_acc"), reason="this torch makes no accelerator from Python")
 def test_autograds_own_thread_gives_the_same_modules() -> None:
     """The engine itself, with the thread that it has for an accelerator; what the other tests have is a thread that is made like it."""

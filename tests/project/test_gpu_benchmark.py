@@ -70,6 +70,7 @@ def measured(rows: list[dict[str, Any]], start: str) -> dict[str, dict[str, Any]
     }
 
 
+@pytest.mark.slow
 def test_every_case_is_done_or_says_why_not(run: list[dict[str, Any]]) -> None:
     ended = {row["case"] for row in run if row["kind"] == "end"}
     not_run = {row["case"] for row in run if row.get("status") == "not run"}
@@ -81,6 +82,7 @@ def test_every_case_is_done_or_says_why_not(run: list[dict[str, Any]]) -> None:
     assert "--tiny" in run[0]["command"]
 
 
+@pytest.mark.slow
 def test_measured_rows_agree_with_themselves(run: list[dict[str, Any]]) -> None:
     rows = measured(run, "captured tiny_transformer b2")
     reference = rows["torch.amp fp16 eager"]
@@ -96,6 +98,7 @@ def test_measured_rows_agree_with_themselves(run: list[dict[str, Any]]) -> None:
         assert row["peak_mib"] is None
 
 
+@pytest.mark.slow
 def test_every_policy_trains_alike(run: list[dict[str, Any]]) -> None:
     rows = measured(run, "policy ")
     loops = ("torch.amp fp32", "torch.amp tf32", "torch.amp fp16", "torch.amp bf16")
@@ -109,6 +112,7 @@ def test_every_policy_trains_alike(run: list[dict[str, Any]]) -> None:
     assert rows["mezzo fp32 eager"]["percent_of_peak"] > 0
 
 
+@pytest.mark.slow
 def test_compiled_ways_train(run: list[dict[str, Any]]) -> None:
     rows = measured(run, "compiled tiny_convnet")
 
@@ -116,6 +120,7 @@ def test_compiled_ways_train(run: list[dict[str, Any]]) -> None:
     assert rows["torch.amp bf16 compiled"]["loss"] == pytest.approx(rows["torch.amp bf16 eager"]["loss"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_is_not_here_is_a_row(run: list[dict[str, Any]]) -> None:
     rows = [row for row in run if row["kind"] == "row"]
     captured = [row for row in rows if row.get("way", "").endswith(" captured")]
@@ -128,6 +133,7 @@ def test_what_is_not_here_is_a_row(run: list[dict[str, Any]]) -> None:
         assert (missing["status"], missing["why"]) == ("not installed", "No module named 'timm'")
 
 
+@pytest.mark.slow
 def test_the_optimizers_passes_are_shares_of_a_copy(run: list[dict[str, Any]]) -> None:
     rows = [row for row in run if row["kind"] == "row" and row["case"] == "optimizer 110M"]
 

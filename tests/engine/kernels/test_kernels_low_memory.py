@@ -228,6 +228,7 @@ def test_fused_kernels_come_close_to_the_reference(rule: str, kind: str, weights
         assert torch.allclose(one.float(), two.float(), rtol=spacing, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_triton_kernels_are_bit_identical_to_the_reference_under_the_interpreter() -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -397,6 +398,7 @@ def final_loss(policy: str, kind: str, rounding: str) -> float:
     return sum(last[-20:]) / 20
 
 
+@pytest.mark.slow
 def test_training_with_fewer_bits_ends_near_fp32() -> None:
     exact = final_loss("fp32", "fp32", "nearest")
     # benchmarks/low_memory.py has more cases and seeds; these are the bounds that a broken rounding would leave.

@@ -49,6 +49,7 @@ print(json.dumps({{
 """
 
 
+@pytest.mark.slow
 def test_kernels_spill_nothing_move_16_bytes_at_a_time_and_are_compiled_once() -> None:
     # In a process without Triton's interpreter, which the tests' own process has.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -186,6 +186,7 @@ def looks(place: Path) -> Looks:
     return Looks(json.loads((place / "seen.json").read_text()), (place / "output.log").read_text(), record)
 
 
+@pytest.mark.slow
 def test_a_script_sees_what_it_sees_in_a_process_of_its_own(place: Path, starter: Starter) -> None:
     own = looks(place)
     with forking(starter):

@@ -417,6 +417,7 @@ def test_a_run_with_workers_that_load_data(tmp_path: Path, number: signal.Signal
         assert (tmp_path / "out" / "report.html").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["SIGINT", "SIGKILL"])
 def test_a_comparison_keeps_the_runs_that_have_ended(tmp_path: Path, number: signal.Signals, code: int) -> None:
     (tmp_path / "hangs only if this has a record").touch()

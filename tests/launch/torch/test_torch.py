@@ -71,6 +71,7 @@ def test_compiled_code_skips_an_overflow(what: str) -> None:
     assert found.losses[-1] < found.losses[0]
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.usefixtures("compiler")
 def test_kernels_of_inductor_run_under_the_policy() -> None:

@@ -103,6 +103,7 @@ PLANTED: list[dict[int, Callable[[], nn.Module]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", PLANTED, ids=[f"{len(faults)} planted" for faults in PLANTED])
 def test_planted_modules_are_found_among_a_hundred(faults: dict[int, Callable[[], nn.Module]]) -> None:
     record = mezzo.fallback(trainer(Net(faults)))
@@ -184,6 +185,7 @@ def test_a_healthy_model_needs_nothing(policy: str) -> None:
     assert 0 < record.error_after < record.tolerance == default_tolerance(Policy.parse(policy))
 
 
+@pytest.mark.slow
 def test_a_fault_outside_every_module_with_a_name() -> None:
     class Outside(Net):
         def forward(self, x: Tensor) -> Tensor:

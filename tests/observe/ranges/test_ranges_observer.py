@@ -407,6 +407,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_of_a_distributed_run_have_a_record_each(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DDP_SCRIPT)
     command = [sys.executable, "-m", "mezzo", "ranges", "--out", "out", "train.py"]
