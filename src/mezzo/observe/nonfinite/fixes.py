@@ -142,12 +142,18 @@ def _helped(again: DiagnoseRecord | None, last: int) -> bool:
 
 def _more(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> Offer | None:
     """Return the offer to keep the module as well where the fault is now."""
-    kept = () if found.pattern == "" else (found.pattern, *offer.fp32_modules)
-    if again is None or not again.pattern or not kept or len(kept) >= _MOST_MODULES:
+    kept = _kept(offer, found)
+    if again is None or not again.pattern or found.pattern not in kept or len(kept) >= _MOST_MODULES:
         return None
-    keeps_modules = bool(offer.fp32_modules or (offer.policy and offer.policy.fp32_modules))
     same = again.pattern in kept or again.verdict not in ("range_overflow", "silent_saturation")
-    return None if same or not keeps_modules else _wider(found, outermost((*kept, again.pattern)))
+    return None if same else _wider(found, outermost((*kept, again.pattern)))
+
+
+def _kept(offer: Offer, found: DiagnoseRecord) -> tuple[str, ...]:
+    """Return the modules that an offer keeps in FP32 beyond those that the script's run keeps."""
+    before = () if found.run.policy == AS_IS else Policy.of(found.run.policy).fp32_modules
+    after = offer.policy.fp32_modules if offer.policy is not None else ()
+    return tuple(name for name in dict.fromkeys((*offer.fp32_modules, *after)) if name not in before)
 
 
 def _in_the_script(found: DiagnoseRecord) -> str:
