@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in child processes
@@ -27,6 +28,16 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Give it back: at the interpreter's end, native libraries call objects that were never collected leaks."""
     gc.unfreeze()
+
+
+_EXCEPTHOOK = sys.excepthook
+
+
+@pytest.fixture(autouse=True)
+def _tracebacks_as_python_shows_them() -> Iterator[None]:
+    """A process group puts a hook of its own there, which names the rank, and leaves it when it is destroyed."""
+    yield
+    sys.excepthook = _EXCEPTHOOK
 
 
 @pytest.fixture(autouse=True)

@@ -162,7 +162,7 @@ def executed(chosen: list[Path]) -> dict[str, dict[int, set[str]]]:
     return found
 
 
-def test_places() -> dict[str, str]:
+def places_of_tests() -> dict[str, str]:
     """Return the place of each test function, as pytest takes it, by the name that coverage gives it."""
     places = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
@@ -199,14 +199,14 @@ def main() -> int:
 
     every = [p for room in ROOMS for p in sorted((SOURCE / room).rglob("*.py")) if not p.name.startswith(LEFT_OUT)]
     chosen = [SOURCE / path for path in asked.paths] or every
-    lines, places = executed(chosen), test_places()
+    lines, places = executed(chosen), places_of_tests()
     mutants = []
     for path in chosen:
         name = str(path.relative_to(SOURCE))
         mutants += mutants_of(name, path.read_text(encoding="utf-8"), set(lines[name]))
     drawn = random.Random(asked.seed).sample(mutants, min(asked.count, len(mutants)))
 
-    def tests_of(mutant: Mutant) -> list[str]:
+    def chosen_tests(mutant: Mutant) -> list[str]:
         names = sorted(lines[mutant.path][mutant.line])
         known = [places[short] for name in names if (short := ".".join(name.split(".")[-2:])) in places]
         own = Path(mutant.path).stem
@@ -214,7 +214,7 @@ def main() -> int:
 
     score: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for mutant, alive in zip(drawn, pool.map(lambda m: survives(m, tests_of(m)), drawn), strict=True):
+        for mutant, alive in zip(drawn, pool.map(lambda m: survives(m, chosen_tests(m)), drawn), strict=True):
             room = mutant.path.split("/")[0]
             score[room][0] += not alive
             score[room][1] += 1

@@ -6,7 +6,7 @@ costs nothing and needs no torch.
 
 from __future__ import annotations
 
-import ast
+import functools
 import importlib
 from typing import TYPE_CHECKING
 
@@ -36,22 +36,24 @@ if TYPE_CHECKING:
     from mezzo.records import read_record as read_record
 
 
+@functools.cache
 def _homes() -> dict[str, str]:
-    """Return the module of each public name, as the imports above state it."""
-    with open(__file__, encoding="utf-8") as source:
-        imports = [node for node in ast.walk(ast.parse(source.read())) if isinstance(node, ast.ImportFrom)]
+    """Return the module of each public name, as the imports above state it; read on first use, from an archive as well."""
+    import ast
+    import pkgutil
+
+    source = pkgutil.get_data(__name__, "__init__.py") or b""
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname}
 
 
-_HOMES = _homes()
-__all__ = sorted(_HOMES)
-
-
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'mezzo' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "__all__":  # asked for by `from mezzo import *`
+        return sorted(_homes())
+    if name not in _homes():
+        raise AttributeError(f"module 'mezzo' has no attribute {name!r}; it has {', '.join(sorted(_homes()))}")
+    return getattr(importlib.import_module(_homes()[name]), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(_homes())

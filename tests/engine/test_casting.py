@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils.checkpoint import checkpoint
 
 from helpers_engine import CountCasts, casting, gradients, mlp, randn, same_bits, tensors, to, ulps
+from helpers_torch import AutocastTestLists
 from mezzo import oplists
 from mezzo.engine.autocast_kernels import _LOCAL, open_table
 from mezzo.engine.casting import Casting
@@ -24,9 +24,6 @@ from mezzo.engine.conversion import keep_fp32
 from mezzo.engine.registration import find_op
 from mezzo.engine.session import Session
 from mezzo.policy import Policy
-
-# torch's own test helpers, imported above, forbid this process to set torch.backends' flags; other tests here do.
-torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 ARITHMETICS = ("emulated", "native")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import io
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 import pytest
 
@@ -231,6 +232,14 @@ def test_exports_are_the_pinned_ones() -> None:
     assert [name for name in exported if not hasattr(mezzo, name)] == []
 
 
+def test_the_names_are_found_in_an_archive(tmp_path: Path) -> None:
+    archive = shutil.make_archive(str(tmp_path / "mezzo"), "zip", ROOT.parent, "mezzo")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import mezzo; print(mezzo.__file__, *mezzo.__all__)"
+    where, *names = run_python(code, archive).stdout.split()
+    assert where.startswith(archive)
+    assert sorted(names) == sorted(PINNED_EXPORTS)
+
+
 # --- 3. sizes ------------------------------------------------------------------------------------
 
 
@@ -377,22 +386,25 @@ def test_the_tests_mirror_the_source() -> None:
 
 # --- 10. plain English ---------------------------------------------------------------------------
 
-NOUN_ROOMS = ("observe", "measure", "launch", "frameworks", "engine", "compat", "cli", "report", "records")
-"""Rooms whose class docstrings are nouns: what the class is, not an order to it."""
 ORDERS = re.compile(
     r"(Add|Ask|Be|Begin|Build|Call|Choose|Collect|Compare|Count|Do|Find|Get|Give|Go|Hand|Have|Hear|Hold|"
     r"Hook|Keep|Know|Leave|Let|Listen|Load|Look|Make|Mark|Measure|Name|Note|Patch|Prepare|Put|Read|Record|"
-    r"Refuse|Remember|Remove|Restore|Round|Run|Save|Say|See|Set|Show|Stand|Stop|Take|Tell|Trace|Verify|"
+    r"Refuse|Remember|Remove|Report|Restore|Return|Round|Run|Save|Say|See|Set|Show|Stand|Stop|Take|Tell|Trace|Verify|"
     r"Wait|Wrap|Write)\b"
 )
 TRANSLATED = re.compile(r"take(s|n)? down|took down|(gives?|gave|given) itself up|look(s|ed)? closely", re.IGNORECASE)
 
 
 def orders_to_classes(source: str) -> list[str]:
-    """Return the class docstrings that begin with an imperative, each with the line of its class."""
-    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
-    found = [(cls.lineno, ast.get_docstring(cls) or "") for cls in classes]
+    """Return the docstrings of classes and properties that begin with an imperative, each with its line."""
+    found = [(node.lineno, ast.get_docstring(node) or "") for node in ast.walk(ast.parse(source)) if _is_thing(node)]
     return [f"{line}: {text.splitlines()[0]}" for line, text in found if ORDERS.match(text)]
+
+
+def _is_thing(node: ast.AST) -> TypeGuard[ast.ClassDef | ast.FunctionDef]:
+    """Tell classes and properties, which are things, from functions, which do something."""
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    return isinstance(node, ast.ClassDef) or any(_last_name(d).endswith("property") for d in decorators)
 
 
 def translated_phrases(source: str) -> list[str]:
@@ -403,12 +415,12 @@ def translated_phrases(source: str) -> list[str]:
 
 
 def test_class_docstrings_are_nouns() -> None:
-    found = {path: orders_to_classes(source) for path, source in SOURCES.items() if _room_of_file(path) in NOUN_ROOMS}
+    found = {path: orders_to_classes(source) for path, source in SOURCES.items()}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 def test_no_phrase_reads_as_translated() -> None:
-    found = {path: translated_phrases(source) for path, source in SOURCES.items() if _room_of_file(path) in NOUN_ROOMS}
+    found = {path: translated_phrases(source) for path, source in SOURCES.items()}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
@@ -532,6 +544,7 @@ SNIPPETS: list[tuple[Callable[[str], object], str, object]] = [
     (dtype_names, "model.half()\n", ["1: .half()"]),
     (orders_to_classes, 'class A:\n  """Hold a step."""\nclass B:\n  """A holder of steps."""\n', ["1: Hold a step."]),
     (orders_to_classes, 'def f():\n  """Record a step."""\nclass A:\n  x = 1\n', []),
+    (orders_to_classes, 'class A:\n  @property\n  def x(self):\n    """Return it."""\n', ["3: Return it."]),
     (orders_to_classes, 'class A:\n  class B:\n    """Tell what\n\n    it is."""\n', ["2: Tell what"]),
     (orders_to_classes, 'class A:\n  """Names of steps."""\nclass B:\n  """Name: a step."""\n', ["3: Name: a step."]),
     (translated_phrases, "x = 1  # takes down a step\n", ["1: takes down"]),

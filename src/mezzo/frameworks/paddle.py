@@ -46,7 +46,7 @@ class PaddlePrecision:
 
     @property
     def amp_configs(self) -> dict[str, Any]:
-        """Return the argument of that name of ``paddle.Model.prepare``.
+        """The argument of that name of ``paddle.Model.prepare``.
 
         Raises:
             PolicyError: the format is BF16, which ``paddle.Model`` cannot express.

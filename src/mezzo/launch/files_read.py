@@ -54,7 +54,7 @@ class FilesRead:
 
     @property
     def found(self) -> list[FileRead]:
-        """Return the files in the order in which they were read."""
+        """The files in the order in which they were read."""
         return [FileRead(path=path, written_at_s=written) for path, written in self._found.items()]
 
     def read(self, file: Any) -> None:

@@ -36,15 +36,15 @@ class Training(Protocol):
 
     @property
     def framework(self) -> str:
-        """Return the framework with its version, and its backend where it has several: ``keras 3.15.1 on tensorflow 2.21.0``."""
+        """The framework with its version, and its backend where it has several: ``keras 3.15.1 on tensorflow 2.21.0``."""
 
     @property
     def num_updates(self) -> int:
-        """Return the number of updates, including skipped ones and the open one."""
+        """The number of updates, including skipped ones and the open one."""
 
     @property
     def observer(self) -> Observer | None:
-        """Return the observer of the training; None if it is only recorded."""
+        """The observer of the training; None if it is only recorded."""
 
     def close_update(self) -> None:
         """Close the update that is open when the script has ended."""

@@ -83,5 +83,5 @@ class Request(BaseModel):
 
     @property
     def file(self) -> Path:
-        """Return the file of a request that is too long for a word."""
+        """The file of a request that is too long for a word."""
         return Path(self.record_path).absolute().with_suffix(".request")

@@ -49,7 +49,7 @@ class Facts:
 
     @property
     def gpu(self) -> Device | None:
-        """Return the CUDA device, or None."""
+        """The CUDA device, or None."""
         return next((device for device in self.devices if device.kind == "cuda"), None)
 
 

@@ -58,7 +58,7 @@ class StepClock:
 
     @property
     def cpu_ms(self) -> list[float]:
-        """Return the process's CPU time of each step."""
+        """The process's CPU time of each step."""
         return self._cpu_ms
 
     def time_ms(self) -> list[float]:

@@ -64,7 +64,7 @@ class StepRecorder:
 
     @property
     def has_any_loss(self) -> bool:
-        """Return whether any step, including the open one, has a loss yet."""
+        """Whether any step, including the open one, has a loss yet."""
         return bool(self._loss or self._open_loss)
 
     def forget(self) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mezzo.formats import FP32
+from mezzo.measure.effective import Counted, effective
 from mezzo.measure.flops import lowered
-from mezzo.measure.leftwide import not_lowered
 from mezzo.observe.trace import NOWHERE, Noted
 from mezzo.policy import Policy
 from mezzo.records import Effective
@@ -56,20 +56,11 @@ class Lowering:
         """
         if self._first_step is None:
             return before
-        by_format, left = dict(self._by_format), list(before.left_alone)
-        if policy is not None and policy.lowers:
-            left += not_lowered(
-                policy,
-                sum(by_format.values()),
-                num_lowered=self._num_lowered,
-                outside=self._outside,
-                switched_off=self._switched_off,
-            )
-        update = {
-            "flops_by_format": by_format,
-            "num_lowered": self._num_lowered,
-            "emulated": emulates and (lowered(by_format) or (not by_format and self._num_lowered > 0)),
-            "counted_on_step": self._first_step,
-            "left_alone": left,
-        }
-        return before.model_copy(update=update)
+        counted = Counted(
+            by_format=dict(self._by_format),
+            num_lowered=self._num_lowered,
+            outside=self._outside,
+            switched_off=self._switched_off,
+            step=self._first_step,
+        )
+        return effective(counted, policy, emulates=emulates, left_alone=before.left_alone)

@@ -56,22 +56,22 @@ class ObservedRun(Protocol):
 
     @property
     def roots(self) -> MutableMapping[nn.Module, None]:
-        """Return the modules called from outside any module, in order of their first call."""
+        """The modules called from outside any module, in order of their first call."""
         ...
 
     @property
     def optimizers(self) -> Iterable[torch.optim.Optimizer]:
-        """Return the optimizers that the script made."""
+        """The optimizers that the script made."""
         ...
 
     @property
     def main_casting(self) -> Casting | None:
-        """Return the casting on the device that the script trains on; None if nothing is cast."""
+        """The casting on the device that the script trains on; None if nothing is cast."""
         ...
 
     @property
     def emulates(self) -> bool:
-        """Return whether the policy's formats are emulated on that device."""
+        """Whether the policy's formats are emulated on that device."""
         ...
 
 

@@ -48,7 +48,7 @@ class _History:
 
     @property
     def settled(self) -> bool:
-        """Return whether an update succeeded."""
+        """Whether an update succeeded."""
         return self.num_made > 0
 
 

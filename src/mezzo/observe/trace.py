@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def calls(self) -> list[Entry]:
-        """Return the running calls, the innermost first."""
+        """The running calls, the innermost first."""
         return [self] if self.outer is None else [self, *self.outer.calls]
 
 

@@ -17,7 +17,6 @@ from mezzo.report.findings import FindingLine, finding_line
 from mezzo.report.sampling import quantile
 
 NOT_FOR_GPU = "emulated: says nothing about a GPU"
-TONES = ("good", "warn", "bad", "open", "quiet")
 _LEVEL_TONES = {"native": "good", "emulated": "warn", "impossible": "bad"}
 _ENVIRONMENT_LABELS = {
     "date": "Date",

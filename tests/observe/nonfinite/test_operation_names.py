@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 
+from helpers_torch import op_db
 from mezzo import oplists
 from mezzo.observe.nonfinite.operation_names import public_name
 

@@ -100,13 +100,13 @@ class KerasTraining:
 
     @property
     def framework(self) -> str:
-        """Return Keras' version and that of its backend."""
+        """Keras' version and that of its backend."""
         version = package_version("keras") or "not installed"
         return f"keras {version} on {self._run.backend.name if self._run.backend else 'no backend'}"
 
     @property
     def num_updates(self) -> int:
-        """Return the number of updates."""
+        """The number of updates."""
         if self._run.backend is not None:
             self._run.backend.collect()
         return len(self._run.steps)

@@ -109,12 +109,12 @@ class KerasRun:
 
     @property
     def scales(self) -> bool:
-        """Return whether the policy scales the loss."""
+        """Whether the policy scales the loss."""
         return self.policy is not None and self.policy.loss_scale != "none"
 
     @property
     def scale(self) -> Any:
-        """Return the variable of the policy's loss scale: one for the whole run, in FP32."""
+        """The variable of the policy's loss scale: one for the whole run, in FP32."""
         if self._scale is None:
             import keras
 

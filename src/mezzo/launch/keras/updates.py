@@ -3,7 +3,7 @@
 ``LossScaleOptimizer`` does the scaling: either the one that ``compile`` or the script wraps around an optimizer, or one that
 is wrapped around it here. All of them share the run's scale. Gradients reach it in one of two ways:
 
-* * a loss was passed to ``optimizer.scale_loss``, as ``fit`` does: its gradients are scaled and the optimizer divides them;
+* a loss was passed to ``optimizer.scale_loss``, as ``fit`` does: its gradients are scaled and the optimizer divides them;
 * the script computed gradients of the loss itself: the backward pass started from the scale instead of 1 and its results were
   divided by it at once, so that the script's own clipping sees unscaled gradients. They are multiplied again on their way
   into ``LossScaleOptimizer``, which divides them: exact for powers of two.

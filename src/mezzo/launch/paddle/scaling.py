@@ -26,7 +26,7 @@ class HostScale:
 
     @property
     def inverse(self) -> float:
-        """Return 1 / scale, rounded once to FP32."""
+        """1 / scale, rounded once to FP32."""
         return _fp32(1.0 / self.value)
 
     def at_floor(self) -> bool:

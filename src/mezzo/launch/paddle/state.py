@@ -93,7 +93,7 @@ class PaddleRun:
 
     @property
     def lowers(self) -> bool:
-        """Return whether the policy casts anything below FP32."""
+        """Whether the policy casts anything below FP32."""
         return self.policy is not None and self.policy.lowers
 
     def record_root(self, layer: Any) -> None:
@@ -177,7 +177,7 @@ class PaddleRun:
 
     @property
     def num_updates(self) -> int:
-        """Return the number of updates, including the open one."""
+        """The number of updates, including the open one."""
         return len(self.steps) + self._stepped
 
     def backward_from(self, losses: Iterable[Any]) -> None:

@@ -67,7 +67,7 @@ class PaddleTraining:
 
     @property
     def num_updates(self) -> int:
-        """Return the number of updates, including the open one."""
+        """The number of updates, including the open one."""
         return self._run.num_updates
 
     def close_update(self) -> None:

@@ -54,17 +54,17 @@ class Stop:
 
     @property
     def stopped(self) -> bool:
-        """Return whether a signal has stopped the command."""
+        """Whether a signal has stopped the command."""
         return self._signal is not None
 
     @property
     def exit_code(self) -> int:
-        """Return the command's exit code for the signal that stopped it, 0 if none did."""
+        """The command's exit code for the signal that stopped it, 0 if none did."""
         return 0 if self._signal is None else 128 + self._signal
 
     @property
     def name(self) -> str:
-        """Return the name of the signal that stopped the command, or an empty text."""
+        """The name of the signal that stopped the command, or an empty text."""
         return "" if self._signal is None else signal.Signals(self._signal).name
 
     def check(self, record: RunRecord | None = None) -> None:

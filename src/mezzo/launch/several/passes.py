@@ -107,7 +107,7 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
     if runs[0].evidence is None:
         return None
     found, roles = known(runs), [ran.role for ran in runs]
-    if "suspects" not in roles and len(runs) == 1 and (asked := _inspecting_suspects(runs[0])) is not None:
+    if len(runs) == 1 and (asked := _inspecting_suspects(runs[0])) is not None:
         return asked
     if "scale of 1" not in roles and found.located and found.verdict == "scale_overflow":
         return _at_scale_of_1(found, runs[0])

@@ -95,12 +95,12 @@ class TorchTraining:
 
     @property
     def num_updates(self) -> int:
-        """Return the number of updates, including the open one."""
+        """The number of updates, including the open one."""
         return self._run.num_updates
 
     @property
     def observer(self) -> Observer | None:
-        """Return the observer of the training."""
+        """The observer of the training."""
         return self._run.observer
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:

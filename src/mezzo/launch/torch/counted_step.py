@@ -22,8 +22,8 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
 from mezzo.measure import memory
 from mezzo.measure.cudapeaks import CudaPeaks
-from mezzo.measure.flops import FlopCounter, lowered
-from mezzo.measure.leftwide import not_lowered
+from mezzo.measure.effective import Counted, effective
+from mezzo.measure.flops import FlopCounter
 from mezzo.records import Effective, Memory
 
 _UPDATES_WEIGHED = 2  # the first successful update creates the optimizer's state
@@ -44,9 +44,7 @@ class CountedStep:
         self._weighed: Counter[int] = Counter()
         """Number of updates at which bytes were counted, by the identity of the optimizer; skipped updates do not count."""
         self._when_over: list[Callable[[], Any]] = []
-        self._by_format: dict[str, int] = {}
-        self._num_lowered: int | None = None
-        self._outside_region = self._switched_off = 0
+        self._counted = Counted(by_format={}, num_lowered=None, outside=0, switched_off=0, step=None)
         self._bytes: dict[str, int] = {}
         """Bytes by kind; empty until the first update."""
 
@@ -95,9 +93,13 @@ class CountedStep:
             self._due = True
             self._begin_or_end()
         elif self._stack is not None and not self._over:
-            self._by_format = dict(self._flops.by_format)
-            self._num_lowered = self._flops.num_lowered
-            self._outside_region, self._switched_off = self._flops.outside_region, self._flops.switched_off
+            self._counted = Counted(
+                by_format=dict(self._flops.by_format),
+                num_lowered=self._flops.num_lowered,
+                outside=self._flops.outside_region,
+                switched_off=self._flops.switched_off,
+                step=self._counted_step,
+            )
 
     def memory(self) -> Memory:
         """Return the bytes of the inspected step, and the allocator's peaks over the run, all devices together."""
@@ -115,22 +117,11 @@ class CountedStep:
 
     def effective(self) -> Effective:
         """Return the formats of the counted step, and what was left alone."""
-        applied, left = self._run.applied, list(self._run.left_alone.values())
-        if applied is not None and applied.lowers:
-            left += not_lowered(
-                applied,
-                sum(self._by_format.values()),
-                num_lowered=self._num_lowered,
-                outside=self._outside_region,
-                switched_off=self._switched_off,
-            )
-        return Effective(
-            flops_by_format=self._by_format,
-            emulated=self._run.emulates
-            and (lowered(self._by_format) or (not self._by_format and self._num_lowered != 0)),
-            num_lowered=self._num_lowered,
-            counted_on_step=self._counted_step if self._num_lowered is not None else None,
-            left_alone=left,
+        return effective(
+            self._counted,
+            self._run.applied,
+            emulates=self._run.emulates,
+            left_alone=list(self._run.left_alone.values()),
         )
 
     def _parameters(self) -> Iterable[Tensor]:

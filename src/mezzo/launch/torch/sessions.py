@@ -33,7 +33,7 @@ class _ScaleOfLoss:
 
     @property
     def _scale(self) -> Any:
-        """Return the loss scale on the device, under the name that a GradScaler uses."""
+        """The loss scale on the device, under the name that a GradScaler uses."""
         return self._of_session.on_device()
 
     def get_scale(self) -> float:

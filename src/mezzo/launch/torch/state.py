@@ -119,12 +119,12 @@ class Run:
 
     @property
     def main_casting(self) -> Casting | None:
-        """Return the casting on the device that the script trains on."""
+        """The casting on the device that the script trains on."""
         return None if self.device_type is None else self.casting(self.device_type)
 
     @property
     def emulates(self) -> bool:
-        """Return whether the policy's formats are emulated; False if the device does not support the policy at all."""
+        """Whether the policy's formats are emulated; False if the device does not support the policy at all."""
         try:
             casting = self.main_casting
         except UnsupportedFormatError:  # the error with which the script's first region ended
@@ -239,7 +239,7 @@ class Run:
 
     @property
     def takes_norm(self) -> bool:
-        """Return whether to compute the norm of the open update's gradients: reading them takes 2 to 4% of a small model's step."""
+        """Whether to compute the norm of the open update's gradients: reading them takes 2 to 4% of a small model's step."""
         if self.scale.checks or self.observer is not None:
             return True
         step = self.recorder.num_closed + 1
@@ -247,7 +247,7 @@ class Run:
 
     @property
     def num_updates(self) -> int:
-        """Return the number of updates, including the open one."""
+        """The number of updates, including the open one."""
         return len(self.recorder) + self.stepped
 
     def evaluated(self, norm: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 The margin of a quantity is the larger of two:
 
-* * a share (``--margin``, 2%) of the baseline's final value: of a loss by ratio, of a proportion as Cohen's h. For a loss, it is
+* a share (``--margin``, 2%) of the baseline's final value: of a loss by ratio, of a proportion as Cohen's h. For a loss, it is
   at most five times that share (10%) of the fall in the baseline's training: early in training, 2% of
   the loss could be more than everything learned. A proportion that counts examples has a sampling error, ``1 / sqrt(examples)``
   on the arcsine scale at any value, below which the margin cannot go. A loss of zero has no share; its margin is the FP32 resolution

@@ -42,7 +42,7 @@ class Group:
 
     @property
     def num_runs(self) -> int:
-        """Return the number of runs."""
+        """The number of runs."""
         return len(self.trained) + len(self.failed)
 
     def add(self, run: RunRecord) -> None:

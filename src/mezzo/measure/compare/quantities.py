@@ -5,7 +5,7 @@ on the quantity's scale. From n differences with mean m and standard deviation s
 
 * The 95% confidence interval of the mean is ``m -+ t * s / sqrt(n)``, where t is the 97.5% point of Student's t with n - 1 degrees
   of freedom (Student, Biometrika 6, 1908).
-* * A test that finds no difference does not show equality: few or noisy runs find none either. Two one-sided tests show equality up to a
+* A test that finds no difference does not show equality: few or noisy runs find none either. Two one-sided tests show equality up to a
   margin (TOST; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). They run at 4%, which with the 1% of the margin's own
   bound gives a 5% risk of calling a policy equivalent that is at the margin or beyond.
 * A policy is different if the interval lies wholly beyond the margin on one side. Here the quantities share a risk of 5%, and
@@ -59,29 +59,29 @@ class Quantity:
 
     @cached_property
     def places(self) -> tuple[Array, Array]:
-        """Return the policy's and the baseline's values on the scale."""
+        """The policy's and the baseline's values on the scale."""
         ours, theirs = zip(*self.pairs, strict=True)
         return self.scale.on(ours), self.scale.on(theirs)
 
     @cached_property
     def differences(self) -> Array:
-        """Return policy minus baseline of each pair, on the scale."""
+        """Policy minus baseline of each pair, on the scale."""
         ours, theirs = self.places
         return ours - theirs
 
     @cached_property
     def step(self) -> float:
-        """Return the step of the values on the scale."""
+        """The step of the values on the scale."""
         return 0.0 if self.grid is None else self.grid.on(self.scale, [value for pair in self.pairs for value in pair])
 
     @cached_property
     def deviation(self) -> float:
-        """Return the standard deviation of the differences, never below half a step; NaN for a single pair."""
+        """The standard deviation of the differences, never below half a step; NaN for a single pair."""
         return math.nan if len(self) < 2 else max(float(np.std(self.differences, ddof=1)), self.step / 2.0)
 
     @cached_property
     def rounding(self) -> float:
-        """Return the largest shift of the mean difference by rounding, on the scale."""
+        """The largest shift of the mean difference by rounding, on the scale."""
         if self.grid is None or len(self) < 2:
             return 0.0
         return self.step * sum(
@@ -90,7 +90,7 @@ class Quantity:
 
     @cached_property
     def seen(self) -> PairStatistics:
-        """Return the statistics that the tests need."""
+        """The statistics that the tests need."""
         return PairStatistics(
             mean=np.asarray(np.mean(self.differences)),
             deviation=np.asarray(self.deviation),

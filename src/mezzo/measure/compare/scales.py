@@ -27,7 +27,7 @@ class Scale(Protocol):
 
     @property
     def name(self) -> ScaleName:
-        """Return the name of the scale in records."""
+        """The name of the scale in records."""
 
     def on(self, values: Sequence[float]) -> Array:
         """Return ``values`` on the scale."""

@@ -75,7 +75,7 @@ class Course:
 
     @property
     def lowest(self) -> float:
-        """Return the lowest level."""
+        """The lowest level."""
         return min(self.blocks, default=math.nan)
 
 
@@ -89,7 +89,7 @@ class Learning:
 
     @property
     def typical(self) -> Course:
-        """Return the run whose fall is the median."""
+        """The run whose fall is the median."""
         return sorted(self.courses, key=Course.fall)[len(self.courses) // 2]
 
     def fall(self, window: Window = "whole") -> float | None:

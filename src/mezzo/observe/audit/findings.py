@@ -39,17 +39,17 @@ class AuditedSteps:
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of all products."""
+        """The FLOPs of all products."""
         return sum(one.flops for one in self.seen)
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all operations."""
+        """The bytes of all operations."""
         return sum(one.bytes for one in self.seen)
 
     @property
     def lowers(self) -> bool:
-        """Return whether any product ran in fewer than 32 bits."""
+        """Whether any product ran in fewer than 32 bits."""
         return any(one.product is not None and not is_wide(one) for one in self.seen)
 
 

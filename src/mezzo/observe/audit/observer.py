@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from mezzo.devices import this_device
-from mezzo.measure.flops import OperandFormats, lowered
+from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit import kernels, totals
 from mezzo.observe.audit.findings import AuditedSteps, findings
 from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
@@ -91,13 +91,10 @@ class Audit(Observer):
             launches=self._launches,
             forced_eager=self.forced_eager,
         )
-        formats = {"flops_by_format": audited.flops_by_format, "counted_on_step": next(iter(self.watched), None)}
-        emulated = self.run.emulates and lowered(audited.flops_by_format)
         seen = Lowering()
         for trace, step in zip(self._traces, self.watched, strict=False):  # the last one may not have ended
             seen.add(trace.operations, step)
         effective = seen.effective(run.effective, self.run.applied, emulates=self.run.emulates)
-        effective = effective.model_copy(update={**formats, "emulated": emulated})
         return audited.model_copy(update={"run": run.model_copy(update={"effective": effective})})
 
     def _keep(self, trace: Trace) -> None:

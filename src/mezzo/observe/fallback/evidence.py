@@ -21,7 +21,7 @@ class LocalError(ModuleError):
 
     @property
     def own(self) -> float:
-        """Return the largest of its errors: 0 if none could be measured, infinite for NaN."""
+        """The largest of its errors: 0 if none could be measured, infinite for NaN."""
         found = [error for error in (self.output, self.dgrad, self.wgrad) if error is not None]
         return max((math.inf if math.isnan(error) else error for error in found), default=0.0)
 
@@ -34,7 +34,7 @@ class StepErrors(Value):
 
     @property
     def worst(self) -> tuple[float, str]:
-        """Return the largest error and its parameter."""
+        """The largest error and its parameter."""
         return max(((error, name) for name, error in self.errors.items()), default=(0.0, ""))
 
 

@@ -57,7 +57,7 @@ class ByHand(TorchFunctionMode):
 
     @property
     def on(self) -> bool:
-        """Return whether it is on."""
+        """Whether it is on."""
         return self._view is not None
 
     def start(self, view: View) -> None:

@@ -84,7 +84,7 @@ class Held:
 
     @property
     def scaled(self) -> bool:
-        """Return whether they are known to be scaled now."""
+        """Whether they are known to be scaled now."""
         return not self.unscaled and not self.by_hand and any(p.scaled is not None for p in self.passes)
 
     def clear(self) -> None:

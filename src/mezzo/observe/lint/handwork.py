@@ -39,7 +39,7 @@ class HandWork:
 
     @property
     def over(self) -> bool:
-        """Return whether no more updates are to be inspected, and none is."""
+        """Whether no more updates are to be inspected, and none is."""
         return len(self._run.recorder) > max(_LOOKED_AT) and not (self._mode.on or self._watched or self._averages)
 
     def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:

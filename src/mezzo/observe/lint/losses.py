@@ -47,7 +47,7 @@ class Factor(NamedTuple):
 
     @property
     def may_scale(self) -> bool:
-        """Return whether it may be a loss scale; 1 counts, because a GradScaler that is off reports that scale."""
+        """Whether it may be a loss scale; 1 counts, because a GradScaler that is off reports that scale."""
         return self.value is None or self.value == 1.0 or self.value >= _LEAST_SCALE
 
 
@@ -65,7 +65,7 @@ class TracedLoss(NamedTuple):
 
     @property
     def may_be_scaled(self) -> bool:
-        """Return whether the script may have multiplied it by a loss scale of its own."""
+        """Whether the script may have multiplied it by a loss scale of its own."""
         return any(f.may_scale for f in (*self.factors, *(f for term in self.terms for f in term.factors)))
 
     def is_mean(self, *, undivided_by: int) -> bool:

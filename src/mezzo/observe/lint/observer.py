@@ -72,7 +72,7 @@ class Lint:
 
     @property
     def awake(self) -> bool:
-        """Return whether gradients are checked."""
+        """Whether gradients are checked."""
         return len(self._run.recorder) < _AWAKE_UPDATES and self._num_passes < _AWAKE_PASSES
 
     @property
@@ -317,7 +317,7 @@ class Lint:
 
     @property
     def _casts_model(self) -> bool:
-        """Return whether the policy keeps the weights in 16 bits, and not the script."""
+        """Whether the policy keeps the weights in 16 bits, and not the script."""
         return self._run.applied is not None and self._run.applied.casting == "model"
 
     def _watch_averages(self) -> None:

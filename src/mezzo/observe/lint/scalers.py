@@ -75,7 +75,7 @@ class Scalers:
 
     @property
     def multiplications(self) -> list[int]:
-        """Return the sequence numbers of the real products: a scaler that is off returns the loss itself."""
+        """The sequence numbers of the real products: a scaler that is off returns the loss itself."""
         return [number for number, scaled in self._products.items() if scaled.scaler.is_enabled()]
 
     def scaled_by(self, roots: list[Tensor]) -> Scaled | None:

@@ -26,7 +26,7 @@ class Statistics:
 
     @property
     def done(self) -> bool:
-        """Return whether nothing is left to inspect."""
+        """Whether nothing is left to inspect."""
         return self._num_inspections == 2
 
     def inspect(self, roots: Iterable[nn.Module], *, line: str) -> None:

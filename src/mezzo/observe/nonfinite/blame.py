@@ -31,7 +31,7 @@ class Look:
 
     @property
     def harmless(self) -> list[Harmless]:
-        """Return what left its format and made no difference."""
+        """What left its format and made no difference."""
         return [
             Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide, absorbed_by=list(s.absorbed))
             for s in self.sources

@@ -69,12 +69,12 @@ class Located(Value):
 
     @property
     def fits_fp32(self) -> bool:
-        """Return whether the values would be finite in FP32."""
+        """Whether the values would be finite in FP32."""
         return self.vanished is not None or self.source.kind == "refused" or self._overflows
 
     @property
     def fits_unscaled(self) -> bool:
-        """Return whether the values would fit their format at a loss scale of 1, in which a backward pass is linear."""
+        """Whether the values would fit their format at a loss scale of 1, in which a backward pass is linear."""
         source = self.source
         if self.symptom is not None or self.vanished is not None or not self._overflows or not source.backward:
             return False

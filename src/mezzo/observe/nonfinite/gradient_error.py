@@ -49,7 +49,7 @@ class Weighed:
 
     @property
     def nothing(self) -> bool:
-        """Return whether no gradient is off."""
+        """Whether no gradient is off."""
         return not any(self.off.values())
 
 

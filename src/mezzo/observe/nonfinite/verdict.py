@@ -54,7 +54,7 @@ class ScriptRun:
 
     @property
     def step(self) -> int:
-        """Return the step that it is about: the last one."""
+        """The step that it is about: the last one."""
         return self.settings.steps[-1]
 
 

@@ -53,13 +53,13 @@ class Counts:
 
     @cached_property
     def _below(self) -> list[int]:
-        """Return for every bin how many finite non-zero values lie in the bins before it."""
+        """For every bin how many finite non-zero values lie in the bins before it."""
         finite = self.table[CELLS : (ROWS - 1) * CELLS]
         return [0] * CELLS + list(accumulate(finite, initial=0))
 
     @property
     def nonzero(self) -> int:
-        """Return how many values are finite and not zero."""
+        """How many values are finite and not zero."""
         return self._below[-1]
 
     def zeroed(self, target: Format, scale: int) -> int:
