@@ -179,8 +179,7 @@ def test_a_syntax_error_looks_as_under_python(tmp_path: Path) -> None:
     assert ended.errors.splitlines()[-1] == "SyntaxError: '(' was never closed"
 
 
-def test_the_scripts_own_excepthook_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
+def test_the_scripts_own_excepthook_is_called(tmp_path: Path) -> None:
     ended = run_text(tmp_path, "sys.excepthook = lambda *e: print('hooked', e[0].__name__)\nraise KeyError")
     assert ended.printed.splitlines()[-1] == "hooked KeyError"
 
