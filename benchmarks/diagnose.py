@@ -1,7 +1,7 @@
 """What `mezzo diagnose` costs while nothing is wrong: steps under its patches and its two flags a step, against plain steps.
 
-The steps whose operations are looked at (1, 2, 4, 8 and so on) are not among those that are timed; what a look costs is told
-apart. Plain steps are a script without Mezzo: forward, backward and torch's AdamW in FP32.
+The steps whose operations are inspected (1, 2, 4, 8 and so on) are not among those that are timed; their cost is measured
+separately. Plain steps are a script without Mezzo: forward, backward and torch's AdamW in FP32.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ def main() -> None:
         name = f"{kind} of {sum(p.numel() for p in model.parameters()) // 1000} thousand weights"
         steps = _steps(model, loss_of)
         idle = lambda steps=steps: _diagnosed((NEVER,), steps)  # noqa: E731 - one of two
-        looking = lambda steps=steps: _diagnosed((*range(1, 4 * STEPS), NEVER), steps)  # noqa: E731
+        inspecting = lambda steps=steps: _diagnosed((*range(1, 4 * STEPS), NEVER), steps)  # noqa: E731
         times = interleave({"plain": steps, "armed": steps}, rounds=ROUNDS, around={"armed": idle})
-        looks = interleave({"plain": steps, "looked at": steps}, rounds=ROUNDS // 5, around={"looked at": looking})
+        inspected = interleave(
+            {"plain": steps, "inspected": steps}, rounds=ROUNDS // 5, around={"inspected": inspecting}
+        )
         share = {key: 100 * (value - 1) for key, value in ratio(times, "armed", "plain").items()}
         rows += [
             (f"{name}: armed but idle, beyond a plain step", spread(share, "%"), "3% or less"),
-            (f"{name}: a step whose operations are looked at", spread(ratio(looks, "looked at", "plain")), ""),
+            (f"{name}: a step whose operations are inspected", spread(ratio(inspected, "inspected", "plain")), ""),
         ]
-        data[name] = {f"median_ms_of_{STEPS}_steps": median_ms(times) | median_ms(looks)}
+        data[name] = {f"median_ms_of_{STEPS}_steps": median_ms(times) | median_ms(inspected)}
     report("diagnose", rows, data)
 
 
