@@ -164,6 +164,10 @@ class Observer(ABC):
         self._num_closed = num_steps
         self._end_if_over()
 
+    def too_short(self) -> bool:
+        """Return whether the script ended before anything was learned of it."""
+        return not self.watched
+
     def close(self) -> None:
         """Stop observing, wherever the script ended."""
         self._remove_first_call()
@@ -202,6 +206,16 @@ class Observer(ABC):
     def _can_switch_modes(self) -> bool:
         # Autograd and compiled code restore the modes they found; compiled code cannot switch to eager half-way either.
         return not (self.run.in_backward or self.run.in_compiled)
+
+    def _begin_at_once(self) -> None:
+        """Begin before the script's first line, whatever compiled code it makes later."""
+        self.run.before_compiling.append(self._eager_from_here)
+        self._begin()
+
+    def _eager_from_here(self) -> None:
+        if self._observing is not None:
+            torch.compiler.set_stance("force_eager")
+            self._eager = self.forced_eager = True
 
     def _begin_at_first_call(self) -> None:
         if not torch.compiler.is_compiling():

@@ -65,7 +65,7 @@ def diagnose_script(request: Request, *, steps: int, child: Child = run_child) -
                 untried = "the search was interrupted"
                 break
             runs.append(_ran(asked, request, len(runs) + 1, child, stop))
-            asked = next_run(runs) if alone else None
+            asked = _from_start(next_run(runs), runs[0]) if alone else None
     first = runs[0]
     if first.evidence is None:
         assert first.run is not None
@@ -116,6 +116,13 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
     return _with_fix(found, runs)
 
 
+def _from_start(asked: ScriptRun | None, first: ScriptRun) -> ScriptRun | None:
+    """Return a run that inspects step 1 as one from the first line on, where the script calls no module in that step."""
+    if asked is None or first.evidence is None or not first.evidence.missed_start or asked.settings.steps[0] != 1:
+        return asked
+    return replace(asked, settings=asked.settings.model_copy(update={"from_start": True}))
+
+
 def _inspecting_suspects(first: ScriptRun) -> ScriptRun | None:
     """Inspect the faulty steps that the first run did not; of a loss scale's, the first one, where it saw a later one."""
     found, run = judged(first), first.run
@@ -123,7 +130,8 @@ def _inspecting_suspects(first: ScriptRun) -> ScriptRun | None:
     assert first.evidence is not None
     failed = run.error is not None and run.exit_code in _RAISED
     raised = [len(run.steps) + 1] if failed and not found.faulty_steps else []
-    unseen = [step for step in (*found.faulty_steps, *raised) if step not in first.evidence.watched]
+    only = [1] if first.evidence.missed_start and not first.evidence.watched else []
+    unseen = [step for step in found.faulty_steps or raised or only if step not in first.evidence.watched]
     if found.located:
         of_skip = found.verdict in ("scale_overflow", "range_overflow")
         unseen = [step for step in unseen if of_skip and step < found.step][:1]

@@ -81,6 +81,8 @@ class NonFinite(Observer):
         self._gave_up = False
         self._elsewhere: tuple[int, Located | None] = (-1, None)
         """The rank of the process where a fault began, and what it located."""
+        self._began_with = 0
+        """The first step that was inspected; 0 before that."""
         self._lost: int | None = None
         """The step whose loss was not finite."""
 
@@ -88,6 +90,7 @@ class NonFinite(Observer):
 
     def begin(self, step: int) -> None:
         """Enter the tracer."""
+        self._began_with = self._began_with or step
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer = InfinityTracer(
@@ -97,7 +100,7 @@ class NonFinite(Observer):
         self._marked = 0
         self._tracer.start(stepping_is_called=True)
         self._thread = threading.get_ident()
-        if self._settings.loss_scale is not None:  # not now: the step before may still have to divide by its own
+        if self._settings.loss_scale is not None and step == self._began_with:  # not now: the step before may still have to divide by its own
             self._lowering = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
 
     def stepping(self) -> None:
@@ -145,10 +148,14 @@ class NonFinite(Observer):
             self._formats_seen.add(self._tracer.trace.operations[: self._marked], self._observing)
 
     def start(self) -> None:
-        """Get ready; a look at step 1 begins inside the first call of a module, which has to be known."""
+        """Prepare; step 1 begins inside the first call of a module, which the tracer has to know, or with the first line."""
         if self._settings.fp32_modules:
             self._keeping = keep_fp32(self._settings.fp32_modules)
-        if self._waiting[:1] == [1]:
+        if self._waiting[:1] != [1]:
+            return
+        if self._settings.from_start:
+            self._begin_at_once()
+        else:
             self._first_call = register_module_forward_pre_hook(self._first_called)
 
     def _first_called(self, module: nn.Module, args: object) -> None:
@@ -158,7 +165,7 @@ class NonFinite(Observer):
 
     def backward_begins(self) -> None:
         """Set the policy's loss scale where that was asked for: the step before has closed by now."""
-        if self._settings.loss_scale is not None and self._observing is not None:
+        if self._settings.loss_scale is not None and self._observing == self._began_with:
             self.run.scale.load_state_dict({"scale": self._settings.loss_scale})
 
     def backward_ended(self) -> None:
@@ -303,6 +310,13 @@ class NonFinite(Observer):
         wanted = {*self._skips.steps(), *self._settings.suspects}
         return next((fault for fault in self._open if fault.step in wanted), None)
 
+    def _missed_start(self) -> bool:
+        return self._settings.steps[:1] == (1,) and self._began_with != 1
+
+    def too_short(self) -> bool:
+        """Return whether nothing was inspected, and no further run will inspect what this one showed."""
+        return not (self.watched or self.bad_steps or self._missed_start())
+
     def _faulty_steps(self, run: RunRecord) -> list[int]:
         """Return the bad steps that are no normal skips."""
         unskipped = [step for step in self.bad_steps if not run.steps.skipped[step - 1]]
@@ -311,7 +325,8 @@ class NonFinite(Observer):
     def evidence(self, run: RunRecord) -> Evidence:
         """Return what the run showed."""
         fault, watched, last = self._fault(), list(self.watched), len(run.steps) + 1
-        if fault is None and run.error is not None and self._unfinished is not None:
+        faulty = self._faulty_steps(run)
+        if fault is None and run.error is not None and self._unfinished is not None and not faulty:
             fault = blamed(self._unfinished, last, self._names(), loss_bad=True, bad=True, before=None)
             watched.append(last)
         rank, began = self._elsewhere
@@ -320,7 +335,8 @@ class NonFinite(Observer):
             found_by_rank=None if began is None else rank,
             watched=watched,
             bad_steps=self.bad_steps,
-            faulty_steps=self._faulty_steps(run),
+            missed_start=self._missed_start(),
+            faulty_steps=faulty,
             lost_step=self._lost,
             own_scaler=self.run.script_scaler is not None,
             scaled=self.run.scale.checks or self.run.script_scaler is not None,

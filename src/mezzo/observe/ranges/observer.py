@@ -102,13 +102,7 @@ class Ranges(Observer):
     def start(self) -> None:
         """Begin at once if the first step is observed: this observer sets hooks and enters no modes, which belong to a thread."""
         if self._waiting[:1] == [1]:
-            self.run.before_compiling.append(self._eager_from_here)
-            self._begin()
-
-    def _eager_from_here(self) -> None:
-        if self._on:
-            torch.compiler.set_stance("force_eager")
-            self._eager = self.forced_eager = True
+            self._begin_at_once()
 
     def begin(self, step: int) -> None:
         """Set the hooks."""
