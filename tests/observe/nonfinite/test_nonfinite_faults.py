@@ -232,7 +232,7 @@ def test_a_fault_of_a_family_is_found_and_a_fix_is_tried(planted: InFamily, tmp_
         assert planted.fix in record.fix_line
         assert record.fix_tried
         assert record.fix_note.startswith("tried: the script ran")
-        assert tries[-1].outcome == "nothing is wrong" or "next fault" in record.fix_note
+        assert tries[-1].outcome == "nothing is wrong"
     else:
         assert (record.fix_tried, record.fix_note) == (False, "not tried: it is a change of the script itself")
         assert not tries

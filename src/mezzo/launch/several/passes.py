@@ -157,6 +157,15 @@ def _may_pass_in_fp32(found: DiagnoseRecord) -> bool:
     return found.located and doubtful and found.origin != "refused"
 
 
+def _in_fp32_later(found: DiagnoseRecord, runs: Sequence[ScriptRun], *, last: int) -> ScriptRun | None:
+    """Ask whether FP32 gets beyond the step at which the best fix fails, where no fix is enough."""
+    step = fixes.farthest_step(found, tried(runs))
+    roles = [ran.role for ran in runs]
+    if "fp32 later" in roles or not step or fixes.any_helped(tried(runs), last=last) or str(runs[0].policy) == "fp32":
+        return None
+    return replace(_in_fp32(found.model_copy(update={"step": step})), role="fp32 later")
+
+
 def _in_fp32(found: DiagnoseRecord) -> ScriptRun:
     settings = DiagnoseSettings(steps=(found.step,))
     return ScriptRun(
@@ -174,7 +183,7 @@ def _with_fix(found: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun | N
     last = last_step(found, first)
     offer = fixes.next_offer(found, tried(runs), last=last)
     if offer is None:
-        return None
+        return _in_fp32_later(found, runs, last=last)
     steps = inspected(max(last, found.step + _SETTLING))
     settings = DiagnoseSettings(steps=steps, loss_scale=offer.loss_scale, fp32_modules=offer.fp32_modules)
     policy = offer.policy or runs[0].policy
