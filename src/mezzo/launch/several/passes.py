@@ -130,7 +130,7 @@ def _inspecting_suspects(first: ScriptRun) -> ScriptRun | None:
     assert first.evidence is not None
     failed = run.error is not None and run.exit_code in _RAISED
     raised = [len(run.steps) + 1] if failed and not found.faulty_steps else []
-    only = [1] if first.evidence.missed_start and not first.evidence.watched else []
+    only = [1] if first.evidence.missed_start and not first.evidence.watched and len(run.steps) else []
     unseen = [step for step in found.faulty_steps or raised or only if step not in first.evidence.watched]
     if found.located:
         of_skip = found.verdict in ("scale_overflow", "range_overflow")
