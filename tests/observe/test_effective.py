@@ -144,9 +144,8 @@ def shown(record: object) -> str:
 def audited_under(policy: str | None, train: Callable[[], None]) -> AuditRecord:
     """Return the audit of a function's third step."""
     chosen = None if policy is None else Policy.parse(policy)
-    with switched(chosen, observe=AuditSettings(steps=(3,))) as (run, _):
-        with suppress(StopScript):
-            train()
+    with switched(chosen, observe=AuditSettings(steps=(3,))) as (run, _), suppress(StopScript):
+        train()
     assert run.observer is not None
     where = environment("cpu")
     whole = RunRecord(command=[], script="x.py", script_sha256="", policy=policy or "as-is", environment=where)

@@ -134,6 +134,17 @@ class Observer(ABC):
         if self._waiting[:1] == [1]:
             self._first_call = register_module_forward_pre_hook(lambda *_: self._begin_at_first_call())
 
+    def autocast_entered(self, *, off: bool, in_module: bool) -> Any:  # noqa: B027 - most observers have nothing to do here
+        """Record that the script enters an autocast region; what it returns is given to ``autocast_left``.
+
+        Args:
+            off: whether the script itself turns autocast off there.
+            in_module: whether a module is running.
+        """
+
+    def autocast_left(self, entered: Any) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Record that the script leaves an autocast region."""
+
     def backward_begins(self) -> None:  # noqa: B027 - most observers have nothing to do here
         """Record that a backward pass begins."""
 

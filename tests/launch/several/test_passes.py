@@ -255,7 +255,9 @@ KNOWN = st.sampled_from([OVERFLOW, INVALID, SCALE, SILENT, UNSEEN, FINE, showing
 def test_any_answers_come_to_an_end(answers: list[Evidence | None], policy: str, tmp_path: Path) -> None:
     left = iter(answers)
     record, asked = diagnosed(tmp_path, lambda *_: next(left), policy=policy)
-    assert len(asked) <= 10  # the first, suspects, a scale of 1, FP32, five fixes and FP32 to the step that the best one reaches
+    assert (
+        len(asked) <= 10
+    )  # the first, suspects, a scale of 1, FP32, five fixes and FP32 to the step that the best one reaches
     assert isinstance(record, DiagnoseRecord) == (answers[0] is not None)
     if isinstance(record, DiagnoseRecord):
         reasons = [one.reason for one in record.passes]

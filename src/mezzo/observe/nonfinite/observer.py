@@ -100,7 +100,9 @@ class NonFinite(Observer):
         self._marked = 0
         self._tracer.start(stepping_is_called=True)
         self._thread = threading.get_ident()
-        if self._settings.loss_scale is not None and step == self._began_with:  # not now: the step before may still have to divide by its own
+        if (
+            self._settings.loss_scale is not None and step == self._began_with
+        ):  # not now: the step before may still have to divide by its own
             self._lowering = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
 
     def stepping(self) -> None:
