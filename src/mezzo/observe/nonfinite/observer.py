@@ -9,7 +9,6 @@ A skipped update is no fault where dynamic loss scaling skips it on purpose (``m
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +65,6 @@ class NonFinite(Observer):
         self._marked = 0
         self._look: Look | None = None
         self._late: _Closed | None = None
-        self._thread = 0
         self._skips = Skips()
         self._formats_seen = Lowering()
         self.bad_steps: list[int] = []
@@ -99,7 +97,6 @@ class NonFinite(Observer):
         self._tracer.problems = self._problems
         self._marked = 0
         self._tracer.start(stepping_is_called=True)
-        self._thread = threading.get_ident()
         if (
             self._settings.loss_scale is not None and step == self._began_with
         ):  # not now: the step before may still have to divide by its own
@@ -139,10 +136,7 @@ class NonFinite(Observer):
     def end(self) -> None:
         """Leave the tracer and keep the step."""
         assert self._tracer is not None
-        if self._thread == threading.get_ident():
-            self._tracer.stop()
-        else:  # a script that trained in a thread has ended
-            self._tracer.leave_behind()
+        self._tracer.stop()
         finished = self._observing is not None and self._num_closed >= self._observing
         everything = len(self._tracer.trace.operations) + 1  # with one that raised, which was not noted
         self._look = seen_of(self._tracer, self._marked if finished else everything)
@@ -161,9 +155,14 @@ class NonFinite(Observer):
             self._first_call = register_module_forward_pre_hook(self._first_called)
 
     def _first_called(self, module: nn.Module, args: object) -> None:
-        self._begin_at_first_call()
-        if self._tracer is not None:
+        if self._begin_at_first_call() and self._tracer is not None:
             self._tracer.enter(module, args)
+
+    def move(self, step: int) -> None:
+        """Begin again in the thread that trains."""
+        assert self._tracer is not None
+        self._tracer.leave_behind()
+        self.begin(step)
 
     def backward_begins(self) -> None:
         """Set the policy's loss scale where that was asked for: the step before has closed by now."""
