@@ -139,7 +139,10 @@ class Observer(ABC):
     def start(self) -> None:
         """Prepare before the script's first line. Step 1 begins at the first call of a module, in that call's thread."""
         if self._waiting[:1] == [1]:
-            self._first_call = register_module_forward_pre_hook(lambda *_: self._begin_at_first_call())
+            self._first_call = register_module_forward_pre_hook(self._first_called)
+
+    def _first_called(self, module: nn.Module, args: object) -> None:
+        self._begin_at_first_call()
 
     def autocast_entered(self, *, off: bool, in_module: bool) -> Any:  # noqa: B027 - most observers have nothing to do here
         """Record that the script enters an autocast region; what it returns is given to ``autocast_left``.

@@ -112,7 +112,7 @@ def flops_figure(record: AuditRecord) -> Figure | None:
 
 def _headline(record: AuditRecord, script: str) -> str:
     if not record.steps:
-        return f"No step of {script} was watched to its end"
+        return f"No step of {script} was audited"
     which = f"{'step' if len(record.steps) == 1 else 'steps'} {fmt.listed([str(step) for step in record.steps])}"
     total = sum(record.flops_by_format.values())
     shares = sorted(record.flops_by_format.items(), key=lambda item: -item[1])

@@ -515,13 +515,13 @@ FIXES: list[tuple[list[ScriptRun], bool, str, str]] = [
         "tried: the script ran 19 steps under fp16:fp32_modules=1+2, and nothing is wrong",
     ),
     (
-        tries(Evidence(located=at(5, **BACKWARD), faulty_steps=[5], scaled=True), HEALTHY),
+        tries(Evidence(located=at(5, **BACKWARD), faulty_steps=[5], scaled=True), AGAIN, AGAIN, HEALTHY),
         True,
         "keep 1 in FP32, and begin with a loss scale of 4 and let it be dynamic",
         "tried: the script ran 19 steps under fp16:init_scale=4:fp32_modules=1, and nothing is wrong",
     ),
     (
-        tries(AGAIN, Evidence(located=at(5, pattern="2", module="2"), faulty_steps=[5]), HEALTHY),
+        tries(AGAIN, Evidence(located=at(5, pattern="2", module="2"), faulty_steps=[5]), AGAIN, HEALTHY),
         True,
         "compute mul in FP32, and keep 2 in FP32",
         "tried: the script ran 19 steps under fp16:fp32=mul:fp32_modules=2, and nothing is wrong",

@@ -72,6 +72,14 @@ def offered(found: DiagnoseRecord, *, untried: str) -> DiagnoseRecord:
 
 def offers_for(found: DiagnoseRecord) -> list[Offer]:
     """Return what may help against a fault, the best first."""
+    offers: list[Offer] = []
+    for offer in _offers(found):
+        if not offer.can_run or not _is_among(offer, offers):
+            offers.append(offer)
+    return offers
+
+
+def _offers(found: DiagnoseRecord) -> list[Offer]:
     if not found.located:
         return []
     if found.verdict == "scale_overflow":
@@ -92,7 +100,8 @@ def offers_for(found: DiagnoseRecord) -> list[Offer]:
 def next_offer(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Offer | None:
     """Return what to try next; None where something made the script healthy up to step ``last``, or nothing is left.
 
-    A fix may only move the fault, to another module or to a later step: then it is tried together with a fix of that one.
+    A fix may only move the fault, to another module or to a later step: then it is tried together with a fix of that one. Two
+    fixes of different kinds come after all single ones.
     """
     waiting = [offer for offer in offers_for(found) if offer.can_run]
     done: list[Offer] = []
@@ -100,8 +109,9 @@ def next_offer(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> O
         if _helped(one.again, last):
             return None
         done.append(one.offer)
-        more = _combined(one.offer, found, one.again)
-        waiting = [*(offer for offer in more if not _is_among(offer, [*done, *waiting])), *waiting[1:]]
+        first, later = _more_modules(one.offer, found, one.again), _with_another(one.offer, found, one.again)
+        known = [*done, *waiting]
+        waiting = [*_new(first, known), *waiting[1:], *_new(later, known)]
     return waiting[0] if waiting and len(tried) < _MOST else None
 
 
@@ -151,7 +161,8 @@ def _next_step(found: DiagnoseRecord, tried: Sequence[Tried]) -> str:
     if ITSELF in causes:
         return f"the training fails in FP32 too: {DIVERGES}"
     again = max(tried, key=_reached).again
-    if again is not None and farthest_step(found, tried) and again.verdict == "invalid_operation":
+    explained = again is not None and (again.located or again.fix == DIVERGES)
+    if again is not None and explained and farthest_step(found, tried) and again.verdict == "invalid_operation":
         mends = [offer.advice for offer in offers_for(again)] or [again.fix or DIVERGES]
         return f"no precision mends that one: {mends[0]}"
     return "mezzo fallback searches for a set of modules to keep in FP32"
@@ -173,19 +184,28 @@ def _helped(again: DiagnoseRecord | None, last: int) -> bool:
     return again.verdict == "healthy" and len(again.run.steps) >= last
 
 
-def _combined(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> list[Offer]:
-    """Return offers that keep ``offer`` and mend the fault that it leaves as well."""
-    if again is None or not again.located:
+def _more_modules(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> list[Offer]:
+    """Return the offer to keep the module as well where the fault is now."""
+    kept = _kept(offer, found)
+    if again is None or not again.pattern or found.pattern not in kept or len(kept) >= _MOST_MODULES:
         return []
-    kept, of_range = _kept(offer, found), again.verdict in ("range_overflow", "silent_saturation")
-    if again.pattern and of_range and found.pattern in kept:
-        wider = again.pattern not in kept and len(kept) < _MOST_MODULES
-        return [_wider(found, outermost((*kept, again.pattern)))] if wider else []
-    if again.step <= found.step or again.run.policy == AS_IS:
+    same = again.pattern in kept or again.verdict not in ("range_overflow", "silent_saturation")
+    return [] if same else [_wider(found, outermost((*kept, again.pattern)))]
+
+
+def _with_another(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> list[Offer]:
+    """Return ``offer`` together with a fix of another kind, for the fault that it leaves in a later step."""
+    if again is None or not again.located or again.step <= found.step or again.run.policy == AS_IS:
+        return []
+    if _more_modules(offer, found, again):
         return []
     compute = Policy.of(again.run.policy).compute
     more = [one for one in offers_for(again) if one.policy is not None and one.policy.compute == compute]
     return [one._replace(advice=f"{offer.advice}, and {one.advice}") for one in more[:1]]
+
+
+def _new(offers: Sequence[Offer], known: Sequence[Offer]) -> list[Offer]:
+    return [offer for offer in offers if not _is_among(offer, known)]
 
 
 def _is_among(offer: Offer, others: Sequence[Offer]) -> bool:
