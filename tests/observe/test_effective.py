@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from mezzo.errors import ScriptError
 from mezzo.launch.torch import TorchTraining, switched
 from mezzo.measure.environment import environment
 from mezzo.observe.observer import StopScript
-from mezzo.observe.settings import AuditSettings
+from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, RunRecord
 from mezzo.report import text
@@ -266,3 +267,36 @@ def test_audit_sees_products_outside_modules() -> None:
     record = audited_under(None, _functional())
     assert record.flops_by_phase["forward"] == {"fp32": PRODUCT_FLOPS}
     assert record.flops_by_format == WIDE
+
+
+@pytest.mark.parametrize("command", ["diagnose", "audit"])
+def test_counts_are_those_of_the_thread_that_trains(command: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, 1))
+    first, done = threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            while not done.is_set():
+                model(torch.ones(ROWS, WIDTH))
+                first.set()
+
+    def train() -> None:
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        assert first.wait(60)  # the other thread calls the model first
+        try:
+            trainer(model, model)()
+        finally:
+            done.set()
+            thread.join()
+
+    settings: AnySettings = AuditSettings(steps=(1,)) if command == "audit" else DiagnoseSettings(steps=(1, 2))
+    with switched(Policy.parse("bf16"), observe=settings) as (run, _), suppress(StopScript):
+        train()
+    where = environment("cpu")
+    whole = RunRecord(command=[], script="x.py", script_sha256="", policy="bf16", environment=where)
+    assert run.observer is not None
+    record = run.observer.record(whole)
+    effective = record.run.effective if isinstance(record, AuditRecord) else record.effective  # type: ignore[union-attr]
+    assert effective.flops_by_format == {"bf16": STEP_FLOPS * len(settings.steps)}
+    assert run.observer.watched == list(settings.steps)
