@@ -714,3 +714,22 @@ def test_evidence_survives_its_file(evidence: Evidence, tmp_path_factory: pytest
 
 def test_a_process_that_died_leaves_no_evidence(tmp_path: Path) -> None:
     assert read_evidence(tmp_path / "record.evidence.json") is None
+
+
+@pytest.mark.parametrize(
+    ("op", "smallest", "largest", "advice"),
+    [
+        ("pow", 1e20, 2e21, "values grow beyond FP32: lower the learning rate, or clip gradients"),
+        ("square", 1.0, 1e20, "values grow beyond FP32: lower the learning rate, or clip gradients"),
+        ("pow", 0.0, 3.0, "keep the base above 0 where the exponent is below 1"),
+        ("pow", 0.0, 1e20, "keep the base above 0 where the exponent is below 1"),
+        ("log", 0.0, 1e20, "the logarithm needs an argument above 0"),
+    ],
+)
+def test_a_power_that_overflows_fp32_is_not_taken_for_a_root(
+    op: str, smallest: float, largest: float, advice: str
+) -> None:
+    operand = Operand(format="fp32", shape=[8, 1], largest=largest, smallest=smallest)
+    located = at(3, op=op, largest=None, format="fp32", operands=[operand])
+    found = diagnosis([ran("first", Evidence(located=located, faulty_steps=[3]))])
+    assert found.fix == advice

@@ -21,6 +21,10 @@ from mezzo.records import AS_IS, DiagnoseRecord, Operand
 
 _DEFAULT_SCALE = 65536.0
 _LARGE = 1e30
+_LARGE_SQUARE = 1e19
+"""The square of more than this is beyond FP32."""
+_GROWS = frozenset({"pow", "square", "mul", "norm"})
+_BEYOND_FP32 = "values grow beyond FP32: lower the learning rate, or clip gradients"
 _COSTLY = frozenset(("linear", "matmul", "mm", "addmm")).union(
     op.rsplit(".", maxsplit=1)[-1] for name in ("conv", "attention", "rnn") for op in oplists.BY_NAME[name].ops
 )
@@ -343,13 +347,13 @@ def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
             "a single value has no standard deviation: pass more values, or divide by their number",
             "y = x.std(correction=0)",
         )
+    if op in _GROWS and min(o.smallest for o in operands) > 0 and max(o.largest for o in operands) > _LARGE_SQUARE:
+        return Offer(_BEYOND_FP32, "clip_grad_norm_(parameters, 1.0)")
     for names, advice, line in _INVALID:
         if any(name in op.split("_") or name == op for name in names):
             return Offer(advice, line)
     if max((o.largest for o in operands), default=0.0) > _LARGE:
-        return Offer(
-            "values grow beyond FP32: lower the learning rate, or clip gradients", "clip_grad_norm_(parameters, 1.0)"
-        )
+        return Offer(_BEYOND_FP32, "clip_grad_norm_(parameters, 1.0)")
     return Offer(f"keep the input of {op} away from where it has no finite result", "x = x.clamp(min=1e-6)")
 
 

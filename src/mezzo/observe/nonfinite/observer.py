@@ -22,7 +22,7 @@ from mezzo.measure.flops import OperandFormats
 from mezzo.observe.effective import Lowering
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite import ranks
-from mezzo.observe.nonfinite.blame import Look, blamed, seen_of
+from mezzo.observe.nonfinite.blame import InspectedStep, blamed, seen_of
 from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, write_evidence
 from mezzo.observe.nonfinite.keep_fp32 import keep_fp32
 from mezzo.observe.nonfinite.propagation import InfinityTracer
@@ -43,12 +43,12 @@ class _Closed:
     flags: Tensor
     skipped: bool
     updates: list[Update]
-    look: Look | None
+    inspected: InspectedStep | None
     arrived: torch.cuda.Event | None = None
 
 
 class NonFinite(Observer):
-    """An observer of values that are not finite, and of those that no longer look so."""
+    """An observer of non-finite values, and of those that have turned finite again."""
 
     def __init__(self, settings: DiagnoseSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
@@ -56,14 +56,14 @@ class NonFinite(Observer):
         self._settings = settings
         self._lowering: RemovableHandle | None = None
         self._keeping: RemovableHandle | None = None
-        self._unfinished: Look | None = None
+        self._unfinished: InspectedStep | None = None
         """What was seen of a step that never ended."""
         self._met = False
         """Whether every suspect was met again."""
         self._suspects = list(settings.suspects)
         self._tracer: InfinityTracer | None = None
         self._marked = 0
-        self._look: Look | None = None
+        self._inspected: InspectedStep | None = None
         self._late: _Closed | None = None
         self._skips = Skips()
         self._formats_seen = Lowering()
@@ -84,7 +84,7 @@ class NonFinite(Observer):
         self._lost: int | None = None
         """The step whose loss was not finite."""
 
-    # --- the look --------------------------------------------------------------------------------------------------------------
+    # --- inspection --------------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """Enter the tracer."""
@@ -128,7 +128,7 @@ class NonFinite(Observer):
     def turn(self, step: int) -> None:
         """Keep the step and go on with the next one."""
         assert self._tracer is not None
-        self._look = seen_of(self._tracer, self._marked)
+        self._inspected = seen_of(self._tracer, self._marked)
         self._formats_seen.add(self._tracer.trace.operations[: self._marked], step - 1)
         self._tracer.keep_after(self._marked)
         self._marked = 0
@@ -139,7 +139,7 @@ class NonFinite(Observer):
         self._tracer.stop()
         finished = self._observing is not None and self._num_closed >= self._observing
         everything = len(self._tracer.trace.operations) + 1  # with one that raised, which was not noted
-        self._look = seen_of(self._tracer, self._marked if finished else everything)
+        self._inspected = seen_of(self._tracer, self._marked if finished else everything)
         if finished and self._observing is not None:
             self._formats_seen.add(self._tracer.trace.operations[: self._marked], self._observing)
 
@@ -184,7 +184,7 @@ class NonFinite(Observer):
 
     def step_closed(self, num_steps: int) -> None:
         """Judge the step that is over; end the script where enough is known."""
-        self._look = None
+        self._inspected = None
         over = False
         try:
             super().step_closed(num_steps)
@@ -211,22 +211,22 @@ class NonFinite(Observer):
         return True
 
     def close(self) -> None:
-        """Stop looking, wherever the script ended, and judge what was seen of a step that never ended."""
-        self._look = None
+        """Stop inspecting, wherever the script ended, and judge what was recorded of a step that never ended."""
+        self._inspected = None
         for hook in (self._lowering, self._keeping):
             if hook is not None:
                 hook.remove()
         self._decide_late()
         super().close()
-        if self._look is not None and self._num_closed + 1 not in self.watched:
-            self._unfinished = self._look
+        if self._inspected is not None and self._num_closed + 1 not in self.watched:
+            self._unfinished = self._inspected
 
     def _judge(self, step: int) -> None:
         recorder = self.run.recorder
         flags = recorder.finite_flags()
         self._decide_late()
-        closed = _Closed(step, flags, recorder.last_skipped(), list(self.run.updates), self._look)
-        if self._look is None and flags.device.type == "cuda":
+        closed = _Closed(step, flags, recorder.last_skipped(), list(self.run.updates), self._inspected)
+        if self._inspected is None and flags.device.type == "cuda":
             # Read at the next step's end: by then it has long been copied, and nobody waits.
             closed.flags, closed.arrived = flags.to("cpu", non_blocking=True), torch.cuda.Event()
             closed.arrived.record(torch.cuda.current_stream(flags.device))
@@ -245,14 +245,14 @@ class NonFinite(Observer):
         loss_finite, gradients_finite = (bool(f) for f in closed.flags.tolist())
         bad = not (loss_finite and gradients_finite) or closed.skipped
         fault = None
-        if closed.look is not None:
+        if closed.inspected is not None:
             loss_bad = not loss_finite
-            fault = blamed(closed.look, step, self._names(), loss_bad=loss_bad, bad=bad, before=self._largest_norm)
+            fault = blamed(closed.inspected, step, self._names(), loss_bad=loss_bad, bad=bad, before=self._largest_norm)
         if fault is not None:
             curable = closed.skipped and loss_finite and fault.gradients is None and fault.fits_fp32
             (self._open if curable else self.faults).append(fault)
-        elif closed.look is not None and not bad:
-            self._harmless |= {one.line: one for one in closed.look.harmless}
+        elif closed.inspected is not None and not bad:
+            self._harmless |= {one.line: one for one in closed.inspected.harmless}
         if loss_finite:  # a loss that is infinite is not skipped because of its scale
             self._skips.closed(step, closed.updates, skipped=closed.skipped, rule=self._rule())
         if bad:
