@@ -182,9 +182,9 @@ def print_ranges(sheet: RangesSheet, console: Console) -> None:
         windows.add_row(Text(line.format), window, line.begin, line.unscaled, line.lost, Text(line.reason))
     _section(console, "Loss scale by format", windows)
     _note(console, sheet.method)
-    _section(console, "What follows", _fact_table(sheet.notes))
+    _section(console, "Consequences", _fact_table(sheet.notes))
     _section(console, f"The tensors at both ends of the {sheet.format} window", _fact_table(sheet.ends))
-    _section(console, "Where the values lie", _range_table(sheet.kinds, sheet.format, windows=False))
+    _section(console, "Distribution of values", _range_table(sheet.kinds, sheet.format, windows=False))
     _section(console, "Gradients that need the largest scale", _range_table(sheet.tightest, sheet.format))
     _section(console, "Weight updates without master weights", _fact_table(sheet.updates))
 
