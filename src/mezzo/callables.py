@@ -108,7 +108,7 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
             hint="pass a function that trains: mezzo.diagnose(lambda: train(loader))",
         )
     chosen = None if policy == AS_IS else Policy.of(policy)
-    settings = DiagnoseSettings(steps=tuple(range(1, steps + 1)))
+    settings = DiagnoseSettings(steps=tuple(range(1, steps + 1)), from_start=True)
     trained, run, error = _trained(
         train, chosen, settings, find_premade(torch.optim.Optimizer)[0], catches=(Exception,)
     )

@@ -82,7 +82,7 @@ def test_a_script_that_crashes(tmp_path: Path, capsys: pytest.CaptureFixture[str
     script.write_text("raise RuntimeError('broken')\n", encoding="utf-8")
     assert run_here(tmp_path / "out", str(script)) == 1
     assert read(tmp_path / "out").run.error == "RuntimeError: broken"
-    assert "No step of crash.py was watched to its end" in capsys.readouterr().out
+    assert "No step of crash.py was audited" in capsys.readouterr().out
 
 
 def test_a_process_that_dies_leaves_the_record_of_a_run(tmp_path: Path) -> None:

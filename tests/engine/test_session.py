@@ -1251,13 +1251,13 @@ WRONG: dict[str, tuple[Callable[[], Any], type[MezzoError], str, str]] = {
         no_calls(infinite),
         NonFiniteLossError,
         "the loss is nan before the first update",
-        "no loss scale can help: look at the data and at the forward pass, and compare with policy fp32",
+        "no loss scale can help: check the data and the forward pass, and compare with policy fp32",
     ),
     "first loss is infinite": (
         no_calls(lambda s, m: s.step(m(randn(2, 6)).mean() + math.inf)),
         NonFiniteLossError,
         "the loss is inf before the first update",
-        "no loss scale can help: look at the data and at the forward pass, and compare with policy fp32",
+        "no loss scale can help: check the data and the forward pass, and compare with policy fp32",
     ),
     "weight 0": (
         after_backward(lambda s, loss: s.backward(loss, weight=0)),

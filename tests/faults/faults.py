@@ -503,5 +503,91 @@ def healthy_evaluation():
             model[0](x * 1e6).square().reciprocal()
 
 
+# --- scripts that call no module -----------------------------------------------------------------
+
+
+def raw(loss_of, *, steps=STEPS, autocast=False, optimized=True, width=6):
+    """Train tensors with functions; ``loss_of`` gets the batch, its targets and two matrices."""
+    torch.manual_seed(0)
+    weights = [torch.randn(width, 8, requires_grad=True), torch.randn(8, 2, requires_grad=True)]
+    optimizer = torch.optim.SGD(weights, lr=1e-6) if optimized else None
+    for step in range(1, steps + 1):
+        x, y = data(step)
+        with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+            loss = loss_of(x, y, *weights)
+        if optimizer is None:
+            gradients = torch.autograd.grad(loss, weights)
+            with torch.no_grad():
+                torch._foreach_sub_(weights, gradients, alpha=1e-6)
+        else:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def raw_log(**more):
+    raw(lambda x, y, w, v: torch.log((x @ w).relu()).mean() + v.sum(), **more)
+
+
+def raw_log_by_hand():
+    raw_log(optimized=False)
+
+
+def raw_log_once():
+    raw_log(steps=1)
+
+
+def raw_overflow():
+    """An overflow in the script's own autocast."""
+    raw(lambda x, y, w, v: F.mse_loss(F.linear(F.linear(x, w.t()) * 1e5, v.t()).float(), y), autocast=True)
+
+
+def raw_in_backward():
+    """A finite loss whose gradient FP16 does not hold."""
+
+    class Steep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 1e7
+
+    raw(lambda x, y, w, v: Steep.apply(F.linear(F.linear(x, w.t()), v.t())).float().mean(), autocast=True)
+
+
+def raw_gan():
+    torch.manual_seed(0)
+    made, judged = torch.randn(6, 8, requires_grad=True), torch.randn(8, 1, requires_grad=True)
+    optimizers = [torch.optim.Adam([weight], lr=1e-3) for weight in (made, judged)]
+    for step in range(1, STEPS + 1):
+        x, _ = data(step)
+        for optimizer, sign in zip(optimizers, (1, -1), strict=True):
+            loss = torch.log(torch.sigmoid(100 * sign * torch.tanh(x @ made) @ judged)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def raw_jacobian():
+    """Gradients of torch.func inside the loss."""
+    raw(lambda x, y, w, v: torch.func.grad(lambda u: (x @ u).relu().sum())(w).sqrt().log().mean() + w.sum() * v.sum())
+
+
+def healthy_raw():
+    raw(lambda x, y, w, v: F.mse_loss(torch.tanh(x @ w) @ v, y))
+
+
+def healthy_raw_once():
+    raw(lambda x, y, w, v: F.mse_loss(torch.tanh(x @ w) @ v, y), steps=1)
+
+
+def healthy_raw_after_strange_data():
+    """Preparation that is not finite and that no loss reads."""
+    torch.zeros(3).log().reciprocal_()
+    healthy_raw()
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

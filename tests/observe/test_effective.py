@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import io
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import pytest
@@ -18,12 +21,14 @@ from mezzo.errors import ScriptError
 from mezzo.launch.torch import TorchTraining, switched
 from mezzo.measure.environment import environment
 from mezzo.observe.observer import StopScript
-from mezzo.observe.settings import AuditSettings
+from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, RunRecord
 from mezzo.report import text
+from mezzo.report.audit import audit_sheet
 from mezzo.report.diagnose import diagnose_sheet
 from mezzo.report.fallback import fallback_sheet
+from mezzo.report.html import render_html
 from mezzo.report.ranges import ranges_sheet
 from mezzo.report.sheets import run_sheet
 
@@ -137,14 +142,27 @@ def shown(record: object) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
+def audited_under(policy: str | None, train: Callable[[], None]) -> AuditRecord:
+    """Return the audit of a function's third step."""
+    chosen = None if policy is None else Policy.parse(policy)
+    with switched(chosen, observe=AuditSettings(steps=(3,))) as (run, _), suppress(StopScript):
+        train()
+    assert run.observer is not None
+    where = environment("cpu")
+    whole = RunRecord(command=[], script="x.py", script_sha256="", policy=policy or "as-is", environment=where)
+    record = run.observer.record(whole)
+    assert isinstance(record, AuditRecord)
+    return record
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_diagnose_says_that_nothing_was_tried(case: Case) -> None:
     record = mezzo.diagnose(case.make(), policy="fp16")
     effective = record.run.effective
     assert record.verdict == "healthy"
     assert record.run.changed_nothing
-    inspected = len(record.passes[0].watched)  # the first step begins at the first call of a module
-    assert inspected == (3 if case.fallback == NO_MODULE else 4)
+    inspected = len(record.passes[0].watched)
+    assert inspected == 4
     assert effective.flops_by_format == {name: inspected * flops for name, flops in case.flops.items()}
     assert (effective.num_lowered, effective.emulated) == (0, False)
     assert [(left.what, left.value) for left in effective.left_alone] == case.left_alone
@@ -174,6 +192,27 @@ def test_run_says_what_was_left_alone(case: Case) -> None:
     assert (record.effective.num_lowered, record.effective.emulated) == (0, False)
     assert [(left.what, left.value) for left in record.effective.left_alone] == case.left_alone
     assert "fp16 changed nothing: " in run_sheet(record).headline
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_audit_shows_what_was_left_alone(case: Case) -> None:
+    record = audited_under("fp16", case.make())
+    effective = record.run.effective
+    assert (effective.num_lowered, record.run.changed_nothing) == (0, True)
+    assert [(left.what, left.value) for left in effective.left_alone] == case.left_alone
+    sheet = audit_sheet(record)
+    assert "; fp16 lowered nothing; " in sheet.headline
+    assert [(fact.what, fact.value) for fact in sheet.notes] == [
+        ("below 32 bits", "no operation"),
+        *case.left_alone,
+        ("kernels", "not recorded"),
+    ]
+    page = " ".join(html.unescape(render_html(record)).split())
+    terminal = " ".join(shown(record).split())
+    for left in effective.left_alone:
+        assert left.value in page
+        assert left.reason in page
+        assert left.value in terminal
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -225,14 +264,39 @@ def test_a_policy_that_is_not_asked_to_lower_has_changed_nothing_to_tell(policy:
 
 def test_audit_sees_products_outside_modules() -> None:
     # Between an update and the next forward pass a function mode hears the script: what it hands on is the script's own.
-    with switched(None, observe=AuditSettings(steps=(3,))) as (run, _):
-        try:
-            _functional()()
-        except StopScript:
-            pass
-    assert run.observer is not None
-    whole = RunRecord(command=[], script="", script_sha256="", policy="as-is", environment=environment("cpu"))
-    record = run.observer.record(whole)
-    assert isinstance(record, AuditRecord)
+    record = audited_under(None, _functional())
     assert record.flops_by_phase["forward"] == {"fp32": PRODUCT_FLOPS}
     assert record.flops_by_format == WIDE
+
+
+@pytest.mark.parametrize("command", ["diagnose", "audit"])
+def test_counts_are_those_of_the_thread_that_trains(command: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, 1))
+    first, done = threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            while not done.is_set():
+                model(torch.ones(ROWS, WIDTH))
+                first.set()
+
+    def train() -> None:
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        assert first.wait(60)  # the other thread calls the model first
+        try:
+            trainer(model, model)()
+        finally:
+            done.set()
+            thread.join()
+
+    settings: AnySettings = AuditSettings(steps=(1,)) if command == "audit" else DiagnoseSettings(steps=(1, 2))
+    with switched(Policy.parse("bf16"), observe=settings) as (run, _), suppress(StopScript):
+        train()
+    where = environment("cpu")
+    whole = RunRecord(command=[], script="x.py", script_sha256="", policy="bf16", environment=where)
+    assert run.observer is not None
+    record = run.observer.record(whole)
+    effective = record.run.effective if isinstance(record, AuditRecord) else record.effective  # type: ignore[union-attr]
+    assert effective.flops_by_format == {"bf16": STEP_FLOPS * len(settings.steps)}
+    assert run.observer.watched == list(settings.steps)

@@ -131,7 +131,7 @@ def check_loss(loss: Any, *, first: bool) -> None:
     if first and not math.isfinite(loss.item()):
         raise NonFiniteLossError(
             f"the loss is {loss.item()} before the first update",
-            hint="no loss scale can help: look at the data and at the forward pass, and compare with policy fp32",
+            hint="no loss scale can help: check the data and the forward pass, and compare with policy fp32",
         )
 
 

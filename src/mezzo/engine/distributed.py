@@ -254,7 +254,7 @@ class Processes(OneProcess):
             where = f"is {loss}" if not math.isfinite(loss) else f"is {loss} here and not finite in another process"
             raise NonFiniteLossError(
                 f"the loss {where} before the first update",
-                hint="no loss scale can help: look at the data and at the forward pass, and compare with policy fp32",
+                hint="no loss scale can help: check the data and the forward pass, and compare with policy fp32",
             )
 
 

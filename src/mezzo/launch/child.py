@@ -62,7 +62,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         if exit_code == 0 and not num_steps:
             error = _never_trained(request)
             exit_code = error.exit_code
-        elif exit_code == 0 and observer is not None and not observer.watched:
+        elif exit_code == 0 and observer is not None and observer.too_short():
             error = _too_short(request, num_steps)
             exit_code = error.exit_code
     with undisturbed():

@@ -11,6 +11,7 @@ Compiled code runs eagerly in observed steps: what happens inside compiled kerne
 from __future__ import annotations
 
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Protocol
@@ -100,12 +101,18 @@ class Observer(ABC):
         self._num_closed = 0
         self._eager = False
         self._first_call: RemovableHandle | None = None
+        self._thread = 0
+        """The thread in which observation began at the first call of a module."""
 
     # --- what an observer does ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(self, step: int) -> None:
         """Begin to observe, for now as step number ``step``."""
+
+    def move(self, step: int) -> None:
+        """Discard what was recorded, which was another thread's, and begin in this one."""
+        self.begin(step)
 
     @abstractmethod
     def restart(self) -> None:
@@ -132,7 +139,21 @@ class Observer(ABC):
     def start(self) -> None:
         """Prepare before the script's first line. Step 1 begins at the first call of a module, in that call's thread."""
         if self._waiting[:1] == [1]:
-            self._first_call = register_module_forward_pre_hook(lambda *_: self._begin_at_first_call())
+            self._first_call = register_module_forward_pre_hook(self._first_called)
+
+    def _first_called(self, module: nn.Module, args: object) -> None:
+        self._begin_at_first_call()
+
+    def autocast_entered(self, *, off: bool, in_module: bool) -> Any:  # noqa: B027 - most observers have nothing to do here
+        """Record that the script enters an autocast region; what it returns is given to ``autocast_left``.
+
+        Args:
+            off: whether the script itself turns autocast off there.
+            in_module: whether a module is running.
+        """
+
+    def autocast_left(self, entered: Any) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Record that the script leaves an autocast region."""
 
     def backward_begins(self) -> None:  # noqa: B027 - most observers have nothing to do here
         """Record that a backward pass begins."""
@@ -164,6 +185,10 @@ class Observer(ABC):
         self._num_closed = num_steps
         self._end_if_over()
 
+    def too_short(self) -> bool:
+        """Return whether the script ended before anything was learned of it."""
+        return not self.watched
+
     def close(self) -> None:
         """Stop observing, wherever the script ended."""
         self._remove_first_call()
@@ -175,6 +200,7 @@ class Observer(ABC):
     def _advance(self) -> None:
         open_step = self._num_closed + 1
         if self._observing == open_step:
+            self._remove_first_call()
             self.mark()
         elif self._observing == open_step + 1:
             self.restart()
@@ -203,10 +229,34 @@ class Observer(ABC):
         # Autograd and compiled code restore the modes they found; compiled code cannot switch to eager half-way either.
         return not (self.run.in_backward or self.run.in_compiled)
 
-    def _begin_at_first_call(self) -> None:
-        if not torch.compiler.is_compiling():
-            self._remove_first_call()
+    def _begin_at_once(self) -> None:
+        """Begin before the script's first line, whatever compiled code it makes later."""
+        self.run.before_compiling.append(self._eager_from_here)
+        self._begin()
+
+    def _eager_from_here(self) -> None:
+        if self._observing is not None:
+            torch.compiler.set_stance("force_eager")
+            self._eager = self.forced_eager = True
+
+    def _begin_at_first_call(self) -> bool:
+        """Begin where a module is called first, and again where another thread's call turns out to be the one that trains.
+
+        A thread that only evaluates calls modules without gradients. What it computes is no part of a step, and whether it
+        comes first changes from run to run.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        thread = threading.get_ident()
+        if self._observing is None:
+            self._thread = thread
             self._begin()
+            return True
+        if thread == self._thread or not torch.is_grad_enabled() or not self._can_switch_modes():
+            return False
+        self._remove_first_call()
+        self.move(self._observing)
+        return True
 
     def _remove_first_call(self) -> None:
         if self._first_call is not None:
@@ -222,6 +272,7 @@ class Observer(ABC):
         self.begin(self._observing)
 
     def _end(self) -> None:
+        self._remove_first_call()
         self.end()
         self._waiting, self._observing = self._waiting[1:], None
         if self._eager:

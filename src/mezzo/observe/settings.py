@@ -79,6 +79,8 @@ class DiagnoseSettings(Settings):
     """The loss scale from the first inspected step on; None leaves it alone."""
     fp32_modules: tuple[str, ...] = ()
     """Name patterns of the modules to keep in FP32 under the script's own precision."""
+    from_start: bool = False
+    """Whether step 1 begins with the script's first line, for one that calls no module; else at the first call of a module."""
     evidence_path: str = ""
     """Where to write what the run showed; empty where it is asked for in the same process."""
 

@@ -17,6 +17,7 @@ Private names of torch that this depends on, none with a public counterpart: ``t
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -75,7 +76,8 @@ class Tracer(TorchDispatchMode):
         self._flags = flags or Unflagged()
         self._local = ThreadNodes()
         self._backward_nodes = BackwardNodes()
-        self._stepping = False
+        self._stepping = self._is_over = False
+        self._thread = 0
         self._kinds: dict[int, int] = {}
         self._counts: dict[int, Any] = {}
         self._torchs: dict[type, bool] = {}
@@ -100,11 +102,18 @@ class Tracer(TorchDispatchMode):
             hooks.append(register_optimizer_step_pre_hook(lambda *_: self.stepping(True)))
             hooks.append(register_optimizer_step_post_hook(lambda *_: self.stepping(False)))
         self._undo = [hook.remove for hook in hooks]
+        self._thread = threading.get_ident()
         self.__enter__()
 
     def stop(self) -> None:
-        """Leave the mode and remove the hooks."""
-        self.__exit__(None, None, None)
+        """Leave the mode, which only the thread that entered it can, and remove the hooks."""
+        if self._thread == threading.get_ident():
+            self.__exit__(None, None, None)
+        self.leave_behind()
+
+    def leave_behind(self) -> None:
+        """Record nothing more; a mode that is still on in another thread passes every operation on until that thread ends."""
+        self._is_over = True
         for undo in self._undo:
             undo()
         self._undo, self._stepping = [], False
@@ -152,6 +161,8 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and record it."""
         result = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        if self._is_over:
+            return result
         kind = self._kinds.get(id(func))  # hashing the operation itself is a Python call
         if kind is None:
             kind = self._kinds[id(func)] = self._meet(func)

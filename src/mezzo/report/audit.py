@@ -72,7 +72,7 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
         problems=_problems(record),
         kernels=_kernels(record),
         operations=_operations(record),
-        notes=sheets.facts(record.notes),
+        notes=[*_lowered(record), *sheets.facts(record.run.effective.left_alone), *sheets.facts(record.notes)],
         environment=sheets.environment_facts(record.run.environment),
         command=sheets.command_text(record.run.command, record.run.environment),
     )
@@ -112,15 +112,23 @@ def flops_figure(record: AuditRecord) -> Figure | None:
 
 def _headline(record: AuditRecord, script: str) -> str:
     if not record.steps:
-        return f"No step of {script} was watched to its end"
+        return f"No step of {script} was audited"
     which = f"{'step' if len(record.steps) == 1 else 'steps'} {fmt.listed([str(step) for step in record.steps])}"
     total = sum(record.flops_by_format.values())
     shares = sorted(record.flops_by_format.items(), key=lambda item: -item[1])
     words = [f"{fmt.share_text(flops / total)} {fmt.clean(form)}" for form, flops in shares] or ["no matrix product"]
-    found = fmt.plural(len(record.findings), "finding")
-    return (
-        f"{which[0].upper()}{which[1:]} of {script} under {fmt.clean(record.run.policy)}: {', '.join(words)}; {found}"
-    )
+    policy, found = fmt.clean(record.run.policy), fmt.plural(len(record.findings), "finding")
+    nothing = f"; {policy} lowered nothing" if record.run.changed_nothing else ""
+    return f"{which[0].upper()}{which[1:]} of {script} under {policy}: {', '.join(words)}{nothing}; {found}"
+
+
+def _lowered(record: AuditRecord) -> list[Fact]:
+    """Return how many operations ran below 32 bits, products or not; nothing where they were not counted."""
+    count = record.run.effective.num_lowered
+    if count is None or not record.steps:
+        return []
+    why = f"operations of the audited {'step' if len(record.steps) == 1 else 'steps'} that read or wrote such numbers"
+    return [Fact(what="below 32 bits", value=fmt.plural(count, "operation") if count else "no operation", reason=why)]
 
 
 def _phases(record: AuditRecord) -> Grid:

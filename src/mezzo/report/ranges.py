@@ -116,7 +116,7 @@ def ranges_plots(record: RangesRecord) -> list[Plot]:
     return [
         Plot(
             name="exponents",
-            title="Where the values lie",
+            title="Distribution of values",
             caption="Share of the non-zero values of each kind by power of two. Below, what each format holds: the pale part with fewer "
             "bits. A loss scale of 2^k moves both kinds of gradients k places to the right.",
             figure=_exponents_figure(record),

@@ -110,10 +110,10 @@ def print_audit(sheet: AuditSheet, console: Console) -> None:
     _section(console, "Product FLOPs by phase and format", _grid(sheet.phases))
     _section(console, "Products in FP32 or wider", _grid(sheet.wide, shown=_SHOWN_ROWS))
     _section(console, "Casts", _grid(sheet.casts, shown=_SHOWN_ROWS))
-    _section(console, "Casts that are taken back", _grid(sheet.trips, shown=_SHOWN_ROWS))
-    _section(console, "What Tensor Cores take badly", _grid(sheet.problems, shown=_SHOWN_ROWS))
+    _section(console, "Round-trip casts", _grid(sheet.trips, shown=_SHOWN_ROWS))
+    _section(console, "Shapes that miss Tensor Cores", _grid(sheet.problems, shown=_SHOWN_ROWS))
     _section(console, "Kernels of products", _grid(sheet.kernels, shown=_SHOWN_ROWS))
-    _section(console, "What limits the picture", _fact_table(sheet.notes))
+    _section(console, "Notes", _fact_table(sheet.notes))
 
 
 def _findings(findings: Sequence[FindingLine], console: Console) -> None:
@@ -165,10 +165,10 @@ def print_fallback(sheet: FallbackSheet, console: Console) -> None:
     _error(console, sheet.error)
     _section(console, "Result", _fact_table(sheet.facts))
     _section(console, "What to do next", _fact_table(sheet.next_steps))
-    _section(console, "Modules by themselves, the most suspect first", _grid(sheet.modules, shown=_SHOWN_ROWS))
+    _section(console, "Modules on their own, most suspect first", _grid(sheet.modules, shown=_SHOWN_ROWS))
     _section(console, "Verifications", _grid(sheet.verifications))
     _section(console, "Not judged", _fact_table(sheet.ignored[:_SHOWN_ROWS]))
-    _section(console, "What limits the result", _fact_table(sheet.notes))
+    _section(console, "Notes", _fact_table(sheet.notes))
 
 
 def print_ranges(sheet: RangesSheet, console: Console) -> None:
@@ -182,9 +182,9 @@ def print_ranges(sheet: RangesSheet, console: Console) -> None:
         windows.add_row(Text(line.format), window, line.begin, line.unscaled, line.lost, Text(line.reason))
     _section(console, "Loss scale by format", windows)
     _note(console, sheet.method)
-    _section(console, "What follows", _fact_table(sheet.notes))
+    _section(console, "Consequences", _fact_table(sheet.notes))
     _section(console, f"The tensors at both ends of the {sheet.format} window", _fact_table(sheet.ends))
-    _section(console, "Where the values lie", _range_table(sheet.kinds, sheet.format, windows=False))
+    _section(console, "Distribution of values", _range_table(sheet.kinds, sheet.format, windows=False))
     _section(console, "Gradients that need the largest scale", _range_table(sheet.tightest, sheet.format))
     _section(console, "Weight updates without master weights", _fact_table(sheet.updates))
 

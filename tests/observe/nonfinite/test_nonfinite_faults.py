@@ -128,6 +128,15 @@ PLANTED = [
     Planted("workers", "invalid_operation", "0", "to", "forward", 5, "model(x)"),
     Planted("late_log", "invalid_operation", "1", "log", "forward", 7, "torch.log"),
     Planted("raises", "invalid_operation", "1", "log", "forward", 1, "torch.log"),
+    Planted("raw_log", "invalid_operation", "(script)", "log", "forward", 1, "torch.log"),
+    Planted("raw_log", "invalid_operation", "(script)", "log", "forward", 1, "torch.log", AS_IS),
+    Planted("raw_log_by_hand", "invalid_operation", "(script)", "log", "forward", 1, "torch.log"),
+    Planted("raw_log_once", "invalid_operation", "(script)", "log", "forward", 1, "torch.log", "fp32"),
+    Planted("raw_overflow", "range_overflow", "(script)", "mul", "forward", 1, "1e5"),
+    Planted("raw_overflow", "range_overflow", "(script)", "mul", "forward", 1, "1e5", AS_IS),
+    Planted("raw_in_backward", "range_overflow", "(script)", "steep", "backward", 1, "x.clone()"),
+    Planted("raw_gan", "invalid_operation", "(script)", "log", "forward", 1, "torch.sigmoid"),
+    Planted("raw_jacobian", "invalid_operation", "(script)", "sqrt", "forward", 1, "torch.func.grad"),
 ]
 
 
@@ -223,7 +232,7 @@ def test_a_fault_of_a_family_is_found_and_a_fix_is_tried(planted: InFamily, tmp_
         assert planted.fix in record.fix_line
         assert record.fix_tried
         assert record.fix_note.startswith("tried: the script ran")
-        assert tries[-1].outcome == "nothing is wrong" or "next fault" in record.fix_note
+        assert tries[-1].outcome == "nothing is wrong"
     else:
         assert (record.fix_tried, record.fix_note) == (False, "not tried: it is a change of the script itself")
         assert not tries

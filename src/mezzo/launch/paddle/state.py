@@ -197,7 +197,7 @@ class PaddleRun:
             elif not len(self.steps) and not self.steps.has_loss() and not bool(value.isfinite()):
                 raise NonFiniteLossError(
                     f"the loss is {float(value)} before the first update",
-                    hint="no loss scale can help: look at the data and at the forward pass; compare with --policy fp32",
+                    hint="no loss scale can help: check the data and the forward pass; compare with --policy fp32",
                 )
             self.steps.loss(value)
 

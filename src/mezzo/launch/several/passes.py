@@ -65,7 +65,7 @@ def diagnose_script(request: Request, *, steps: int, child: Child = run_child) -
                 untried = "the search was interrupted"
                 break
             runs.append(_ran(asked, request, len(runs) + 1, child, stop))
-            asked = next_run(runs) if alone else None
+            asked = _from_start(next_run(runs), runs[0]) if alone else None
     first = runs[0]
     if first.evidence is None:
         assert first.run is not None
@@ -116,6 +116,13 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
     return _with_fix(found, runs)
 
 
+def _from_start(asked: ScriptRun | None, first: ScriptRun) -> ScriptRun | None:
+    """Return a run that inspects step 1 as one from the first line on, where the script calls no module in that step."""
+    if asked is None or first.evidence is None or not first.evidence.missed_start or asked.settings.steps[0] != 1:
+        return asked
+    return replace(asked, settings=asked.settings.model_copy(update={"from_start": True}))
+
+
 def _inspecting_suspects(first: ScriptRun) -> ScriptRun | None:
     """Inspect the faulty steps that the first run did not; of a loss scale's, the first one, where it saw a later one."""
     found, run = judged(first), first.run
@@ -123,7 +130,8 @@ def _inspecting_suspects(first: ScriptRun) -> ScriptRun | None:
     assert first.evidence is not None
     failed = run.error is not None and run.exit_code in _RAISED
     raised = [len(run.steps) + 1] if failed and not found.faulty_steps else []
-    unseen = [step for step in (*found.faulty_steps, *raised) if step not in first.evidence.watched]
+    only = [1] if first.evidence.missed_start and not first.evidence.watched and len(run.steps) else []
+    unseen = [step for step in found.faulty_steps or raised or only if step not in first.evidence.watched]
     if found.located:
         of_skip = found.verdict in ("scale_overflow", "range_overflow")
         unseen = [step for step in unseen if of_skip and step < found.step][:1]
@@ -149,6 +157,15 @@ def _may_pass_in_fp32(found: DiagnoseRecord) -> bool:
     return found.located and doubtful and found.origin != "refused"
 
 
+def _in_fp32_later(found: DiagnoseRecord, runs: Sequence[ScriptRun], *, last: int) -> ScriptRun | None:
+    """Ask whether FP32 gets beyond the step at which the best fix fails, where no fix is enough."""
+    step = fixes.farthest_step(found, tried(runs))
+    roles = [ran.role for ran in runs]
+    if "fp32 later" in roles or not step or fixes.any_helped(tried(runs), last=last) or str(runs[0].policy) == "fp32":
+        return None
+    return replace(_in_fp32(found.model_copy(update={"step": step})), role="fp32 later")
+
+
 def _in_fp32(found: DiagnoseRecord) -> ScriptRun:
     settings = DiagnoseSettings(steps=(found.step,))
     return ScriptRun(
@@ -166,7 +183,7 @@ def _with_fix(found: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun | N
     last = last_step(found, first)
     offer = fixes.next_offer(found, tried(runs), last=last)
     if offer is None:
-        return None
+        return _in_fp32_later(found, runs, last=last)
     steps = inspected(max(last, found.step + _SETTLING))
     settings = DiagnoseSettings(steps=steps, loss_scale=offer.loss_scale, fp32_modules=offer.fp32_modules)
     policy = offer.policy or runs[0].policy

@@ -270,7 +270,7 @@ def _refuse_infinite(loss: Tensor) -> None:
     if not bool(loss.detach().isfinite()):
         raise NonFiniteLossError(
             f"the loss is {loss.item()} before the first update",
-            hint="no loss scale can help: look at the data and at the forward pass; compare with --policy fp32",
+            hint="no loss scale can help: check the data and the forward pass; compare with --policy fp32",
         )
 
 

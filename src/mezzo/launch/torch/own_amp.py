@@ -51,7 +51,7 @@ def _in_policy(original: Callable[..., Any], dtype: torch.dtype | None) -> Calla
     ) -> None:
         asked = kwargs.pop("dtype", dtype_asked)
         on = enabled and dtype is not None
-        self._mezzo_turned_off = enabled and not on
+        self._mezzo_turned_off, self._mezzo_left_off = enabled and not on, not enabled
         original(self, device_type, dtype=dtype if on else asked, enabled=on, cache_enabled=cache_enabled, **kwargs)
 
     return init
@@ -63,6 +63,9 @@ def _with_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self)
         self._mezzo_region = None
         run.local.autocasts_off += getattr(self, "_mezzo_turned_off", False)
+        if run.observer is not None and self.device == (run.device_type or self.device):
+            off = getattr(self, "_mezzo_left_off", not self._enabled)
+            self._mezzo_entered = run.observer.autocast_entered(off=off, in_module=run.local.depth > 0)
         if self._enabled and not torch.compiler.is_compiling():
             casting = run.casting(self.device)
             if casting is not None and casting.table is not None and open_table() is None:
@@ -80,6 +83,8 @@ def _without_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]
         if region is not None:
             region.__exit__(None, None, None)
         run.local.autocasts_off -= getattr(self, "_mezzo_turned_off", False)
+        if run.observer is not None and hasattr(self, "_mezzo_entered"):
+            run.observer.autocast_left(self.__dict__.pop("_mezzo_entered"))
         return original(self, *error)
 
     return leave

@@ -32,6 +32,9 @@ def amp_off() -> Iterator[None]:
     with ExitStack() as stack:
         for held in itertools.chain(*find_premade(autocast, GradScaler)):
             stack.callback(setattr, held, "_enabled", held._enabled)
+            if isinstance(held, autocast):  # read where the region is entered
+                held._mezzo_left_off = not held._enabled  # type: ignore[attr-defined]
+                stack.callback(delattr, held, "_mezzo_left_off")
             held._enabled = False
         for device_type in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
             stack.enter_context(torch.autocast(device_type, enabled=False))

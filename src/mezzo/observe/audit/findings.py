@@ -272,20 +272,20 @@ RULES: tuple[FindingRule, ...] = (
     ),
     FindingRule(
         "A103",
-        "a module leaves autocast",
+        "a module opts out of autocast",
         "remove the module from fp32_modules, or its autocast(enabled=False), if FP32 is not needed there",
         _wide("excluded"),
     ),
     FindingRule(
         "A104",
-        "an op list or operation keeps products in FP32",
+        "products kept in FP32 by an op list or a kernel",
         "list the family in lower precision (policy field lower), or write the operation as matmul or linear; attention needs a mask, "
         "dropout and device that a fused kernel takes",
         _wide("list"),
     ),
     FindingRule(
         "A105",
-        "products became FP32 by promotion",
+        "products promoted to FP32",
         "cast the FP32 operand (a buffer, a mask, a scale) to the format of the others where they meet",
         _wide("promotion"),
     ),
@@ -303,19 +303,19 @@ RULES: tuple[FindingRule, ...] = (
     ),
     FindingRule(
         "A201",
-        "dimensions that Tensor Cores take badly",
+        "shapes that miss Tensor Cores",
         "pad to a multiple of 8 (vocabulary, channels, head width); give groups at least 8 channels each",
         _problem("dimension", "groups"),
     ),
     FindingRule(
         "A202",
-        "operands that begin or lie at odd addresses",
+        "misaligned operands",
         "make the slice contiguous, or slice at multiples of 8",
         _problem("alignment"),
     ),
     FindingRule(
         "A203",
-        "convolutions on channels-first tensors",
+        "convolutions in channels-first layout",
         "model.to(memory_format=torch.channels_last), and the images too",
         _problem("layout"),
     ),
@@ -327,7 +327,7 @@ RULES: tuple[FindingRule, ...] = (
     ),
     FindingRule(
         "A301",
-        "casts that are taken back",
+        "round-trip casts",
         "drop both casts, or cast once around all of the code between",
         _needless_trips,
     ),
@@ -339,13 +339,13 @@ RULES: tuple[FindingRule, ...] = (
     ),
     FindingRule(
         "A303",
-        "casts move much of the step's bytes",
+        "casts dominate memory traffic",
         "keep neighbours in one format: a -master policy, or one FP32 module around several small ones",
         _many_casts,
     ),
     FindingRule(
         "A304",
-        "16-bit and FP32 operands mixed",
+        "mixed 16-bit and FP32 operands",
         "cast the FP32 operand to the format of the other, or register the buffer in it",
         _promoted,
     ),

@@ -42,6 +42,13 @@ class Audit(Observer):
         self._tracer.start(stepping_is_called=True)
         self._watch_kernels()
 
+    def move(self, step: int) -> None:
+        """Begin again in the thread that trains."""
+        assert self._tracer is not None
+        self._tracer.leave_behind()
+        self._kernels.stop()
+        self.begin(step)
+
     def stepping(self) -> None:
         """Tell the tracer that the following operations belong to an update."""
         if self._tracer is not None:

@@ -19,7 +19,7 @@ _WEIGHTY = 0.1  # of a result's norm: what vanished elsewhere is rounding
 
 
 @dataclass
-class Look:
+class InspectedStep:
     """What was recorded of one step's operations."""
 
     sources: list[Source]
@@ -39,7 +39,7 @@ class Look:
         ]
 
 
-def seen_of(tracer: InfinityTracer, marked: int) -> Look:
+def seen_of(tracer: InfinityTracer, marked: int) -> InspectedStep:
     """Return what lies before the mark."""
     sources = [s for s in tracer.sources if s.index < marked]
     spoiled = [s for s in tracer.spoiled if s.index < marked]
@@ -50,7 +50,7 @@ def seen_of(tracer: InfinityTracer, marked: int) -> Look:
             lost += seen.sources
     backward = [s for seen in spoiled if seen.backward for s in seen.sources]
     weighed = next((w for w in reversed(tracer.weighed) if w.index <= marked), None)
-    return Look(sources, list(dict.fromkeys(lost)), list(dict.fromkeys(backward)), weighed)
+    return InspectedStep(sources, list(dict.fromkeys(lost)), list(dict.fromkeys(backward)), weighed)
 
 
 def _backward_between(tracer: InfinityTracer, first: Spoiled, last: Spoiled) -> bool:
@@ -58,25 +58,25 @@ def _backward_between(tracer: InfinityTracer, first: Spoiled, last: Spoiled) -> 
 
 
 def blamed(
-    look: Look, step: int, names: Names, *, loss_bad: bool, bad: bool, before: Callable[[], float] | None
+    inspected: InspectedStep, step: int, names: Names, *, loss_bad: bool, bad: bool, before: Callable[[], float] | None
 ) -> Located | None:
     """Return what is to blame for a step, None where nothing is.
 
     Args:
-        look: what was seen of it.
+        inspected: what was recorded of it.
         step: its number.
         names: gives modules and parameters their names.
         loss_bad: whether its loss is not finite.
         bad: whether the loss or a gradient is not.
         before: gives the largest norm of gradients before; None where the step never ended.
     """
-    refused = next((s for s in look.sources if s.kind == "refused"), None)
+    refused = next((s for s in inspected.sources if s.kind == "refused"), None)
     if refused is not None and before is None:
         return _located(refused, step, names)
-    quiet = _saturated(look, step, names, bad=bad) or (None if bad else _vanished(look, step, names, before))
+    quiet = _saturated(inspected, step, names, bad=bad) or (None if bad else _vanished(inspected, step, names, before))
     if not bad:
         return quiet
-    suspects = look.lost if loss_bad and look.lost else look.in_backward
+    suspects = inspected.lost if loss_bad and inspected.lost else inspected.in_backward
     chosen = [s for s in suspects if s.kind != "constant"] or suspects
     source = min(chosen, key=lambda s: s.index, default=None)
     if source is None:
@@ -85,27 +85,27 @@ def blamed(
     return quiet if quiet is not None and loud.fits_unscaled else loud
 
 
-def _saturated(look: Look, step: int, names: Names, *, bad: bool) -> Located | None:
+def _saturated(inspected: InspectedStep, step: int, names: Names, *, bad: bool) -> Located | None:
     """Return what became infinite and made finite gradients wrong; where others are not finite, in a forward pass alone."""
-    off = look.weighed.off[End.ABOVE] if look.weighed is not None else ()
+    off = inspected.weighed.off[End.ABOVE] if inspected.weighed is not None else ()
     sources = {s for one in off for s in one.sources if s.kind == "made" and s.wide is not None}
     sources = {s for s in sources if not (bad and s.backward)}
     source = min(sources, key=lambda s: s.index, default=None)
-    if source is None or look.weighed is None:
+    if source is None or inspected.weighed is None:
         return None
-    wrong = _wrong(look.weighed, End.ABOVE, names)
+    wrong = _wrong(inspected.weighed, End.ABOVE, names)
     return Located(step=step, source=_values(source, names), gradients=wrong)
 
 
-def _vanished(look: Look, step: int, names: Names, before: Callable[[], float] | None) -> Located | None:
+def _vanished(inspected: InspectedStep, step: int, names: Names, before: Callable[[], float] | None) -> Located | None:
     """Return where gradients became zero because they are too small for the format."""
-    off = look.weighed.off[End.BELOW] if look.weighed is not None else ()
+    off = inspected.weighed.off[End.BELOW] if inspected.weighed is not None else ()
     sources = sorted({s for one in off for s in one.sources if s.kind == "vanished"}, key=lambda s: s.index)
-    if not sources or look.weighed is None or (before is not None and faded(look.weighed.norm, before())):
+    if not sources or inspected.weighed is None or (before is not None and faded(inspected.weighed.norm, before())):
         return None
     heaviest = max(sources, key=lambda s: s.share)
     source = next((s for s in sources if s.share >= _WEIGHTY), heaviest)
-    wrong = _wrong(look.weighed, End.BELOW, names)
+    wrong = _wrong(inspected.weighed, End.BELOW, names)
     return Located(step=step, source=_values(source, names), gradients=wrong)
 
 

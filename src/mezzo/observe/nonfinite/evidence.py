@@ -106,6 +106,8 @@ class Evidence(Value):
     """The rank of the process where it began, where that is another one."""
     watched: list[int] = []
     """The steps whose operations were inspected."""
+    missed_start: bool = False
+    """Whether step 1 was not inspected because the script called no module in it."""
     bad_steps: list[int] = []
     """Steps whose loss or gradients were not finite."""
     faulty_steps: list[int] = []

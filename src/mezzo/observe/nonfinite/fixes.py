@@ -21,6 +21,10 @@ from mezzo.records import AS_IS, DiagnoseRecord, Operand
 
 _DEFAULT_SCALE = 65536.0
 _LARGE = 1e30
+_LARGE_SQUARE = 1e19
+"""The square of more than this is beyond FP32."""
+_GROWS = frozenset({"pow", "square", "mul", "norm"})
+_BEYOND_FP32 = "values grow beyond FP32: lower the learning rate, or clip gradients"
 _COSTLY = frozenset(("linear", "matmul", "mm", "addmm")).union(
     op.rsplit(".", maxsplit=1)[-1] for name in ("conv", "attention", "rnn") for op in oplists.BY_NAME[name].ops
 )
@@ -72,6 +76,14 @@ def offered(found: DiagnoseRecord, *, untried: str) -> DiagnoseRecord:
 
 def offers_for(found: DiagnoseRecord) -> list[Offer]:
     """Return what may help against a fault, the best first."""
+    offers: list[Offer] = []
+    for offer in _offers(found):
+        if not offer.can_run or not _is_among(offer, offers):
+            offers.append(offer)
+    return offers
+
+
+def _offers(found: DiagnoseRecord) -> list[Offer]:
     if not found.located:
         return []
     if found.verdict == "scale_overflow":
@@ -92,15 +104,24 @@ def offers_for(found: DiagnoseRecord) -> list[Offer]:
 def next_offer(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Offer | None:
     """Return what to try next; None where something made the script healthy up to step ``last``, or nothing is left.
 
-    A module in FP32 may hand on what the next one does not hold: then both are tried together.
+    A fix may only move the fault, to another module or to a later step: then it is tried together with a fix of that one. Two
+    fixes of different kinds come after all single ones.
     """
     waiting = [offer for offer in offers_for(found) if offer.can_run]
+    done: list[Offer] = []
     for one in tried:
         if _helped(one.again, last):
             return None
-        more = _more(one.offer, found, one.again)
-        waiting = [*([] if more is None else [more]), *waiting[1:]]
+        done.append(one.offer)
+        first, later = _more_modules(one.offer, found, one.again), _with_another(one.offer, found, one.again)
+        known = [*done, *waiting]
+        waiting = [*_new(first, known), *waiting[1:], *_new(later, known)]
     return waiting[0] if waiting and len(tried) < _MOST else None
+
+
+def any_helped(tried: Sequence[Tried], *, last: int) -> bool:
+    """Return whether something made the script healthy up to step ``last``."""
+    return any(_helped(one.again, last) for one in tried)
 
 
 def settled(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> DiagnoseRecord:
@@ -109,44 +130,91 @@ def settled(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Diag
         if again is not None and _helped(again, last):
             return _with(found, offer, again)
     offers = offers_for(found)
-    if not offers or any(not offer.can_run for offer in offers):
-        return offered(found, untried="")
-    advice = f"none of these is enough by itself: {'; '.join(one.offer.advice for one in tried)}"
+    if not tried or any(not offer.can_run for offer in offers):
+        return offered(found, untried="no further run was made")
+    first = tried[0].offer.advice
+    several = f"none of these is enough: {'; '.join(one.offer.advice for one in tried)}"
+    advice = several if len(tried) > 1 else f"not enough: {first}"
+    note = "; ".join(filter(None, [_farthest(found, tried), _next_step(found, tried)]))
+    return found.model_copy(update={"fix": advice, "fix_line": "", "fix_tried": False, "fix_note": note})
+
+
+def farthest_step(found: DiagnoseRecord, tried: Sequence[Tried]) -> int:
+    """Return the step of the fault that the best fix leaves; 0 where none moved it to a later step."""
+    reached = max(map(_reached, tried), default=0)
+    return reached if reached > found.step else 0
+
+
+def _farthest(found: DiagnoseRecord, tried: Sequence[Tried]) -> str:
+    """Return which fix brought the script farthest, and what failed there; nothing where none moved the fault."""
+    best = max(tried, key=_reached)
+    if best.again is None or not farthest_step(found, tried):
+        return ""
+    where = f" at {best.again.op}() of {best.again.module}" if best.again.located else ""
+    return f"the best of them, {best.offer.advice}, fails in step {best.again.step} instead of step {found.step}{where}"
+
+
+def _reached(one: Tried) -> int:
+    return 0 if one.again is None else one.again.step
+
+
+def _next_step(found: DiagnoseRecord, tried: Sequence[Tried]) -> str:
     causes = [note.value for note in found.notes if note.what == "cause"]
-    next_step = "mezzo fallback searches for a set of modules to keep in FP32"
     if found.format in causes:  # a format that the script chose itself
-        next_step = f"change the cast to {found.format} in the script"
-    elif ITSELF in causes:
-        next_step = f"the training fails in FP32 too: {DIVERGES}"
-    return found.model_copy(update={"fix": advice, "fix_line": "", "fix_tried": False, "fix_note": next_step})
+        return f"change the cast to {found.format} in the script"
+    if ITSELF in causes:
+        return f"the training fails in FP32 too: {DIVERGES}"
+    again = max(tried, key=_reached).again
+    explained = again is not None and (again.located or again.fix == DIVERGES)
+    if again is not None and explained and farthest_step(found, tried) and again.verdict == "invalid_operation":
+        mends = [offer.advice for offer in offers_for(again)] or [again.fix or DIVERGES]
+        return f"no precision mends that one: {mends[0]}"
+    return "mezzo fallback searches for a set of modules to keep in FP32"
 
 
 def _with(found: DiagnoseRecord, offer: Offer, again: DiagnoseRecord) -> DiagnoseRecord:
     count = len(again.run.steps)
-    rest = "nothing is wrong" if again.verdict == "healthy" else f"the next fault is in step {again.step}"
     how = "with it" if offer.policy is None or str(offer.policy) == found.run.policy else f"under {offer.policy}"
-    note = f"tried: the script ran {count} step{'s' if count != 1 else ''} {how}, and {rest}"
+    note = f"tried: the script ran {count} step{'s' if count != 1 else ''} {how}, and nothing is wrong"
     note = "; ".join(filter(None, [note, _in_the_script(found)]))
     update = {"fix": offer.advice, "fix_line": offer.line, "fix_tried": True, "fix_note": note}
     return found.model_copy(update=update)
 
 
 def _helped(again: DiagnoseRecord | None, last: int) -> bool:
-    """Return whether a run came beyond step ``last`` without a fault, its loss scale found."""
+    """Return whether a run reached step ``last`` and is healthy, its loss scale found."""
     if again is None or not any(not skipped for skipped in again.run.steps.skipped):
         return False
-    if again.verdict == "healthy":
-        return len(again.run.steps) >= last
-    return again.verdict != "unfinished" and again.step > last and not any(s <= last for s in again.faulty_steps)
+    return again.verdict == "healthy" and len(again.run.steps) >= last
 
 
-def _more(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> Offer | None:
+def _more_modules(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> list[Offer]:
     """Return the offer to keep the module as well where the fault is now."""
     kept = _kept(offer, found)
     if again is None or not again.pattern or found.pattern not in kept or len(kept) >= _MOST_MODULES:
-        return None
+        return []
     same = again.pattern in kept or again.verdict not in ("range_overflow", "silent_saturation")
-    return None if same else _wider(found, outermost((*kept, again.pattern)))
+    return [] if same else [_wider(found, outermost((*kept, again.pattern)))]
+
+
+def _with_another(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> list[Offer]:
+    """Return ``offer`` together with a fix of another kind, for the fault that it leaves in a later step."""
+    if again is None or not again.located or again.step <= found.step or again.run.policy == AS_IS:
+        return []
+    if _more_modules(offer, found, again):
+        return []
+    compute = Policy.of(again.run.policy).compute
+    more = [one for one in offers_for(again) if one.policy is not None and one.policy.compute == compute]
+    return [one._replace(advice=f"{offer.advice}, and {one.advice}") for one in more[:1]]
+
+
+def _new(offers: Sequence[Offer], known: Sequence[Offer]) -> list[Offer]:
+    return [offer for offer in offers if not _is_among(offer, known)]
+
+
+def _is_among(offer: Offer, others: Sequence[Offer]) -> bool:
+    """Return whether one of ``others`` would run the script in the same way."""
+    return any(offer[2:] == other[2:] for other in others)
 
 
 def _kept(offer: Offer, found: DiagnoseRecord) -> tuple[str, ...]:
@@ -279,13 +347,13 @@ def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
             "a single value has no standard deviation: pass more values, or divide by their number",
             "y = x.std(correction=0)",
         )
+    if op in _GROWS and min(o.smallest for o in operands) > 0 and max(o.largest for o in operands) > _LARGE_SQUARE:
+        return Offer(_BEYOND_FP32, "clip_grad_norm_(parameters, 1.0)")
     for names, advice, line in _INVALID:
         if any(name in op.split("_") or name == op for name in names):
             return Offer(advice, line)
     if max((o.largest for o in operands), default=0.0) > _LARGE:
-        return Offer(
-            "values grow beyond FP32: lower the learning rate, or clip gradients", "clip_grad_norm_(parameters, 1.0)"
-        )
+        return Offer(_BEYOND_FP32, "clip_grad_norm_(parameters, 1.0)")
     return Offer(f"keep the input of {op} away from where it has no finite result", "x = x.clamp(min=1e-6)")
 
 

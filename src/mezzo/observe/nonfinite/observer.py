@@ -9,7 +9,6 @@ A skipped update is no fault where dynamic loss scaling skips it on purpose (``m
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from mezzo.measure.flops import OperandFormats
 from mezzo.observe.effective import Lowering
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite import ranks
-from mezzo.observe.nonfinite.blame import Look, blamed, seen_of
+from mezzo.observe.nonfinite.blame import InspectedStep, blamed, seen_of
 from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, write_evidence
 from mezzo.observe.nonfinite.keep_fp32 import keep_fp32
 from mezzo.observe.nonfinite.propagation import InfinityTracer
@@ -44,12 +43,12 @@ class _Closed:
     flags: Tensor
     skipped: bool
     updates: list[Update]
-    look: Look | None
+    inspected: InspectedStep | None
     arrived: torch.cuda.Event | None = None
 
 
 class NonFinite(Observer):
-    """An observer of values that are not finite, and of those that no longer look so."""
+    """An observer of non-finite values, and of those that have turned finite again."""
 
     def __init__(self, settings: DiagnoseSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
@@ -57,16 +56,15 @@ class NonFinite(Observer):
         self._settings = settings
         self._lowering: RemovableHandle | None = None
         self._keeping: RemovableHandle | None = None
-        self._unfinished: Look | None = None
+        self._unfinished: InspectedStep | None = None
         """What was seen of a step that never ended."""
         self._met = False
         """Whether every suspect was met again."""
         self._suspects = list(settings.suspects)
         self._tracer: InfinityTracer | None = None
         self._marked = 0
-        self._look: Look | None = None
+        self._inspected: InspectedStep | None = None
         self._late: _Closed | None = None
-        self._thread = 0
         self._skips = Skips()
         self._formats_seen = Lowering()
         self.bad_steps: list[int] = []
@@ -81,13 +79,16 @@ class NonFinite(Observer):
         self._gave_up = False
         self._elsewhere: tuple[int, Located | None] = (-1, None)
         """The rank of the process where a fault began, and what it located."""
+        self._began_with = 0
+        """The first step that was inspected; 0 before that."""
         self._lost: int | None = None
         """The step whose loss was not finite."""
 
-    # --- the look --------------------------------------------------------------------------------------------------------------
+    # --- inspection --------------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """Enter the tracer."""
+        self._began_with = self._began_with or step
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer = InfinityTracer(
@@ -96,8 +97,9 @@ class NonFinite(Observer):
         self._tracer.problems = self._problems
         self._marked = 0
         self._tracer.start(stepping_is_called=True)
-        self._thread = threading.get_ident()
-        if self._settings.loss_scale is not None:  # not now: the step before may still have to divide by its own
+        if (
+            self._settings.loss_scale is not None and step == self._began_with
+        ):  # not now: the step before may still have to divide by its own
             self._lowering = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
 
     def stepping(self) -> None:
@@ -126,7 +128,7 @@ class NonFinite(Observer):
     def turn(self, step: int) -> None:
         """Keep the step and go on with the next one."""
         assert self._tracer is not None
-        self._look = seen_of(self._tracer, self._marked)
+        self._inspected = seen_of(self._tracer, self._marked)
         self._formats_seen.add(self._tracer.trace.operations[: self._marked], step - 1)
         self._tracer.keep_after(self._marked)
         self._marked = 0
@@ -134,31 +136,37 @@ class NonFinite(Observer):
     def end(self) -> None:
         """Leave the tracer and keep the step."""
         assert self._tracer is not None
-        if self._thread == threading.get_ident():
-            self._tracer.stop()
-        else:  # a script that trained in a thread has ended
-            self._tracer.leave_behind()
+        self._tracer.stop()
         finished = self._observing is not None and self._num_closed >= self._observing
         everything = len(self._tracer.trace.operations) + 1  # with one that raised, which was not noted
-        self._look = seen_of(self._tracer, self._marked if finished else everything)
+        self._inspected = seen_of(self._tracer, self._marked if finished else everything)
         if finished and self._observing is not None:
             self._formats_seen.add(self._tracer.trace.operations[: self._marked], self._observing)
 
     def start(self) -> None:
-        """Get ready; a look at step 1 begins inside the first call of a module, which has to be known."""
+        """Prepare; step 1 begins inside the first call of a module, which the tracer has to know, or with the first line."""
         if self._settings.fp32_modules:
             self._keeping = keep_fp32(self._settings.fp32_modules)
-        if self._waiting[:1] == [1]:
+        if self._waiting[:1] != [1]:
+            return
+        if self._settings.from_start:
+            self._begin_at_once()
+        else:
             self._first_call = register_module_forward_pre_hook(self._first_called)
 
     def _first_called(self, module: nn.Module, args: object) -> None:
-        self._begin_at_first_call()
-        if self._tracer is not None:
+        if self._begin_at_first_call() and self._tracer is not None:
             self._tracer.enter(module, args)
+
+    def move(self, step: int) -> None:
+        """Begin again in the thread that trains."""
+        assert self._tracer is not None
+        self._tracer.leave_behind()
+        self.begin(step)
 
     def backward_begins(self) -> None:
         """Set the policy's loss scale where that was asked for: the step before has closed by now."""
-        if self._settings.loss_scale is not None and self._observing is not None:
+        if self._settings.loss_scale is not None and self._observing == self._began_with:
             self.run.scale.load_state_dict({"scale": self._settings.loss_scale})
 
     def backward_ended(self) -> None:
@@ -176,7 +184,7 @@ class NonFinite(Observer):
 
     def step_closed(self, num_steps: int) -> None:
         """Judge the step that is over; end the script where enough is known."""
-        self._look = None
+        self._inspected = None
         over = False
         try:
             super().step_closed(num_steps)
@@ -203,22 +211,22 @@ class NonFinite(Observer):
         return True
 
     def close(self) -> None:
-        """Stop looking, wherever the script ended, and judge what was seen of a step that never ended."""
-        self._look = None
+        """Stop inspecting, wherever the script ended, and judge what was recorded of a step that never ended."""
+        self._inspected = None
         for hook in (self._lowering, self._keeping):
             if hook is not None:
                 hook.remove()
         self._decide_late()
         super().close()
-        if self._look is not None and self._num_closed + 1 not in self.watched:
-            self._unfinished = self._look
+        if self._inspected is not None and self._num_closed + 1 not in self.watched:
+            self._unfinished = self._inspected
 
     def _judge(self, step: int) -> None:
         recorder = self.run.recorder
         flags = recorder.finite_flags()
         self._decide_late()
-        closed = _Closed(step, flags, recorder.last_skipped(), list(self.run.updates), self._look)
-        if self._look is None and flags.device.type == "cuda":
+        closed = _Closed(step, flags, recorder.last_skipped(), list(self.run.updates), self._inspected)
+        if self._inspected is None and flags.device.type == "cuda":
             # Read at the next step's end: by then it has long been copied, and nobody waits.
             closed.flags, closed.arrived = flags.to("cpu", non_blocking=True), torch.cuda.Event()
             closed.arrived.record(torch.cuda.current_stream(flags.device))
@@ -237,14 +245,14 @@ class NonFinite(Observer):
         loss_finite, gradients_finite = (bool(f) for f in closed.flags.tolist())
         bad = not (loss_finite and gradients_finite) or closed.skipped
         fault = None
-        if closed.look is not None:
+        if closed.inspected is not None:
             loss_bad = not loss_finite
-            fault = blamed(closed.look, step, self._names(), loss_bad=loss_bad, bad=bad, before=self._largest_norm)
+            fault = blamed(closed.inspected, step, self._names(), loss_bad=loss_bad, bad=bad, before=self._largest_norm)
         if fault is not None:
             curable = closed.skipped and loss_finite and fault.gradients is None and fault.fits_fp32
             (self._open if curable else self.faults).append(fault)
-        elif closed.look is not None and not bad:
-            self._harmless |= {one.line: one for one in closed.look.harmless}
+        elif closed.inspected is not None and not bad:
+            self._harmless |= {one.line: one for one in closed.inspected.harmless}
         if loss_finite:  # a loss that is infinite is not skipped because of its scale
             self._skips.closed(step, closed.updates, skipped=closed.skipped, rule=self._rule())
         if bad:
@@ -303,6 +311,13 @@ class NonFinite(Observer):
         wanted = {*self._skips.steps(), *self._settings.suspects}
         return next((fault for fault in self._open if fault.step in wanted), None)
 
+    def _missed_start(self) -> bool:
+        return self._settings.steps[:1] == (1,) and self._began_with != 1
+
+    def too_short(self) -> bool:
+        """Return whether nothing was inspected, and no further run will inspect what this one showed."""
+        return not (self.watched or self.bad_steps or self._missed_start())
+
     def _faulty_steps(self, run: RunRecord) -> list[int]:
         """Return the bad steps that are no normal skips."""
         unskipped = [step for step in self.bad_steps if not run.steps.skipped[step - 1]]
@@ -311,7 +326,8 @@ class NonFinite(Observer):
     def evidence(self, run: RunRecord) -> Evidence:
         """Return what the run showed."""
         fault, watched, last = self._fault(), list(self.watched), len(run.steps) + 1
-        if fault is None and run.error is not None and self._unfinished is not None:
+        faulty = self._faulty_steps(run)
+        if fault is None and run.error is not None and self._unfinished is not None and not faulty:
             fault = blamed(self._unfinished, last, self._names(), loss_bad=True, bad=True, before=None)
             watched.append(last)
         rank, began = self._elsewhere
@@ -320,7 +336,8 @@ class NonFinite(Observer):
             found_by_rank=None if began is None else rank,
             watched=watched,
             bad_steps=self.bad_steps,
-            faulty_steps=self._faulty_steps(run),
+            missed_start=self._missed_start(),
+            faulty_steps=faulty,
             lost_step=self._lost,
             own_scaler=self.run.script_scaler is not None,
             scaled=self.run.scale.checks or self.run.script_scaler is not None,

@@ -92,12 +92,6 @@ class InfinityTracer(PlacingTracer):
         self._taint: Storages[tuple[Source, ...]] = Storages()
         self._twins: dict[End, Twins[Source]] = {end: Twins(end) for end in End}
 
-    def leave_behind(self) -> None:
-        """Remove the hooks; the mode ends with the thread that it is on in."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
-
     def forget(self) -> None:
         """Forget all that was seen; what is lost stays so."""
         super().turn(len(self.trace.operations))
@@ -134,6 +128,8 @@ class InfinityTracer(PlacingTracer):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and inspect its result."""
         kwargs = kwargs or {}
+        if self._is_over:
+            return func(*args, **kwargs)
         self._running = func, args
         index = len(self.trace.operations)
         if self._stepping or self.is_silent(func):

@@ -27,8 +27,9 @@ from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep
 
-Role: TypeAlias = Literal["first", "suspects", "scale of 1", "fp32", "fix"]
-"""What a run is for: the script's own; to inspect the steps that were not finite; at a loss scale of 1; in FP32; to try a fix."""
+Role: TypeAlias = Literal["first", "suspects", "scale of 1", "fp32", "fix", "fp32 later"]
+"""What a run is for: the script's own; to inspect the steps that were not finite; at a loss scale of 1; in FP32; to try a fix;
+in FP32 to the step at which the best fix fails."""
 
 TREND_LENGTH = 10
 """Steps that a record shows, the fault's own included."""
@@ -100,6 +101,8 @@ def known(runs: Sequence[ScriptRun]) -> DiagnoseRecord:
             found = _at_scale_of_1(found, ran)
         elif ran.role == "fp32":
             found = _in_fp32(found, ran, runs)
+        elif ran.role == "fp32 later" and _fails(judged(ran)):
+            found = found.model_copy(update={"notes": [*found.notes, words.later_in_fp32(judged(ran))]})
     return found
 
 
@@ -265,7 +268,7 @@ def _pass(ran: ScriptRun) -> Pass:
 def _outcome(ran: ScriptRun) -> str:
     if ran.stopped_by:
         return f"stopped by {ran.stopped_by}"
-    of_step = ran.role in ("scale of 1", "fp32")
+    of_step = ran.role in ("scale of 1", "fp32", "fp32 later")
     if ran.evidence is None:
         return words.NOT_REACHED if of_step else words.DIED
     again = judged(ran)

@@ -79,6 +79,12 @@ def cause_in_fp32(found: DiagnoseRecord, again: DiagnoseRecord) -> Reason:
     return Reason(what="cause", value=ITSELF, reason=why)
 
 
+def later_in_fp32(again: DiagnoseRecord) -> Reason:
+    """Return that the training fails in FP32 where a fix has moved the fault to."""
+    why = f"the training fails in FP32, too, in step {again.step}, so no fix of the precision gets beyond it"
+    return Reason(what="cause", value=ITSELF, reason=why)
+
+
 def rounded_away(found: DiagnoseRecord, form: str) -> str:
     """Return what happened where an operation has no finite result for what it read, and a run in FP32 has one."""
     failing = _failing(found.op, found.phase == "backward", found.operands)

@@ -2,10 +2,11 @@
 
 A loss, a softmax and a norm are computed in FP32 under a policy, and so are their gradients: the gradient of the loss itself
 is the loss scale, which FP16 could not represent. The result of a matrix product has 16 bits, and so has anything computed
-only from such results. A parameter's gradient has 16 bits if it comes from a product that reads the parameter, else FP32.
+only from such results. A parameter's gradient has 16 bits if it comes from a product that reads the parameter, else FP32. What the
+script computes where it turns autocast off itself is FP32, and so is the result of ``custom_fwd(cast_inputs=torch.float32)``.
 
-Limits: code that runs without gradients has no graph and counts as 16-bit. So does what the script itself casts: in FP32
-such a cast leaves no trace.
+Limits: code that runs without gradients has no graph and counts as 16-bit, unless autocast is off around it. So does what the
+script itself casts: in FP32 such a cast leaves no trace.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo import oplists
+from mezzo.observe.ranges.off_regions import OffRegions
 from mezzo.oplists import Precision
 from mezzo.policy import Policy
 
@@ -31,6 +34,8 @@ class ListedFormats:
         chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
         self._precisions = {_plain(oplists.python_name(op)): precision for op, precision in chosen.items()}
         self._by_lists = policy.casting == "ops" or not policy.lowers
+        self.off = OffRegions()
+        """Where the script turns autocast off itself."""
         self._wide: dict[Any, bool] = {}
         """Whether the result of each node of this step's graphs is FP32. The nodes are kept alive, or others would reuse their ids."""
         self._lowered = WeakTensorKeyDictionary()
@@ -43,7 +48,9 @@ class ListedFormats:
 
     def is_wide(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` stays in FP32 under the policy."""
-        return self._by_lists and tensor.grad_fn is not None and self._of(tensor.grad_fn)
+        if tensor.grad_fn is None:
+            return self._by_lists and self.off.now
+        return self._by_lists and self._of(tensor.grad_fn)
 
     def gradient_is_wide(self, parameter: Tensor) -> bool:
         """Return whether a parameter's gradient is FP32 from the start: no product found so far reads the parameter."""
@@ -68,6 +75,8 @@ class ListedFormats:
         if variable is not None:
             self._met[variable] = None
             return True
+        if self.off.cover(node) or _casts_inputs_to_fp32(node):
+            return True
         name = _plain(re.sub(r"Backward\d*$", "", node.name().split("::")[-1]))
         precision = self._precision(name)
         if precision == "lower":
@@ -86,6 +95,15 @@ class ListedFormats:
         elif name in ("mvmul", "sparseaddmm"):
             name = "mm"
         return self._precisions.get(name.removeprefix("native").removesuffix("kernel"), "follow")
+
+
+def _casts_inputs_to_fp32(node: Any) -> bool:
+    """Return whether a node is a Function whose forward is decorated with ``custom_fwd(cast_inputs=torch.float32)``."""
+    forward: Any = getattr(getattr(type(node), "_forward_cls", None), "forward", None)
+    names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
+    if "cast_inputs" not in names:
+        return False
+    return forward.__closure__[names.index("cast_inputs")].cell_contents is torch.float32
 
 
 def _leaves(node: Any) -> list[Tensor]:

@@ -102,13 +102,7 @@ class Ranges(Observer):
     def start(self) -> None:
         """Begin at once if the first step is observed: this observer sets hooks and enters no modes, which belong to a thread."""
         if self._waiting[:1] == [1]:
-            self.run.before_compiling.append(self._eager_from_here)
-            self._begin()
-
-    def _eager_from_here(self) -> None:
-        if self._on:
-            torch.compiler.set_stance("force_eager")
-            self._eager = self.forced_eager = True
+            self._begin_at_once()
 
     def begin(self, step: int) -> None:
         """Set the hooks."""
@@ -155,6 +149,16 @@ class Ranges(Observer):
 
     # --- what the launcher and the hooks call --------------------------------------------------------------------------------------
 
+    def autocast_entered(self, *, off: bool, in_module: bool) -> Any:
+        """Record where the script turns autocast off itself."""
+        if not self._on:
+            self._formats.off.forget()
+        return self._formats.off.enter(off=off, in_module=in_module)
+
+    def autocast_left(self, entered: Any) -> None:
+        """Record where that ends."""
+        self._formats.off.leave(entered)
+
     def backward_begins(self) -> None:
         """Hook every parameter known by now: gradients arrive there before accumulation."""
         if not self._on:
@@ -181,6 +185,7 @@ class Ranges(Observer):
     def _entering(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        self._formats.off.module_called(module)
         self._name(module)
         if module in self._outermost and torch.is_grad_enabled() and not self._computed_again():
             name = f"{self._names[module]} (input)"
@@ -188,6 +193,7 @@ class Ranges(Observer):
             self._lowered.add(("activations", name))  # its first operation may be a product
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._formats.off.module_returned(module)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._computed_again():
             return
         name = self._names.get(module, type(module).__name__)

@@ -221,7 +221,7 @@ def _not_finite(record: RangesRecord) -> Iterable[Reason]:
     broken = [t for t in record.tensors if t.histogram.infinite or t.histogram.nan]
     if broken:
         names = ", ".join(f"{t.name} ({t.kind})" for t in broken[:_NAMED])
-        why = "no format helps against what FP32 cannot hold: look at these operations first"
+        why = "no format helps against what FP32 cannot hold: check these operations first"
         yield Reason(what="not finite", value=f"in FP32 already: {names}", reason=why)
 
 
