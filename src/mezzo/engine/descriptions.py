@@ -44,8 +44,8 @@ def tensors_text(tensors: Iterable[Tensor]) -> str:
     found = list(tensors)
     names = {form.dtype: form.name for form in reversed(FORMATS.values())}  # FP32 before TF32, which shares its dtype
     kinds = dict.fromkeys(names.get(t.dtype, str(t.dtype).removeprefix("torch.")) for t in found)
-    tensors = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
-    return f"{sum(t.numel() for t in found):,} values in {tensors}" + "".join(f", {kind}" for kind in kinds)
+    count = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
+    return f"{sum(t.numel() for t in found):,} values in {count}" + "".join(f", {kind}" for kind in kinds)
 
 
 def one_pass_text(optimizer: OnePass) -> str:
