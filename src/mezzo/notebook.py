@@ -85,9 +85,9 @@ def run_command(line: str, cell: str | None = None) -> AnyRecord | None:
     """
     words = shlex.split(line)
     if not words:
-        from IPython.core.error import UsageError
+        from IPython.core.error import UsageError as EndOfCell
 
-        raise UsageError("name a command: %%mezzo compare --policies fp32,bf16, or %mezzo --help")
+        raise EndOfCell("name a command: %%mezzo compare --policies fp32,bf16, or %mezzo --help")
     if cell is not None:
         end = words.index("--") if "--" in words else len(words)
         words = [*words[:end], str(_written(cell)), *words[end + 1 :]]
@@ -134,7 +134,7 @@ def _run(words: list[str], answer: Path) -> int:
 
 
 def _read(answer: Path, code: int, *, name: str) -> AnyRecord | None:
-    from IPython.core.error import UsageError  # ends the cell with one line instead of a traceback
+    from IPython.core.error import UsageError as EndOfCell  # one line instead of a traceback
 
     from mezzo.records import read_record
 
@@ -145,5 +145,5 @@ def _read(answer: Path, code: int, *, name: str) -> AnyRecord | None:
         return read_record(answer)
     print(text, end="")
     if code:
-        raise UsageError(f"mezzo {name} ended with exit code {code} and without a record; why is printed above")
+        raise EndOfCell(f"mezzo {name} ended with exit code {code} and without a record; why is printed above")
     return None
