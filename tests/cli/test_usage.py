@@ -218,6 +218,11 @@ WRONG: list[Wrong] = [
         "name a folder ...",
     ),
     (
+        "run --log-to tensorbord train.py",
+        "--log-to 'tensorbord' names no tracker; did you mean tensorboard? Allowed: tensorboard, wandb, mlflow",
+        "type: --log-to tensorboard, or with a place: --log-to tensorboard:DIR",
+    ),
+    (
         "run --log-to tensorboard:train.py train.py",
         "--log-to tensorboard: 'train.py' cannot be used as a folder: ...",
         "name a folder ...",
