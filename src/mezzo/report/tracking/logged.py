@@ -21,7 +21,6 @@ from mezzo.records import (
     AuditRecord,
     CompareRecord,
     DiagnoseRecord,
-    DoctorRecord,
     Environment,
     FallbackRecord,
     Finding,
@@ -33,6 +32,7 @@ from mezzo.records import (
 from mezzo.report.text import render
 
 Cell: TypeAlias = str | float | int | None
+OfOneRun: TypeAlias = AuditRecord | DiagnoseRecord | RangesRecord | FallbackRecord
 
 _STEP_COLUMNS = ("loss", "loss_scale", "skipped", "grad_norm", "time_ms", "cpu_ms")
 _MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations")
@@ -86,11 +86,25 @@ def logged(record: AnyRecord) -> Logged:
     """Return what is logged of ``record``."""
     if isinstance(record, CompareRecord):
         return _comparison(record)
-    if isinstance(record, DoctorRecord):
-        where = _machine(record.environment)
-        return Logged(kind=record.kind, settings=where, tags={"kind": record.kind}, text=_text(record))
     if isinstance(record, RunRecord):
         return _run(record)
+    return _of_one_run(record) if isinstance(record, OfOneRun) else _plain(record)
+
+
+def _plain(record: AnyRecord) -> Logged:
+    """Return what every kind of record has: the machine, and a script and a verdict if it names them."""
+    tags = {"kind": record.kind} | ({"verdict": str(record.verdict)} if hasattr(record, "verdict") else {})
+    environment = getattr(record, "environment", None)
+    return Logged(
+        kind=record.kind,
+        script=_stem(getattr(record, "script", "")),
+        settings=_machine(environment) if isinstance(environment, Environment) else {},
+        tags=tags,
+        text=_text(record),
+    )
+
+
+def _of_one_run(record: OfOneRun) -> Logged:
     run = record.run
     return Logged(
         kind=record.kind,
@@ -143,7 +157,7 @@ def name_of_run(run: RunRecord) -> str:
     return policy if run.seed is None else f"{policy}-seed{run.seed}"
 
 
-def _verdict(record: AuditRecord | DiagnoseRecord | RangesRecord | FallbackRecord) -> dict[str, str]:
+def _verdict(record: OfOneRun) -> dict[str, str]:
     if isinstance(record, AuditRecord):
         return _codes(record.findings)
     if isinstance(record, RangesRecord):
@@ -156,7 +170,7 @@ def _codes(findings: Sequence[Finding]) -> dict[str, str]:
     return {"findings": " ".join(codes)} if codes else {}
 
 
-def _figures(record: AuditRecord | DiagnoseRecord | RangesRecord | FallbackRecord) -> dict[str, Any]:
+def _figures(record: OfOneRun) -> dict[str, Any]:
     """Return the curves, numbers, tables and histograms of a record about one run."""
     if isinstance(record, DiagnoseRecord):
         return {"curves": list(_trend(record))}

@@ -22,9 +22,11 @@ def check(place: str) -> None:
     Raises:
         UsageError: there is no login, and WANDB_MODE is not offline.
     """
+    if os.environ.get("WANDB_MODE") in _NO_SERVER:
+        return
     import wandb
 
-    if os.environ.get("WANDB_MODE") not in _NO_SERVER and not wandb.login(prompt=False, verify=False):
+    if not wandb.login(prompt=False, verify=False):
         raise UsageError(
             "--log-to wandb: wandb has no login on this machine",
             hint="type: wandb login, or set WANDB_MODE=offline and upload later with wandb sync",
