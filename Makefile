@@ -77,7 +77,7 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
-# The README's picture and its table of figures. Times in the table are those of the last make bench.
+# The README's recorded session, its picture and its table of figures. Times in the table are those of the last make bench.
 readme: $(READY)
 	$(BIN)/python -m benchmarks.readme
 

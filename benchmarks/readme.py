@@ -1,6 +1,6 @@
-"""Make what the README shows: its picture, by a real comparison, and its table of figures, from the benchmarks' results.
+"""Make what the README shows: a recorded session, a picture of a report, and its table of figures, from the benchmarks' results.
 
-``make readme`` runs the benchmarks that count rather than time, takes the picture again and writes the table. Times need a quiet
+``make readme`` runs the benchmarks that count rather than time, takes both pictures again and writes the table. Times need a quiet
 machine and longer than a few minutes: the table takes them from the results that ``make bench`` left.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness import RESULTS
+from benchmarks.recording import record_session
 from mezzo import read_record
 from mezzo.records import CompareRecord
 
@@ -181,9 +182,10 @@ def photograph(browser: str, page: Path, picture: Path) -> None:
 
 
 def main() -> None:
-    """Run what counts, take the picture and write the table."""
+    """Run what counts, record the session, take the picture and write the table."""
     for name in COUNTED:
         importlib.import_module(f"benchmarks.{name}").main()
+    record_session()
     take_picture()
     README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -60,8 +60,7 @@ def main() -> None:
         optimizer, 3e-3, total_steps=arguments.epochs * (len(loader) // 2 + 1)
     )
     session = mezzo.Session(model, optimizer, policy=arguments.policy, accumulate=2, clip_norm=1.0, scheduler=schedule)
-    for choice in session.explain():
-        print(f"{choice.what:12} {choice.value:32} {choice.reason}")
+    print(session.explain())
 
     criterion = nn.CrossEntropyLoss()
     for epoch in range(arguments.epochs):

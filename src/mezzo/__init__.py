@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mezzo.callables import audit as audit
@@ -57,3 +58,16 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(_homes())
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Add ``%mezzo`` and ``%%mezzo`` to IPython: what ``%load_ext mezzo`` calls."""
+    from mezzo.notebook import load
+
+    load(shell)
+
+
+if "IPython" in sys.modules:
+    from mezzo.notebook import show_records_in_running_shell
+
+    show_records_in_running_shell()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +27,46 @@ class Choice:
     reason: str
 
 
-def explain(policy: Policy, device: Device | str) -> list[Choice]:
+_VALUE_WIDTH, _WIDTH = 40, 110
+
+
+class Choices(list[Choice]):
+    """A list of choices that prints as a table, in a terminal and in a notebook."""
+
+    def __repr__(self) -> str:
+        named = max((len(choice.what) for choice in self), default=0)
+        valued = min(max((len(choice.value) for choice in self), default=0), _VALUE_WIDTH)
+        lines = []
+        for choice in self:
+            values = textwrap.wrap(choice.value, valued) or [""]
+            reasons = textwrap.wrap(choice.reason, max(_WIDTH - named - valued - 4, _VALUE_WIDTH)) or [""]
+            for n in range(max(len(values), len(reasons))):
+                what = choice.what if n == 0 else ""
+                value, reason = ("".join(words[n : n + 1]) for words in (values, reasons))
+                lines.append(f"{what:{named}}  {value:{valued}}  {reason}".rstrip())
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = ((choice.what, choice.value, choice.reason) for choice in self)
+        cells = ("".join(f'<td style="text-align:left">{html.escape(text)}</td>' for text in row) for row in rows)
+        return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
+
+
+def in_short(policy: Policy) -> str:
+    """Return what a policy asks for, in a line: what it computes in, what weights are kept in, how the loss is scaled."""
+    if not policy.lowers:
+        return f"computes in {policy.compute}, casts nothing"
+    ways = {"ops": "chosen operation by operation", "model": "for the whole model"}
+    words = [f"{policy.compute} {ways[policy.casting]}", f"weights {_weights(policy).value}"]
+    if policy.loss_scale != "none":
+        begin = "from " if policy.loss_scale == "dynamic" else ""
+        words.append(f"loss scale {policy.loss_scale} {begin}{policy.init_scale:g}")
+    if policy.fp32_modules:
+        words.append(f"{', '.join(policy.fp32_modules)} in fp32")
+    return "; ".join(words)
+
+
+def explain(policy: Policy, device: Device | str) -> Choices:
     """Return what ``policy`` does on ``device``, one choice per line.
 
     Raises:
@@ -46,7 +87,7 @@ def explain(policy: Policy, device: Device | str) -> list[Choice]:
         choices.append(_choice("modules", f"{patterns} in fp32", "the policy keeps them in FP32"))
     if where.kind != "cpu":
         choices.append(_choice("evidence", "none", where.evidence))
-    return choices
+    return Choices(choices)
 
 
 def _choice(what: str, value: str, reason: str) -> Choice:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from mezzo import formats, oplists
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, UnsupportedFormatError, nearest
-from mezzo.explain import Choice, explain
+from mezzo.explain import Choices, explain, in_short
 from mezzo.policyfields import (
     COUNTS,
     NAMES,
@@ -42,7 +42,7 @@ else:
     import tomli as tomllib
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Policy:
     """The formats that a model computes in and is stored in, how its loss is scaled, and what stays in FP32.
 
@@ -96,6 +96,9 @@ class Policy:
             )
         check_policy(self)
         oplists.assign(self.lower, self.fp32, self.widest)
+
+    def __repr__(self) -> str:
+        return f"<Policy {self!s}: {in_short(self)}>"
 
     def __str__(self) -> str:
         preset = PRESETS[self.name]
@@ -229,8 +232,8 @@ class Policy:
         why = "asks for native arithmetic" if self.arithmetic == "native" else "asks for device lists"
         return f"the policy {why}; {reason}"
 
-    def explain(self, where: Device | str = "cpu") -> list[Choice]:
-        """Return what this policy does on a device, each choice with its reason.
+    def explain(self, where: Device | str = "cpu") -> Choices:
+        """Return what this policy does on a device, each choice with its reason; the result prints as a table.
 
         Args:
             where: a ``Device``, or a torch device type of this machine.

@@ -35,7 +35,7 @@ FILES = {
     "a file": "",
 }
 POLICIES = "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8"
-RUN_OPTIONS = "--policy, -m, --seed, --metric, --out, --tensorboard, --json"
+RUN_OPTIONS = "--policy, -m, --seed, --metric, --out, --log-to, --json"
 COMMANDS = "doctor, run, compare, audit, diagnose, ranges, fallback, report"
 
 # What is typed after mezzo, what is said, the hint; a tail of dots stands for more.
@@ -218,8 +218,13 @@ WRONG: list[Wrong] = [
         "name a folder ...",
     ),
     (
-        "run --tensorboard train.py train.py",
-        "--tensorboard 'train.py' cannot be used as a folder: ...",
+        "run --log-to tensorbord train.py",
+        "--log-to 'tensorbord' names no tracker; did you mean tensorboard? Allowed: tensorboard, wandb, mlflow",
+        "type: --log-to tensorboard, or with a place: --log-to tensorboard:DIR",
+    ),
+    (
+        "run --log-to tensorboard:train.py train.py",
+        "--log-to tensorboard: 'train.py' cannot be used as a folder: ...",
         "name a folder ...",
     ),
     ("doctor --out train.py", "--out 'train.py' cannot be used as a folder: ...", "name a folder ..."),

@@ -46,9 +46,10 @@ MAY_IMPORT = {
     "launch": f"{FACTS} frameworks engine measure observe launch",  # launch composes the counters of measure and the observers
     "callables": f"{FACTS} measure observe launch",
     "report": "errors records report",
+    "notebook": "records report",
     "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
     "cli": f"{FACTS} engine measure observe launch report cli __init__",
-    "__init__": f"{FACTS} engine callables report",  # on first use only
+    "__init__": f"{FACTS} engine callables report notebook",  # on first use only, or in a notebook
     "__main__": "cli",
 }
 

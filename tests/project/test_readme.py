@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import readme
+from benchmarks import readme, recording
 from benchmarks.harness import RESULTS, chosen
 from benchmarks.readme import LINES, PICTURE, results, table, unfair, written
 
@@ -43,9 +44,33 @@ def test_every_figure_was_printed_by_the_benchmark_that_it_names(line: readme.Li
 
 
 def test_every_picture_is_one_that_the_command_takes() -> None:
-    assert re.findall(r"!\[[^]]*\]\(([^)]+)\)", TEXT) == [PICTURE]
-    assert [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/images").iterdir()] == [PICTURE]
+    assert re.findall(r"!\[[^]]*\]\(([^)]+)\)", TEXT) == [recording.PICTURE, PICTURE]
+    taken = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/images").iterdir()}
+    assert taken == {recording.PICTURE, PICTURE}
     assert re.search(r"^readme: .*\n\t.*python -m benchmarks\.readme$", (ROOT / "Makefile").read_text(), re.M)
+
+
+def test_the_recorded_session_shows_its_commands_and_asks_for_nothing() -> None:
+    picture = (ROOT / recording.PICTURE).read_text(encoding="utf-8")
+    words = html.unescape(re.sub(r"<[^>]+>", "", picture)).replace("\xa0", " ")
+    assert [shown.command for shown in recording.SESSION if shown.command not in words] == []
+    assert all(ending not in words for ending in ("Traceback", "hint:", "error:"))
+    assert len(picture.encode()) <= recording.LARGEST_BYTES
+    assert re.findall(r"@import|@font-face|url\((?!#)|(?:href|src)=", picture) == []
+
+
+OUTPUT = "1.5\n\n\x1b[1mtrain.py under fp16: bad\x1b[0m\n\nWhere\n  x\n\n\x1b[1mHow\x1b[0m\n  y"
+
+
+def test_a_part_of_an_output_marks_what_it_leaves_out() -> None:
+    shown = recording.Shown("mezzo diagnose", begins="under fp16", until="How")
+    kept = recording.part(OUTPUT, shown)
+    assert kept == ["...", "\x1b[1mtrain.py under fp16: bad\x1b[0m", "", "Where", "  x", "..."]
+    picture = recording.drawn([(shown.command, kept)])
+    assert "font-face" not in picture
+    assert "train.py" in picture
+    with pytest.raises(SystemExit, match="printed no part"):
+        recording.part(OUTPUT, shown._replace(until="Missing"))
 
 
 def test_a_changed_figure_is_put_right() -> None:

@@ -217,14 +217,16 @@ def test_write_html_writes_whole_files(tmp_path: Path) -> None:
 def test_views_import_only_records_and_errors_and_text_stays_light() -> None:
     folder = Path(mezzo.report.__file__).parent
     allowed = {"mezzo.records", "mezzo.errors", "mezzo.report"}
-    outside = sys.stdlib_module_names | {"rich", "jinja2", "markupsafe", "plotly", "tensorboardX"}
-    for path in folder.glob("*.py"):
+    outside = sys.stdlib_module_names | {"rich", "jinja2", "markupsafe", "plotly"}
+    trackers = {"tensorboardX": "tensorboard.py", "wandb": "wandb.py", "mlflow": "mlflow.py"}
+    for path in folder.rglob("*.py"):
         for name in imported(path):
-            known = name.split(".")[0] in outside or any(name.startswith(a) for a in allowed)
+            tracker = trackers.get(name.split(".")[0])
+            assert tracker in (None, path.name), f"{path.name} imports {name}"
+            known = tracker or name.split(".")[0] in outside or any(name.startswith(a) for a in allowed)
             assert known, f"{path.name} imports {name}"
             heavy = name.split(".")[0] in ("jinja2", "plotly", "markupsafe")
             assert not heavy or path.name == "html.py", f"{path.name} imports {name}"
-            assert name != "tensorboardX" or path.name == "tensorboard.py", f"{path.name} imports {name}"
 
 
 def imported(path: Path) -> list[str]:

@@ -23,7 +23,7 @@ def audit(
     ] = "3",
     as_module: options.AsModule = False,
     out: options.Out = None,
-    tensorboard: options.TensorBoard = None,
+    log_to: options.LogTo = None,
     as_json: options.Json = False,
 ) -> None:
     """Record every operation of chosen training steps with its format, module and phase, and report findings.
@@ -34,9 +34,7 @@ def audit(
     from mezzo.launch.runner import observe_child
     from mezzo.observe.settings import AuditSettings
 
-    script = Script(
-        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
-    )
+    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     record, stop = run_and_finish(
         script,
         observe_child,

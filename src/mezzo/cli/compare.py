@@ -53,7 +53,7 @@ def compare(
     as_module: options.AsModule = False,
     metric: options.Metric = None,
     out: options.Out = None,
-    tensorboard: options.TensorBoard = None,
+    log_to: options.LogTo = None,
     as_json: options.Json = False,
 ) -> None:
     """Compare a training script across precision policies: speed, memory, loss, and a verdict on each.
@@ -68,9 +68,7 @@ def compare(
     options.check_metric(metric)
     asked = _asked(policies)
     baseline = "fp32" if "fp32" in asked else next(iter(asked))
-    script = Script(
-        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
-    )
+    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     script.check(*asked.values())
     folder = script.folder("compare")
     requests = _requests(script, asked, seeds, folder=folder, metric=metric)

@@ -6,8 +6,8 @@ from mezzo.cli import options, results
 from mezzo.cli.folders import new_folder
 
 
-def doctor(out: options.Out = None, tensorboard: options.TensorBoard = None, as_json: options.Json = False) -> None:
+def doctor(out: options.Out = None, log_to: options.LogTo = None, as_json: options.Json = False) -> None:
     """Show which formats this machine computes in, why, and what to change."""
     from mezzo.measure.doctor import examine
 
-    results.finish(examine(), new_folder(out, "doctor"), as_json=as_json, tensorboard=tensorboard)
+    results.finish(examine(), new_folder(out, "doctor"), as_json=as_json, log_to=log_to)

@@ -33,7 +33,7 @@ def fallback(
     fresh: Annotated[int, typer.Option(min=0, max=100, help="Number of further batches to check the set on.")] = 2,
     as_module: options.AsModule = False,
     out: options.Out = None,
-    tensorboard: options.TensorBoard = None,
+    log_to: options.LogTo = None,
     as_json: options.Json = False,
 ) -> None:
     """Find the modules that must stay in FP32 under a policy, and write a policy file that keeps them there.
@@ -50,9 +50,7 @@ def fallback(
             f"mezzo fallback runs in {os.environ['WORLD_SIZE']} processes; allowed: one",
             hint="search in one process, without torchrun; the policy file it writes serves distributed runs too",
         )
-    script = Script(
-        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
-    )
+    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     judged = Policy.of(policy)
     script.check(judged)
     folder = script.folder("fallback", leaves=("policy.toml", "runs"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -40,23 +39,22 @@ Out: TypeAlias = Annotated[
 ]
 
 
-def _check_tensorboard(folder: Path | None) -> Path | None:
-    if folder is not None and importlib.util.find_spec("tensorboardX") is None:
-        raise UsageError(
-            f"--tensorboard {folder}: tensorboardX is not installed",
-            hint="pip install 'mezzo[tensorboard]', or leave the option out",
-        )
-    check_folder(folder, "--tensorboard")
-    return folder
+def _check_destinations(texts: list[str] | None) -> list[str] | None:
+    if texts:
+        from mezzo.report.tracking import destination
+
+        for found in map(destination, texts):
+            check_folder(Path(found.folder) if found.folder else None, "--log-to tensorboard:")
+    return texts
 
 
-TensorBoard: TypeAlias = Annotated[
-    Path | None,
+LogTo: TypeAlias = Annotated[
+    list[str] | None,
     typer.Option(
-        "--tensorboard",
-        metavar="DIR",
-        callback=_check_tensorboard,
-        help="Also write the record for TensorBoard, into DIR.",
+        "--log-to",
+        metavar="TRACKER",
+        callback=_check_destinations,
+        help="Also log the results to tensorboard, wandb or mlflow, or to a place there, as tensorboard:DIR. May be repeated.",
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]

@@ -24,7 +24,7 @@ def ranges(
     ] = 20,
     as_module: options.AsModule = False,
     out: options.Out = None,
-    tensorboard: options.TensorBoard = None,
+    log_to: options.LogTo = None,
     as_json: options.Json = False,
 ) -> None:
     """Show the ranges of a training script's values, and what each format and loss scale would do to them.
@@ -36,9 +36,7 @@ def ranges(
     from mezzo.observe.settings import RangesSettings
     from mezzo.policy import Policy
 
-    script = Script(
-        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
-    )
+    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=Policy.of(policy))
     fp32 = Policy.parse("fp32")
     record, stop = run_and_finish(script, observe_child, policy=fp32, name="ranges", observe=settings)

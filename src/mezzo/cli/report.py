@@ -23,13 +23,12 @@ def report(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write each page there instead of beside its record.")
     ] = None,
-    tensorboard: options.TensorBoard = None,
+    log_to: options.LogTo = None,
     as_json: options.Json = False,
 ) -> None:
     """Show records in the terminal and write each as a self-contained HTML page; several comparisons also share one table."""
     from mezzo.records import CompareRecord, read_record
     from mezzo.report.html import write_html, write_together
-    from mezzo.report.tensorboard import write_events
     from mezzo.report.text import render, render_together
 
     if as_json and len(records) > 1:
@@ -41,10 +40,8 @@ def report(
         _check(path)
     check_folder(out, "--out")
     found = list(zip(_pages(records, out), map(read_record, records), strict=True))
-    for path, (page, record) in zip(records, found, strict=True):
+    for page, record in found:
         write_html(record, page)
-        if tensorboard is not None:
-            write_events(record, tensorboard if len(found) == 1 else tensorboard / path.resolve().parent.name)
     compared = [record for _, record in found if isinstance(record, CompareRecord)]
     folder = out or Path(os.path.commonpath([path.resolve().parent for path in records]))
     together = len(compared) > 1 and not as_json
@@ -61,6 +58,8 @@ def report(
         if together:
             render_together(compared, screen)
             screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)
+    for path, (page, record) in zip(records, found, strict=True):
+        results.track(record, path, page, log_to)
 
 
 def _pages(records: list[Path], out: Path | None) -> list[Path]:

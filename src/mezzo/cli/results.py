@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,16 +55,16 @@ def finish(
     folder: Path,
     *,
     as_json: bool,
-    tensorboard: Path | None,
+    log_to: Sequence[str] | None,
     after_script: bool = False,
 ) -> None:
-    """Write ``record.json``, ``report.html`` and any TensorBoard files, and print the record as text or as JSON.
+    """Write ``record.json`` and ``report.html``, print the record as text or as JSON, and log it to any trackers.
 
     Args:
         record: the result of the command.
         folder: the folder for the files.
         as_json: whether to print JSON.
-        tensorboard: the folder for TensorBoard; None for no such files.
+        log_to: the trackers to log to, as typed.
         after_script: whether the script printed to standard output before.
     """
     from mezzo.records import write_record
@@ -71,13 +72,25 @@ def finish(
 
     write_record(record, folder / "record.json")
     write_html(record, folder / "report.html")
-    if tensorboard is not None:
-        from mezzo.report.tensorboard import write_events
-
-        write_events(record, tensorboard)
     _note_stand_in(record)
     with readers_may_go():
         _print(record, folder, as_json=as_json, after_script=after_script)
+    track(record, folder / "record.json", folder / "report.html", log_to)
+
+
+def track(record: AnyRecord, path: Path, page: Path, log_to: Sequence[str] | None) -> None:
+    """Log a record that is on disk; a tracker that fails is noted, since the results are complete without it."""
+    for text in log_to or ():
+        from mezzo.report.tracking import Job, destination, send
+
+        try:
+            where = send(record, Job(record=path, page=page), destination(text))
+        except Exception as error:  # of a library, its server or its disk
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            again = shlex.join(["mezzo", "report", str(path), "--log-to", text])
+            note(f"--log-to {text} failed ({said}); to log the record again, type: {again}")
+        else:
+            note(f"logged to {text.partition(':')[0]}: {where}")
 
 
 def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool) -> None:

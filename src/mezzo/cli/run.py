@@ -24,7 +24,7 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Add this to every seed that the script sets.")] = None,
     metric: options.Metric = None,
     out: options.Out = None,
-    tensorboard: options.TensorBoard = None,
+    log_to: options.LogTo = None,
     as_json: options.Json = False,
 ) -> None:
     """Run an unedited training script under a precision policy.
@@ -39,9 +39,7 @@ def run(
     options.check_metric(metric)
     options.check_seed(seed)
     asked = options.asked_policy(policy)
-    script = Script(
-        target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
-    )
+    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     record, stop = run_and_finish(script, run_child, policy=asked, name=policy_text(asked), seed=seed, metric=metric)
     results.note_metric(record)
     ended = stop.stopped and record.exit_code > _SIGNALS  # otherwise the script ended itself

@@ -32,7 +32,7 @@ class Script:
     arguments: list[str] | None
     as_module: bool
     out: Path | None
-    tensorboard: Path | None
+    log_to: list[str] | None
     as_json: bool
 
     def check(self, *policies: Policy | None) -> None:
@@ -73,7 +73,7 @@ class Script:
 
     def finish(self, record: AnyRecord, folder: Path, *, after_script: bool = False) -> None:
         """Write ``record`` and its report, and print it."""
-        results.finish(record, folder, as_json=self.as_json, tensorboard=self.tensorboard, after_script=after_script)
+        results.finish(record, folder, as_json=self.as_json, log_to=self.log_to, after_script=after_script)
 
 
 def run_and_finish(

@@ -17,12 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mezzo.engine.descriptions import tensors_text
 from mezzo.engine.onepass import OnePass
 from mezzo.formats import FP32
 
 
 class NoMasters:
     """No masters: weights are their own."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Start, after the model was cast."""
@@ -116,6 +120,9 @@ class MasterWeights(_Followed):
         self._groups: dict[torch.optim.Optimizer, int] = {}
         """How many groups each optimizer had when its parameters were replaced by masters."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({tensors_text(self._master_of.values())})"
+
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Put the masters of cast parameters, with any state, into the optimizers' groups; norms stay their own masters."""
         self._master_of = {p: m for p, m in self._master_of.items() if p.dtype is not FP32.dtype}
@@ -188,6 +195,10 @@ class OptimizerMasters(_Followed):
         self._optimizers = optimizers
         for optimizer in optimizers:
             optimizer.keep_masters()
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+        return f"{type(self).__name__}(in {names}: of {tensors_text(self._low())})"
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Create the masters of cast parameters."""

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mezzo.engine.descriptions import one_pass_text
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.kernels.layout import gradient_as, laid_out_as, refuse_gaps
@@ -46,6 +47,9 @@ class OnePass(torch.optim.Optimizer):
         self.replaced = 0
         """How often tensors of the state were created or replaced: a captured step refers to them by address."""
         super().__init__(params, defaults)
+
+    def __repr__(self) -> str:
+        return one_pass_text(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master_weights": self.master_weights}

@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from mezzo.engine.descriptions import number_of
 from mezzo.errors import PolicyError
 from mezzo.formats import FP32
 from mezzo.policy import Policy
@@ -39,6 +40,9 @@ class NoScale:
 
     checks = False
     """Whether an update with a gradient that is not finite is skipped."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss``."""
@@ -82,6 +86,9 @@ class StaticScale(NoScale):
 
     def __init__(self, value: float, device: torch.device | str = "cpu") -> None:
         self._scale = torch.full((), value, dtype=FP32.dtype, device=device)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({number_of(self._scale)})"  # a scale on a GPU stays there
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the scale."""
@@ -134,6 +141,12 @@ class DynamicScale(StaticScale):
         self.min_scale, self.max_scale = min_scale, max_scale
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._left = torch.full((), hysteresis, dtype=torch.int32, device=device)
+
+    def __repr__(self) -> str:
+        overflows = "an overflow" if self.hysteresis == 1 else f"{self.hysteresis} overflows in a row"
+        grows = f"x{self.growth_factor:g} after {self.growth_interval} good updates, {number_of(self._growth_tracker)} so far"
+        backs_off = f"x{self.backoff_factor:g} after {overflows}; {self.min_scale:g} to {self.max_scale:g}"
+        return f"{type(self).__name__}({number_of(self._scale)}; {grows}; {backs_off})"
 
     def update(self, found_inf: Tensor) -> None:
         """Update the scale after an update, without waiting for the device.

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from mezzo.engine import arguments, checks
 from mezzo.engine.casting import Casting
+from mezzo.engine.descriptions import session_text
 from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
 from mezzo.engine.gradients import by_device, clip_factor, multiply, not_finite, put_back, set_aside, total_norm, wide
@@ -44,7 +45,7 @@ from mezzo.engine.schedules import Schedules
 from mezzo.engine.state import state_of, take_up
 from mezzo.engine.stephooks import have_hooks
 from mezzo.engine.window import Learned, Reduction, Window
-from mezzo.explain import Choice
+from mezzo.explain import Choices
 from mezzo.policy import Policy
 
 Optimizer = torch.optim.Optimizer
@@ -122,10 +123,10 @@ class Session:
         """Refuse models, optimizers and schedulers that do not fit together; return the models' device."""
         return arguments.check_parts(self.models, self.optimizers, self.schedulers, self.policy)
 
-    def explain(self) -> list[Choice]:
-        """Return what the policy does here, each choice with its reason."""
+    def explain(self) -> Choices:
+        """Return what the policy does here, each choice with its reason; the result prints as a table."""
         choices = [*self.policy.explain(self.device.type), *explained(self.models, self.casting), self._way_of_updating]
-        return choices + self.processes.explain()
+        return Choices([*choices, *self.processes.explain()])
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass and the loss are computed."""
@@ -355,6 +356,9 @@ class Session:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise checks.no_copy()
+
+    def __repr__(self) -> str:
+        return session_text(self)
 
     def _open_window(self) -> None:
         self._window.open(self.accumulate, len(self.scales))

@@ -14,7 +14,7 @@ from typing import Any
 
 from mezzo import oplists
 from mezzo.errors import PolicyError
-from mezzo.explain import NOT_HONOURED, Choice
+from mezzo.explain import NOT_HONOURED, Choice, Choices
 from mezzo.formats import FP32
 from mezzo.policy import PRESETS, Policy
 
@@ -128,14 +128,14 @@ def _scaled(policy: Policy, scale: dict[str, float] | None) -> Policy:
     return policy.replace(loss_scale="dynamic", **fields)
 
 
-def explain(policy: Policy) -> list[Choice]:
+def explain(policy: Policy) -> Choices:
     """Return what ``policy`` does in Keras, as choices; the value of a choice that Keras cannot honour says so first.
 
     Raises:
         PolicyError: Keras has no dtype policy for it.
     """
     name = dtype_policy_name(policy)
-    choices = [_compute(policy, name), _weights(policy), _scale(policy), *_modules(policy), *left_out(policy)]
+    choices = Choices([_compute(policy, name), _weights(policy), _scale(policy), *_modules(policy), *left_out(policy)])
     if policy.loss_scale == "dynamic":
         value = f"{NOT_HONOURED} by Keras itself: {policy.min_scale:g} to {policy.max_scale:g}"
         reason = "LossScaleOptimizer has no floor and no ceiling; mezzo run adds both"

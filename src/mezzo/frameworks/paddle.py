@@ -15,7 +15,7 @@ from mezzo import explain as sentences
 from mezzo import oplists
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, nearest
-from mezzo.explain import NOT_HONOURED, Choice
+from mezzo.explain import NOT_HONOURED, Choice, Choices
 from mezzo.formats import BF16, FP16
 from mezzo.frameworks import paddleops
 from mezzo.policy import PRESETS, Policy
@@ -205,7 +205,7 @@ def _with_scale(policy: Policy, settings: dict[str, Any]) -> Policy:
 # --- explanations ------------------------------------------------------------------------------------------------------------
 
 
-def explain(policy: Policy) -> list[Choice]:
+def explain(policy: Policy) -> Choices:
     """Return what Paddle's own settings make of ``policy``, as choices; the value of one that they cannot honour says so first.
 
     Raises:
@@ -215,7 +215,7 @@ def explain(policy: Policy) -> list[Choice]:
     choices = [_compute(policy, native), *_common(policy)]
     if policy.lowers:
         choices.append(_lists(native))
-    return [*choices, *_left_out(policy)]
+    return Choices([*choices, *_left_out(policy)])
 
 
 def explain_run(policy: Policy, device: Device) -> list[Choice]:

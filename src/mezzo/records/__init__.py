@@ -67,3 +67,4 @@ from mezzo.records.values import SCHEMA_VERSION as SCHEMA_VERSION
 from mezzo.records.values import Environment as Environment
 from mezzo.records.values import Reason as Reason
 from mezzo.records.values import Value as Value
+from mezzo.records.values import WholeRecord as WholeRecord

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from mezzo.records.findings import Finding
 from mezzo.records.run import RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Reason, Value
+from mezzo.records.values import SCHEMA_VERSION, Reason, Value, WholeRecord
 
 Phase: TypeAlias = Literal["forward", "recompute", "dgrad", "wgrad", "optimizer"]
 Cause: TypeAlias = Literal["off", "list", "promotion", "excluded", "no rule", "float64"]
@@ -104,7 +104,7 @@ class Kernel(Value):
     """Whether its name is that of a Tensor Core kernel."""
 
 
-class AuditRecord(Value):
+class AuditRecord(WholeRecord):
     """Operations, casts, products and findings of the recorded steps of a script."""
 
     kind: Literal["audit"] = "audit"
@@ -126,6 +126,14 @@ class AuditRecord(Value):
     """Those on the script's own mixed precision come first; the run's record has them too."""
     notes: list[Reason] = []
     """What could not be recorded, and why."""
+
+    @property
+    def summary(self) -> str:
+        """The script, the formats of its products and the number of findings, in one line."""
+        flops = self.flops_by_format
+        shares = [f"{count / max(sum(flops.values()), 1):.0%} {name}" for name, count in flops.items() if count]
+        found = "1 finding" if len(self.findings) == 1 else f"{len(self.findings)} findings"
+        return f"{self.run.where}: products {', '.join(shares) or 'none'}; {found}"
 
     @property
     def flops_by_format(self) -> dict[str, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import Memory, RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Environment, Value
+from mezzo.records.values import SCHEMA_VERSION, Environment, Value, WholeRecord
 
 Verdict: TypeAlias = Literal[
     "baseline", "equivalent", "different", "diverged", "stopped_learning", "undecided", "failed"
@@ -69,7 +70,7 @@ class Row(Value):
     """For an undecided row: the seeds that would decide it with a probability of 80%; None if more than 1000."""
 
 
-class CompareRecord(Value):
+class CompareRecord(WholeRecord):
     """A comparison of policies on one script, with every run behind it."""
 
     kind: Literal["compare"] = "compare"
@@ -83,3 +84,10 @@ class CompareRecord(Value):
     """Files that make runs depend on each other: with any, no verdict holds."""
     runs: list[RunRecord]
     environment: Environment
+
+    @property
+    def summary(self) -> str:
+        """The script and each policy's verdict, in one line."""
+        script = PurePath(self.runs[0].script).name if self.runs else "nothing"
+        judged = [f"{row.policy} {row.verdict.replace('_', ' ')}" for row in self.rows if row.policy != self.baseline]
+        return f"{script}: {', '.join(judged) or 'no other policy'}, beside {self.baseline}"

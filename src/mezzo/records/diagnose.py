@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Reason, Value
+from mezzo.records.values import SCHEMA_VERSION, Reason, Value, WholeRecord
 
 Diagnosed: TypeAlias = Literal[
     "healthy", "scale_overflow", "range_overflow", "invalid_operation", "silent_saturation", "unfinished"
@@ -50,7 +50,7 @@ class Pass(Value):
     outcome: str = ""
 
 
-class DiagnoseRecord(Value):
+class DiagnoseRecord(WholeRecord):
     """The first value that is not finite: where it came from, why, and what fixes it."""
 
     kind: Literal["diagnose"] = "diagnose"
@@ -106,3 +106,10 @@ class DiagnoseRecord(Value):
     passes: list[Pass] = []
     forced_eager: bool = False
     notes: list[Reason] = []
+
+    @property
+    def summary(self) -> str:
+        """The script, the verdict and its place, in one line."""
+        place = [f"step {self.step}"] if self.step else []
+        place += [f"{self.phase} pass of {self.module or 'the script'}", self.line] if self.located else []
+        return ", ".join([f"{self.run.where}: {self.verdict.replace('_', ' ')}", *filter(None, place)])

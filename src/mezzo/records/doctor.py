@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
+from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
 
 
 class FormatSupport(Value):
@@ -25,7 +25,7 @@ class DeviceReport(Value):
     formats: list[FormatSupport]
 
 
-class DoctorRecord(Value):
+class DoctorRecord(WholeRecord):
     """What this machine can do."""
 
     kind: Literal["doctor"] = "doctor"
@@ -36,3 +36,11 @@ class DoctorRecord(Value):
     """State of TF32 for matrix products and convolutions."""
     advice: list[Reason] = []
     """What to change, and what that gains."""
+
+    @property
+    def summary(self) -> str:
+        """Each device with the formats that it computes in by itself, in one line."""
+        return "; ".join(
+            f"{device.name}: {', '.join(form.format for form in device.formats if form.level == 'native') or 'none'} native"
+            for device in self.devices
+        )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Reason, Value
+from mezzo.records.values import SCHEMA_VERSION, Reason, Value, WholeRecord
 
 FallbackVerdict: TypeAlias = Literal["found", "not needed", "elsewhere", "not repeatable", "fp32 fails"]
 
@@ -51,7 +52,7 @@ class Verification(Value):
     passed: bool = False
 
 
-class FallbackRecord(Value):
+class FallbackRecord(WholeRecord):
     """The modules to keep in FP32, the local errors that rank them and the runs that verified them."""
 
     kind: Literal["fallback"] = "fallback"
@@ -87,3 +88,11 @@ class FallbackRecord(Value):
     ignored: list[Reason] = []
     """Parameters that are not judged, and why."""
     notes: list[Reason] = []
+
+    @property
+    def summary(self) -> str:
+        """The script, the verdict and what to keep in FP32, in one line."""
+        kept = ", ".join([*self.kept, *self.operations])
+        return f"{PurePath(self.run.script).name} under {self.policy}: {self.verdict}" + (
+            f", {kept} in fp32" if kept else ""
+        )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Reason, Value
+from mezzo.records.values import SCHEMA_VERSION, Reason, Value, WholeRecord
 
 RangeKind: TypeAlias = Literal["activations", "activation gradients", "weight gradients", "weights", "updates"]
 GRADIENTS: tuple[RangeKind, ...] = ("activation gradients", "weight gradients")
@@ -127,7 +128,7 @@ class UpdateLoss(Value):
         return self.num_swallowed / self.num_updates if self.num_updates else 0.0
 
 
-class RangesRecord(Value):
+class RangesRecord(WholeRecord):
     """The ranges of a script's values, from steps computed in FP32."""
 
     kind: Literal["ranges"] = "ranges"
@@ -149,3 +150,17 @@ class RangesRecord(Value):
     updates: list[UpdateLoss] = []
     notes: list[Reason] = []
     """What follows from the values, and what was not recorded."""
+
+    @property
+    def summary(self) -> str:
+        """The script and the scale window of its gradients, in one line."""
+        script = f"{PurePath(self.run.script).name} for {self.policy}"
+        window = next((window for window in self.windows if window.format == self.format), None)
+        if window is None or window.suggested is None:
+            return (
+                f"{script}: no loss scale fits {self.format}"
+                if window and window.empty
+                else f"{script}: no scale window"
+            )
+        ends = [f"2^{end}" if end is not None else "any" for end in (window.lowest, window.highest)]
+        return f"{script}: loss scales {ends[0]} to {ends[1]} fit {self.format}, begin with 2^{window.suggested}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import PurePath
 from typing import Literal
 
 from mezzo.records.findings import Finding
-from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value
+from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
 
 AS_IS = "as-is"
 """In place of a policy: the script keeps its own precision."""
@@ -41,6 +42,16 @@ class Steps(Value):
 
     def __len__(self) -> int:
         return len(self.loss)
+
+    def __repr__(self) -> str:
+        return f"<Steps {self.summary}>"
+
+    @property
+    def summary(self) -> str:
+        """How many steps, the first and the last loss, and the skipped updates, in one line."""
+        words = ["1 step" if len(self) == 1 else f"{len(self)} steps"]
+        words += [f"loss {self.loss[0]:.4g} to {self.loss[-1]:.4g}"] if self.loss else []
+        return ", ".join(words + ([f"{self.num_skipped} skipped"] if self.num_skipped else []))
 
     @property
     def num_skipped(self) -> int:
@@ -125,7 +136,7 @@ class FileRead(Value):
     """Unix time."""
 
 
-class RunRecord(Value):
+class RunRecord(WholeRecord):
     """One run of a script under one policy: its steps, memory, formats and findings."""
 
     kind: Literal["run"] = "run"
@@ -154,6 +165,16 @@ class RunRecord(Value):
     exit_code: int = 0
     error: str | None = None
     """What went wrong, in a sentence; None for a run that ended by itself."""
+
+    @property
+    def where(self) -> str:
+        """The script's file and the policy."""
+        return f"{PurePath(self.script).name} under {self.policy}"
+
+    @property
+    def summary(self) -> str:
+        """The script, the policy, the losses and any error, in one line."""
+        return f"{self.where}: {self.steps.summary}" + (f"; {self.error}" if self.error else "")
 
     @property
     def final_scale(self) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import BaseModel, ConfigDict
 
 SCHEMA_VERSION = 1
@@ -17,6 +19,25 @@ class Value(BaseModel):
         allow_inf_nan=True,
         use_attribute_docstrings=True,
     )
+
+
+class WholeRecord(Value):
+    """A record, as opposed to a part of one: it prints as one line. ``mezzo.notebook`` shows its page in Jupyter."""
+
+    @property
+    def summary(self) -> str:
+        """The script, the verdict and the figures that matter most, in one line."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        words = "".join(letter if letter.isprintable() else " " for letter in self.summary)  # names come from scripts
+        return f"<{type(self).__name__} {words}>"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __rich_repr__(self) -> Iterator[str]:
+        yield self.summary
 
 
 class Reason(Value):

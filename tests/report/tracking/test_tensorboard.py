@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mezzo import cli
-from mezzo.records import DiagnoseRecord, Histogram, KindRange, RangesRecord, TrendStep, write_record
-from mezzo.report.tensorboard import write_events
+from mezzo.records import AnyRecord, DiagnoseRecord, Histogram, KindRange, RangesRecord, TrendStep, write_record
+from mezzo.report.tracking import Job, tensorboard
+from mezzo.report.tracking.logged import logged
 from record_builders import compare_record, doctor_record, run_record
 
 pytestmark = [  # protobuf's and tensorboard's own code
@@ -28,19 +28,26 @@ def read(folder: Path) -> Any:
     return events
 
 
+def write_events(record: AnyRecord, folder: Path) -> Path:
+    """Log ``record`` as of a command whose record is in a folder named ``first``; return the folder of the events."""
+    job = Job(record=folder / "first" / "record.json", page=folder / "first" / "report.html")
+    said = tensorboard.send(logged(record), job, str(folder / "events"))
+    assert said.endswith(f"; to see it: tensorboard --logdir {folder / 'events'}")
+    return Path(said.partition(";")[0])
+
+
 def scalars(events: Any, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def text(events: Any) -> str:
-    (event,) = events.Tensors("report/text_summary")
+def text(events: Any, name: str = "report") -> str:
+    (event,) = events.Tensors(f"{name}/text_summary")
     return event.tensor_proto.string_val[0].decode()
 
 
 def test_a_run_is_curves_and_its_report(tmp_path: Path) -> None:
     record = run_record("fp16", num_steps=20)
-    write_events(record, tmp_path)
-    events = read(tmp_path)
+    events = read(write_events(record, tmp_path))
     for column in ("loss", "loss_scale", "grad_norm", "time_ms"):
         expected = [
             (n, pytest.approx(v, rel=1e-6, nan_ok=True)) for n, v in enumerate(getattr(record.steps, column), 1)
@@ -60,14 +67,18 @@ def test_a_run_is_curves_and_its_report(tmp_path: Path) -> None:
 
 def test_a_comparison_is_a_folder_a_run(tmp_path: Path) -> None:
     record = compare_record(num_seeds=2, num_steps=20)
-    write_events(record, tmp_path)
-    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    folder = write_events(record, tmp_path)
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
     assert names == sorted(
         f"{policy}-seed{seed}" for policy in ("fp32", "bf16", "fp16", "fp16-pure") for seed in (0, 1)
     )
-    assert "equivalent" in text(read(tmp_path))
+    events = read(folder)
+    assert "equivalent" in text(events)
+    assert "| bf16 | equivalent |" in text(events, "verdicts")
+    assert "| verdict fp16 | undecided |" in text(events, "settings")
+    assert scalars(events, "speedup/bf16") == [(0, pytest.approx(record.rows[1].speedup, rel=1e-6))]
     run = next(r for r in record.runs if (r.policy, r.seed) == ("bf16", 1))
-    assert scalars(read(tmp_path / "bf16-seed1"), "step/loss")[0] == (1, pytest.approx(run.steps.loss[0], rel=1e-6))
+    assert scalars(read(folder / "bf16-seed1"), "step/loss")[0] == (1, pytest.approx(run.steps.loss[0], rel=1e-6))
 
 
 def test_a_diagnosis_is_its_trend(tmp_path: Path) -> None:
@@ -75,8 +86,9 @@ def test_a_diagnosis_is_its_trend(tmp_path: Path) -> None:
         TrendStep(step=7, loss=1.5, grad_norm=2.0, loss_scale=512.0),
         TrendStep(step=8, loss=1.25, grad_norm=float("inf"), loss_scale=256.0, skipped=True),
     ]
-    write_events(DiagnoseRecord(run=run_record(num_steps=5), verdict="scale_overflow", trend=trend), tmp_path)
-    events = read(tmp_path)
+    record = DiagnoseRecord(run=run_record(num_steps=5), verdict="scale_overflow", trend=trend)
+    events = read(write_events(record, tmp_path))
+    assert "| verdict | scale_overflow |" in text(events, "settings")
     assert scalars(events, "step/grad_norm") == [(7, 2.0), (8, float("inf"))]
     assert scalars(events, "step/loss_scale") == [(7, 512.0), (8, 256.0)]
     assert scalars(events, "step/skipped") == [(7, 0.0), (8, 1.0)]
@@ -86,13 +98,13 @@ def test_ranges_are_histograms_over_exponents(tmp_path: Path) -> None:
     histogram = Histogram(first_exponent=-3, counts=[5, 0, 7], zeros=2)
     kind = KindRange(kind="weight gradients", num_tensors=1, histogram=histogram, casts=[])
     empty = KindRange(kind="updates", num_tensors=0, histogram=Histogram(), casts=[])
-    write_events(
+    folder = write_events(
         RangesRecord(
             run=run_record(num_steps=5), policy="fp16", format="fp16", first_scale=0, little=0.01, kinds=[kind, empty]
         ),
         tmp_path,
     )
-    events = read(tmp_path)
+    events = read(folder)
     assert events.Tags()["histograms"] == ["exponents/weight gradients"]
     (event,) = events.Histograms("exponents/weight gradients")
     value = event.histogram_value
@@ -101,17 +113,23 @@ def test_ranges_are_histograms_over_exponents(tmp_path: Path) -> None:
     assert list(value.bucket) == [5.0, 0.0, 7.0]
 
 
-def test_commands_write_what_they_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_in_one_folder_stay_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_record(doctor_record(), tmp_path / "a" / "record.json")
     write_record(run_record(num_steps=5), tmp_path / "b" / "record.json")
     one, two = str(tmp_path / "a" / "record.json"), str(tmp_path / "b" / "record.json")
-    assert cli.main(["report", one, "--tensorboard", str(tmp_path / "alone")]) == 0
-    assert "Environment" in text(read(tmp_path / "alone"))
-    assert cli.main(["report", one, two, "--tensorboard", str(tmp_path / "both")]) == 0
-    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["a", "b"]
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboardX" else real(name, *rest)
+    place = tmp_path / "events"
+    assert cli.main(["report", one, two, "--log-to", f"tensorboard:{place}"]) == 0
+    assert cli.main(["report", two, "--log-to", f"tensorboard:{place}"]) == 0
+    assert sorted(path.name for path in place.iterdir()) == ["a", "b", "b-2"]
+    assert "Environment" in text(read(place / "a"))
+    assert len(scalars(read(place / "b"), "step/loss")) == 5
+    assert (
+        f"mezzo: logged to tensorboard: {place}/b-2; to see it: tensorboard --logdir {place}" in capsys.readouterr().err
     )
-    assert cli.main(["report", one, "--tensorboard", str(tmp_path / "none")]) == 2
-    assert not (tmp_path / "none").exists()
+
+
+def test_without_a_place_events_lie_beside_the_record(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "record.json"
+    write_record(doctor_record(), path)
+    assert cli.main(["report", str(path), "--log-to", "tensorboard"]) == 0
+    assert "Environment" in text(read(tmp_path / "a" / "tensorboard"))

@@ -1,0 +1,120 @@
+"""Sessions, optimizers and tensors in words, for ``repr``: a few lines that a person in a notebook or a debugger can use.
+
+Only what the host knows is shown. A number that is on a GPU stays there, and the text says how to read it: a debugger must not
+make a program wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.formats import FORMATS
+
+if TYPE_CHECKING:
+    from mezzo.engine.onepass import OnePass
+    from mezzo.engine.session import Session
+
+_NO_EFFECT = ("foreach", "capturable", "differentiable", "fused")
+"""Settings that torch's optimizers have and that change nothing in ours."""
+_SHOWN_GROUPS = 3
+
+
+def host_value(tensor: Tensor) -> float | None:
+    """Return the number in a tensor on the CPU; None where reading it would wait for a device, or where there is no number."""
+    if tensor.device.type != "cpu":
+        return None
+    try:
+        return float(tensor.item())
+    except RuntimeError:  # a tensor without data, as while a model is traced
+        return None
+
+
+def number_of(tensor: Tensor) -> str:
+    """Return the number in a tensor as text, or the device that it stays on."""
+    value = host_value(tensor)
+    return f"on {tensor.device}" if value is None else f"{value:g}"
+
+
+def tensors_text(tensors: Iterable[Tensor]) -> str:
+    """Return how many values there are in which formats: ``9,610 values in 4 tensors, fp32``."""
+    found = list(tensors)
+    names = {form.dtype: form.name for form in reversed(FORMATS.values())}  # FP32 before TF32, which shares its dtype
+    kinds = dict.fromkeys(names.get(t.dtype, str(t.dtype).removeprefix("torch.")) for t in found)
+    count = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
+    return f"{sum(t.numel() for t in found):,} values in {count}" + "".join(f", {kind}" for kind in kinds)
+
+
+def one_pass_text(optimizer: OnePass) -> str:
+    """Return what an optimizer updates, and with which settings: those of its first group, then how others differ."""
+    name = type(optimizer).__name__
+    if not getattr(optimizer, "param_groups", None):  # a debugger shows it while it is being made
+        return f"{name}()"
+    shown = [
+        name for name in optimizer.defaults if name not in _NO_EFFECT
+    ]  # schedulers add keys of their own to groups
+    first, *others = ({key: _setting(group[key]) for key in shown} for group in optimizer.param_groups)
+    said = {key: text for key, text in first.items() if text != "False"}
+    lines = [f"{name}({_listed(said)}): {tensors_text(optimizer.parameters())}"]
+    for number, group in enumerate(others[:_SHOWN_GROUPS], start=1):
+        differing = {key: value for key, value in group.items() if value != first.get(key)}
+        lines.append(f"  group {number}: {_listed(differing) or 'the same'}")
+    if len(others) > _SHOWN_GROUPS:
+        lines.append(f"  and {len(others) - _SHOWN_GROUPS} more groups")
+    return "\n".join(lines)
+
+
+def _setting(value: Any) -> str:
+    return number_of(value) if isinstance(value, Tensor) else repr(value)
+
+
+def _listed(settings: dict[str, str]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def session_text(session: Session) -> str:
+    """Return what a session trains, how, and how far it is."""
+    if not hasattr(session, "_watch_rounding"):  # a debugger shows it while it is being made
+        return f"{type(session).__name__}()"
+    lines = [
+        f"{type(session).__name__}(policy={str(session.policy)!r}) on {session.device}",
+        f"  trains   {_models(session.models)}",
+        f"  with     {_optimizers(session.optimizers, session.schedulers)}",
+        f"  window   {_window(session)}",
+        f"  so far   {_so_far(session)}",
+    ]
+    return "\n".join(lines)
+
+
+def _models(models: Sequence[nn.Module]) -> str:
+    names = ", ".join(type(model).__name__ for model in models)
+    parameters = dict.fromkeys(p for model in models for p in model.parameters())
+    return f"{names}: {tensors_text(parameters)}"
+
+
+def _optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> str:
+    return ", ".join([_optimizer(one) for one in optimizers] + [type(one).__name__ for one in schedulers])
+
+
+def _optimizer(optimizer: Optimizer) -> str:
+    known = "/".join(dict.fromkeys(_setting(group["lr"]) for group in optimizer.param_groups if "lr" in group))
+    home = "" if type(optimizer).__module__.startswith("torch.") else f"{type(optimizer).__module__.split('.')[0]}."
+    return f"{home}{type(optimizer).__name__}" + (f"(lr={known})" if known else "")
+
+
+def _window(session: Session) -> str:
+    count = session.accumulate
+    words = ["1 micro-batch" if count == 1 else f"{count} micro-batches, {session._window.calls} of them done"]
+    limits = {"clip_norm": session.clip_norm, "clip_value": session.clip_value}
+    return ", ".join(words + [f"{name}={limit:g}" for name, limit in limits.items() if limit is not None])
+
+
+def _so_far(session: Session) -> str:
+    closed, skipped = session._progress.windows, host_value(session._progress.skips)
+    if skipped is None:
+        return f"{closed} updates, skipped ones included; .skipped, .loss_scale and .grad_norm are on {session.device}: reading one waits"
+    scales = ", ".join(f"loss scale {scale.value():g}" if scale.checks else "no loss scale" for scale in session.scales)
+    return f"{closed - int(skipped)} updates, {int(skipped)} skipped; {scales}"

@@ -1,0 +1,27 @@
+"""The files of a record that is logged, and the name under which a tracker shows it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A record on disk and its page."""
+
+    record: Path
+    page: Path
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the record."""
+        return self.record.parent
+
+    @property
+    def name(self) -> str:
+        """The name of the record's folder, which differs from one command to the next; of other ranks, after rank 0's."""
+        folder = self.folder.resolve()
+        name = f"{folder.parent.name}-{folder.name}" if re.fullmatch(r"rank\d+", folder.name) else folder.name
+        return name if self.record.name == "record.json" else f"{name}-{self.record.stem}"

@@ -1,0 +1,89 @@
+"""MLflow: one run for each record, those of a comparison nested in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from mezzo.errors import UsageError
+from mezzo.report.tracking.job import Job
+from mezzo.report.tracking.logged import Logged
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+PACKAGE = INSTALL = "mlflow"
+_AT_ONCE = 1000
+"""How many metrics MLflow takes in one call."""
+_LONGEST_VALUE = 500
+"""Of a parameter, in every kind of store."""
+
+
+def check(place: str) -> None:
+    """Refuse a store on this machine that MLflow cannot open; a server is first asked when there is something to log.
+
+    Raises:
+        UsageError: MLflow cannot open the store.
+    """
+    import mlflow
+
+    uri = place or mlflow.get_tracking_uri()
+    if urlsplit(uri).scheme.startswith(("http", "databricks")):
+        return
+    try:
+        _client(place).search_experiments(max_results=1)
+    except Exception as error:  # of MLflow, or of the database's library
+        raise UsageError(
+            f"--log-to mlflow cannot use the store {uri}: {str(error).splitlines()[0]}",
+            hint="pip install mlflow (mlflow-skinny has no database), or name another store in MLFLOW_TRACKING_URI",
+        ) from None
+
+
+def send(what: Logged, job: Job, place: str) -> str:
+    """Log to the store ``place``, or MLFLOW_TRACKING_URI, or MLflow's default; return the experiment and the run."""
+    client = _client(place)
+    title = os.environ.get("MLFLOW_EXPERIMENT_NAME") or what.script or "mezzo"
+    known = client.get_experiment_by_name(title)
+    experiment = client.create_experiment(title) if known is None else known.experiment_id
+    run_id = _send_one(client, experiment, what, name=job.name)
+    for path in (job.record, job.page):
+        client.log_artifact(run_id, str(path))
+    for run in what.runs:
+        _send_one(client, experiment, run, name=run.name, parent=run_id)
+    return f"experiment {title}, run {job.name} ({run_id}) in {client.tracking_uri}"
+
+
+def _client(place: str) -> MlflowClient:
+    from mlflow import MlflowClient
+
+    return MlflowClient(place or None)
+
+
+def _send_one(client: MlflowClient, experiment: str, what: Logged, *, name: str, parent: str = "") -> str:
+    from mlflow.entities import Metric, Param, RunTag
+
+    tags = {f"mezzo.{_key(key)}": value for key, value in what.tags.items()}
+    run = client.create_run(experiment, run_name=name, tags=tags | ({"mlflow.parentRunId": parent} if parent else {}))
+    run_id: str = run.info.run_id
+    params = [Param(_key(key), str(value)[:_LONGEST_VALUE]) for key, value in what.settings.items()]
+    client.log_batch(run_id, params=params, tags=[RunTag("mlflow.note.content", f"```\n{what.text}\n```")])
+    now = run.info.start_time
+    metrics = [
+        Metric(_key(curve.name), value, now, step)
+        for curve in what.curves
+        for step, value in zip(curve.steps, curve.values, strict=True)
+    ]
+    metrics += [Metric(_key(key), value, now, 0) for key, value in what.numbers.items()]
+    for start in range(0, len(metrics), _AT_ONCE):
+        client.log_batch(run_id, metrics=metrics[start : start + _AT_ONCE])
+    for table in what.tables:  # as mlflow.log_table writes them, which needs pandas
+        client.log_dict(run_id, {"columns": table.columns, "data": table.rows}, f"{table.name.replace(' ', '_')}.json")
+    client.set_terminated(run_id, status="FAILED" if what.failed else "FINISHED")
+    return run_id
+
+
+def _key(name: str) -> str:
+    """Return a name with the characters that MLflow allows."""
+    return re.sub(r"[^\w\-. /]", "_", name)
