@@ -15,14 +15,13 @@ from mezzo.cli.script import Script
 from mezzo.cli.words import typed
 from mezzo.errors import PolicyError, ScriptError
 from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.report.commands import RUN
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
     from mezzo.policy import Policy
     from mezzo.records import RunRecord
 
-RUN = "{run}"
-"""Placeholder for the run's name in the script's arguments."""
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 

@@ -56,8 +56,7 @@ def report(
             if as_json:
                 print(record.model_dump_json(indent=1))
                 continue
-            render(record, screen)
-            screen.print(f"report: {page}", soft_wrap=True)
+            render(record, screen, files=f"report: {page}")
         if together:
             render_together(compared, screen)
             screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)

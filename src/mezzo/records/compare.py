@@ -42,6 +42,8 @@ class Row(Value):
     """One policy of a comparison, over the seeds that trained under both it and the baseline."""
 
     policy: str
+    policy_typed: str = ""
+    """The policy as typed, if that was another name for it."""
     num_runs: int
     num_failed: int = 0
     emulated: bool = False
@@ -68,6 +70,11 @@ class Row(Value):
     seeds_needed: int | None = None
     """For an undecided row: the seeds that would decide it with a probability of 80%; None if more than 1000."""
 
+    @property
+    def policy_shown(self) -> str:
+        """The policy's name for people: as they typed it."""
+        return self.policy_typed or self.policy
+
 
 class CompareRecord(Value):
     """A comparison of policies on one script, with every run behind it."""
@@ -83,3 +90,8 @@ class CompareRecord(Value):
     """Files that make runs depend on each other: with any, no verdict holds."""
     runs: list[RunRecord]
     environment: Environment
+
+    @property
+    def baseline_shown(self) -> str:
+        """The baseline's name for people: as they typed it."""
+        return next((row.policy_shown for row in self.rows if row.policy == self.baseline), self.baseline)

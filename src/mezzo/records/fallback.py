@@ -60,6 +60,8 @@ class FallbackRecord(Value):
     """The run in FP32 that all others are compared with."""
     policy: str
     """The policy that is judged."""
+    policy_typed: str = ""
+    """The policy as typed, if that was another name for it."""
     tolerance: float
     verdict: FallbackVerdict
     reason: str
@@ -69,8 +71,6 @@ class FallbackRecord(Value):
     """Operations, or families of them, to keep in FP32 wherever they run, if no set of modules helps; empty if these do not help either."""
     suggested: str = ""
     """The policy with them."""
-    next_steps: list[Reason] = []
-    """What to do if no set of modules was found; ``value`` is the command to type."""
     policy_file: str = ""
     fp32_share: float = 0.0
     """Share of the model's product FLOPs in them."""
@@ -87,3 +87,8 @@ class FallbackRecord(Value):
     ignored: list[Reason] = []
     """Parameters that are not judged, and why."""
     notes: list[Reason] = []
+
+    @property
+    def policy_shown(self) -> str:
+        """The policy's name for people: as they typed it."""
+        return self.policy_typed or self.policy

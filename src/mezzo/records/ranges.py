@@ -135,6 +135,8 @@ class RangesRecord(Value):
     run: RunRecord
     policy: str
     """The policy under judgement; the script ran in FP32."""
+    policy_typed: str = ""
+    """The policy as typed, if that was another name for it."""
     format: str
     """The format of gradients under that policy."""
     steps_watched: list[int] = []
@@ -149,3 +151,8 @@ class RangesRecord(Value):
     updates: list[UpdateLoss] = []
     notes: list[Reason] = []
     """What follows from the values, and what was not recorded."""
+
+    @property
+    def policy_shown(self) -> str:
+        """The policy's name for people: as they typed it."""
+        return self.policy_typed or self.policy

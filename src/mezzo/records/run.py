@@ -137,6 +137,8 @@ class RunRecord(Value):
     """What the script trains in, with versions: ``torch 2.13.0``, ``keras 3.15.1 on tensorflow 2.21.0``."""
     policy: str
     """A policy text, or ``as-is``."""
+    policy_typed: str = ""
+    """The policy as typed, if that was another name for it, as ``O1`` or ``kept.toml``."""
     explanation: list[Reason] = []
     seed: int | None = None
     environment: Environment
@@ -154,6 +156,11 @@ class RunRecord(Value):
     exit_code: int = 0
     error: str | None = None
     """What went wrong, in a sentence; None for a run that ended by itself."""
+
+    @property
+    def policy_shown(self) -> str:
+        """The policy's name for people: as they typed it."""
+        return self.policy_typed or self.policy
 
     @property
     def final_scale(self) -> float | None:

@@ -44,7 +44,6 @@ class FallbackSheet:
     suggested: str
     policy_file: str
     facts: list[Fact]
-    next_steps: list[Fact]
     modules: Grid
     """The most suspect first."""
     verifications: Grid
@@ -69,7 +68,6 @@ def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
         suggested=fmt.clean(record.suggested) if record.kept or record.operations else "",
         policy_file=fmt.clean(record.policy_file),
         facts=_facts(record),
-        next_steps=sheets.facts(record.next_steps),
         modules=_modules(record.modules),
         verifications=_verifications(record.verifications),
         ignored=sheets.facts(record.ignored),

@@ -515,7 +515,7 @@ FIXES: list[tuple[list[ScriptRun], bool, str, str]] = [
         tries(AGAIN, AGAIN, AGAIN),
         False,
         "none of these is enough by itself: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
-        "mezzo fallback searches for a set of modules to keep in FP32",
+        "a set of modules in FP32 may be",
     ),
     (
         tries(AGAIN, AGAIN, AGAIN, in_fp32=OVERFLOWS),

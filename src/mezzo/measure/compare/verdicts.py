@@ -132,7 +132,7 @@ def _equivalent_or_not(
     if all(quantity.is_inside() for quantity in quantities):
         return Judged(verdict="equivalent", reasons=[*shown, *failures])
     if len(pairs) == 1:
-        why = "one seed has no spread to judge a difference by: run it again with --seeds 3"
+        why = "one seed has no spread to judge a difference by"
         return Judged(verdict="undecided", reasons=[*shown, why, *failures])
     needed = seeds_needed(quantities)
     return Judged(

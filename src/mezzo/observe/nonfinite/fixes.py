@@ -113,7 +113,7 @@ def settled(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Diag
         return offered(found, untried="")
     advice = f"none of these is enough by itself: {'; '.join(one.offer.advice for one in tried)}"
     causes = [note.value for note in found.notes if note.what == "cause"]
-    next_step = "mezzo fallback searches for a set of modules to keep in FP32"
+    next_step = "a set of modules in FP32 may be"
     if found.format in causes:  # a format that the script chose itself
         next_step = f"change the cast to {found.format} in the script"
     elif ITSELF in causes:
