@@ -264,7 +264,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         ranges({"lowest": 9, "highest": 3}),
         [
             ("find the modules to keep in FP32", f"mezzo fallback --policy fp16 {TAIL}"),
-            ("or see whether bf16 trains like fp32", f"mezzo compare --policies fp32,bf16 {TAIL}"),
+            ("see whether bf16 trains like fp32", f"mezzo compare --policies fp32,bf16 {TAIL}"),
         ],
     ),
     "audit": (

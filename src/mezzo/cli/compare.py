@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import options, results
+from mezzo.cli.progress import shown
 from mezzo.cli.script import Script
 from mezzo.cli.words import typed
 from mezzo.errors import PolicyError, ScriptError
@@ -129,31 +129,18 @@ def _limit_s(runs: list[RunRecord]) -> float | None:
 
 
 def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRecord]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from mezzo.launch.request import policy_text
     from mezzo.launch.runner import run_child
 
     runs: list[RunRecord] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # A moving bar belongs in a terminal only, even if colours are forced into a log.
-    bar = Progress(*columns, console=results.console(stderr=True), disable=not sys.stderr.isatty())
-    with stoppable() as stop, suppress(Stopped), bar as progress:
-        task = progress.add_task("", total=len(requests))
+    with stoppable() as stop, suppress(Stopped), shown(requests) as progress:
         for request in requests:
-            name = f"{policy_text(request.policy)}, seed {request.seed}"
-            progress.update(task, description=name)
             output = Path(request.record_path).with_name("output.log")
             output.parent.mkdir(parents=True, exist_ok=True)
             record = run_child(request, output=output, limit_s=timeout_s or _limit_s(runs))
             if stop.stopped:
                 break
             runs.append(record)
-            progress.advance(task)
-            if record.error or progress.disable:
-                outcome = record.error or f"{len(record.steps)} steps"
-                progress.console.print(f"{name}: {outcome}", markup=False, soft_wrap=True)
-        progress.update(task, description="runs")
+            progress.say_ended(request, record)
     return runs
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.launch.process.command_signals import stoppable
 
@@ -38,7 +38,9 @@ def diagnose(
     )
     asked = options.asked_policy(policy)
     with stoppable(), several_runs():
-        record, stop = run_and_finish(script, partial(diagnose_script, steps=steps), policy=asked, name="diagnose")
+        record, stop = run_and_finish(
+            script, partial(diagnose_script, steps=steps, note=results.note), policy=asked, name="diagnose"
+        )
     if stop.stopped:
         raise typer.Exit(stop.exit_code)
     if record.kind != "diagnose":

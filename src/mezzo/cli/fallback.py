@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import options, results
+from mezzo.cli.progress import shown
 from mezzo.cli.script import Script
 from mezzo.errors import ScriptError
 from mezzo.launch.process.command_signals import Stopped, stoppable
@@ -60,7 +61,7 @@ def fallback(
     with stoppable() as stop:
         record: FallbackRecord | RunRecord
         try:
-            with several_runs():
+            with several_runs(), shown():
                 record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=results.note)
         except Stopped as stopped:
             if stopped.record is None:

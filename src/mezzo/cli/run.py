@@ -42,7 +42,9 @@ def run(
     script = Script(
         target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
     )
-    record, stop = run_and_finish(script, run_child, policy=asked, name=policy_text(asked), seed=seed, metric=metric)
+    record, stop = run_and_finish(
+        script, run_child, policy=asked, name=policy_text(asked), shows_progress=False, seed=seed, metric=metric
+    )
     results.note_metric(record)
     ended = stop.stopped and record.exit_code > _SIGNALS  # otherwise the script ended itself
     raise typer.Exit(stop.exit_code if ended else record.exit_code)

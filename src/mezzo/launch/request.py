@@ -67,6 +67,9 @@ class Request(BaseModel):
     output_to_stderr: bool = False
     """Whether the script's standard output goes to standard error, because the command's own is JSON."""
 
+    reports_progress: bool = False
+    """Whether the child reports the latest step to ``progress_file``."""
+
     def packed(self) -> str:
         """Return the request as one command-line word: JSON, or the name of a file if that is too long for the system."""
         text = self.model_dump_json()
@@ -85,3 +88,8 @@ class Request(BaseModel):
     def file(self) -> Path:
         """The file of a request that is too long for a word."""
         return Path(self.record_path).absolute().with_suffix(".request")
+
+    @property
+    def progress_file(self) -> Path:
+        """The file that the child reports its progress to."""
+        return Path(self.record_path).absolute().with_suffix(".progress")

@@ -279,7 +279,7 @@ def _after_ranges(record: RangesRecord) -> Iterator[NextStep]:
     if window is not None and window.empty:
         yield from commands.step("find the modules to keep in FP32", "fallback", policy=policy)
         if record.format == "fp16":
-            yield from commands.step("or see whether bf16 trains like fp32", "compare", policies="fp32,bf16")
+            yield from commands.step("see whether bf16 trains like fp32", "compare", policies="fp32,bf16")
         return
     fits = policy if window is None or window.suggested is None else _scaled(record, window.suggested)
     why = f"see whether {policy} trains like fp32" if fits == policy else "train with a loss scale that fits"
