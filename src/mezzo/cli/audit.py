@@ -16,7 +16,7 @@ def audit(
     target: options.Target,
     arguments: options.Arguments = None,
     policy: Annotated[
-        str, typer.Option(help="Precision policy to run the script under, or as-is for its own precision.")
+        str, options.policy_option("Precision policy to run the script under, or as-is for its own precision.")
     ] = "as-is",
     steps: Annotated[
         str, typer.Option(help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them.")

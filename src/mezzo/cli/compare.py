@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli import options, results
+from mezzo.cli import completion, options, results
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script
 from mezzo.cli.words import typed
-from mezzo.errors import PolicyError, ScriptError
+from mezzo.errors import PolicyError, ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 from mezzo.report.commands import RUN
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
     from mezzo.policy import Policy
-    from mezzo.records import RunRecord
+    from mezzo.records import Row, RunRecord
 
+_FAILED = 1
+"""Exit code for a verdict that ``--fail-on`` lists."""
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
@@ -30,7 +32,10 @@ def compare(
     arguments: options.Arguments = None,
     policies: Annotated[
         str,
-        typer.Option(help="Policies, separated by commas. The baseline is fp32 if listed, else the first."),
+        typer.Option(
+            autocompletion=completion.policies,
+            help="Policies, separated by commas. The baseline is fp32 if listed, else the first.",
+        ),
     ] = "fp32,bf16,fp16",
     seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, each with its own seed.")] = 3,
     margin: Annotated[
@@ -49,6 +54,15 @@ def compare(
             help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 600]",
         ),
     ] = None,
+    fail_on: Annotated[
+        str,
+        typer.Option(
+            metavar="VERDICTS",
+            autocompletion=completion.verdicts,
+            help="Verdicts, separated by commas, that end the command with exit code 1: different, diverged, stopped_learning, "
+            "undecided, failed; or none.",
+        ),
+    ] = "diverged,stopped_learning,failed",
     as_module: options.AsModule = False,
     metric: options.Metric = None,
     out: options.Out = None,
@@ -59,12 +73,15 @@ def compare(
 
     Policies and seeds are interleaved, so that a drift of the machine affects all of them alike.
 
+    Exit code 1 if a policy gets a verdict that --fail-on lists.
+
     Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
     from mezzo.launch.runner import several_runs
     from mezzo.measure.compare import compare as judge
 
     options.check_metric(metric)
+    failing = _failing(fail_on)
     asked = _asked(policies)
     baseline = "fp32" if "fp32" in asked else next(iter(asked))
     script = Script(
@@ -77,15 +94,37 @@ def compare(
         with several_runs() if len(requests) > 1 else nullcontext():
             runs = _run_all(requests, timeout_s=timeout)
         runs.sort(key=lambda r: ([*asked].index(r.policy), r.seed))
+        rows: list[Row] = []
         if any(run.policy == baseline for run in runs):
-            script.finish(judge(runs, baseline=baseline, margin=margin, command=list(typed())), folder)
+            record = judge(runs, baseline=baseline, margin=margin, command=list(typed()))
+            script.finish(record, folder)
+            rows = [row for row in record.rows if row.verdict in failing]
         if stop.stopped:
             results.note(
                 f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; their records are in {folder}"
             )
         else:
             _check_baseline(runs, baseline, folder)
-    raise typer.Exit(stop.exit_code)
+    if rows and not stop.stopped:
+        found = ", ".join(f"{row.policy_shown} {row.verdict.replace('_', ' ')}" for row in rows)
+        results.note(f"exit code {_FAILED}, because of --fail-on {fail_on}: {found}")
+    raise typer.Exit(stop.exit_code or (_FAILED if rows else 0))
+
+
+def _failing(text: str) -> set[str]:
+    """Return the verdicts of ``--fail-on``."""
+    from mezzo.records import FAILING
+
+    named = [part.strip().replace("-", "_").replace(" ", "_") for part in text.split(",")]
+    if named == ["none"]:
+        return set()
+    for name in named:
+        if name not in FAILING:
+            raise UsageError(
+                f"--fail-on {text!r} names {name!r}; {nearest(name, [*FAILING, 'none'])}",
+                hint="type: --fail-on diverged,stopped_learning,failed",
+            )
+    return set(named)
 
 
 def _asked(policies: str) -> dict[str, Policy | None]:

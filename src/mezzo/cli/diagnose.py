@@ -16,7 +16,7 @@ def diagnose(
     target: options.Target,
     arguments: options.Arguments = None,
     policy: Annotated[
-        str, typer.Option(help="Precision policy to run the script under, or as-is for its own precision.")
+        str, options.policy_option("Precision policy to run the script under, or as-is for its own precision.")
     ] = "fp16",
     steps: Annotated[int, typer.Option(min=1, help="Maximum number of training steps to inspect.")] = 200,
     as_module: options.AsModule = False,

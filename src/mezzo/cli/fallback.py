@@ -21,7 +21,7 @@ def fallback(
     target: options.Target,
     arguments: options.Arguments = None,
     policy: Annotated[
-        str, typer.Option(help="Policy to judge. The modules that it keeps in FP32 stay in FP32.")
+        str, options.policy_option("Policy to judge. The modules that it keeps in FP32 stay in FP32.")
     ] = "fp16",
     tolerance: Annotated[
         float | None,

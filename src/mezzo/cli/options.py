@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from mezzo.cli import completion
 from mezzo.cli.folders import check_folder
 from mezzo.cli.words import check_arguments
 from mezzo.errors import UsageError
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from mezzo.policy import Policy
 
 Target: TypeAlias = Annotated[
-    str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: the name of a module).")
+    str,
+    typer.Argument(
+        metavar="SCRIPT", autocompletion=completion.script, help="The training script (with -m: the name of a module)."
+    ),
 ]
 Arguments: TypeAlias = Annotated[
     list[str] | None,
@@ -60,6 +64,12 @@ TensorBoard: TypeAlias = Annotated[
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
+
+
+def policy_option(text: str) -> Any:
+    """Return the option of one policy with ``text`` as its help."""
+    return typer.Option(autocompletion=completion.policy, help=text)
+
 
 _LARGEST_SEED = 2**32 - 1
 

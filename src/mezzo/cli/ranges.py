@@ -15,8 +15,8 @@ def ranges(
     arguments: options.Arguments = None,
     policy: Annotated[
         str,
-        typer.Option(
-            help="Policy to judge: its formats, its initial loss scale and the modules that it keeps in FP32."
+        options.policy_option(
+            "Policy to judge: its formats, its initial loss scale and the modules that it keeps in FP32."
         ),
     ] = "fp16",
     steps: Annotated[

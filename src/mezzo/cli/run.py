@@ -18,7 +18,9 @@ def run(
     arguments: options.Arguments = None,
     policy: Annotated[
         str,
-        typer.Option(help="Precision policy: a name such as fp16, bf16, fp16-master or O2, a .toml file, or as-is."),
+        options.policy_option(
+            "Precision policy: a name such as fp16, bf16, fp16-master or O2, a .toml file, or as-is."
+        ),
     ] = "fp16",
     as_module: options.AsModule = False,
     seed: Annotated[int | None, typer.Option(help="Add this to every seed that the script sets.")] = None,

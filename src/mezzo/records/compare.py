@@ -10,6 +10,8 @@ from mezzo.records.values import SCHEMA_VERSION, Environment, Value
 Verdict: TypeAlias = Literal[
     "baseline", "equivalent", "different", "diverged", "stopped_learning", "undecided", "failed"
 ]
+FAILING: tuple[Verdict, ...] = ("different", "diverged", "stopped_learning", "undecided", "failed")
+"""Verdicts other than equivalent, on a policy that is not the baseline."""
 ScaleName: TypeAlias = Literal["absolute", "ratio", "proportion"]
 
 
