@@ -147,7 +147,7 @@ def test_a_long_policy_and_a_hostile_one_stay_one_line(tmp_path: Path) -> None:
 def test_plain_lines_come_seldom_and_only_while_something_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_EVERY_S", 0.01)
+    monkeypatch.setattr("mezzo.launch.progress.EVERY_S", 0.01)
     monkeypatch.setattr(module, "_PLAIN_EVERY_S", 0.05)
     with shown() as progress:
         assert shown().__enter__() is progress  # a command inside another one goes on with its display

@@ -38,7 +38,7 @@ COMMANDS = [
     (
         "compare --policies fp32,bf16 --seeds 1 {} 4",
         "Effective formats",
-        "fp32, seed 0: 4 steps\nbf16, seed 0: 4 steps\n",
+        "fp32, seed 0: 4 steps; about 1 s left\nbf16, seed 0: 4 steps\n",
     ),
     ("fallback --policy bf16 --fresh 0 {}", "Verifications", "mezzo: "),
     ("doctor", "computes natively in", ""),

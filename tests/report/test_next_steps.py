@@ -167,7 +167,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "baseline failed": (
         compare(("fp16", "failed", {})).model_copy(
-            update={"rows": [build.row("fp32", "baseline", num_failed=3), build.row("fp16", "failed")]}
+            update={"rows": [build.row("fp32", "failed", num_failed=3), build.row("fp16", "failed")]}
         ),
         [("no run of the baseline succeeded; see whether the script does without Mezzo", f"python {TAIL}")],
     ),

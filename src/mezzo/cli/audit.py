@@ -37,10 +37,12 @@ def audit(
     script = Script(
         target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
     )
+    asked = options.asked_policy(policy)
     record, stop = run_and_finish(
         script,
         observe_child,
-        policy=options.asked_policy(policy),
+        policy=asked,
+        policy_typed=options.typed_name(policy, asked),
         name="audit",
         observe=AuditSettings(steps=_numbers(steps)),
     )

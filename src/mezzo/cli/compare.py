@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import nullcontext, suppress
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 _FAILED = 1
 """Exit code for a verdict that ``--fail-on`` lists."""
+_LONGEST_NAME = 80
+"""Of a folder for a run."""
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
@@ -84,10 +88,11 @@ def compare(
     failing = _failing(fail_on)
     asked = _asked(policies)
     baseline = "fp32" if "fp32" in asked else next(iter(asked))
+    name = asked[baseline].name
     script = Script(
         target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
     )
-    script.check(*asked.values())
+    script.check(*(one.policy for one in asked.values()))
     folder = script.folder("compare")
     requests = _requests(script, asked, seeds, folder=folder, metric=metric)
     with stoppable() as stop:
@@ -104,7 +109,7 @@ def compare(
                 f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; their records are in {folder}"
             )
         else:
-            _check_baseline(runs, baseline, folder)
+            _check_baseline([run for run in runs if run.policy == baseline], name, folder)
     if rows and not stop.stopped:
         found = ", ".join(f"{row.policy_shown} {row.verdict.replace('_', ' ')}" for row in rows)
         results.note(f"exit code {_FAILED}, because of --fail-on {fail_on}: {found}")
@@ -127,30 +132,57 @@ def _failing(text: str) -> set[str]:
     return set(named)
 
 
-def _asked(policies: str) -> dict[str, Policy | None]:
-    """Return the policies of a comparison by the text that their records carry."""
+class _Asked(NamedTuple):
+    """A policy of a comparison."""
+
+    policy: Policy | None
+    name: str
+    """As it was typed."""
+
+
+def _asked(policies: str) -> dict[str, _Asked]:
+    """Return the policies of a comparison by the text that their records carry; two names of one policy are one."""
     from mezzo.launch.request import policy_text
 
     named = [p.strip() for p in policies.split(",")]
     if not all(named):
         full = ",".join(filter(None, named)) or "fp32,bf16,fp16"
         raise PolicyError(f"--policies {policies!r} contains an empty policy name", hint=f"type: --policies {full}")
-    return {policy_text(policy): policy for policy in map(options.asked_policy, named)}
+    asked: dict[str, _Asked] = {}
+    for name in named:
+        policy = options.asked_policy(name)
+        first = asked.setdefault(policy_text(policy), _Asked(policy, name))
+        if first.name != name:
+            results.note(
+                f"{name} and {first.name} are the same policy, {policy_text(policy)}: it runs once, as {first.name}"
+            )
+    return asked
+
+
+def _folders(asked: dict[str, _Asked]) -> dict[str, str]:
+    """Return the start of the names of each policy's runs, in characters that every file system takes."""
+    found: dict[str, str] = {}
+    for text, one in asked.items():
+        plain = re.sub(r"[^\w.,=+-]", "_", one.name)[:_LONGEST_NAME]
+        names = chain([plain], (f"{plain}_{number}" for number in count(2)))
+        found[text] = next(name for name in names if name not in found.values())
+    return found
 
 
 def _requests(
-    script: Script, asked: dict[str, Policy | None], seeds: int, *, folder: Path, metric: str | None
+    script: Script, asked: dict[str, _Asked], seeds: int, *, folder: Path, metric: str | None
 ) -> list[Request]:
     """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
-    since_s, texts = time.time(), [*asked]
+    since_s, texts, folders = time.time(), [*asked], _folders(asked)
     requests = []
     for seed in range(seeds):
         first = seed % len(texts)
         for text in texts[first:] + texts[:first]:
-            run = f"{text.replace(':', '_').replace('*', '_')[:80]}-seed{seed}"
+            run = f"{folders[text]}-seed{seed}"
             requests.append(
                 script.request(
-                    asked[text],
+                    asked[text].policy,
+                    policy_typed=options.typed_name(asked[text].name, asked[text].policy),
                     folder=folder / run,
                     arguments=tuple(argument.replace(RUN, run) for argument in script.arguments or ()),
                     seed=seed,
@@ -183,10 +215,9 @@ def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRec
     return runs
 
 
-def _check_baseline(runs: list[RunRecord], baseline: str, folder: Path) -> None:
-    own = [r for r in runs if r.policy == baseline]
+def _check_baseline(own: list[RunRecord], name: str, folder: Path) -> None:
     if all(r.error or not len(r.steps) for r in own):
         raise ScriptError(
-            f"no run of the baseline {baseline} succeeded: {own[0].error or 'it recorded no step'}",
+            f"no run of the baseline {name} succeeded: {own[0].error or 'it recorded no step'}",
             hint=f"run the script by itself first; what it printed is in {folder}/*/output.log",
         )

@@ -39,7 +39,11 @@ def diagnose(
     asked = options.asked_policy(policy)
     with stoppable(), several_runs():
         record, stop = run_and_finish(
-            script, partial(diagnose_script, steps=steps, note=results.note), policy=asked, name="diagnose"
+            script,
+            partial(diagnose_script, steps=steps, note=results.note),
+            policy=asked,
+            policy_typed=options.typed_name(policy, asked),
+            name="diagnose",
         )
     if stop.stopped:
         raise typer.Exit(stop.exit_code)

@@ -68,6 +68,8 @@ def fallback(
                 raise
             results.note(f"{stopped}; the records of its runs are in {folder / 'runs'}")
             record = stopped.record
+        if record.kind == "fallback":
+            record = record.model_copy(update={"policy_typed": options.typed_name(policy, judged)})
         if record.kind == "fallback" and (record.kept or record.operations):
             path = folder / "policy.toml"
             path.write_text(Policy.parse(record.suggested).to_toml(), encoding="utf-8")

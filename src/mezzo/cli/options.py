@@ -82,6 +82,13 @@ def asked_policy(text: str) -> Policy | None:
     return None if text == AS_IS else Policy.of(text)
 
 
+def typed_name(text: str, policy: Policy | None) -> str:
+    """Return a policy as typed; empty if the record's own text is the same."""
+    from mezzo.launch.request import policy_text
+
+    return "" if text.strip() == policy_text(policy) else text.strip()
+
+
 def check_seed(seed: int | None) -> None:
     """Refuse a seed that NumPy would refuse."""
     if seed is not None and not 0 <= seed <= _LARGEST_SEED:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mezzo.measure.live import Latest
     from mezzo.records import RunRecord
 
-_EVERY_S = 0.5
-"""Between two looks at what a run reports."""
 _PLAIN_EVERY_S = 10.0
 """Between two plain lines."""
 _LONGEST_NAME = 48
@@ -111,7 +109,9 @@ class Progress:
 
     def draw(self, live: Live | None) -> None:
         """Draw until the command is over; runs in a thread of its own."""
-        while not self._over.wait(_EVERY_S):
+        from mezzo.launch.progress import EVERY_S
+
+        while not self._over.wait(EVERY_S):
             with self._lock:
                 current = self._current
             if current is not None:
@@ -191,10 +191,10 @@ class Progress:
 
 
 def run_policy(request: Request) -> str:
-    """Return a run's policy."""
+    """Return a run's policy as it was typed."""
     from mezzo.launch.request import policy_text
 
-    return policy_text(request.policy)
+    return request.policy_typed or policy_text(request.policy)
 
 
 def run_name(request: Request) -> str:

@@ -35,7 +35,6 @@ def run(
     output goes to standard error. In a distributed run (RANK is set), each process writes its own record, ranks
     above 0 to a folder ending in rankN.
     """
-    from mezzo.launch.request import policy_text
     from mezzo.launch.runner import run_child
 
     options.check_metric(metric)
@@ -45,7 +44,14 @@ def run(
         target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=tensorboard, as_json=as_json
     )
     record, stop = run_and_finish(
-        script, run_child, policy=asked, name=policy_text(asked), shows_progress=False, seed=seed, metric=metric
+        script,
+        run_child,
+        policy=asked,
+        policy_typed=options.typed_name(policy, asked),
+        name=policy,
+        shows_progress=False,
+        seed=seed,
+        metric=metric,
     )
     results.note_metric(record)
     ended = stop.stopped and record.exit_code > _SIGNALS  # otherwise the script ended itself

@@ -75,6 +75,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             script_sha256=digest,
             framework=training.framework,
             policy=policy_text(request.policy),
+            policy_typed=request.policy_typed,
             explanation=training.explanation(),
             seed=request.seed,
             environment=training.environment().model_copy(update=shell),

@@ -53,6 +53,8 @@ class Request(BaseModel):
     stand_in: StandIn | None = None
     policy: Annotated[Policy | None, PlainValidator(_read), PlainSerializer(policy_text)]
     """None leaves the script's own precision alone. As JSON, it is the text that records carry."""
+    policy_typed: str = ""
+    """The policy as typed, if that was another name for it."""
     seed: int | None = None
     """Added to every seed that the script sets; None leaves seeds alone."""
     metric: str | None = None

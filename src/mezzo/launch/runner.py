@@ -143,6 +143,7 @@ def _without_record(request: Request, exit_code: int, why: str) -> RunRecord:
         script_sha256="",
         framework=request.framework,
         policy=policy_text(request.policy),
+        policy_typed=request.policy_typed,
         seed=request.seed,
         environment=environment_without_torch(),
         exit_code=exit_code,

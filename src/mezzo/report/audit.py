@@ -118,9 +118,7 @@ def _headline(record: AuditRecord, script: str) -> str:
     shares = sorted(record.flops_by_format.items(), key=lambda item: -item[1])
     words = [f"{fmt.share_text(flops / total)} {fmt.clean(form)}" for form, flops in shares] or ["no matrix product"]
     found = fmt.plural(len(record.findings), "finding")
-    return (
-        f"{which[0].upper()}{which[1:]} of {script} under {fmt.clean(record.run.policy)}: {', '.join(words)}; {found}"
-    )
+    return f"{which[0].upper()}{which[1:]} of {script} under {fmt.clean(record.run.policy_shown)}: {', '.join(words)}; {found}"
 
 
 def _phases(record: AuditRecord) -> Grid:

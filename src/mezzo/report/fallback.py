@@ -156,7 +156,7 @@ def error_text(error: float | None) -> str:
 
 
 def _headline(record: FallbackRecord, script: str) -> str:
-    policy = fmt.clean(record.policy)
+    policy = fmt.clean(record.policy_shown)
     if record.operations:
         named = ", ".join(map(fmt.clean, record.operations))
         return f"FP32 in the modules of {script} does not help under {policy}; FP32 in these operations does: {named}"

@@ -140,7 +140,7 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
         return  # the headline says what to write
     trained = next((run for run in record.runs if len(run.steps)), record.runs[0])
     commands = _Commands(trained, record.command)
-    baseline = next(row for row in record.rows if row.verdict == "baseline")
+    baseline = next(row for row in record.rows if row.policy == record.baseline)
     if baseline.num_failed == baseline.num_runs:
         yield from commands.alone("no run of the baseline succeeded; see whether the script does without Mezzo")
         return
@@ -148,6 +148,8 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
     for row in sorted(equal, key=_merit)[:1]:
         yield from commands.step(f"train with {row.policy_shown}", "run", policy=row.policy_shown)
     for row in record.rows:
+        if row is baseline:
+            continue
         yield from _after_row(row, record, commands)
     yield from _more_seeds(record, baseline, commands)
     skipping = [row for row in equal if _skips_many(row.num_skipped, len(trained.steps))]

@@ -37,7 +37,7 @@ def write_events(record: AnyRecord, folder: Path) -> None:
             _add_ranges(writer, record)
     if isinstance(record, CompareRecord):
         for run in record.runs:
-            name = run.policy.replace(":", "_").replace("*", "_")
+            name = run.policy_shown.replace(":", "_").replace("*", "_")
             write_events(run, folder / (name if run.seed is None else f"{name}-seed{run.seed}"))
 
 

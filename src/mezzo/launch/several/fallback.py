@@ -61,6 +61,7 @@ class _Children:
         request = self._request.model_copy(
             update={
                 "policy": policy,
+                "policy_typed": "",
                 "observe": settings,
                 "record_path": str(self._folder / f"{settings.name}.record.json"),
             }

@@ -86,7 +86,8 @@ def inspected(last: int) -> tuple[int, ...]:
 def _ran(asked: ScriptRun, request: Request, number: int, child: Child, stop: Stop) -> ScriptRun:
     """Run the script; what it prints from the second time on goes to a file beside the record."""
     path, output = Path(request.record_path), None
-    update: dict[str, Any] = {"policy": asked.policy}
+    typed = request.policy_typed if asked.policy == request.policy else ""
+    update: dict[str, Any] = {"policy": asked.policy, "policy_typed": typed}
     if number > 1:
         path, output = path.with_name(f"pass{number}.json"), path.with_name(f"pass{number}.log")
         update |= {"output_to_stderr": False, "record_path": str(path)}
