@@ -16,6 +16,7 @@ from mezzo.records import (
     AnyRecord,
     AuditRecord,
     DiagnoseRecord,
+    Effective,
     FallbackRecord,
     Finding,
     Pass,
@@ -96,6 +97,12 @@ def nan_steps() -> Steps:
 def diverged() -> AnyRecord:
     record = compare(("fp16", "diverged", {}))
     runs = [r.model_copy(update={"steps": nan_steps()}) if r.policy == "fp16" else r for r in record.runs]  # type: ignore[union-attr]
+    return record.model_copy(update={"runs": runs})
+
+
+def idle() -> AnyRecord:
+    record = compare(("fp8", "undecided", {}), seeds=1)
+    runs = [r.model_copy(update={"effective": Effective(flops_by_format={"fp32": 1})}) for r in record.runs]  # type: ignore[union-attr]
     return record.model_copy(update={"runs": runs})
 
 
@@ -186,7 +193,11 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "undecided with one seed": (
         compare(("bf16", "undecided", {}), seeds=1),
-        [("bf16 is undecided: one seed shows no spread", f"mezzo compare --policies fp32,bf16 --seeds 3 {TAIL}")],
+        [("bf16 is undecided; 3 seeds may decide", f"mezzo compare --policies fp32,bf16 --seeds 3 {TAIL}")],
+    ),
+    "undecided because nothing changed": (
+        idle(),
+        [("fp8 changed nothing; see why", f"mezzo audit --policy fp8 {TAIL}")],
     ),
     "names as typed": (
         compare(("fp16", "different", {"policy_typed": "O1"})),

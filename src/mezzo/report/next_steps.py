@@ -189,20 +189,17 @@ def _first_without_a_number(record: CompareRecord, policy: str) -> str:
 
 def _more_seeds(record: CompareRecord, baseline: Row, commands: _Commands) -> Iterator[NextStep]:
     undecided = [row for row in record.rows if row.verdict == "undecided"]
-    for row in undecided:
-        if any(run.changed_nothing for run in record.runs if run.policy == row.policy):
-            yield from commands.step(f"{row.policy_shown} changed nothing; see why", "audit", policy=row.policy_shown)
+    idle = [r for r in undecided if any(run.changed_nothing for run in record.runs if run.policy == r.policy)]
+    for row in idle:
+        yield from commands.step(f"{row.policy_shown} changed nothing; see why", "audit", policy=row.policy_shown)
+    undecided = [row for row in undecided if row not in idle]
     single = all(run.seed in (0, None) for run in record.runs)
     needed = {row.policy_shown: 3 if single else row.seeds_needed for row in undecided if single or row.seeds_needed}
     if not needed:
         return
     names, most = fmt.listed([*needed]), max(count for count in needed.values() if count)
     verb = "is" if len(needed) == 1 else "are"
-    why = (
-        f"{names} {verb} undecided; {most} seeds would decide"
-        if not single
-        else f"{names} {verb} undecided: one seed shows no spread"
-    )
+    why = f"{names} {verb} undecided; {most} seeds {'may' if single else 'would'} decide"
     policies = ",".join([baseline.policy_shown, *needed])
     yield from commands.step(why, "compare", policies=policies, seeds=str(most))
 

@@ -244,7 +244,8 @@ def shares_note(*runs: RunRecord) -> str:
         return note
     some = _policies(run for run in counted if run.effective.lowered and not run.effective.emulated)
     under = f"Under {fmt.listed(emulated)} the" if some else "The"
-    return f"{note} {under} lower formats were emulated: rounded to the format, multiplied in a wider one."
+    how = "emulated (rounded to the format, multiplied in a wider one): times say nothing about a speed-up"
+    return f"{note} {under} lower formats were {how}."
 
 
 def _policies(runs: Iterable[RunRecord]) -> list[str]:

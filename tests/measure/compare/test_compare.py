@@ -422,7 +422,6 @@ def test_a_policy_under_which_nothing_was_lowered_shows_nothing_of_it(
 
 
 EMULATED = Effective(flops_by_format={"bf16": 3, "fp32": 1}, emulated=True)
-EMULATED_NOTE = "its formats are emulated here, so its times say nothing about a speed-up"
 
 
 def test_an_emulated_row_claims_no_speed() -> None:
@@ -430,8 +429,7 @@ def test_an_emulated_row_claims_no_speed() -> None:
     base, row = judge(timed("fp32", [8.0, 8.0]) + half).rows
     assert (base.emulated, row.emulated) == (False, True)
     assert times_of(row) == (2.0, None, None, None)
-    assert row.reason.endswith(f"; {EMULATED_NOTE}")
-    assert EMULATED_NOTE not in base.reason
+    assert "slower" not in row.reason
 
 
 def test_no_row_claims_speed_over_an_emulated_baseline() -> None:

@@ -87,8 +87,6 @@ def _row(group: Group, *, base: Baseline) -> Row:
         return row
     facts = _facts(group, base=base)
     notes = [] if group is base.group or judged.is_void else cost_notes(facts, baseline=base.group.name)
-    if facts["emulated"]:
-        notes.append("its formats are emulated here, so its times say nothing about a speed-up")
     return row.model_copy(update=facts | _compared(judged) | {"reason": "; ".join([*judged.reasons, *notes])})
 
 
