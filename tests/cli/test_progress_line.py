@@ -64,7 +64,7 @@ def test_a_comparison_from_its_first_run_to_its_last(tmp_path: Path, clock: Cloc
     runs = [request(tmp_path, policy, seed) for policy, seed in (("fp32", 0), ("fp16", 0), ("fp16", 1), ("fp32", 1))]
     progress, printed = display(*runs)
     with progress.following(runs[0], passes_output=False):
-        assert parts(progress) == "fp32, seed 0 (1 of 4), 0 s"
+        assert parts(progress) == "fp32, seed 0 (1 of 4), running, 0 s"
         clock.now_s += 4
         report = reports_to(runs[0].progress_file)
         report(Latest(1, 0.5, 0))
@@ -72,7 +72,7 @@ def test_a_comparison_from_its_first_run_to_its_last(tmp_path: Path, clock: Cloc
         clock.now_s += 6
     progress.say_ended(runs[0], run_record("fp32", num_steps=60))
     with progress.following(runs[1], passes_output=False):
-        assert parts(progress) == "fp16, seed 0 (2 of 4), about 30 s left"  # three runs as long as the first
+        assert parts(progress) == "fp16, seed 0 (2 of 4), running, about 30 s left"  # three runs as long as the first
         report = reports_to(runs[1].progress_file)
         report(Latest(10, 0.25, 2))
         assert parts(progress) == "fp16, seed 0 (2 of 4), step 10 of 60, loss 0.25, 2 skipped, about 30 s left"
@@ -87,10 +87,10 @@ def test_a_comparison_from_its_first_run_to_its_last(tmp_path: Path, clock: Cloc
         "fp32, seed 0: 60 steps; about 30 s left\nfp16, seed 0: 60 steps; about 30 s left\n"  # 20 + 10
     )
     with progress.following(runs[2], passes_output=False):
-        assert parts(progress) == "fp16, seed 1 (3 of 4), about 30 s left"
+        assert parts(progress) == "fp16, seed 1 (3 of 4), running, about 30 s left"
     with progress.following(runs[3], passes_output=False):
         clock.now_s += 60
-        assert parts(progress) == "fp32, seed 1 (4 of 4), about 1 s left"  # later than expected
+        assert parts(progress) == "fp32, seed 1 (4 of 4), running, about 1 s left"  # later than expected
 
 
 def test_steps_beyond_those_of_earlier_runs_have_no_total(tmp_path: Path, clock: Clock) -> None:

@@ -143,7 +143,7 @@ class Progress:
 
     def _parts(self, current: _Current) -> list[str]:
         number = f" ({len(self._ended) + 1} of {len(self._planned)})" if len(self._planned) > 1 else ""
-        parts = [f"{current.name}{number}"]
+        parts = [f"{current.name}{number}", *(["running"] if current.latest is None else [])]
         if current.latest is not None:
             total = self._total_steps(current)
             parts.append(f"step {current.latest.step}" + (f" of {total}" if total else ""))
