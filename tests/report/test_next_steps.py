@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import html
+import io
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.main import get_command
 
 import record_builders as build
@@ -26,6 +29,8 @@ from mezzo.records import (
     Steps,
     Verdict,
 )
+from mezzo.report import text
+from mezzo.report.html import render_html
 from mezzo.report.next_steps import MOST, next_steps
 
 NAN = float("nan")
@@ -286,7 +291,12 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         ],
     ),
     "audit in fp32": (
-        AuditRecord(run=run("audit", "as-is"), steps=[3], flops_by_phase={"forward": {"fp32": 1}}),
+        AuditRecord(
+            run=run("audit", "as-is"),
+            steps=[3],
+            flops_by_phase={"forward": {"fp32": 1}},
+            findings=[FINDING.model_copy(update={"code": "A101"})],
+        ),
         [("see what 16 bits keep and save", f"mezzo compare --policies fp32,bf16,fp16 {TAIL}")],
     ),
     "fallback": (
@@ -452,3 +462,28 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     steps = next_steps(run(policy="bf16", words=("train.py", "\x1b[31mred\x07")))
     assert steps
     assert not any("\x1b" in step.command or "\x07" in step.command for step in steps)
+
+
+def test_the_terminal_ends_with_commands_that_can_be_copied() -> None:
+    record = compare(
+        ("bf16", "equivalent", {}),
+        ("fp16", "undecided", {"seeds_needed": 5}),
+        words=("train.py", *["--a long one"] * 9),
+    )
+    console = Console(file=io.StringIO(), width=40, color_system=None)
+    text.render(record, console, files="record and report: here")
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    after = lines[lines.index("record and report: here") + 1 :]
+    first, second = next_steps(record)
+    assert after[:3] == ["", f"Next: {first.why}", f"  {first.command}"]
+    assert after[3:5] == ["", f"Or: {second.why}"[: len(after[4])]]  # a reason may wrap, a command may not
+    assert after[-1] == f"  {second.command}"
+
+
+def test_the_page_has_the_commands_as_text() -> None:
+    record = run(policy="bf16", words=("train.py", "<script>alert(1)</script>", "&"))
+    page = render_html(record)
+    commands = [html.escape(step.command).replace("&#x27;", "&#39;") for step in next_steps(record)]
+    assert commands
+    assert all(command in page for command in commands)
+    assert "<script>alert" not in page

@@ -29,6 +29,8 @@ _WRITTEN = re.compile(r'policy = "(.*)"')
 _DEFAULT_EXPONENT = 16
 """Of a policy's initial loss scale."""
 _MANY_SKIPS = 0.05
+_NOTHING_LOWERED = "A101"
+"""The finding that a script has no mixed precision: a policy is its fix."""
 _BY_SIGNAL = (129, 130, 143)
 _CANNOT, _FLOOR, _NOT_FINITE, _NOT_A_TRAINING = 3, 5, 6, 7
 """Exit codes of Mezzo's own errors: a format that the device lacks, a loss scale at its floor, a first loss that is not finite, and
@@ -212,13 +214,13 @@ def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
     if record.run.error is not None or record.run.exit_code:
         yield from _after_failure(record.run, commands, policy)
         return
-    if record.findings:
-        yield from commands.again(f"after the fix of {record.findings[0].code}, see what is left")
-        if not commands.script:
-            yield from commands.step(f"after the fix of {record.findings[0].code}, see what is left", "audit")
-    if record.run.policy == AS_IS and _narrowest(record) in ("fp32", "tf32", ""):
+    wide = record.run.policy == AS_IS and _narrowest(record) in ("fp32", "tf32", "")
+    if wide:
         yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
-    else:
+    if record.findings and record.findings[0].code != _NOTHING_LOWERED:
+        why = f"after the fix of {record.findings[0].code}, see what is left"
+        yield from commands.again(why) if commands.script else commands.step(why, "audit")
+    if not wide:
         yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=_with_fp32(policy))
 
 
