@@ -61,6 +61,7 @@ def test_other_commands(command: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert (owner.policy, owner.policy_typed, owner.policy_shown) == ("fp16", "16-mixed", "16-mixed")  # type: ignore[union-attr]
     assert "16-mixed" in printed
     assert "16-mixed" in page
+    assert "16-mixed (fp16)" in printed or "16-mixed stands for it" in " ".join(printed.split())
     assert any("16-mixed" in step.command for step in next_steps(record))
 
 

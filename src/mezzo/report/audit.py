@@ -72,7 +72,7 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
         problems=_problems(record),
         kernels=_kernels(record),
         operations=_operations(record),
-        notes=sheets.facts(record.notes),
+        notes=[*sheets.name_meant(record.run), *sheets.facts(record.notes)],
         environment=sheets.environment_facts(record.run.environment),
         command=sheets.command_text(record.run.command, record.run.environment),
     )

@@ -196,9 +196,9 @@ def _step(step: TrendStep, *, bad: bool) -> StepLine:
 
 
 def _pass(number: int, seen: Pass, record: DiagnoseRecord) -> Fact:
-    policy = record.run.policy_shown if seen.policy == record.run.policy else seen.policy
+    typed = record.run.policy_typed if seen.policy == record.run.policy else ""
     watched = f"operations inspected in {fmt.plural(len(seen.watched), 'step')}"
-    value = f"{fmt.clean(policy)}, {fmt.plural(seen.num_steps, 'step')}"
+    value = f"{fmt.policy_text(seen.policy, typed)}, {fmt.plural(seen.num_steps, 'step')}"
     return Fact(
         what=f"run {number}",
         value=value,

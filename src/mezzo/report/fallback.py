@@ -177,6 +177,7 @@ def _facts(record: FallbackRecord) -> list[Fact]:
     named = ", ".join(map(fmt.clean, record.kept[:_NAMED]))
     more = f" and {len(record.kept) - _NAMED} more" if len(record.kept) > _NAMED else ""
     found = [
+        ("policy", fmt.policy_text(record.policy, record.policy_typed) if record.policy_typed else ""),
         ("keep in FP32", named + more),
         ("operations in FP32", ", ".join(map(fmt.clean, record.operations))),
         ("largest error before", error_text(record.error_before) if record.error_before is not None else ""),

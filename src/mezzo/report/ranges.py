@@ -170,10 +170,10 @@ def _details(record: RangesRecord, window: ScaleWindow | None) -> str:
 
 
 def _method(record: RangesRecord) -> str:
-    steps = record.steps_watched
+    steps, policy = record.steps_watched, fmt.policy_text(record.policy, record.policy_typed)
     which = fmt.plural(len(steps), "step") + (f" ({steps[0]} to {steps[-1]})" if len(steps) > 1 else "")
     return (
-        f"Counted in FP32 on {which}, judged for {fmt.clean(record.policy_shown)}. In a window nothing overflows and at most "
+        f"Counted in FP32 on {which}, judged for {policy}. In a window nothing overflows and at most "
         f"{fmt.share_text(record.little)} of the non-zero gradient values become zero."
     )
 

@@ -167,12 +167,15 @@ def facts(reasons: Sequence[Reason]) -> list[Fact]:
 
 def explained(record: RunRecord) -> list[Fact]:
     """Return what the policy of a run does, and first what its name stands for."""
+    return [*name_meant(record), *facts(record.explanation)]
+
+
+def name_meant(record: RunRecord) -> list[Fact]:
+    """Return what the name stands for that was typed for a run's policy; nothing if it was the policy's own."""
     if not record.policy_typed:
-        return facts(record.explanation)
-    meaning = Fact(
-        what="policy", value=fmt.clean(record.policy), reason=f"{fmt.clean(record.policy_typed)} stands for it"
-    )
-    return [meaning, *facts(record.explanation)]
+        return []
+    why = f"{fmt.clean(record.policy_typed)} stands for it"
+    return [Fact(what="policy", value=fmt.clean(record.policy), reason=why)]
 
 
 def environment_facts(environment: Environment, *, framework: str = "") -> list[Fact]:
