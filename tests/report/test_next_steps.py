@@ -159,7 +159,10 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         ),
         [("train with fp16", f"mezzo run --policy fp16 {TAIL}")],
     ),
-    "diverged": (diverged(), [("fp16 diverged at step 40", f"mezzo diagnose --policy fp16 {TAIL}")]),
+    "diverged": (
+        diverged(),
+        [("fp16 diverged at step 40; find the first bad value", f"mezzo diagnose --policy fp16 {TAIL}")],
+    ),
     "everything": (
         compare(
             ("bf16", "equivalent", {}),
@@ -169,7 +172,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         ),
         [
             ("train with bf16", f"mezzo run --policy bf16 {TAIL}"),
-            ("fp16 stopped learning", f"mezzo diagnose --policy fp16 {TAIL}"),
+            ("fp16 stopped learning; find out why", f"mezzo diagnose --policy fp16 {TAIL}"),
             ("fp8 trains to another result; find the modules to keep in FP32", f"mezzo fallback --policy fp8 {TAIL}"),
         ],
     ),

@@ -169,9 +169,9 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
     policy = row.policy_shown
     if row.verdict == "diverged":
         where = _first_without_a_number(record, row.policy)
-        yield from commands.step(f"{policy} diverged{where}", "diagnose", policy=policy)
+        yield from commands.step(f"{policy} diverged{where}; find the first bad value", "diagnose", policy=policy)
     elif row.verdict == "stopped_learning":
-        yield from commands.step(f"{policy} stopped learning", "diagnose", policy=policy)
+        yield from commands.step(f"{policy} stopped learning; find out why", "diagnose", policy=policy)
     elif row.verdict == "failed":
         yield from commands.step(f"{policy} failed; see its output", "run", policy=policy)
     elif row.verdict == "different" and row.policy == AS_IS:
