@@ -144,7 +144,8 @@ def _grid(grid: Grid, *, shown: int = 1000) -> Table | None:
     for row in grid.rows[:shown]:
         table.add_row(*map(Text, row))
     if len(grid.rows) > shown:
-        table.add_row(Text(f"and {len(grid.rows) - shown} more: see the report", style=_FAINT))
+        table.caption = Text(f"and {len(grid.rows) - shown} more: see the report", style=_FAINT)
+        table.caption_justify = "left"
     return table
 
 
