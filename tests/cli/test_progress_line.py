@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 
 from mezzo.cli import progress as module
 from mezzo.cli.progress import Progress, shown
@@ -161,3 +163,28 @@ def test_plain_lines_come_seldom_and_only_while_something_runs(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("mezzo: bf16, step 4, loss 0.5, 1 skipped, 0 s\n")
+
+
+@pytest.mark.parametrize("passes_output", [False, True])
+def test_a_line_moves_only_while_the_script_does_not_print_to_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes_output: bool
+) -> None:
+    monkeypatch.setattr("mezzo.launch.progress.EVERY_S", 0.01)
+    file = io.StringIO()
+    progress = Progress(Console(file=file, width=60, force_terminal=True, color_system=None))
+    live = Live(console=progress.console, auto_refresh=False, transient=True)
+    one = request(tmp_path, "bf16", None)
+    reports_to(one.progress_file)(Latest(4, 0.5, 1))
+    drawing = threading.Thread(target=progress.draw, args=(live,))
+    with progress.following(one, passes_output=passes_output):
+        drawing.start()
+        for _ in range(500 if not passes_output else 20):
+            module.time.sleep(0.01)
+            if "skipped" in file.getvalue():
+                break
+        moved = live.is_started
+    progress.stop()
+    drawing.join()
+    live.stop()
+    assert moved == (not passes_output)
+    assert ("bf16, step 4, loss 0.5, 1 skipped, 0 s" in file.getvalue()) == (not passes_output)
