@@ -199,11 +199,8 @@ def fallback(
             trained.observer.record(run)
         return checked(read_measured(settings), run, where="it was called as a function", role=settings.role), run
 
-    def command(kind: str, under: str) -> str:
-        return f'mezzo.{kind}({_name(train)}, policy="{under}")'
-
     with tempfile.TemporaryDirectory(prefix="mezzo-") as folder:
-        return find(measure, Policy.of(policy), folder=folder, tolerance=tolerance, command=command, fresh=fresh)
+        return find(measure, Policy.of(policy), folder=folder, tolerance=tolerance, fresh=fresh)
 
 
 def _trained(

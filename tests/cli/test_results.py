@@ -38,7 +38,7 @@ COMMANDS = [
     (
         "compare --policies fp32,bf16 --seeds 1 {} 4",
         "Effective formats",
-        "fp32, seed 0: 4 steps\nbf16, seed 0: 4 steps\n",
+        "fp32, seed 0: 4 steps; about 1 s left\nbf16, seed 0: 4 steps\n",
     ),
     ("fallback --policy bf16 --fresh 0 {}", "Verifications", "mezzo: "),
     ("doctor", "computes natively in", ""),
@@ -57,7 +57,8 @@ def test_results_go_to_standard_output(
         as_json = capsys.readouterr()
     files = f"{tmp_path / 'text' / 'record.json'}, {tmp_path / 'text' / 'report.html'}"
     assert headline in shown.out
-    assert shown.out.endswith(f"record and report: {files}\n")
+    assert f"record and report: {files}\n\nNext: " in shown.out
+    assert re.search(r"\n  (mezzo|python) [^\n]*\n\Z", shown.out)
     said = re.sub(r"^(\{.*\}|step.*)\n", "", shown.err, flags=re.M)  # what the script prints here
     assert said.startswith(progress)
     assert headline not in said

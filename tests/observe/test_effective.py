@@ -29,6 +29,7 @@ from mezzo.report.audit import audit_sheet
 from mezzo.report.diagnose import diagnose_sheet
 from mezzo.report.fallback import fallback_sheet
 from mezzo.report.html import render_html
+from mezzo.report.next_steps import next_steps
 from mezzo.report.ranges import ranges_sheet
 from mezzo.report.sheets import run_sheet
 
@@ -226,7 +227,7 @@ def test_fallback_does_not_call_it_harmless(case: Case) -> None:
     script = record.run.script.rpartition(".")[2]
     assert fallback_sheet(record).headline.replace(record.run.script.rpartition("/")[2], script) == case.fallback
     assert "so this says nothing about it" in record.reason
-    assert [step.what for step in record.next_steps] == ["find out why"]
+    assert [step.command.partition("(")[0] for step in next_steps(record)] == ["mezzo.audit"]
 
 
 def test_ranges_counts_gradients_that_a_policy_keeps() -> None:

@@ -404,7 +404,7 @@ def test_text_shows_markup_as_it_is_written() -> None:
 
 
 NOTE = "Share of the floating-point operations of matrix products and convolutions, counted"
-EMULATED = "lower formats were emulated: rounded to the format, multiplied in a wider one."
+EMULATED = "lower formats were emulated (rounded to the format, multiplied in a wider one): times say nothing about a speed-up."
 
 
 @pytest.mark.parametrize(

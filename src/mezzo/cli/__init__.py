@@ -8,6 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from mezzo.cli import audit, compare, diagnose, doctor, fallback, ranges, report, run
+from mezzo.cli.completion import ScriptCommand
 from mezzo.cli.usage import usage_error
 from mezzo.cli.words import WORDS
 from mezzo.errors import MezzoError
@@ -17,7 +18,7 @@ app = typer.Typer(
     name="mezzo",
     help="Mixed-precision training that you can turn on, trust and prove, on your own unmodified script.",
     no_args_is_help=True,
-    add_completion=False,
+    epilog="Exit codes: docs/exit-codes.md.",
     rich_markup_mode="markdown",  # joins the lines of a paragraph, and shows text in brackets
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -27,12 +28,12 @@ app = typer.Typer(
 _SCRIPT = {"allow_interspersed_args": False}
 
 app.command("doctor")(doctor.doctor)
-app.command("run", context_settings=_SCRIPT)(run.run)
-app.command("compare", context_settings=_SCRIPT)(compare.compare)
-app.command("audit", context_settings=_SCRIPT)(audit.audit)
-app.command("diagnose", context_settings=_SCRIPT)(diagnose.diagnose)
-app.command("ranges", context_settings=_SCRIPT)(ranges.ranges)
-app.command("fallback", context_settings=_SCRIPT)(fallback.fallback)
+app.command("run", cls=ScriptCommand, context_settings=_SCRIPT)(run.run)
+app.command("compare", cls=ScriptCommand, context_settings=_SCRIPT)(compare.compare)
+app.command("audit", cls=ScriptCommand, context_settings=_SCRIPT)(audit.audit)
+app.command("diagnose", cls=ScriptCommand, context_settings=_SCRIPT)(diagnose.diagnose)
+app.command("ranges", cls=ScriptCommand, context_settings=_SCRIPT)(ranges.ranges)
+app.command("fallback", cls=ScriptCommand, context_settings=_SCRIPT)(fallback.fallback)
 app.command("report")(report.report)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])

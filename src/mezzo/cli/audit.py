@@ -16,7 +16,7 @@ def audit(
     target: options.Target,
     arguments: options.Arguments = None,
     policy: Annotated[
-        str, typer.Option(help="Precision policy to run the script under, or as-is for its own precision.")
+        str, options.policy_option("Precision policy to run the script under, or as-is for its own precision.")
     ] = "as-is",
     steps: Annotated[
         str, typer.Option(help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them.")
@@ -35,10 +35,12 @@ def audit(
     from mezzo.observe.settings import AuditSettings
 
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
+    asked = options.asked_policy(policy)
     record, stop = run_and_finish(
         script,
         observe_child,
-        policy=options.asked_policy(policy),
+        policy=asked,
+        policy_typed=options.typed_name(policy, asked),
         name="audit",
         observe=AuditSettings(steps=_numbers(steps)),
     )

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import sys
+import re
 import time
 from contextlib import nullcontext, suppress
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from mezzo.cli import options, results
+from mezzo.cli import completion, options, results
+from mezzo.cli.progress import shown
 from mezzo.cli.script import Script
 from mezzo.cli.words import typed
-from mezzo.errors import PolicyError, ScriptError
+from mezzo.errors import PolicyError, ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.report.commands import RUN
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
     from mezzo.policy import Policy
-    from mezzo.records import RunRecord
+    from mezzo.records import Row, RunRecord
 
-RUN = "{run}"
-"""Placeholder for the run's name in the script's arguments."""
+_FAILED = 1
+"""Exit code for a verdict that ``--fail-on`` lists."""
+_LONGEST_NAME = 80
+"""Of a folder for a run."""
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
@@ -31,7 +36,10 @@ def compare(
     arguments: options.Arguments = None,
     policies: Annotated[
         str,
-        typer.Option(help="Policies, separated by commas. The baseline is fp32 if listed, else the first."),
+        typer.Option(
+            autocompletion=completion.policies,
+            help="Policies, separated by commas. The baseline is fp32 if listed, else the first.",
+        ),
     ] = "fp32,bf16,fp16",
     seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, each with its own seed.")] = 3,
     margin: Annotated[
@@ -50,6 +58,15 @@ def compare(
             help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 600]",
         ),
     ] = None,
+    fail_on: Annotated[
+        str,
+        typer.Option(
+            metavar="VERDICTS",
+            autocompletion=completion.verdicts,
+            help="Verdicts, separated by commas, that end the command with exit code 1: different, diverged, stopped_learning, "
+            "undecided, failed; or none.",
+        ),
+    ] = "diverged,stopped_learning,failed",
     as_module: options.AsModule = False,
     metric: options.Metric = None,
     out: options.Out = None,
@@ -60,57 +77,110 @@ def compare(
 
     Policies and seeds are interleaved, so that a drift of the machine affects all of them alike.
 
+    Exit code 1 if a policy gets a verdict that --fail-on lists.
+
     Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
     from mezzo.launch.runner import several_runs
     from mezzo.measure.compare import compare as judge
 
     options.check_metric(metric)
+    failing = _failing(fail_on)
     asked = _asked(policies)
     baseline = "fp32" if "fp32" in asked else next(iter(asked))
+    name = asked[baseline].name
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
-    script.check(*asked.values())
+    script.check(*(one.policy for one in asked.values()))
     folder = script.folder("compare")
     requests = _requests(script, asked, seeds, folder=folder, metric=metric)
     with stoppable() as stop:
         with several_runs() if len(requests) > 1 else nullcontext():
             runs = _run_all(requests, timeout_s=timeout)
         runs.sort(key=lambda r: ([*asked].index(r.policy), r.seed))
+        rows: list[Row] = []
         if any(run.policy == baseline for run in runs):
-            script.finish(judge(runs, baseline=baseline, margin=margin, command=list(typed())), folder)
+            record = judge(runs, baseline=baseline, margin=margin, command=list(typed()))
+            script.finish(record, folder)
+            rows = [row for row in record.rows if row.verdict in failing]
         if stop.stopped:
             results.note(
                 f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; their records are in {folder}"
             )
         else:
-            _check_baseline(runs, baseline, folder)
-    raise typer.Exit(stop.exit_code)
+            _check_baseline([run for run in runs if run.policy == baseline], name, folder)
+    if rows and not stop.stopped:
+        found = ", ".join(f"{row.policy_shown} {row.verdict.replace('_', ' ')}" for row in rows)
+        results.note(f"exit code {_FAILED}, because of --fail-on {fail_on}: {found}")
+    raise typer.Exit(stop.exit_code or (_FAILED if rows else 0))
 
 
-def _asked(policies: str) -> dict[str, Policy | None]:
-    """Return the policies of a comparison by the text that their records carry."""
+def _failing(text: str) -> set[str]:
+    """Return the verdicts of ``--fail-on``."""
+    from mezzo.records import FAILING
+
+    named = [part.strip().replace("-", "_").replace(" ", "_") for part in text.split(",")]
+    if named == ["none"]:
+        return set()
+    for name in named:
+        if name not in FAILING:
+            raise UsageError(
+                f"--fail-on {text!r} names {name!r}; {nearest(name, [*FAILING, 'none'])}",
+                hint="type: --fail-on diverged,stopped_learning,failed",
+            )
+    return set(named)
+
+
+class _Asked(NamedTuple):
+    """A policy of a comparison."""
+
+    policy: Policy | None
+    name: str
+    """As it was typed."""
+
+
+def _asked(policies: str) -> dict[str, _Asked]:
+    """Return the policies of a comparison by the text that their records carry; two names of one policy are one."""
     from mezzo.launch.request import policy_text
 
     named = [p.strip() for p in policies.split(",")]
     if not all(named):
         full = ",".join(filter(None, named)) or "fp32,bf16,fp16"
         raise PolicyError(f"--policies {policies!r} contains an empty policy name", hint=f"type: --policies {full}")
-    return {policy_text(policy): policy for policy in map(options.asked_policy, named)}
+    asked: dict[str, _Asked] = {}
+    for name in named:
+        policy = options.asked_policy(name)
+        first = asked.setdefault(policy_text(policy), _Asked(policy, name))
+        if first.name != name:
+            results.note(
+                f"{name} and {first.name} are the same policy, {policy_text(policy)}: it runs once, as {first.name}"
+            )
+    return asked
+
+
+def _folders(asked: dict[str, _Asked]) -> dict[str, str]:
+    """Return the start of the names of each policy's runs, in characters that every file system takes."""
+    found: dict[str, str] = {}
+    for text, one in asked.items():
+        plain = re.sub(r"[^\w.,=+-]", "_", one.name)[:_LONGEST_NAME]
+        names = chain([plain], (f"{plain}_{number}" for number in count(2)))
+        found[text] = next(name for name in names if name not in found.values())
+    return found
 
 
 def _requests(
-    script: Script, asked: dict[str, Policy | None], seeds: int, *, folder: Path, metric: str | None
+    script: Script, asked: dict[str, _Asked], seeds: int, *, folder: Path, metric: str | None
 ) -> list[Request]:
     """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
-    since_s, texts = time.time(), [*asked]
+    since_s, texts, folders = time.time(), [*asked], _folders(asked)
     requests = []
     for seed in range(seeds):
         first = seed % len(texts)
         for text in texts[first:] + texts[:first]:
-            run = f"{text.replace(':', '_').replace('*', '_')[:80]}-seed{seed}"
+            run = f"{folders[text]}-seed{seed}"
             requests.append(
                 script.request(
-                    asked[text],
+                    asked[text].policy,
+                    policy_typed=options.typed_name(asked[text].name, asked[text].policy),
                     folder=folder / run,
                     arguments=tuple(argument.replace(RUN, run) for argument in script.arguments or ()),
                     seed=seed,
@@ -128,38 +198,24 @@ def _limit_s(runs: list[RunRecord]) -> float | None:
 
 
 def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRecord]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from mezzo.launch.request import policy_text
     from mezzo.launch.runner import run_child
 
     runs: list[RunRecord] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # A moving bar belongs in a terminal only, even if colours are forced into a log.
-    bar = Progress(*columns, console=results.console(stderr=True), disable=not sys.stderr.isatty())
-    with stoppable() as stop, suppress(Stopped), bar as progress:
-        task = progress.add_task("", total=len(requests))
+    with stoppable() as stop, suppress(Stopped), shown(requests) as progress:
         for request in requests:
-            name = f"{policy_text(request.policy)}, seed {request.seed}"
-            progress.update(task, description=name)
             output = Path(request.record_path).with_name("output.log")
             output.parent.mkdir(parents=True, exist_ok=True)
             record = run_child(request, output=output, limit_s=timeout_s or _limit_s(runs))
             if stop.stopped:
                 break
             runs.append(record)
-            progress.advance(task)
-            if record.error or progress.disable:
-                outcome = record.error or f"{len(record.steps)} steps"
-                progress.console.print(f"{name}: {outcome}", markup=False, soft_wrap=True)
-        progress.update(task, description="runs")
+            progress.say_ended(request, record)
     return runs
 
 
-def _check_baseline(runs: list[RunRecord], baseline: str, folder: Path) -> None:
-    own = [r for r in runs if r.policy == baseline]
+def _check_baseline(own: list[RunRecord], name: str, folder: Path) -> None:
     if all(r.error or not len(r.steps) for r in own):
         raise ScriptError(
-            f"no run of the baseline {baseline} succeeded: {own[0].error or 'it recorded no step'}",
+            f"no run of the baseline {name} succeeded: {own[0].error or 'it recorded no step'}",
             hint=f"run the script by itself first; what it printed is in {folder}/*/output.log",
         )

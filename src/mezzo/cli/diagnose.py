@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli import options, results
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.launch.process.command_signals import stoppable
 
@@ -16,7 +16,7 @@ def diagnose(
     target: options.Target,
     arguments: options.Arguments = None,
     policy: Annotated[
-        str, typer.Option(help="Precision policy to run the script under, or as-is for its own precision.")
+        str, options.policy_option("Precision policy to run the script under, or as-is for its own precision.")
     ] = "fp16",
     steps: Annotated[int, typer.Option(min=1, help="Maximum number of training steps to inspect.")] = 200,
     as_module: options.AsModule = False,
@@ -36,7 +36,13 @@ def diagnose(
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     asked = options.asked_policy(policy)
     with stoppable(), several_runs():
-        record, stop = run_and_finish(script, partial(diagnose_script, steps=steps), policy=asked, name="diagnose")
+        record, stop = run_and_finish(
+            script,
+            partial(diagnose_script, steps=steps, note=results.note),
+            policy=asked,
+            policy_typed=options.typed_name(policy, asked),
+            name="diagnose",
+        )
     if stop.stopped:
         raise typer.Exit(stop.exit_code)
     if record.kind != "diagnose":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import options, results
+from mezzo.cli.progress import shown
 from mezzo.cli.script import Script
 from mezzo.errors import ScriptError
 from mezzo.launch.process.command_signals import Stopped, stoppable
@@ -20,7 +21,7 @@ def fallback(
     target: options.Target,
     arguments: options.Arguments = None,
     policy: Annotated[
-        str, typer.Option(help="Policy to judge. The modules that it keeps in FP32 stay in FP32.")
+        str, options.policy_option("Policy to judge. The modules that it keeps in FP32 stay in FP32.")
     ] = "fp16",
     tolerance: Annotated[
         float | None,
@@ -58,13 +59,15 @@ def fallback(
     with stoppable() as stop:
         record: FallbackRecord | RunRecord
         try:
-            with several_runs():
+            with several_runs(), shown():
                 record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=results.note)
         except Stopped as stopped:
             if stopped.record is None:
                 raise
             results.note(f"{stopped}; the records of its runs are in {folder / 'runs'}")
             record = stopped.record
+        if record.kind == "fallback":
+            record = record.model_copy(update={"policy_typed": options.typed_name(policy, judged)})
         if record.kind == "fallback" and (record.kept or record.operations):
             path = folder / "policy.toml"
             path.write_text(Policy.parse(record.suggested).to_toml(), encoding="utf-8")

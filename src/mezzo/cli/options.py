@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from mezzo.cli import completion
 from mezzo.cli.folders import check_folder
 from mezzo.cli.words import check_arguments
 from mezzo.errors import UsageError
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
     from mezzo.policy import Policy
 
 Target: TypeAlias = Annotated[
-    str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: the name of a module).")
+    str,
+    typer.Argument(
+        metavar="SCRIPT", autocompletion=completion.script, help="The training script (with -m: the name of a module)."
+    ),
 ]
 Arguments: TypeAlias = Annotated[
     list[str] | None,
@@ -59,6 +63,12 @@ LogTo: TypeAlias = Annotated[
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
 
+
+def policy_option(text: str) -> Any:
+    """Return the option of one policy with ``text`` as its help."""
+    return typer.Option(autocompletion=completion.policy, help=text)
+
+
 _LARGEST_SEED = 2**32 - 1
 
 
@@ -68,6 +78,13 @@ def asked_policy(text: str) -> Policy | None:
     from mezzo.records import AS_IS
 
     return None if text == AS_IS else Policy.of(text)
+
+
+def typed_name(text: str, policy: Policy | None) -> str:
+    """Return a policy as typed; empty if the record's own text is the same."""
+    from mezzo.launch.request import policy_text
+
+    return "" if text.strip() == policy_text(policy) else text.strip()
 
 
 def check_seed(seed: int | None) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mezzo.cli import options
 from mezzo.cli.script import Script, run_and_finish
+
+if TYPE_CHECKING:
+    from mezzo.launch.request import Request
+    from mezzo.records import AnyRecord
 
 
 def ranges(
@@ -15,8 +19,8 @@ def ranges(
     arguments: options.Arguments = None,
     policy: Annotated[
         str,
-        typer.Option(
-            help="Policy to judge: its formats, its initial loss scale and the modules that it keeps in FP32."
+        options.policy_option(
+            "Policy to judge: its formats, its initial loss scale and the modules that it keeps in FP32."
         ),
     ] = "fp16",
     steps: Annotated[
@@ -37,7 +41,13 @@ def ranges(
     from mezzo.policy import Policy
 
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
-    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=Policy.of(policy))
-    fp32 = Policy.parse("fp32")
-    record, stop = run_and_finish(script, observe_child, policy=fp32, name="ranges", observe=settings)
+    judged, fp32 = Policy.of(policy), Policy.parse("fp32")
+    settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=judged)
+
+    def run(request: Request) -> AnyRecord:
+        record = observe_child(request)
+        typed = options.typed_name(policy, judged)
+        return record.model_copy(update={"policy_typed": typed}) if record.kind == "ranges" else record
+
+    record, stop = run_and_finish(script, run, policy=fp32, name="ranges", observe=settings)
     raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "ranges" else 1))

@@ -11,14 +11,17 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import options, results
+from mezzo.cli import completion, options, results
 from mezzo.cli.folders import check_folder
 from mezzo.errors import UsageError
 
 
 def report(
     records: Annotated[
-        list[Path], typer.Argument(metavar="RECORD...", help="record.json files written by any command.")
+        list[Path],
+        typer.Argument(
+            metavar="RECORD...", autocompletion=completion.record, help="record.json files written by any command."
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write each page there instead of beside its record.")
@@ -53,8 +56,7 @@ def report(
             if as_json:
                 print(record.model_dump_json(indent=1))
                 continue
-            render(record, screen)
-            screen.print(f"report: {page}", soft_wrap=True)
+            render(record, screen, files=f"report: {page}")
         if together:
             render_together(compared, screen)
             screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)

@@ -104,8 +104,7 @@ def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool
     if after_script:
         print()  # the script may have left its last line open
     screen = console()
-    render(record, screen)
-    screen.print(files, soft_wrap=True)
+    render(record, screen, files=files)
 
 
 def note(text: str) -> None:

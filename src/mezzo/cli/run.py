@@ -18,7 +18,9 @@ def run(
     arguments: options.Arguments = None,
     policy: Annotated[
         str,
-        typer.Option(help="Precision policy: a name such as fp16, bf16, fp16-master or O2, a .toml file, or as-is."),
+        options.policy_option(
+            "Precision policy: a name such as fp16, bf16, fp16-master or O2, a .toml file, or as-is."
+        ),
     ] = "fp16",
     as_module: options.AsModule = False,
     seed: Annotated[int | None, typer.Option(help="Add this to every seed that the script sets.")] = None,
@@ -33,14 +35,22 @@ def run(
     output goes to standard error. In a distributed run (RANK is set), each process writes its own record, ranks
     above 0 to a folder ending in rankN.
     """
-    from mezzo.launch.request import policy_text
     from mezzo.launch.runner import run_child
 
     options.check_metric(metric)
     options.check_seed(seed)
     asked = options.asked_policy(policy)
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
-    record, stop = run_and_finish(script, run_child, policy=asked, name=policy_text(asked), seed=seed, metric=metric)
+    record, stop = run_and_finish(
+        script,
+        run_child,
+        policy=asked,
+        policy_typed=options.typed_name(policy, asked),
+        name=policy,
+        shows_progress=False,
+        seed=seed,
+        metric=metric,
+    )
     results.note_metric(record)
     ended = stop.stopped and record.exit_code > _SIGNALS  # otherwise the script ended itself
     raise typer.Exit(stop.exit_code if ended else record.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -12,6 +13,7 @@ import typer
 
 from mezzo.cli import results
 from mezzo.cli.folders import folder_of_rank
+from mezzo.cli.progress import shown
 from mezzo.cli.standins import stand_in_for
 from mezzo.cli.words import target_of, typed
 from mezzo.launch.process.command_signals import Stop, stoppable
@@ -77,7 +79,13 @@ class Script:
 
 
 def run_and_finish(
-    script: Script, run: Callable[[Request], R], *, policy: Policy | None, name: str, **asked: Any
+    script: Script,
+    run: Callable[[Request], R],
+    *,
+    policy: Policy | None,
+    name: str,
+    shows_progress: bool = True,
+    **asked: Any,
 ) -> tuple[R, Stop]:
     """Run a script that prints to the terminal, then write, report and print its record.
 
@@ -86,6 +94,7 @@ def run_and_finish(
         run: runs a request in child processes.
         policy: the policy to run under; None is the script's own precision.
         name: part of a new folder's name.
+        shows_progress: whether to show the progress of its runs on standard error.
         asked: more fields of the request.
 
     Returns:
@@ -95,6 +104,7 @@ def run_and_finish(
     folder = script.folder(name)
     request = script.request(policy, folder=folder, output_to_stderr=script.as_json, **asked)
     with stoppable() as stop:
-        record = run(request)
+        with shown() if shows_progress else nullcontext():
+            record = run(request)
         script.finish(record, folder, after_script=True)
     return record, stop

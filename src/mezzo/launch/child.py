@@ -24,6 +24,7 @@ from mezzo.launch.files_read import files_read
 from mezzo.launch.frameworks import Framework, training_in
 from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
+from mezzo.launch.progress import EVERY_S, reports_to
 from mezzo.launch.request import Request, policy_text
 from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
@@ -52,6 +53,8 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         train(request.policy, seed=request.seed, observe=request.observe) as training,
         watched as files,
     ):
+        if request.reports_progress:
+            training.report_to(reports_to(request.progress_file), every_s=EVERY_S)
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         exit_code, error = _run_script(request, reader)
@@ -72,6 +75,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             script_sha256=digest,
             framework=training.framework,
             policy=policy_text(request.policy),
+            policy_typed=request.policy_typed,
             explanation=training.explanation(),
             seed=request.seed,
             environment=training.environment().model_copy(update=shell),

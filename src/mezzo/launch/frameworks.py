@@ -23,6 +23,7 @@ from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 if TYPE_CHECKING:
+    from mezzo.measure.live import Report
     from mezzo.observe.observer import Observer  # imports torch
 
 Framework = Literal["torch", "keras", "paddle"]
@@ -45,6 +46,9 @@ class Training(Protocol):
     @property
     def observer(self) -> Observer | None:
         """The observer of the training; None if it is only recorded."""
+
+    def report_to(self, report: Report, *, every_s: float) -> None:
+        """Report the latest numbers that the host knows to ``report``, at the end of a step and at most every ``every_s`` seconds."""
 
     def close_update(self) -> None:
         """Close the update that is open when the script has ended."""

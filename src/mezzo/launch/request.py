@@ -53,6 +53,8 @@ class Request(BaseModel):
     stand_in: StandIn | None = None
     policy: Annotated[Policy | None, PlainValidator(_read), PlainSerializer(policy_text)]
     """None leaves the script's own precision alone. As JSON, it is the text that records carry."""
+    policy_typed: str = ""
+    """The policy as typed, if that was another name for it."""
     seed: int | None = None
     """Added to every seed that the script sets; None leaves seeds alone."""
     metric: str | None = None
@@ -66,6 +68,9 @@ class Request(BaseModel):
     """Unix time at which the run's comparison began, to record what it reads of other runs; None if it is part of none."""
     output_to_stderr: bool = False
     """Whether the script's standard output goes to standard error, because the command's own is JSON."""
+
+    reports_progress: bool = False
+    """Whether the child reports the latest step to ``progress_file``."""
 
     def packed(self) -> str:
         """Return the request as one command-line word: JSON, or the name of a file if that is too long for the system."""
@@ -85,3 +90,8 @@ class Request(BaseModel):
     def file(self) -> Path:
         """The file of a request that is too long for a word."""
         return Path(self.record_path).absolute().with_suffix(".request")
+
+    @property
+    def progress_file(self) -> Path:
+        """The file that the child reports its progress to."""
+        return Path(self.record_path).absolute().with_suffix(".progress")

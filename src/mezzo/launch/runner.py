@@ -21,6 +21,7 @@ from mezzo.errors import RecordError, ScriptError
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.process.fork_server import Starter, child_command
 from mezzo.launch.process.group import Guarded, Process
+from mezzo.launch.progress import followed
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
 from mezzo.records import AnyRecord, RunRecord, read_record, write_record
@@ -92,7 +93,7 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
 
 def _run(request: Request, output: Path | None, limit_s: float | None, stop: Stop) -> tuple[int, str]:
     """Run the child to its end; return the exit code, and the reason to record if the child wrote no record."""
-    with _sink(output) as sink:
+    with _sink(output) as sink, followed(request, passes_output=sink is None) as request:
         process = _started(request, sink)
         with stop.passing_to(process):
             stopped, returned = _wait(process, limit_s)
@@ -142,6 +143,7 @@ def _without_record(request: Request, exit_code: int, why: str) -> RunRecord:
         script_sha256="",
         framework=request.framework,
         policy=policy_text(request.policy),
+        policy_typed=request.policy_typed,
         seed=request.seed,
         environment=environment_without_torch(),
         exit_code=exit_code,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import SupportsFloat
 
 from mezzo.measure.apart import LossesApart, Owners
+from mezzo.measure.live import Reports
 from mezzo.records import Loss, Steps
 
 
@@ -28,6 +29,8 @@ class PlainSteps:
         self._open: list[SupportsFloat] = []
         self._apart: LossesApart[list[SupportsFloat]] = LossesApart(operator.add)
         self._started = self._now()
+        self.reports = Reports()
+        """Reports of the latest numbers while the script runs."""
 
     def __len__(self) -> int:
         return len(self._loss)
@@ -62,6 +65,8 @@ class PlainSteps:
         self._cpu_ms.append((now[1] - self._started[1]) * 1e3)
         self._apart.close(len(self._loss), made_by=made_by)
         self._open, self._started = [], now
+        if now[0] >= self.reports.due_s:
+            self.reports.send(now[0], loss=_on_host(self._loss[-1]), skipped=self._skipped)
 
     def steps(self, names: Mapping[int, str] | None = None) -> Steps:
         """Return every closed step; reads what is still on a device.
@@ -83,6 +88,11 @@ class PlainSteps:
     @staticmethod
     def _now() -> tuple[float, float]:
         return time.perf_counter(), time.process_time()
+
+
+def _on_host(losses: Sequence[SupportsFloat]) -> float | None:
+    """Return the sum of losses that are numbers already; None for a framework's scalars, which may be on a device."""
+    return _sum(losses) if all(isinstance(loss, (int, float)) for loss in losses) else None
 
 
 def _sum(losses: Sequence[SupportsFloat]) -> float:

@@ -45,8 +45,8 @@ class StepClock:
         else:
             self._ended = self._mark(None if ended is None else ended[2])
 
-    def close(self) -> None:
-        """Close the step at its last mark, or now."""
+    def close(self) -> float:
+        """Close the step at its last mark, or now; return that time by ``time.perf_counter``."""
         last, now = self._last, self._ended or self._mark()
         self._last, self._ended = now, None
         self._time_ms.append((now[0] - last[0]) * 1e3)
@@ -55,6 +55,7 @@ class StepClock:
             self._unread.append((len(self._time_ms) - 1, last, now))
             if len(self._unread) > _UNREAD and self._unread[0][2][2].query():
                 self._read_first()
+        return now[0]
 
     @property
     def cpu_ms(self) -> list[float]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mezzo.measure.apart import LossesApart, Owners
+from mezzo.measure.live import Reports
 from mezzo.measure.numbers import Kept, Numbers
 from mezzo.measure.plainsteps import known_scales
 from mezzo.measure.stepclock import StepClock
@@ -44,6 +45,8 @@ class StepRecorder:
         self.measures = True
         """Whether backward passes add to the open step; False while an optimizer re-evaluates its closure."""
         self.clock = StepClock()
+        self.reports = Reports()
+        """Reports of the latest numbers while the script runs."""
 
     def __len__(self) -> int:
         return self.num_closed
@@ -97,10 +100,12 @@ class StepRecorder:
         self._norm.append(self._open_norms)
         self._skipped.append(self._keep(skipped) if isinstance(skipped, Tensor) else skipped)
         self._scale.append(self._keep(scale) if isinstance(scale, Tensor) else scale)
-        self.clock.close()
+        ended_s = self.clock.close()
         self.num_closed += 1
         self.apart.close(self.num_closed, made_by=made_by)
         self._open_loss, self._open_norms, self._open_weight = (), (), 1.0
+        if ended_s >= self.reports.due_s:
+            self._send(ended_s)
 
     def turn(self, loss: Tensor, *, made_by: Owners) -> None:
         """Close a step that has no skip and no scale, and add the next one's first loss, as ``close`` and ``loss`` do.
@@ -116,13 +121,21 @@ class StepRecorder:
         self._norm.append(self._open_norms)
         self._skipped.append(False)
         self._scale.append(None)
-        self.clock.close()
+        ended_s = self.clock.close()
         self.num_closed += 1
+        if ended_s >= self.reports.due_s:
+            self._send(ended_s)
         value = loss.detach()
         numbers = self._numbers.get(value.device)
         kept = ((self._keep if numbers is None else numbers.keep)(value.sum() if value.dim() else value),)
         self.apart.turn(kept, self.num_closed, made_by=made_by)
         self._open_loss, self._open_norms, self._open_weight = kept, (), 1.0
+
+    def _send(self, ended_s: float) -> None:
+        losses = [kept.where.on_host(kept.number) for kept in self._loss[-1]]
+        known = [loss for loss in losses if loss is not None]
+        loss = self._weight[-1] * sum(known) if losses and len(known) == len(losses) else None
+        self.reports.send(ended_s, loss=loss, skipped=self._skipped)
 
     def finite_flags(self) -> Tensor:
         """Return, on their device, whether the last closed step's loss and gradient norm are finite; unknown ones count as finite."""

@@ -19,6 +19,7 @@ from mezzo.records.audit import Phase as Phase
 from mezzo.records.audit import Product as Product
 from mezzo.records.audit import RoundTrip as RoundTrip
 from mezzo.records.audit import WideProduct as WideProduct
+from mezzo.records.compare import FAILING as FAILING
 from mezzo.records.compare import CompareRecord as CompareRecord
 from mezzo.records.compare import Difference as Difference
 from mezzo.records.compare import Row as Row

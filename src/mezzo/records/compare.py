@@ -11,6 +11,8 @@ from mezzo.records.values import SCHEMA_VERSION, Environment, Value, WholeRecord
 Verdict: TypeAlias = Literal[
     "baseline", "equivalent", "different", "diverged", "stopped_learning", "undecided", "failed"
 ]
+FAILING: tuple[Verdict, ...] = ("different", "diverged", "stopped_learning", "undecided", "failed")
+"""Verdicts other than equivalent, on a policy that is not the baseline."""
 ScaleName: TypeAlias = Literal["absolute", "ratio", "proportion"]
 
 
@@ -43,6 +45,8 @@ class Row(Value):
     """One policy of a comparison, over the seeds that trained under both it and the baseline."""
 
     policy: str
+    policy_typed: str = ""
+    """The policy as typed, if that was another name for it."""
     num_runs: int
     num_failed: int = 0
     emulated: bool = False
@@ -69,6 +73,11 @@ class Row(Value):
     seeds_needed: int | None = None
     """For an undecided row: the seeds that would decide it with a probability of 80%; None if more than 1000."""
 
+    @property
+    def policy_shown(self) -> str:
+        """The policy's name for people: as they typed it."""
+        return self.policy_typed or self.policy
+
 
 class CompareRecord(WholeRecord):
     """A comparison of policies on one script, with every run behind it."""
@@ -91,3 +100,8 @@ class CompareRecord(WholeRecord):
         script = PurePath(self.runs[0].script).name if self.runs else "nothing"
         judged = [f"{row.policy} {row.verdict.replace('_', ' ')}" for row in self.rows if row.policy != self.baseline]
         return f"{script}: {', '.join(judged) or 'no other policy'}, beside {self.baseline}"
+
+    @property
+    def baseline_shown(self) -> str:
+        """The baseline's name for people: as they typed it."""
+        return next((row.policy_shown for row in self.rows if row.policy == self.baseline), self.baseline)

@@ -61,6 +61,8 @@ class FallbackRecord(WholeRecord):
     """The run in FP32 that all others are compared with."""
     policy: str
     """The policy that is judged."""
+    policy_typed: str = ""
+    """The policy as typed, if that was another name for it."""
     tolerance: float
     verdict: FallbackVerdict
     reason: str
@@ -70,8 +72,6 @@ class FallbackRecord(WholeRecord):
     """Operations, or families of them, to keep in FP32 wherever they run, if no set of modules helps; empty if these do not help either."""
     suggested: str = ""
     """The policy with them."""
-    next_steps: list[Reason] = []
-    """What to do if no set of modules was found; ``value`` is the command to type."""
     policy_file: str = ""
     fp32_share: float = 0.0
     """Share of the model's product FLOPs in them."""
@@ -96,3 +96,8 @@ class FallbackRecord(WholeRecord):
         return f"{PurePath(self.run.script).name} under {self.policy}: {self.verdict}" + (
             f", {kept} in fp32" if kept else ""
         )
+
+    @property
+    def policy_shown(self) -> str:
+        """The policy's name for people: as they typed it."""
+        return self.policy_typed or self.policy

@@ -136,6 +136,8 @@ class RangesRecord(WholeRecord):
     run: RunRecord
     policy: str
     """The policy under judgement; the script ran in FP32."""
+    policy_typed: str = ""
+    """The policy as typed, if that was another name for it."""
     format: str
     """The format of gradients under that policy."""
     steps_watched: list[int] = []
@@ -164,3 +166,8 @@ class RangesRecord(WholeRecord):
             )
         ends = [f"2^{end}" if end is not None else "any" for end in (window.lowest, window.highest)]
         return f"{script}: loss scales {ends[0]} to {ends[1]} fit {self.format}, begin with 2^{window.suggested}"
+
+    @property
+    def policy_shown(self) -> str:
+        """The policy's name for people: as they typed it."""
+        return self.policy_typed or self.policy

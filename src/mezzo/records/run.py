@@ -148,6 +148,8 @@ class RunRecord(WholeRecord):
     """What the script trains in, with versions: ``torch 2.13.0``, ``keras 3.15.1 on tensorflow 2.21.0``."""
     policy: str
     """A policy text, or ``as-is``."""
+    policy_typed: str = ""
+    """The policy as typed, if that was another name for it, as ``O1`` or ``kept.toml``."""
     explanation: list[Reason] = []
     seed: int | None = None
     environment: Environment
@@ -175,6 +177,11 @@ class RunRecord(WholeRecord):
     def summary(self) -> str:
         """The script, the policy, the losses and any error, in one line."""
         return f"{self.where}: {self.steps.summary}" + (f"; {self.error}" if self.error else "")
+
+    @property
+    def policy_shown(self) -> str:
+        """The policy's name for people: as they typed it."""
+        return self.policy_typed or self.policy
 
     @property
     def final_scale(self) -> float | None:

@@ -72,7 +72,12 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
         problems=_problems(record),
         kernels=_kernels(record),
         operations=_operations(record),
-        notes=[*_lowered(record), *sheets.facts(record.run.effective.left_alone), *sheets.facts(record.notes)],
+        notes=[
+            *sheets.name_meant(record.run),
+            *_lowered(record),
+            *sheets.facts(record.run.effective.left_alone),
+            *sheets.facts(record.notes),
+        ],
         environment=sheets.environment_facts(record.run.environment),
         command=sheets.command_text(record.run.command, record.run.environment),
     )
@@ -117,7 +122,7 @@ def _headline(record: AuditRecord, script: str) -> str:
     total = sum(record.flops_by_format.values())
     shares = sorted(record.flops_by_format.items(), key=lambda item: -item[1])
     words = [f"{fmt.share_text(flops / total)} {fmt.clean(form)}" for form, flops in shares] or ["no matrix product"]
-    policy, found = fmt.clean(record.run.policy), fmt.plural(len(record.findings), "finding")
+    policy, found = fmt.clean(record.run.policy_shown), fmt.plural(len(record.findings), "finding")
     nothing = f"; {policy} lowered nothing" if record.run.changed_nothing else ""
     return f"{which[0].upper()}{which[1:]} of {script} under {policy}: {', '.join(words)}{nothing}; {found}"
 

@@ -39,7 +39,7 @@ def loss_figure(runs: Sequence[RunRecord], *, colours: Mapping[str, str], name: 
     named: set[str] = set()
     traces = []
     for curve in drawn:
-        policy = curve.run.policy
+        policy = curve.run.policy_shown
         first = policy not in named
         named.add(policy)
         traces.append(_loss_line(curve, colour=colours[policy], limit=limit, first=first))
@@ -147,10 +147,10 @@ def scale_figure(runs: Sequence[RunRecord], *, colours: Mapping[str, str]) -> Fi
     named: set[str] = set()
     traces = []
     for run in scaled:
-        first = run.policy not in named
-        named.add(run.policy)
-        traces.append(_scale_line(run, colour=colours[run.policy], limit=limit, first=first))
-        traces += _skip_marks(run, colour=colours[run.policy], limit=limit)
+        first = run.policy_shown not in named
+        named.add(run.policy_shown)
+        traces.append(_scale_line(run, colour=colours[run.policy_shown], limit=limit, first=first))
+        traces += _skip_marks(run, colour=colours[run.policy_shown], limit=limit)
     axis = {"title": {"text": "loss scale"}, "tickprefix": "2<sup>", "ticksuffix": "</sup>"}
     axis |= _scale_range(scaled)
     return {"data": traces, "layout": _layout(runs, height=320, yaxis=axis)}
@@ -201,17 +201,17 @@ def _layout(runs: Sequence[RunRecord], *, height: int, yaxis: Figure) -> Figure:
     margin = max(0.5, 0.015 * num_steps)
     xaxis = {"title": {"text": "step"}, "range": [1 - margin, num_steps + margin]}
     layout = base_layout(height=height, xaxis=xaxis, yaxis=yaxis)
-    return layout | {"showlegend": len({run.policy for run in runs}) > 1}
+    return layout | {"showlegend": len({run.policy_shown for run in runs}) > 1}
 
 
 def _group(run: RunRecord, *, first: bool) -> Figure:
     # One legend entry per policy; a click on it toggles the lines of all its seeds.
-    return {"name": label(run.policy), "legendgroup": run.policy, "showlegend": first}
+    return {"name": label(run.policy_shown), "legendgroup": run.policy_shown, "showlegend": first}
 
 
 def _run_label(run: RunRecord) -> str:
     seed = "" if run.seed is None else f", seed {run.seed}"
-    return f"{label(run.policy)}{seed}".replace("%{", "% {")  # plotly would fill in %{...}
+    return f"{label(run.policy_shown)}{seed}".replace("%{", "% {")  # plotly would fill in %{...}
 
 
 def _is_scale(value: float) -> bool:

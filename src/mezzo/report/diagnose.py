@@ -88,7 +88,7 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
         fix_note=fmt.clean(record.fix_note),
         operands=[_operand(number, operand) for number, operand in enumerate(record.operands, 1)],
         trend=[_step(step, bad=step.step in record.bad_steps) for step in record.trend],
-        passes=[_pass(number, seen) for number, seen in enumerate(record.passes, 1)],
+        passes=[_pass(number, seen, record) for number, seen in enumerate(record.passes, 1)],
         notes=[*_skips(record), *_ran_in(record), *sheets.facts(record.notes)],
         normal=_NORMAL if record.num_skipped else "",
         findings=[finding_line(finding) for finding in record.run.findings],
@@ -116,7 +116,7 @@ def _untried(record: DiagnoseRecord) -> str:
     """Return that a policy under which nothing is wrong lowered nothing; nothing to say where it did."""
     if not record.run.changed_nothing:
         return ""
-    policy = fmt.clean(record.run.policy)
+    policy = fmt.clean(record.run.policy_shown)
     return f"but this says nothing of {policy}, which changed nothing: {sheets.ran_text(record.run)}"
 
 
@@ -130,7 +130,7 @@ def _ran_in(record: DiagnoseRecord) -> list[Fact]:
 
 
 def _headline(record: DiagnoseRecord, script: str) -> str:
-    policy = fmt.clean(record.run.policy)
+    policy = fmt.clean(record.run.policy_shown)
     count = fmt.plural(len(record.run.steps), "step")
     if record.verdict == "healthy" and record.run.changed_nothing:
         return f"{script} under {policy}: every value is finite in {count}, but {policy} lowered nothing"
@@ -195,9 +195,10 @@ def _step(step: TrendStep, *, bad: bool) -> StepLine:
     )
 
 
-def _pass(number: int, seen: Pass) -> Fact:
+def _pass(number: int, seen: Pass, record: DiagnoseRecord) -> Fact:
+    typed = record.run.policy_typed if seen.policy == record.run.policy else ""
     watched = f"operations inspected in {fmt.plural(len(seen.watched), 'step')}"
-    value = f"{fmt.clean(seen.policy)}, {fmt.plural(seen.num_steps, 'step')}"
+    value = f"{fmt.policy_text(seen.policy, typed)}, {fmt.plural(seen.num_steps, 'step')}"
     return Fact(
         what=f"run {number}",
         value=value,

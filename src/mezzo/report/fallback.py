@@ -44,7 +44,6 @@ class FallbackSheet:
     suggested: str
     policy_file: str
     facts: list[Fact]
-    next_steps: list[Fact]
     modules: Grid
     """The most suspect first."""
     verifications: Grid
@@ -69,7 +68,6 @@ def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
         suggested=fmt.clean(record.suggested) if record.kept or record.operations else "",
         policy_file=fmt.clean(record.policy_file),
         facts=_facts(record),
-        next_steps=sheets.facts(record.next_steps),
         modules=_modules(record.modules),
         verifications=_verifications(record.verifications),
         ignored=sheets.facts(record.ignored),
@@ -158,7 +156,7 @@ def error_text(error: float | None) -> str:
 
 
 def _headline(record: FallbackRecord, script: str) -> str:
-    policy = fmt.clean(record.policy)
+    policy = fmt.clean(record.policy_shown)
     if record.operations:
         named = ", ".join(map(fmt.clean, record.operations))
         return f"FP32 in the modules of {script} does not help under {policy}; FP32 in these operations does: {named}"
@@ -179,6 +177,7 @@ def _facts(record: FallbackRecord) -> list[Fact]:
     named = ", ".join(map(fmt.clean, record.kept[:_NAMED]))
     more = f" and {len(record.kept) - _NAMED} more" if len(record.kept) > _NAMED else ""
     found = [
+        ("policy", fmt.policy_text(record.policy, record.policy_typed) if record.policy_typed else ""),
         ("keep in FP32", named + more),
         ("operations in FP32", ", ".join(map(fmt.clean, record.operations))),
         ("largest error before", error_text(record.error_before) if record.error_before is not None else ""),

@@ -25,8 +25,8 @@ class Plot:
 
 def compare_plots(record: CompareRecord) -> list[Plot]:
     """Return the plots of a comparison in reading order."""
-    timed = [_timed(record, row.policy, emulated=row.emulated) for row in record.rows]
-    memory = {row.policy: row.memory for row in record.rows}
+    timed = [_timed(record, row.policy_shown, emulated=row.emulated) for row in record.rows]
+    memory = {row.policy_shown: row.memory for row in record.rows}
     colours = compare_colours(record)
     return _plots(record.runs, memory=memory, timed=timed, colours=colours)
 
@@ -34,20 +34,20 @@ def compare_plots(record: CompareRecord) -> list[Plot]:
 def run_plots(record: RunRecord) -> list[Plot]:
     """Return the plots of one run."""
     emulated = record.effective.emulated
-    timed = Timed(policy=record.policy, times_ms=record.steps.time_ms, emulated=emulated)
-    colours = {record.policy: POLICY_COLOURS[1]}
-    memory = {record.policy: record.memory}
+    timed = Timed(policy=record.policy_shown, times_ms=record.steps.time_ms, emulated=emulated)
+    colours = {record.policy_shown: POLICY_COLOURS[1]}
+    memory = {record.policy_shown: record.memory}
     return _plots([record], memory=memory, timed=[timed], colours=colours)
 
 
 def compare_colours(record: CompareRecord) -> dict[str, str]:
     """Return the colour of each policy of a comparison."""
-    named = [row.policy for row in record.rows] + [run.policy for run in record.runs]
+    named = [row.policy_shown for row in record.rows] + [run.policy_shown for run in record.runs]
     return policy_colours(list(dict.fromkeys(named)))
 
 
 def _timed(record: CompareRecord, policy: str, *, emulated: bool) -> Timed:
-    runs = [run for run in record.runs if run.policy == policy]
+    runs = [run for run in record.runs if run.policy_shown == policy]
     times = [time for run in runs for time in run.steps.time_ms]
     return Timed(policy=policy, times_ms=times, emulated=emulated)
 
@@ -60,7 +60,7 @@ def _plots(
     colours: Mapping[str, str],
 ) -> list[Plot]:
     order = list(colours)
-    in_order = sorted(runs, key=lambda run: order.index(run.policy))
+    in_order = sorted(runs, key=lambda run: order.index(run.policy_shown))
     scale = scale_figure(in_order, colours=colours)
     bars = memory_figure(memory)
     times = time_figure(timed, colours=colours)

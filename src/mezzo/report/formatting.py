@@ -28,6 +28,11 @@ def _controls(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf", "Cs")
 
 
+def policy_text(policy: str, typed: str) -> str:
+    """Return a policy as it was typed, with what that stands for if that is another text."""
+    return f"{clean(typed)} ({clean(policy)})" if typed else clean(policy)
+
+
 def number_text(value: float | None, *, digits: int = 4) -> str:
     """Return ``value`` with ``digits`` significant digits, or its name if it is not finite."""
     if value is None:

@@ -15,6 +15,7 @@ from markupsafe import Markup, escape
 from mezzo.records import AnyRecord, CompareRecord
 from mezzo.records.files import write_whole
 from mezzo.report.figures import Plot
+from mezzo.report.next_steps import NextStep, next_steps
 from mezzo.report.together import together_sheet
 from mezzo.report.views import VIEWS
 
@@ -24,7 +25,7 @@ _JSON = {"allow_nan": False, "separators": (",", ":")}
 def render_html(record: AnyRecord) -> str:
     """Return ``record`` as one page."""
     view = VIEWS[record.kind]
-    return _page(record.kind, view.sheet(record), view.plots(record))
+    return _page(record.kind, view.sheet(record), view.plots(record), next_steps(record))
 
 
 def write_html(record: AnyRecord, path: Path) -> None:
@@ -37,11 +38,11 @@ def write_together(records: Sequence[CompareRecord], path: Path) -> None:
     write_whole(_page("together", together_sheet(records)), path)
 
 
-def _page(kind: str, sheet: Any, plots: Sequence[Plot] = ()) -> str:
+def _page(kind: str, sheet: Any, plots: Sequence[Plot] = (), steps: Sequence[NextStep] = ()) -> str:
     drawn = {plot.name: plot.figure for plot in plots if plot.figure is not None}
     library = _plotly_js() if drawn else ""
     template = _environment().get_template(f"{kind}.html")
-    return template.render(kind=kind, sheet=sheet, plots=plots, drawn=drawn, library=library)
+    return template.render(kind=kind, sheet=sheet, plots=plots, drawn=drawn, library=library, next_steps=steps)
 
 
 @cache

@@ -148,7 +148,7 @@ def _headline(record: RangesRecord, window: ScaleWindow | None, script: str) -> 
         return f"{script} failed before a step could be watched"
     if window is None or window.lowest is None:
         if any(t.kind in GRADIENTS and t.kept_fp32 and t.histogram.nonzero for t in record.tensors):
-            return f"{fmt.clean(record.policy)} keeps every gradient of {script} in FP32: there is none to scale"
+            return f"{fmt.clean(record.policy_shown)} keeps every gradient of {script} in FP32: there is none to scale"
         return f"Every gradient of {script} is zero"
     if window.empty:
         return f"No loss scale fits the {form} gradients of {script}"
@@ -170,10 +170,10 @@ def _details(record: RangesRecord, window: ScaleWindow | None) -> str:
 
 
 def _method(record: RangesRecord) -> str:
-    steps = record.steps_watched
+    steps, policy = record.steps_watched, fmt.policy_text(record.policy, record.policy_typed)
     which = fmt.plural(len(steps), "step") + (f" ({steps[0]} to {steps[-1]})" if len(steps) > 1 else "")
     return (
-        f"Counted in FP32 on {which}, judged for {fmt.clean(record.policy)}. In a window nothing overflows and at most "
+        f"Counted in FP32 on {which}, judged for {policy}. In a window nothing overflows and at most "
         f"{fmt.share_text(record.little)} of the non-zero gradient values become zero."
     )
 

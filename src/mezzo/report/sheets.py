@@ -128,7 +128,7 @@ SHARE_COLOURS = ("#98a1b0", "#4f86f7", "#e8893a", "#3fae8f", "#a974e6", "#e0637c
 def run_sheet(record: RunRecord) -> RunSheet:
     """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.script).name)
-    policy = fmt.clean(record.policy)
+    policy = fmt.clean(record.policy_shown)
     share_by_format = record.effective.share_by_format
     return RunSheet(
         title=f"{script} under {policy}",
@@ -137,8 +137,8 @@ def run_sheet(record: RunRecord) -> RunSheet:
         headline=_run_headline(record, script=script, policy=policy),
         error=error_text(record),
         facts=_run_facts(record),
-        explanation=facts(record.explanation),
-        memory=memory_lines([(record.policy, record.memory)]),
+        explanation=explained(record),
+        memory=memory_lines([(record.policy_shown, record.memory)]),
         shares=shares(share_by_format, formats=sorted(share_by_format, key=share_by_format.__getitem__)),
         shares_note=shares_note(record),
         left_alone=facts(record.effective.left_alone),
@@ -163,6 +163,19 @@ def doctor_sheet(record: DoctorRecord) -> DoctorSheet:
 def facts(reasons: Sequence[Reason]) -> list[Fact]:
     """Return reasons as lines of a table."""
     return [Fact(what=fmt.clean(r.what), value=fmt.clean(r.value), reason=fmt.clean(r.reason)) for r in reasons]
+
+
+def explained(record: RunRecord) -> list[Fact]:
+    """Return what the policy of a run does, and first what its name stands for."""
+    return [*name_meant(record), *facts(record.explanation)]
+
+
+def name_meant(record: RunRecord) -> list[Fact]:
+    """Return what the name stands for that was typed for a run's policy; nothing if it was the policy's own."""
+    if not record.policy_typed:
+        return []
+    why = f"{fmt.clean(record.policy_typed)} stands for it"
+    return [Fact(what="policy", value=fmt.clean(record.policy), reason=why)]
 
 
 def environment_facts(environment: Environment, *, framework: str = "") -> list[Fact]:
@@ -234,17 +247,18 @@ def shares_note(*runs: RunRecord) -> str:
         return note
     some = _policies(run for run in counted if run.effective.lowered and not run.effective.emulated)
     under = f"Under {fmt.listed(emulated)} the" if some else "The"
-    return f"{note} {under} lower formats were emulated: rounded to the format, multiplied in a wider one."
+    how = "emulated (rounded to the format, multiplied in a wider one): times say nothing about a speed-up"
+    return f"{note} {under} lower formats were {how}."
 
 
 def _policies(runs: Iterable[RunRecord]) -> list[str]:
-    return list(dict.fromkeys(fmt.clean(run.policy) for run in runs))
+    return list(dict.fromkeys(fmt.clean(run.policy_shown) for run in runs))
 
 
 def run_line(record: RunRecord) -> RunLine:
     """Return ``record`` as a row of a table."""
     return RunLine(
-        policy=fmt.clean(record.policy),
+        policy=fmt.clean(record.policy_shown),
         seed=fmt.MISSING if record.seed is None else str(record.seed),
         steps=str(len(record.steps)),
         final_loss=final_loss_text(record),

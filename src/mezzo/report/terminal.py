@@ -15,6 +15,7 @@ from mezzo.report.audit import AuditSheet, Grid
 from mezzo.report.diagnose import DiagnoseSheet
 from mezzo.report.fallback import FallbackSheet
 from mezzo.report.findings import FindingLine
+from mezzo.report.next_steps import NextStep
 from mezzo.report.ranges import RangesSheet, TensorLine
 from mezzo.report.sheets import DoctorSheet, Fact, MemoryLine, RunSheet, Share
 from mezzo.report.together import TogetherSheet
@@ -33,12 +34,22 @@ _FAINT = "dim"
 _SHOWN_ROWS = 8
 
 
-def print_framed(sheet: Any, body: Callable[[Any, Console], None], console: Console) -> None:
-    """Print the frame that every kind of record shares around the ``body`` of its own kind."""
+def print_framed(
+    sheet: Any,
+    body: Callable[[Any, Console], None],
+    console: Console,
+    *,
+    files: str = "",
+    steps: Sequence[NextStep] = (),
+) -> None:
+    """Print the frame that every kind of record shares around the ``body`` of its own kind; ``files`` says where they are."""
     _line(console, sheet.headline, style=_HEADING)
     body(sheet, console)
     _section(console, "Environment", _fact_table(sheet.environment))
     _command(console, sheet.command)
+    if files:
+        console.print(Text(files), soft_wrap=True)
+    _next(console, steps)
 
 
 def print_together(sheet: TogetherSheet, console: Console) -> None:
@@ -133,7 +144,8 @@ def _grid(grid: Grid, *, shown: int = 1000) -> Table | None:
     for row in grid.rows[:shown]:
         table.add_row(*map(Text, row))
     if len(grid.rows) > shown:
-        table.add_row(Text(f"and {len(grid.rows) - shown} more: see the report", style=_FAINT))
+        table.caption = Text(f"and {len(grid.rows) - shown} more: see the report", style=_FAINT)
+        table.caption_justify = "left"
     return table
 
 
@@ -164,7 +176,6 @@ def print_fallback(sheet: FallbackSheet, console: Console) -> None:
     _line(console, f"{sheet.verdict}: {sheet.reason}", style=_STYLES[sheet.tone])
     _error(console, sheet.error)
     _section(console, "Result", _fact_table(sheet.facts))
-    _section(console, "What to do next", _fact_table(sheet.next_steps))
     _section(console, "Modules on their own, most suspect first", _grid(sheet.modules, shown=_SHOWN_ROWS))
     _section(console, "Verifications", _grid(sheet.verifications))
     _section(console, "Not judged", _fact_table(sheet.ignored[:_SHOWN_ROWS]))
@@ -327,6 +338,13 @@ def _command(console: Console, command: str) -> None:
         console.print()
         _line(console, "Reproduce", style=_HEADING)
         console.print(Text(f"  {command}"), soft_wrap=True)  # a wrapped command cannot be pasted
+
+
+def _next(console: Console, steps: Sequence[NextStep]) -> None:
+    for number, step in enumerate(steps):
+        console.print()
+        console.print(Text.assemble(("Or: " if number else "Next: ", _HEADING), step.why))
+        console.print(Text(f"  {step.command}"), soft_wrap=True)
 
 
 def _error(console: Console, text: str) -> None:

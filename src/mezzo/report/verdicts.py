@@ -98,10 +98,10 @@ class CompareSheet:
 def compare_sheet(record: CompareRecord) -> CompareSheet:
     """Return the sheet of ``record``."""
     script = record.runs[0].script if record.runs else ""
-    policies = fmt.listed([fmt.clean(row.policy) for row in record.rows] or ["no policy"])
+    policies = fmt.listed([fmt.clean(row.policy_shown) for row in record.rows] or ["no policy"])
     headline, details = _headline(record)
     names = list(dict.fromkeys(name for row in record.rows for name in row.losses))
-    colours = policy_colours([row.policy for row in record.rows])
+    colours = policy_colours([row.policy_shown for row in record.rows])
     return CompareSheet(
         title=f"{fmt.clean(PurePath(script).name) or 'comparison'}: {policies}",
         script=fmt.clean(script),
@@ -110,8 +110,8 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         method=_method(record),
         loss_heads=[f"final {fmt.loss_title(name)}" for name in names] or ["final loss"],
         metric_name=_metric_name(record),
-        lines=[_verdict_line(row, names, colour=colours[row.policy]) for row in record.rows],
-        memory=sheets.memory_lines([(row.policy, row.memory) for row in record.rows]),
+        lines=[_verdict_line(row, names, colour=colours[row.policy_shown]) for row in record.rows],
+        memory=sheets.memory_lines([(row.policy_shown, row.memory) for row in record.rows]),
         effective=_effective(record),
         effective_note=sheets.shares_note(*record.runs),
         runs=[sheets.run_line(run) for run in record.runs],
@@ -129,7 +129,7 @@ def framework_of(record: CompareRecord) -> str:
 
 def runs_of(record: CompareRecord, policy: str) -> list[RunRecord]:
     """Return the runs of ``policy``."""
-    return [run for run in record.runs if run.policy == policy]
+    return [run for run in record.runs if run.policy_shown == policy]
 
 
 def verdict_text(verdict: str) -> str:
@@ -149,21 +149,21 @@ def _headline(record: CompareRecord) -> tuple[str, str]:
             f"{fmt.clean(shared.written_by)} had written. Give each run a path of its own: {{run}} in the script's arguments "
             "becomes the run's name, as in --output_dir out/{run}.",
         )
-    baseline = fmt.clean(record.baseline)
+    baseline = fmt.clean(record.baseline_shown)
     equal = [row for row in others if row.verdict == "equivalent"]
     lead = _equal_sentence(equal, baseline) if equal else f"No policy is shown to train like {baseline}."
     rest = [
         _named(others, "different", f"to another result than {baseline}", one="trains", many="train"),
         _named(others, "diverged", "", one="diverged", many="diverged"),
         _named(others, "stopped_learning", "", one="stopped learning", many="stopped learning"),
-        *(f"{fmt.clean(row.policy)} failed{_in_how_many(row)}." for row in others if row.verdict == "failed"),
+        *(f"{fmt.clean(row.policy_shown)} failed{_in_how_many(row)}." for row in others if row.verdict == "failed"),
         _named(others, "undecided", "", one="is undecided", many="are undecided"),
     ]
     return lead, " ".join(sentence for sentence in rest if sentence)
 
 
 def _named(rows: Sequence[Row], verdict: str, tail: str, *, one: str, many: str) -> str:
-    names = [fmt.clean(row.policy) for row in rows if row.verdict == verdict]
+    names = [fmt.clean(row.policy_shown) for row in rows if row.verdict == verdict]
     if not names:
         return ""
     return f"{fmt.listed(names)} {one if len(names) == 1 else many} {tail}".strip() + "."
@@ -174,7 +174,7 @@ def _in_how_many(row: Row) -> str:
 
 
 def _equal_sentence(rows: Sequence[Row], baseline: str) -> str:
-    names = fmt.listed([fmt.clean(row.policy) for row in rows])
+    names = fmt.listed([fmt.clean(row.policy_shown) for row in rows])
     verb = "trains" if len(rows) == 1 else "train"
     return f"{names} {verb} like {baseline}{_speed_clause(rows)}."
 
@@ -187,15 +187,15 @@ def _speed_clause(rows: Sequence[Row]) -> str:
     slower = [row for row in timed if row.speedup_high is not None and row.speedup_high < 1]
     if faster:
         best = max(faster, key=lambda row: row.speedup or 0.0)
-        return f", {_speed(best)}" if len(rows) == 1 else f"; {fmt.clean(best.policy)} is fastest, {_speed(best)}"
+        return f", {_speed(best)}" if len(rows) == 1 else f"; {fmt.clean(best.policy_shown)} is fastest, {_speed(best)}"
     rest = "; no speed is claimed for emulated formats" if any(row.emulated for row in rows) else ""
     if len(slower) == len(timed):
         worst = min(slower, key=lambda row: row.speedup or 0.0)
         if rest:
-            return f"; {fmt.clean(worst.policy)} is slower, {_speed(worst)}{rest}"
-        return ", but slower, " + ("" if len(rows) == 1 else f"{fmt.clean(worst.policy)} most: ") + _speed(worst)
+            return f"; {fmt.clean(worst.policy_shown)} is slower, {_speed(worst)}{rest}"
+        return ", but slower, " + ("" if len(rows) == 1 else f"{fmt.clean(worst.policy_shown)} most: ") + _speed(worst)
     if rest:
-        measured = fmt.listed([fmt.clean(row.policy) for row in timed])
+        measured = fmt.listed([fmt.clean(row.policy_shown) for row in timed])
         verb = "is" if len(timed) == 1 else "are"
         return f"; {measured} {verb} not measurably faster{rest}"
     return ", but not measurably faster"
@@ -207,12 +207,22 @@ def _speed(row: Row) -> str:
 
 def _method(record: CompareRecord) -> str:
     num_seeds = max((row.num_runs for row in record.rows), default=0)
+    baseline = fmt.clean(record.baseline_shown)
     percent = fmt.number_text(100 * record.margin)
     return (
         "Equivalent means that the difference is shown (two one-sided tests, 5% in all) to lie within a margin: "
-        f"{percent}% of {fmt.clean(record.baseline)}'s final loss, h = {fmt.number_text(record.margin)} for a proportion, or its own "
-        f"seed-to-seed spread where that is wider. {fmt.plural(num_seeds, 'seed')} a policy, paired with {fmt.clean(record.baseline)}."
+        f"{percent}% of {baseline}'s final loss, h = {fmt.number_text(record.margin)} for a proportion, or its own "
+        f"seed-to-seed spread where that is wider. {fmt.plural(num_seeds, 'seed')} a policy, paired with {baseline}."
+        f"{_stand_for(record)}"
     )
+
+
+def _stand_for(record: CompareRecord) -> str:
+    """Return what the names stand for that were typed for policies."""
+    names = [
+        f"{fmt.clean(row.policy_typed)} stands for {fmt.clean(row.policy)}" for row in record.rows if row.policy_typed
+    ]
+    return f" {fmt.listed(names)}." if names else ""
 
 
 def _metric_name(record: CompareRecord) -> str:
@@ -226,7 +236,7 @@ def _verdict_line(row: Row, names: Sequence[str], *, colour: str) -> VerdictLine
     is_baseline = row.verdict == "baseline"
     losses = [row.losses.get(name) for name in names] if names else [row.loss]
     return VerdictLine(
-        policy=fmt.clean(row.policy),
+        policy=fmt.clean(row.policy_shown),
         colour=colour,
         verdict=verdict_text(row.verdict),
         tone=VERDICT_TONES[row.verdict],
@@ -261,10 +271,10 @@ def _effective(record: CompareRecord) -> list[EffectiveLine]:
     formats = list(dict.fromkeys(name for row in record.rows for name in row.share_by_format))
     return [
         EffectiveLine(
-            policy=fmt.clean(row.policy),
+            policy=fmt.clean(row.policy_shown),
             emulated=row.emulated,
             shares=sheets.shares(row.share_by_format, formats=formats),
-            left_alone=_left_alone(runs_of(record, row.policy)),
+            left_alone=_left_alone(runs_of(record, row.policy_shown)),
         )
         for row in record.rows
     ]
@@ -278,7 +288,7 @@ def _left_alone(runs: Sequence[RunRecord]) -> list[Fact]:
 def _explanations(record: CompareRecord) -> list[Explanation]:
     found: dict[str, Explanation] = {}
     for run in record.runs:
-        if run.explanation and run.policy not in found:
-            lines = sheets.facts(run.explanation)
-            found[run.policy] = Explanation(policy=fmt.clean(run.policy), facts=lines)
+        if run.explanation and run.policy_shown not in found:
+            lines = sheets.explained(run)
+            found[run.policy_shown] = Explanation(policy=fmt.clean(run.policy_shown), facts=lines)
     return list(found.values())

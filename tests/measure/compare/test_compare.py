@@ -53,7 +53,7 @@ many = settings(max_examples=60, deadline=None)
             [1.015],
             "undecided",
             "loss 1.015 against 1 (+1.5%), to be judged by a margin of 2%"
-            "; one seed has no spread to judge a difference by: run it again with --seeds 3",
+            "; one seed has no spread to judge a difference by",
         ),
         ([1.0], "equivalent", "every step's loss is identical to fp32's"),
         ([1.0, 1.0, 1.0], "equivalent", "every step's loss is identical to fp32's"),
@@ -422,7 +422,6 @@ def test_a_policy_under_which_nothing_was_lowered_shows_nothing_of_it(
 
 
 EMULATED = Effective(flops_by_format={"bf16": 3, "fp32": 1}, emulated=True)
-EMULATED_NOTE = "its formats are emulated here, so its times say nothing about a speed-up"
 
 
 def test_an_emulated_row_claims_no_speed() -> None:
@@ -430,8 +429,7 @@ def test_an_emulated_row_claims_no_speed() -> None:
     base, row = judge(timed("fp32", [8.0, 8.0]) + half).rows
     assert (base.emulated, row.emulated) == (False, True)
     assert times_of(row) == (2.0, None, None, None)
-    assert row.reason.endswith(f"; {EMULATED_NOTE}")
-    assert EMULATED_NOTE not in base.reason
+    assert "slower" not in row.reason
 
 
 def test_no_row_claims_speed_over_an_emulated_baseline() -> None:

@@ -16,6 +16,7 @@ import mezzo
 from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.observe.fallback.find import default_tolerance
 from mezzo.policy import Policy
+from mezzo.report.next_steps import next_steps
 
 pytestmark = pytest.mark.usefixtures("slow_backward_way")
 
@@ -201,7 +202,7 @@ def test_a_fault_outside_every_module_with_a_name() -> None:
     assert "with matmul in FP32 wherever they run it passes" in record.reason
     passed = [t for t in record.verifications if t.operations == ["matmul"]]
     assert [t.passed for t in passed] == [True]
-    assert [step.what for step in record.next_steps] == ["find the operation", "or give it a name"]
+    assert [step.command for step in next_steps(record)] == ['mezzo.diagnose(train, policy="fp16:fp32=matmul")']
     assert mezzo.fallback(trainer(Outside({}, blocks=1)), policy=record.suggested).verdict == "not needed"
 
 
@@ -215,10 +216,10 @@ def test_what_to_do_where_neither_modules_nor_operations_help() -> None:
     record = mezzo.fallback(trainer(Rounded({}, blocks=1)))
     assert (record.verdict, record.kept, record.operations) == ("elsewhere", [], [])
     assert "nor does any operation in FP32 help" in record.reason
-    assert [(step.what, step.value.split("(")[0]) for step in record.next_steps] == [
-        ("find the operation", "mezzo.diagnose"),
-        ("try BF16", "mezzo.fallback"),
-        ("or give it a name", "put that operation into a module of its own"),
+    assert [step.command for step in next_steps(record)] == [
+        'mezzo.diagnose(train, policy="fp16")',
+        'mezzo.fallback(train, policy="bf16")',
+        'mezzo.fallback(train, policy="fp16")',
     ]
     assert record.suggested == "fp16"
 

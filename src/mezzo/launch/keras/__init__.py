@@ -20,6 +20,7 @@ from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
 from mezzo.measure.environment import environment, environment_without_torch, package_version
+from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
@@ -110,6 +111,10 @@ class KerasTraining:
         if self._run.backend is not None:
             self._run.backend.collect()
         return len(self._run.steps)
+
+    def report_to(self, report: Report, *, every_s: float) -> None:
+        """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
+        self._run.steps.reports.begin(report, every_s=every_s)
 
     def close_update(self) -> None:
         """Read the steps not read yet."""

@@ -20,6 +20,7 @@ from mezzo.launch.paddle.state import PaddleRun, this_device
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
+from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
@@ -69,6 +70,10 @@ class PaddleTraining:
     def num_updates(self) -> int:
         """The number of updates, including the open one."""
         return self._run.num_updates
+
+    def report_to(self, report: Report, *, every_s: float) -> None:
+        """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
+        self._run.steps.reports.begin(report, every_s=every_s)
 
     def close_update(self) -> None:
         """Close the update that is open."""

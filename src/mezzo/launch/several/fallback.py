@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -45,12 +44,7 @@ def fallback_of_script(
         measure = _Children(request, runs)
         policy = request.policy
         assert policy is not None
-
-        def command(kind: str, under: str) -> str:
-            module = ["-m"] if request.kind == "module" else []
-            return shlex.join(["mezzo", kind, "--policy", under, *module, request.target, *request.arguments])
-
-        return find(measure, policy, folder=str(runs), tolerance=tolerance, command=command, fresh=fresh, note=note)
+        return find(measure, policy, folder=str(runs), tolerance=tolerance, fresh=fresh, note=note)
     finally:
         for gradients in runs.glob("*.pt"):
             gradients.unlink()
@@ -67,6 +61,7 @@ class _Children:
         request = self._request.model_copy(
             update={
                 "policy": policy,
+                "policy_typed": "",
                 "observe": settings,
                 "record_path": str(self._folder / f"{settings.name}.record.json"),
             }

@@ -41,13 +41,16 @@ _SETTLING = 16
 Child = Callable[..., RunRecord]
 
 
-def diagnose_script(request: Request, *, steps: int, child: Child = run_child) -> DiagnoseRecord | RunRecord:
+def diagnose_script(
+    request: Request, *, steps: int, child: Child = run_child, note: Callable[[str], None] = lambda _: None
+) -> DiagnoseRecord | RunRecord:
     """Run the script of ``request`` until it is known where its first value that left its format comes from, and what helps.
 
     Args:
         request: what to run; what to observe is set here.
         steps: how many training steps to watch at most.
         child: runs a request; returns its record, and leaves its evidence where the request's settings say.
+        note: is told why the script runs again.
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) < 2
     watched = inspected(steps) if alone else tuple(range(1, steps + 1))
@@ -64,6 +67,8 @@ def diagnose_script(request: Request, *, steps: int, child: Child = run_child) -
             if runs and stop.stopped:
                 untried = "the search was interrupted"
                 break
+            if runs:
+                note(f"the script runs again, {asked.reason}")
             runs.append(_ran(asked, request, len(runs) + 1, child, stop))
             asked = _from_start(next_run(runs), runs[0]) if alone else None
     first = runs[0]
@@ -81,7 +86,8 @@ def inspected(last: int) -> tuple[int, ...]:
 def _ran(asked: ScriptRun, request: Request, number: int, child: Child, stop: Stop) -> ScriptRun:
     """Run the script; what it prints from the second time on goes to a file beside the record."""
     path, output = Path(request.record_path), None
-    update: dict[str, Any] = {"policy": asked.policy}
+    typed = request.policy_typed if asked.policy == request.policy else ""
+    update: dict[str, Any] = {"policy": asked.policy, "policy_typed": typed}
     if number > 1:
         path, output = path.with_name(f"pass{number}.json"), path.with_name(f"pass{number}.log")
         update |= {"output_to_stderr": False, "record_path": str(path)}

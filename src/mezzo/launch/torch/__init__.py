@@ -24,6 +24,7 @@ from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.updates import Updates
 from mezzo.measure.environment import environment
+from mezzo.measure.live import Report
 from mezzo.observe.observer import Observer, StopScript
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
@@ -106,6 +107,10 @@ class TorchTraining:
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Count the updates of optimizers created before the training began."""
         self._run.optimizers.update(dict.fromkeys(optimizers))
+
+    def report_to(self, report: Report, *, every_s: float) -> None:
+        """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
+        self._run.recorder.reports.begin(report, every_s=every_s)
 
     def close_update(self) -> None:
         """Close the update that is open."""

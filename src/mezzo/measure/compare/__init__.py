@@ -76,6 +76,7 @@ def _row(group: Group, *, base: Baseline) -> Row:
     judged = judge(group, base=base)
     row = Row(
         policy=group.policy,
+        policy_typed=group.name if group.name != group.policy else "",
         num_runs=group.num_runs,
         num_failed=len(group.failed),
         verdict=judged.verdict,
@@ -85,9 +86,7 @@ def _row(group: Group, *, base: Baseline) -> Row:
     if not group.trained:
         return row
     facts = _facts(group, base=base)
-    notes = [] if group is base.group or judged.is_void else cost_notes(facts, baseline=base.group.policy)
-    if facts["emulated"]:
-        notes.append("its formats are emulated here, so its times say nothing about a speed-up")
+    notes = [] if group is base.group or judged.is_void else cost_notes(facts, baseline=base.group.name)
     return row.model_copy(update=facts | _compared(judged) | {"reason": "; ".join([*judged.reasons, *notes])})
 
 

@@ -43,7 +43,7 @@ class Baseline:
             name: Learning([Course(losses) for losses in known if losses and not_finite(losses, name=name) is None])
             for name, known in series.items()
         }
-        ways = {key: way for key, run in trained.items() if (way := _way(run, None, learning, baseline=group.policy))}
+        ways = {key: way for key, run in trained.items() if (way := _way(run, None, learning, baseline=group.name))}
         return cls(
             group=group,
             margin=margin,
@@ -59,7 +59,7 @@ class Baseline:
         """Return how the runs of another policy went wrong."""
         found = {}
         for key, run in group.trained.items():
-            way = _way(run, self.sound.get(key), self.learning, baseline=self.group.policy)
+            way = _way(run, self.sound.get(key), self.learning, baseline=self.group.name)
             if way is not None:
                 found[key] = way
         return found

@@ -59,4 +59,4 @@ def _wrote(run: RunRecord, file: FileRead) -> bool:
 
 
 def _named(run: RunRecord) -> str:
-    return run.policy if run.seed is None else f"{run.policy} with seed {run.seed}"
+    return run.policy_shown if run.seed is None else f"{run.policy_shown} with seed {run.seed}"

@@ -37,6 +37,8 @@ class Group:
     """The runs of one policy: those that trained to the end, and why the others failed."""
 
     policy: str
+    name: str
+    """The policy's name for people: as they typed it."""
     trained: dict[Key, RunRecord] = field(default_factory=dict)
     failed: dict[Key, str] = field(default_factory=dict)
 
@@ -63,5 +65,5 @@ def grouped(runs: Sequence[RunRecord]) -> dict[str, Group]:
     """Return the runs of each policy, in order of first appearance."""
     groups: dict[str, Group] = {}
     for run in runs:
-        groups.setdefault(run.policy, Group(policy=run.policy)).add(run)
+        groups.setdefault(run.policy, Group(policy=run.policy, name=run.policy_shown)).add(run)
     return groups

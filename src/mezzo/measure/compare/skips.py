@@ -36,16 +36,14 @@ def skip_note(runs: Sequence[RunRecord], *, policy: str) -> str | None:
     settled = _settled_scale(runs, skipped)
     if settled is not None:
         return f"{text}, most at the start until its loss scale was found: try {parsed.replace(init_scale=settled)}"
-    return (
-        f"{text}: try bf16, which has FP32's range; mezzo diagnose --policy {policy} shows where the gradients overflow"
-    )
+    return f"{text}: try bf16, which has FP32's range"
 
 
 def _advice_for_a_scaler(runs: Sequence[RunRecord], num_skipped: int) -> str:
     settled = _settled_scale(runs, num_skipped)
     if settled is not None:
         return f", most at the start until its loss scale was found: try GradScaler(init_scale={settled:g})"
-    return ": mezzo diagnose shows where its gradients overflow"
+    return ""
 
 
 def _skipped_at_the_start(skipped: Sequence[bool]) -> int:

@@ -92,7 +92,7 @@ def _judge_baseline(base: Baseline, quantities: Sequence[Quantity]) -> Judged:
 
 
 def _judge_other(group: Group, pairs: Sequence[Pair], quantities: Sequence[Quantity], *, base: Baseline) -> Judged:
-    shown = [sentence(q, num_quantities=len(quantities), baseline=base.group.policy) for q in quantities]
+    shown = [sentence(q, num_quantities=len(quantities), baseline=base.group.name) for q in quantities]
     failures = _describe_failures(group, list(group.failed))
     ways = base.ways_of(group)
     if ways and not base.explains(len(ways), len(group.trained)):
@@ -101,7 +101,7 @@ def _judge_other(group: Group, pairs: Sequence[Pair], quantities: Sequence[Quant
     own = [key for key in group.failed if key not in base.group.failed]
     if own:
         rest = _describe_failures(group, [key for key in group.failed if key in base.group.failed])
-        sentences = _describe_failures(group, own, where=f" where {base.group.policy} did not")
+        sentences = _describe_failures(group, own, where=f" where {base.group.name} did not")
         return Judged(verdict="failed", reasons=[*sentences, *rest, *shown])
     if any(q.is_beyond(num_quantities=len(quantities)) for q in quantities):
         bars = [text for text, _ in _bars(group, pairs, ways, base=base)]
@@ -123,16 +123,16 @@ def _equivalent_or_not(
     if bars:
         return Judged(verdict=bars[0][1], reasons=[*(text for text, _ in bars), *shown, *failures])
     if not quantities:
-        why = f"no run shares its seed with a run under {base.group.policy} that trained well"
+        why = f"no run shares its seed with a run under {base.group.name} that trained well"
         return Judged(verdict="undecided", reasons=[why, *failures])
     if all(map(_is_identical, pairs)):
         return Judged(
-            verdict="equivalent", reasons=[f"every step's loss is identical to {base.group.policy}'s", *failures]
+            verdict="equivalent", reasons=[f"every step's loss is identical to {base.group.name}'s", *failures]
         )
     if all(quantity.is_inside() for quantity in quantities):
         return Judged(verdict="equivalent", reasons=[*shown, *failures])
     if len(pairs) == 1:
-        why = "one seed has no spread to judge a difference by: run it again with --seeds 3"
+        why = "one seed has no spread to judge a difference by"
         return Judged(verdict="undecided", reasons=[*shown, why, *failures])
     needed = seeds_needed(quantities)
     return Judged(
@@ -148,13 +148,13 @@ def _bars(group: Group, pairs: Sequence[Pair], ways: Mapping[Key, Way], *, base:
     unequal = [pair for pair in pairs if len(pair.run.steps) != len(pair.baseline.steps)]
     if unequal:
         first, same = unequal[0], len({len(run.steps) for run in base.sound.values()}) == 1
-        counts = f"{len(first.run.steps)} steps where {base.group.policy} made {len(first.baseline.steps)}"
+        counts = f"{len(first.run.steps)} steps where {base.group.name} made {len(first.baseline.steps)}"
         more = f", and {len(unequal) - 1} more like it" if len(unequal) > 1 else ""
         bars.append((f"made {counts} with {first.key}{more}", "different" if same else "undecided"))
     if pairs and all(pair.run.changed_nothing for pair in pairs):
         bars.append((_describe_no_effect(pairs[0].run), "undecided"))
     if base.metric is not None:
-        gap = base.metric.gap(pairs, policy=group.policy, baseline=base.group.policy)
+        gap = base.metric.gap(pairs, policy=group.name, baseline=base.group.name)
         bars += [(gap, "undecided")] if gap else []
     return bars
 
@@ -163,7 +163,7 @@ def _describe_no_effect(run: RunRecord) -> str:
     ran = listed([f"{share:.0%} {name}" for name, share in run.effective.share_by_format.items()])
     why = "".join(f" ({reason.what}: {reason.reason})" for reason in run.effective.left_alone[:1])
     what = f"{ran} ran" if ran else "no operation ran below 32 bits"
-    return f"{run.policy} changed nothing, so this shows nothing about it: {what}{why}"
+    return f"{run.policy_shown} changed nothing, so this shows nothing about it: {what}{why}"
 
 
 def _is_identical(pair: Pair) -> bool:
@@ -179,7 +179,7 @@ def _describe_ways(ways: Mapping[Key, Way], group: Group, *, base: Baseline | No
             key, way = found[0]
             sentences.append(f"{len(found)} of {_runs(group.num_runs)} {verb}: with {key}, {way.text}")
     if sentences and base is not None and base.ways:
-        own = f"{len(base.ways)} of {_runs(base.group.num_runs)} under {base.group.policy} went wrong too"
+        own = f"{len(base.ways)} of {_runs(base.group.num_runs)} under {base.group.name} went wrong too"
         sentences.append(own)
     return sentences
 

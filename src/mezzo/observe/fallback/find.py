@@ -21,7 +21,7 @@ from typing import Protocol
 
 from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.observe.fallback.evidence import LocalError, Measured, fitting_scale
-from mezzo.observe.fallback.operations import Command, in_fp32, needed, next_steps
+from mezzo.observe.fallback.operations import in_fp32, needed
 from mezzo.observe.fallback.search import Names, search
 from mezzo.observe.limits import ROUNDOFFS
 from mezzo.observe.nested_names import covered
@@ -53,7 +53,6 @@ class SearchState:
     folder: str
     steps: tuple[int, ...]
     note: Callable[[str], None] = lambda _: None
-    command: Command
     local: list[LocalError] = field(default_factory=list)
     ignored: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
@@ -74,7 +73,6 @@ def find(
     *,
     folder: str,
     tolerance: float | None = None,
-    command: Command,
     fresh: int = 2,
     note: Callable[[str], None] = lambda _: None,
 ) -> FallbackRecord:
@@ -85,7 +83,6 @@ def find(
         policy: the policy to judge; modules that it keeps already stay kept.
         folder: where runs write their measurements.
         tolerance: the largest relative error of a parameter's gradient that passes; None for the format's default.
-        command: returns the command line for a command under a policy.
         fresh: how many more batches the set is checked on.
         note: called with each line of progress.
 
@@ -102,7 +99,6 @@ def find(
         folder=folder,
         steps=tuple(range(1, fresh + 2)),
         note=note,
-        command=command,
     )
     verdict, reason, kept, run = _judge(state)
     return _record(state, run, verdict, reason, kept)
@@ -334,9 +330,6 @@ def _record(state: SearchState, run: RunRecord, verdict: FallbackVerdict, reason
         kept=list(kept),
         operations=list(state.operations),
         suggested=str(in_fp32(_with(state.policy, kept), state.operations)),
-        next_steps=next_steps(
-            verdict, state.policy, state.command, helped=bool(state.operations), unchanged=before == 0
-        ),
         fp32_share=spent / whole if whole else 0.0,
         error_before=before,
         error_after=_after(state, kept) if verdict in ("found", "not needed") else None,

@@ -139,11 +139,11 @@ def _comparison(record: CompareRecord) -> Logged:
         settings={
             "command": shlex.join(record.command),
             "baseline": record.baseline,
-            "policies": ",".join(row.policy for row in record.rows),
+            "policies": ",".join(row.policy_shown for row in record.rows),
             "margin": f"{record.margin:g}",
             **_machine(record.environment),
         },
-        tags={"kind": record.kind, **{f"verdict {row.policy}": row.verdict for row in record.rows}},
+        tags={"kind": record.kind, **{f"verdict {row.policy_shown}": row.verdict for row in record.rows}},
         numbers=dict(number for row in record.rows for number in _compared(row)),
         tables=[_verdicts(record.rows)],
         text=_text(record),
@@ -153,7 +153,7 @@ def _comparison(record: CompareRecord) -> Logged:
 
 def name_of_run(run: RunRecord) -> str:
     """Return the name of a run in its comparison, which a folder can have, too."""
-    policy = run.policy.replace(":", "_").replace("*", "_")
+    policy = run.policy_shown.replace(":", "_").replace("*", "_")
     return policy if run.seed is None else f"{policy}-seed{run.seed}"
 
 
@@ -235,7 +235,7 @@ def _compared(row: Row) -> Iterator[tuple[str, float]]:
         "loss_difference": None if row.loss is None else row.loss.difference,
         "metric_difference": None if row.metric is None else row.metric.difference,
     }
-    yield from ((f"{name}/{row.policy}", value) for name, value in numbers.items() if value is not None)
+    yield from ((f"{name}/{row.policy_shown}", value) for name, value in numbers.items() if value is not None)
 
 
 def _verdicts(rows: Sequence[Row]) -> Table:
@@ -245,7 +245,7 @@ def _verdicts(rows: Sequence[Row]) -> Table:
         loss = row.loss
         known = (loss.value, loss.difference, loss.low, loss.high) if loss is not None else (None,) * 4
         speedup = None if row.emulated else row.speedup
-        lines.append([row.policy, row.verdict, speedup, row.memory_ratio, *known, row.reason])
+        lines.append([row.policy_shown, row.verdict, speedup, row.memory_ratio, *known, row.reason])
     return Table(name="verdicts", columns=columns, rows=lines)
 
 

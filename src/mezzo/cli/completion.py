@@ -1,0 +1,67 @@
+"""What a shell completes: policies, scripts, verdicts. Runs at every press of the key, so it imports little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperCommand
+
+
+class ScriptCommand(TyperCommand):
+    """A command on a script; after the script, its own options are none of the script's."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the options that begin with ``incomplete``; none after the script, where the shell completes files."""
+        return [] if ctx.params.get("target") else super().shell_complete(ctx, incomplete)
+
+
+def policy(incomplete: str) -> list[str]:
+    """Return the policies that begin with ``incomplete``: presets, other libraries' names for them, policy files."""
+    from mezzo.policy import ALIASES, PRESETS
+    from mezzo.records import AS_IS
+
+    names = [name for name in (*PRESETS, *ALIASES, AS_IS) if name.startswith(incomplete)]
+    return [*names, *_files(incomplete, ".toml")]
+
+
+def policies(incomplete: str) -> list[str]:
+    """Return lists of policies whose last one is complete."""
+    before, comma, last = incomplete.rpartition(",")
+    listed = before.split(",")
+    return [before + comma + name for name in policy(last) if name not in listed]
+
+
+def verdicts(incomplete: str) -> list[str]:
+    """Return lists of verdicts whose last one is complete."""
+    from mezzo.records import FAILING
+
+    before, comma, last = incomplete.rpartition(",")
+    names = [*FAILING, *(["none"] if not comma else [])]
+    return [before + comma + name for name in names if name.startswith(last) and name not in before.split(",")]
+
+
+def script(incomplete: str) -> list[str]:
+    """Return the Python files, and the folders, whose path begins with ``incomplete``."""
+    return [*_files(incomplete, ".py")]
+
+
+def record(incomplete: str) -> list[str]:
+    """Return the records, and the folders, whose path begins with ``incomplete``."""
+    return [*_files(incomplete, ".json")]
+
+
+def _files(incomplete: str, suffix: str) -> Iterator[str]:
+    folder, slash, start = incomplete.rpartition("/")
+    hidden = start.startswith(".")
+    try:
+        found = sorted(Path(folder + slash or ".").iterdir())
+    except OSError:
+        return
+    for path in found:
+        if path.name.startswith(start) and (hidden or not path.name.startswith((".", "__"))):
+            if path.is_dir():
+                yield f"{folder}{slash}{path.name}/"
+            elif path.suffix == suffix:
+                yield f"{folder}{slash}{path.name}"

@@ -1,0 +1,255 @@
+"""Progress of the runs of a command, on standard error: one line that changes in a terminal, a line now and then in a pipe or log.
+
+While a script prints to the terminal itself, no line may change under it: such a run has plain lines, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, NamedTuple
+
+from mezzo.cli import results
+from mezzo.report import formatting as fmt
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+    from mezzo.launch.request import Request
+    from mezzo.measure.live import Latest
+    from mezzo.records import RunRecord
+
+_PLAIN_EVERY_S = 10.0
+"""Between two plain lines."""
+_LONGEST_NAME = 48
+_BAR = 12
+
+
+class Ended(NamedTuple):
+    """A run that has ended."""
+
+    policy: str
+    duration_s: float
+    num_steps: int = 0
+    """0 if it is not known."""
+
+
+class _Current:
+    """The run in progress."""
+
+    def __init__(self, request: Request, name: str, *, passes_output: bool) -> None:
+        self.request, self.name, self.passes_output = request, name, passes_output
+        self.began_s = time.monotonic()
+        self.latest: Latest | None = None
+        self.first: tuple[float, int] | None = None
+        """Time and step of the first report."""
+
+    def look(self) -> None:
+        """Read the latest report."""
+        from mezzo.launch.progress import read_latest
+
+        latest = read_latest(self.request.progress_file)
+        if latest is None:
+            return
+        self.latest = latest
+        self.first = self.first or (time.monotonic(), latest.step)
+
+
+class Progress:
+    """The display of a command's runs (``launch.progress.Watcher``)."""
+
+    def __init__(self, console: Console, planned: Sequence[Request] = ()) -> None:
+        """Begin with no run.
+
+        Args:
+            console: standard error.
+            planned: all runs that will be made, if that is known: only then is the time left of the whole command.
+        """
+        self.console, self._planned = console, list(planned)
+        # A moving line belongs in a terminal only, even if colours are forced into a log.
+        self.moves = sys.stderr.isatty() and not console.is_dumb_terminal
+        self._ended: list[Ended] = []
+        self._current: _Current | None = None
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._told_s = 0.0
+
+    # --- runs --------------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def following(self, request: Request, *, passes_output: bool) -> Iterator[None]:
+        """Follow the run of ``request`` inside."""
+        began_s = self._told_s = time.monotonic()
+        with self._lock:
+            self._current = _Current(request, run_name(request), passes_output=passes_output)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._current = None
+            self._ended.append(Ended(run_policy(request), time.monotonic() - began_s))
+
+    def say_ended(self, request: Request, record: RunRecord) -> None:
+        """Note how many steps a run made, and print how it ended if it failed or no line moves."""
+        if self._ended:
+            self._ended[-1] = self._ended[-1]._replace(num_steps=len(record.steps))
+        if not record.error and self.moves:
+            return
+        outcome = record.error or fmt.plural(len(record.steps), "step")
+        left_s = None if record.error else self._left_s()
+        rest = f"; {_left_text(left_s)}" if left_s else ""
+        self.console.print(f"{run_name(request)}: {outcome}{rest}", markup=False, soft_wrap=True)
+
+    # --- drawing -----------------------------------------------------------------------------------------------------------------
+
+    def draw(self, live: Live | None) -> None:
+        """Draw until the command is over; runs in a thread of its own."""
+        from mezzo.launch.progress import EVERY_S
+
+        while not self._over.wait(EVERY_S):
+            with self._lock:
+                current = self._current
+            if current is not None:
+                current.look()
+            if live is not None and (current is None or not current.passes_output):
+                if not live.is_started:
+                    live.start()  # not before: it hides the cursor, which belongs to a script that prints here
+                live.update(self._line(current), refresh=True)
+            elif current is not None and time.monotonic() - self._told_s >= _PLAIN_EVERY_S:
+                self._told_s = time.monotonic()
+                self.console.print(f"mezzo: {', '.join(self._parts(current))}", markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """End ``draw``."""
+        self._over.set()
+
+    def _line(self, current: _Current | None) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        line = Table.grid(padding=(0, 1))
+        text = Text("" if current is None else ", ".join(self._parts(current)), no_wrap=True, overflow="ellipsis")
+        if len(self._planned) < 2:
+            line.add_row(text)
+        else:
+            line.add_row(ProgressBar(total=len(self._planned), completed=len(self._ended), width=_BAR), text)
+        return line
+
+    def _parts(self, current: _Current) -> list[str]:
+        number = f" ({len(self._ended) + 1} of {len(self._planned)})" if len(self._planned) > 1 else ""
+        parts = [f"{current.name}{number}", *(["running"] if current.latest is None else [])]
+        if current.latest is not None:
+            total = self._total_steps(current)
+            parts.append(f"step {current.latest.step}" + (f" of {total}" if total else ""))
+            if current.latest.loss is not None:
+                parts.append(f"loss {fmt.number_text(current.latest.loss, digits=3)}")
+            if current.latest.num_skipped:
+                parts.append(f"{current.latest.num_skipped} skipped")
+        left_s = self._left_s()
+        return [*parts, _time_text(time.monotonic() - current.began_s) if left_s is None else _left_text(left_s)]
+
+    # --- time left ---------------------------------------------------------------------------------------------------------------
+
+    def _total_steps(self, current: _Current) -> int | None:
+        """Return the steps that the run will make: those to observe, or as many as every run before; None if that is not known."""
+        observe = current.request.observe
+        if observe is not None:
+            return observe.steps[-1] if observe.kind in ("audit", "ranges") else None
+        made = {ended.num_steps for ended in self._ended if ended.num_steps}
+        total = next(iter(made)) if len(made) == 1 else 0
+        return total if current.latest is not None and total >= current.latest.step else None
+
+    def _left_s(self) -> float | None:
+        """Return the time left: of the run by its rate, of later runs by finished ones; None if either is not known."""
+        current = self._current
+        here = 0.0 if current is None else self._left_of(current)
+        if here is None or not self._planned:
+            return here if current is not None else None
+        num_begun = len(self._ended) + (current is not None)
+        later = [self._expected_s(run_policy(request)) for request in self._planned[num_begun:]]
+        known = [time_s for time_s in later if time_s is not None]
+        return here + sum(known) if len(known) == len(later) else None
+
+    def _left_of(self, current: _Current) -> float | None:
+        total, latest, first = self._total_steps(current), current.latest, current.first
+        if total is not None and latest is not None and first is not None and latest.step > first[1]:
+            return (total - latest.step) * (time.monotonic() - first[0]) / (latest.step - first[1])
+        expected_s = self._expected_s(run_policy(current.request)) if self._planned else None
+        return None if expected_s is None else max(expected_s - (time.monotonic() - current.began_s), 0.0)
+
+    def _expected_s(self, policy: str) -> float | None:
+        """Return the mean time of finished runs: of the policy's own, else of all."""
+        own = [ended.duration_s for ended in self._ended if ended.policy == policy]
+        times = own or [ended.duration_s for ended in self._ended]
+        return sum(times) / len(times) if times else None
+
+
+def run_policy(request: Request) -> str:
+    """Return a run's policy as it was typed."""
+    from mezzo.launch.request import policy_text
+
+    return request.policy_typed or policy_text(request.policy)
+
+
+def run_name(request: Request) -> str:
+    """Return a run's name: its policy, and its seed if it was given one."""
+    name = fmt.shortened(fmt.clean(run_policy(request)), length=_LONGEST_NAME)
+    return name if request.seed is None else f"{name}, seed {request.seed}"
+
+
+def _time_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _left_text(seconds: float) -> str:
+    """Return a time left in steps that an estimate can tell apart."""
+    coarse = round(seconds) if seconds < 10 else 5 * round(seconds / 5) if seconds < 60 else 60 * round(seconds / 60)
+    return f"about {_time_text(max(coarse, 1)).removesuffix(' 00 s')} left"
+
+
+_PROGRESS: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+@contextmanager
+def shown(planned: Sequence[Request] = ()) -> Iterator[Progress]:
+    """Show the progress of the runs inside; within a command that shows it already, that display goes on.
+
+    Args:
+        planned: all runs that will be made, if that is known.
+    """
+    from mezzo.launch.progress import shown_on
+
+    outer = _PROGRESS.get()
+    if outer is not None:
+        yield outer
+        return
+    progress = Progress(results.console(stderr=True), planned)
+    token = _PROGRESS.set(progress)
+    try:
+        with shown_on(progress), _drawn(progress):
+            yield progress
+    finally:
+        _PROGRESS.reset(token)
+
+
+@contextmanager
+def _drawn(progress: Progress) -> Iterator[None]:
+    from rich.live import Live
+
+    live = Live(console=progress.console, auto_refresh=False, transient=True) if progress.moves else None
+    thread = threading.Thread(target=progress.draw, args=(live,), name="mezzo-progress", daemon=True)
+    try:
+        thread.start()
+        yield
+    finally:
+        progress.stop()
+        thread.join()
+        if live is not None:
+            live.stop()

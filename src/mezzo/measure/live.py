@@ -1,0 +1,52 @@
+"""The latest numbers of a running training, for those who wait for it. Imports no framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+
+class Latest(NamedTuple):
+    """What the host knows of a running training."""
+
+    step: int
+    """Number of closed steps."""
+    loss: float | None = None
+    """The last step's loss; None if only the device knows it."""
+    num_skipped: int | None = None
+    """Skipped updates so far; None if only the device knows."""
+
+
+Report: TypeAlias = Callable[[Latest], None]
+
+
+class Reports:
+    """Reports of a training's latest numbers, at most one every ``every_s`` seconds."""
+
+    def __init__(self) -> None:
+        self.due_s = math.inf
+        """Value of ``time.perf_counter`` from which the next report is due: all that a step compares."""
+        self._every_s = math.inf
+        self._report: Report = lambda latest: None
+        self._num_read = 0
+        self._num_skipped: int | None = 0
+
+    def begin(self, report: Report, *, every_s: float) -> None:
+        """Report to ``report`` from now on."""
+        self._report, self._every_s, self.due_s = report, every_s, 0.0
+
+    def send(self, now_s: float, *, loss: float | None, skipped: Sequence[object]) -> None:
+        """Report the numbers at ``now_s``.
+
+        Args:
+            now_s: the time by ``time.perf_counter``.
+            loss: the loss of the last closed step; None if only the device knows it.
+            skipped: whether the update of each step was skipped; anything but a bool is known to the device only.
+        """
+        self.due_s = now_s + self._every_s
+        new = skipped[self._num_read :]
+        self._num_read += len(new)
+        known = self._num_skipped is not None and all(isinstance(flag, bool) for flag in new)
+        self._num_skipped = (self._num_skipped or 0) + sum(flag is True for flag in new) if known else None
+        self._report(Latest(step=len(skipped), loss=loss, num_skipped=self._num_skipped))

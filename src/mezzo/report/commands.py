@@ -1,0 +1,135 @@
+"""Mezzo's commands as text to paste: a recorded command line, changed to another command on the same script with the same arguments."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mezzo.report import formatting as fmt
+
+FLAGS = frozenset(("-m", "--json"))
+"""Options without a value, of all commands on a script; every other option has one."""
+
+CARRIED: Mapping[str, tuple[str, ...]] = {
+    "--metric": ("run", "compare"),
+    "--log-to": ("run", "compare", "audit", "diagnose", "ranges", "fallback"),
+}
+"""Options that mean the same in several commands, and these commands. No other option is passed from one command to another."""
+
+_OWN = ("--out", "--json", "--policy", "--policies")
+"""Options that are not repeated even by the same command: results go to a new folder, and the policy is chosen anew."""
+_NAMES_RUNS = ("compare",)
+"""Commands that replace ``{run}`` in the script's arguments."""
+RUN = "{run}"
+"""Placeholder for a run's name in the script's arguments."""
+_CHOOSES = ("KERAS_BACKEND", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTHONPATH")
+"""Environment variables that choose what runs and where: without them, the script may be another one."""
+_DISTRIBUTED = ("run", "audit", "diagnose", "ranges")
+"""Commands that run inside each process of a launcher."""
+_FOR_TRAINERS = ("run", "compare")
+"""Commands that accept scripts of every framework; the others observe PyTorch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A script as a Mezzo command was typed for it."""
+
+    command: str
+    options: Mapping[str, str]
+    """The options before the script by name; empty for flags."""
+    name: str
+    """A file or, with ``-m`` among the options, a module."""
+    arguments: tuple[str, ...] = ()
+    framework: str = "torch"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """The environment variables of the record."""
+
+    @classmethod
+    def typed(cls, words: Sequence[str], name: str) -> Script | None:
+        """Return the script ``name`` in the command ``words``; None if the words are no command on that script."""
+        if len(words) < 3 or words[0] != "mezzo":
+            return None
+        options: dict[str, str] = {}
+        place = 2
+        while place < len(words) and words[place].startswith("-") and words[place] != "--":
+            option, equals, value = words[place].partition("=")
+            place += 1
+            if option not in FLAGS and not equals:
+                value = words[place] if place < len(words) else ""
+                place += 1
+            options[option] = value
+        place += words[place : place + 1] == ["--"]
+        if words[place : place + 1] != [name]:
+            return None
+        return cls(command=words[1], options=options, name=name, arguments=tuple(words[place + 1 :]))
+
+    def runs(self, command: str) -> bool:
+        """Return whether ``command`` accepts a script of this framework."""
+        return command in _FOR_TRAINERS or self.framework.partition(" ")[0] in ("", "torch")
+
+    def under(self, command: str, **options: str) -> str:
+        """Return ``command`` on this script as a shell line.
+
+        Args:
+            command: the command's name.
+            options: its options by name without dashes, beside those of the recorded command that mean the same here.
+        """
+        asked = {f"--{name}": value for name, value in options.items()}
+        kept = {name: value for name, value in self.options.items() if name not in asked and self._keeps(name, command)}
+        before = [word for option, value in (asked | kept).items() for word in _option(option, value)]
+        own = self.arguments
+        if command not in _NAMES_RUNS:
+            own = tuple(word.replace(RUN, _run_name(command, options)) for word in own)
+        return self._line(["mezzo", command, *before, *self._target(), *own], distributed=command in _DISTRIBUTED)
+
+    def alone(self) -> str:
+        """Return the script's own command, without Mezzo."""
+        own = [word.replace(RUN, "alone") for word in self.arguments]
+        return self._line(["python", *self._target(), *own], distributed=True)
+
+    def in_framework(self, framework: str, variables: Mapping[str, str]) -> Script:
+        """Return the script with what its record says of where it ran."""
+        return replace(self, framework=framework, variables=variables)
+
+    def _keeps(self, option: str, command: str) -> bool:
+        if option in _OWN or option == "-m":
+            return False
+        return command in CARRIED.get(option, (self.command,) if command == self.command else ())
+
+    def _target(self) -> list[str]:
+        if "-m" in self.options:
+            return ["-m", self.name]
+        return ["--", self.name] if self.name.startswith("-") else [self.name]
+
+    def _line(self, words: Sequence[str], *, distributed: bool) -> str:
+        chosen = [
+            f"{name}={shlex.quote(fmt.clean(self.variables[name]))}" for name in _CHOOSES if name in self.variables
+        ]
+        launcher = self._launcher() if distributed else []
+        return " ".join([*chosen, shlex.join([*launcher, *(fmt.clean(word) for word in words)])])
+
+    def _launcher(self) -> list[str]:
+        """Return the launcher of a run in several processes of one machine."""
+        count = self.variables.get("WORLD_SIZE", "1")
+        if count == "1" or self.variables.get("LOCAL_WORLD_SIZE") != count:
+            return []
+        return ["torchrun", "--nproc-per-node", count, "--no-python"]
+
+
+def _option(name: str, value: str) -> tuple[str, ...]:
+    if name in FLAGS:
+        return (name,)
+    return (f"{name}={value}",) if value.startswith("-") else (name, value)
+
+
+def _run_name(command: str, options: Mapping[str, str]) -> str:
+    return re.sub(r"[^\w.-]+", "-", f"{command}-{options.get('policy', '')}").strip("-")
+
+
+def function_call(command: str, name: str, policy: str = "") -> str:
+    """Return the call of Mezzo's function ``command`` for a function that was observed in its own process."""
+    last = name.rpartition(".")[2]
+    under = f', policy="{fmt.clean(policy)}"' if policy else ""
+    return f"mezzo.{command}({last if last.isidentifier() else 'train'}{under})"

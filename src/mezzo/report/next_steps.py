@@ -1,0 +1,369 @@
+"""What to do after each command: up to three commands to paste, the best first, made from what the record says."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mezzo.records import (
+    AS_IS,
+    AnyRecord,
+    AuditRecord,
+    CompareRecord,
+    DiagnoseRecord,
+    DoctorRecord,
+    FallbackRecord,
+    RangesRecord,
+    Row,
+    RunRecord,
+)
+from mezzo.report import formatting as fmt
+from mezzo.report.commands import Script, function_call
+
+MOST = 3
+_WRITTEN = re.compile(r'policy = "(.*)"')
+"""A fix of a diagnosis that is a policy."""
+_DEFAULT_EXPONENT = 16
+"""Of a policy's initial loss scale."""
+_MANY_SKIPS = 0.05
+_NOTHING_LOWERED = "A101"
+"""The finding that a script has no mixed precision: a policy is its fix."""
+_BY_SIGNAL = (129, 130, 143)
+_CANNOT, _FLOOR, _NOT_FINITE, _NOT_A_TRAINING = 3, 5, 6, 7
+"""Exit codes of Mezzo's own errors: a format that the device lacks, a loss scale at its floor, a first loss that is not finite, and
+a script that never trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextStep:
+    """A command worth typing now."""
+
+    why: str
+    command: str
+    """A shell line."""
+
+
+def next_steps(record: AnyRecord) -> list[NextStep]:
+    """Return what to do after ``record``, the best first; nothing where no command helps."""
+    steps = _BY_KIND.get(record.kind, _nothing)(record)
+    unique = {step.command: step for step in reversed([*steps]) if step.command}
+    return [*reversed(unique.values())][:MOST]
+
+
+def _nothing(record: Any) -> Iterator[NextStep]:
+    return iter(())
+
+
+class _Commands:
+    """The commands on the script or function of a record."""
+
+    def __init__(self, run: RunRecord, words: Sequence[str] | None = None) -> None:
+        words = run.command if words is None else words
+        script = Script.typed(words, run.script)
+        self.script = script and script.in_framework(run.framework, run.environment.variables)
+        self._function = "" if words[:1] == ["mezzo"] else run.script
+
+    def step(self, why: str, command: str, **options: str) -> Iterator[NextStep]:
+        """Yield a command on the script or function under ``options``; nothing if it does not accept such a script."""
+        if self.script is not None and self.script.runs(command):
+            yield NextStep(why=fmt.clean(why), command=self.script.under(command, **options))
+        elif self._function and command in ("audit", "diagnose", "ranges", "fallback"):
+            policy = "" if command == "audit" else options.get("policy", "")
+            yield NextStep(why=fmt.clean(why), command=function_call(command, self._function, policy))
+
+    def again(self, why: str) -> Iterator[NextStep]:
+        """Yield the recorded command."""
+        if self.script is not None:
+            chosen = {
+                name: self.script.options[f"--{name}"]
+                for name in ("policy", "policies")
+                if f"--{name}" in self.script.options
+            }
+            yield NextStep(why=fmt.clean(why), command=self.script.under(self.script.command, **chosen))
+
+    def alone(self, why: str) -> Iterator[NextStep]:
+        """Yield the script's own command."""
+        if self.script is not None:
+            yield NextStep(why=why, command=self.script.alone())
+
+
+# --- run -------------------------------------------------------------------------------------------------------------------------
+
+
+def _after_run(record: RunRecord) -> Iterator[NextStep]:
+    commands, policy = _Commands(record), record.policy_shown
+    if record.error is not None or record.exit_code:
+        yield from _after_failure(record, commands, policy)
+    elif record.changed_nothing:
+        yield from commands.step(f"{policy} changed nothing; see why", "audit", policy=policy)
+    elif _ended_without_a_number(record):
+        yield from commands.step("the loss is not finite; find where that begins", "diagnose", policy=policy)
+        yield from commands.step("see which policies keep it finite", "compare", policies=_with_fp32(policy))
+    elif record.findings:
+        yield from commands.again(f"after the fix of {record.findings[0].code}, see whether anything is left")
+    else:
+        yield from _after_training(record, commands, policy)
+
+
+def _after_training(record: RunRecord, commands: _Commands, policy: str) -> Iterator[NextStep]:
+    if _skips_many(record.steps.num_skipped, len(record.steps)):
+        share = fmt.share_text(record.steps.num_skipped / len(record.steps))
+        yield from commands.step(f"{policy} skipped {share} of its updates; see why", "diagnose", policy=policy)
+    if _base(record.policy) in ("fp32", "tf32"):
+        yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
+        return
+    yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=_with_fp32(policy))
+    yield from commands.step("see which operation ran in which format", "audit", policy=policy)
+
+
+def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Iterator[NextStep]:
+    if record.exit_code in _BY_SIGNAL:
+        return
+    if record.exit_code == _CANNOT:
+        yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")
+    elif record.exit_code in (_FLOOR, _NOT_FINITE):
+        yield from commands.step("find the first value that is not finite", "diagnose", policy=policy)
+    elif record.exit_code != _NOT_A_TRAINING:
+        yield from commands.alone("see whether the script fails without Mezzo, too")
+
+
+def _ended_without_a_number(record: RunRecord) -> bool:
+    return bool(record.steps.loss) and not math.isfinite(record.steps.loss[-1])
+
+
+# --- compare ---------------------------------------------------------------------------------------------------------------------
+
+
+def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
+    if record.shared_files or not record.runs:
+        return  # the headline says what to write
+    trained = next((run for run in record.runs if len(run.steps)), record.runs[0])
+    commands = _Commands(trained, record.command)
+    baseline = next(row for row in record.rows if row.policy == record.baseline)
+    if baseline.num_failed == baseline.num_runs:
+        yield from commands.alone("no run of the baseline succeeded; see whether the script does without Mezzo")
+        return
+    equal = [row for row in record.rows if row.verdict == "equivalent"]
+    for row in sorted(equal, key=_merit)[:1]:
+        yield from commands.step(f"train with {row.policy_shown}", "run", policy=row.policy_shown)
+    for row in record.rows:
+        if row is baseline:
+            continue
+        yield from _after_row(row, record, commands)
+    yield from _more_seeds(record, baseline, commands)
+    skipping = [row for row in equal if _skips_many(row.num_skipped, len(trained.steps))]
+    for row in skipping[:1]:
+        yield from commands.step(f"{row.policy_shown} skips many updates; see why", "diagnose", policy=row.policy_shown)
+
+
+def _merit(row: Row) -> tuple[float, float]:
+    """Order policies that train alike: the fastest first, if speed was measured; then the one with the least memory."""
+    faster = row.speedup if row.speedup_low is not None and row.speedup_low > 1 and not row.emulated else None
+    return -(faster or 1.0), row.memory_ratio or 1.0
+
+
+def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator[NextStep]:
+    policy = row.policy_shown
+    if row.verdict == "diverged":
+        where = _first_without_a_number(record, row.policy)
+        yield from commands.step(f"{policy} diverged{where}; find the first bad value", "diagnose", policy=policy)
+    elif row.verdict == "stopped_learning":
+        yield from commands.step(f"{policy} stopped learning; find out why", "diagnose", policy=policy)
+    elif row.verdict == "failed":
+        yield from commands.step(f"{policy} failed; see its output", "run", policy=policy)
+    elif row.verdict == "different" and row.policy == AS_IS:
+        yield from commands.step(f"{policy} trains to another result", "audit", policy=policy)
+    elif row.verdict == "different":
+        yield from commands.step(
+            f"{policy} trains to another result; find the modules to keep in FP32", "fallback", policy=policy
+        )
+
+
+def _first_without_a_number(record: CompareRecord, policy: str) -> str:
+    losses = [run.steps.loss for run in record.runs if run.policy == policy]
+    firsts = [next((n for n, loss in enumerate(column, 1) if not math.isfinite(loss)), None) for column in losses]
+    known = [first for first in firsts if first is not None]
+    return f" at step {min(known)}" if known else ""
+
+
+def _more_seeds(record: CompareRecord, baseline: Row, commands: _Commands) -> Iterator[NextStep]:
+    undecided = [row for row in record.rows if row.verdict == "undecided"]
+    idle = [r for r in undecided if any(run.changed_nothing for run in record.runs if run.policy == r.policy)]
+    for row in idle:
+        yield from commands.step(f"{row.policy_shown} changed nothing; see why", "audit", policy=row.policy_shown)
+    undecided = [row for row in undecided if row not in idle]
+    single = all(run.seed in (0, None) for run in record.runs)
+    needed = {row.policy_shown: 3 if single else row.seeds_needed for row in undecided if single or row.seeds_needed}
+    if not needed:
+        return
+    names, most = fmt.listed([*needed]), max(count for count in needed.values() if count)
+    verb = "is" if len(needed) == 1 else "are"
+    why = f"{names} {verb} undecided; {most} seeds {'may' if single else 'would'} decide"
+    policies = ",".join([baseline.policy_shown, *needed])
+    yield from commands.step(why, "compare", policies=policies, seeds=str(most))
+
+
+# --- audit, diagnose ---------------------------------------------------------------------------------------------------------------
+
+
+def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
+    commands, policy = _Commands(record.run), record.run.policy_shown
+    if record.run.error is not None or record.run.exit_code:
+        yield from _after_failure(record.run, commands, policy)
+        return
+    wide = record.run.policy == AS_IS and _narrowest(record) in ("fp32", "tf32", "")
+    if wide:
+        yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
+    if record.findings and record.findings[0].code != _NOTHING_LOWERED:
+        why = f"after the fix of {record.findings[0].code}, see what is left"
+        yield from commands.again(why) if commands.script else commands.step(why, "audit")
+    if not wide:
+        yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=_with_fp32(policy))
+
+
+def _narrowest(record: AuditRecord) -> str:
+    narrow = [
+        name for name in record.flops_by_format if name not in ("fp32", "tf32", "fp64", "complex64", "complex128")
+    ]
+    return narrow[0] if narrow else "fp32" if record.flops_by_format else ""
+
+
+def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
+    commands, policy = _Commands(record.run), record.run.policy_shown
+    written = _WRITTEN.fullmatch(record.fix_line)
+    if record.verdict == "unfinished":
+        yield from _after_failure(record.run, commands, policy)
+    elif record.verdict == "healthy" and record.run.changed_nothing:
+        yield from commands.step(f"{policy} changed nothing; see why", "audit", policy=policy)
+    elif record.verdict == "healthy":
+        yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=_with_fp32(policy))
+    elif written and (record.fix_tried or record.located):
+        fixed = written[1]
+        yield from commands.step("train with the fix", "run", policy=fixed)
+        yield from commands.step("see whether it trains like fp32", "compare", policies=_with_fp32(fixed))
+        if not commands.script:
+            yield from commands.step("see whether the fix helps", "diagnose", policy=fixed)
+    elif record.fix and not record.fix_line and not record.fix_tried and _may_need_several_modules(record):
+        why = "no single fix is enough; search for a set of modules to keep in FP32"
+        yield from commands.step(why, "fallback", policy=policy)
+    elif record.fix:
+        yield from _after_change(commands, policy)
+    else:
+        yield from commands.again("after setting the script's seeds, so that the step can be inspected")
+
+
+def _after_change(commands: _Commands, policy: str) -> Iterator[NextStep]:
+    why = "after the change to the script, see whether anything is left"
+    if commands.script is not None:
+        yield from commands.again(why)
+    else:
+        yield from commands.step(why, "diagnose", policy=policy)
+
+
+def _may_need_several_modules(record: DiagnoseRecord) -> bool:
+    tried = any(one.reason.startswith("to try:") for one in record.passes)
+    return tried and record.run.policy != AS_IS and not any(note.what == "cause" for note in record.notes)
+
+
+# --- ranges, fallback, doctor --------------------------------------------------------------------------------------------------------
+
+
+def _after_ranges(record: RangesRecord) -> Iterator[NextStep]:
+    commands, policy = _Commands(record.run), record.policy_shown
+    window = next((w for w in record.windows if w.format == record.format), None)
+    if record.run.error is not None or record.run.exit_code:
+        yield from _after_failure(record.run, commands, policy)
+        return
+    if window is not None and window.empty:
+        yield from commands.step("find the modules to keep in FP32", "fallback", policy=policy)
+        if record.format == "fp16":
+            yield from commands.step("see whether bf16 trains like fp32", "compare", policies="fp32,bf16")
+        return
+    fits = policy if window is None or window.suggested is None else _scaled(record, window.suggested)
+    why = f"see whether {policy} trains like fp32" if fits == policy else "train with a loss scale that fits"
+    if fits != policy:
+        yield from commands.step(why, "run", policy=fits)
+        why = "see whether it trains like fp32"
+    yield from commands.step(why, "compare", policies=_with_fp32(fits))
+    if not commands.script:
+        yield from commands.step("see whether any value leaves the format", "diagnose", policy=fits)
+
+
+def _scaled(record: RangesRecord, exponent: int) -> str:
+    """Return the judged policy with an initial loss scale of two to the ``exponent``."""
+    name, *fields = record.policy.split(":")
+    if not name.startswith("fp16") or exponent == 0:
+        return record.policy_shown
+    settings = dict(setting.split("=", 1) for setting in fields)
+    before = float(settings.get("init_scale", 2.0**_DEFAULT_EXPONENT))
+    pure = name == "fp16-pure" and settings.get("loss_scale", "none") == "none"
+    if before == 2.0**exponent and not pure:
+        return record.policy_shown
+    settings |= {"loss_scale": "dynamic"} if pure else {}
+    settings |= {"init_scale": f"{2.0**exponent:.0f}" if exponent >= 0 else repr(2.0**exponent)}
+    return ":".join([name, *(f"{field}={value}" for field, value in settings.items())])
+
+
+def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:
+    commands, policy = _Commands(record.run), record.policy_shown
+    if record.policy_file or record.kept or record.operations:
+        kept = record.policy_file if record.policy_file and "," not in record.policy_file else record.suggested
+        yield from commands.step(
+            "train with the modules in FP32" if record.kept else "train with the operations in FP32", "run", policy=kept
+        )
+        yield from commands.step("see whether it trains like fp32", "compare", policies=_with_fp32(kept))
+        if not commands.script:
+            yield from commands.step("see whether any value leaves the format", "diagnose", policy=kept)
+    elif record.verdict == "fp32 fails":
+        yield from commands.step("find the operation that is not finite in FP32", "diagnose", policy="fp32")
+    elif record.verdict == "not repeatable":
+        why = "after setting the script's seeds, so that it reads the same batches in the same order at each start"
+        yield from commands.step(why, "fallback", policy=policy)
+    elif record.verdict == "not needed" and record.error_before == 0:
+        yield from commands.step(f"{policy} changed nothing; see why", "audit", policy=policy)
+    elif record.verdict == "not needed":
+        yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=_with_fp32(policy))
+    else:
+        yield from commands.step("find the operation that loses values, and its line", "diagnose", policy=policy)
+        if "bf16" not in _base(record.policy):
+            yield from commands.step("if bf16 passes, range is the cause, and bf16 the cure", "fallback", policy="bf16")
+        why = "after giving that operation a module of its own: fp32_modules names modules only"
+        yield from commands.step(why, "fallback", policy=policy)
+
+
+def _after_doctor(record: DoctorRecord) -> Iterator[NextStep]:
+    best = next((device for device in record.devices if device.kind != "cpu"), None)
+    native = (
+        [] if best is None else [f.format for f in best.formats if f.level == "native" and f.format in ("bf16", "fp16")]
+    )
+    command = f"mezzo compare --policies fp32,{','.join(native or ['bf16', 'fp16'])} train.py"
+    yield NextStep(why="see what your script keeps and gains; write its name for train.py", command=command)
+
+
+# --- policies --------------------------------------------------------------------------------------------------------------------
+
+
+def _with_fp32(policy: str) -> str:
+    return "fp32,bf16" if policy == "fp32" else f"fp32,{policy}"
+
+
+def _base(policy: str) -> str:
+    return policy.partition(":")[0]
+
+
+def _skips_many(num_skipped: float, num_steps: int) -> bool:
+    return num_steps > 0 and num_skipped >= _MANY_SKIPS * num_steps and num_skipped >= 3
+
+
+_BY_KIND: dict[str, Callable[[Any], Iterable[NextStep]]] = {
+    "run": _after_run,
+    "compare": _after_compare,
+    "audit": _after_audit,
+    "diagnose": _after_diagnose,
+    "ranges": _after_ranges,
+    "fallback": _after_fallback,
+    "doctor": _after_doctor,
+}
