@@ -53,6 +53,12 @@ CASES = [
         ("audit", {}),
         "mezzo audit 'my script.py' 'it'\"'\"'s' '$HOME' '*' ''",
     ),
+    (
+        "run --log-to wandb --log-to tensorboard:tb t.py",
+        "t.py",
+        ("audit", {"policy": "fp16"}),
+        "mezzo audit --policy fp16 --log-to wandb --log-to tensorboard:tb t.py",
+    ),
     ("run --metric=-x t.py", "t.py", ("compare", {}), "mezzo compare --metric=-x t.py"),
 ]
 

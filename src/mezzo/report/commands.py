@@ -37,8 +37,8 @@ class Script:
     """A script as a Mezzo command was typed for it."""
 
     command: str
-    options: Mapping[str, str]
-    """The options before the script by name; empty for flags."""
+    options: Mapping[str, tuple[str, ...]]
+    """The options before the script by name, each with the values that it was given; a flag has an empty one."""
     name: str
     """A file or, with ``-m`` among the options, a module."""
     arguments: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Script:
         """Return the script ``name`` in the command ``words``; None if the words are no command on that script."""
         if len(words) < 3 or words[0] != "mezzo":
             return None
-        options: dict[str, str] = {}
+        options: dict[str, tuple[str, ...]] = {}
         place = 2
         while place < len(words) and words[place].startswith("-") and words[place] != "--":
             option, equals, value = words[place].partition("=")
@@ -59,7 +59,7 @@ class Script:
             if option not in FLAGS and not equals:
                 value = words[place] if place < len(words) else ""
                 place += 1
-            options[option] = value
+            options[option] = (*options.get(option, ()), value)
         place += words[place : place + 1] == ["--"]
         if words[place : place + 1] != [name]:
             return None
@@ -76,9 +76,9 @@ class Script:
             command: the command's name.
             options: its options by name without dashes, beside those of the recorded command that mean the same here.
         """
-        asked = {f"--{name}": value for name, value in options.items()}
-        kept = {name: value for name, value in self.options.items() if name not in asked and self._keeps(name, command)}
-        before = [word for option, value in (asked | kept).items() for word in _option(option, value)]
+        asked = {f"--{name}": (value,) for name, value in options.items()}
+        kept = {name: given for name, given in self.options.items() if name not in asked and self._keeps(name, command)}
+        before = [word for name, given in (asked | kept).items() for value in given for word in _option(name, value)]
         own = self.arguments
         if command not in _NAMES_RUNS:
             own = tuple(word.replace(RUN, _run_name(command, options)) for word in own)

@@ -78,7 +78,7 @@ class _Commands:
         """Yield the recorded command."""
         if self.script is not None:
             chosen = {
-                name: self.script.options[f"--{name}"]
+                name: self.script.options[f"--{name}"][-1]
                 for name in ("policy", "policies")
                 if f"--{name}" in self.script.options
             }
