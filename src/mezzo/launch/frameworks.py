@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from mezzo.launch.step_limit import StepLimit
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
@@ -45,6 +46,13 @@ class Training(Protocol):
     @property
     def observer(self) -> Observer | None:
         """The observer of the training; None if it is only recorded."""
+
+    def stop_after(self, limit: StepLimit) -> None:
+        """Stop the script at ``limit``.
+
+        Raises:
+            ScriptError: scripts of this framework cannot be stopped after a step.
+        """
 
     def close_update(self) -> None:
         """Close the update that is open when the script has ended."""

@@ -148,6 +148,8 @@ class RunRecord(Value):
     """Misuse of the script's own mixed precision (codes A6xx), the most severe first."""
     files_read: list[FileRead] = []
     """Files that an earlier run of the same comparison may have written."""
+    first_steps: int | None = None
+    """The number of steps after which the run was stopped, as asked; None for a run that ended by itself."""
     started_at_s: float | None = None
     """Unix time at which the script began."""
     duration_s: float = 0.0

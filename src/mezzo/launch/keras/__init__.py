@@ -19,6 +19,7 @@ from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
+from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
@@ -110,6 +111,13 @@ class KerasTraining:
         if self._run.backend is not None:
             self._run.backend.collect()
         return len(self._run.steps)
+
+    def stop_after(self, limit: StepLimit) -> None:
+        """Refuse: only PyTorch scripts are stopped after a step."""
+        raise ScriptError(
+            "a step limit was set for a Keras script; allowed: PyTorch scripts",
+            hint="leave the limit out, or pass arguments that make the script train for fewer steps",
+        )
 
     def close_update(self) -> None:
         """Read the steps not read yet."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import paddle
 
+from mezzo.errors import ScriptError
 from mezzo.frameworks.paddle import explain_run
 from mezzo.launch.paddle.backward import BackwardPasses
 from mezzo.launch.paddle.counted_step import CountedStep
@@ -19,6 +20,7 @@ from mezzo.launch.paddle.seeds import shift_seeds
 from mezzo.launch.paddle.state import PaddleRun, this_device
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
+from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
@@ -69,6 +71,13 @@ class PaddleTraining:
     def num_updates(self) -> int:
         """The number of updates, including the open one."""
         return self._run.num_updates
+
+    def stop_after(self, limit: StepLimit) -> None:
+        """Refuse: only PyTorch scripts are stopped after a step."""
+        raise ScriptError(
+            "a step limit was set for a Paddle script; allowed: PyTorch scripts",
+            hint="leave the limit out, or pass arguments that make the script train for fewer steps",
+        )
 
     def close_update(self) -> None:
         """Close the update that is open."""

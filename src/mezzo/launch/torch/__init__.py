@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from mezzo.errors import UnsupportedFormatError
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_seeds
+from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.forward import Regions
@@ -24,8 +25,9 @@ from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.updates import Updates
 from mezzo.measure.environment import environment
-from mezzo.observe.observer import Observer, StopScript
+from mezzo.observe.observer import Observer
 from mezzo.observe.settings import AnySettings
+from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
@@ -106,6 +108,10 @@ class TorchTraining:
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Count the updates of optimizers created before the training began."""
         self._run.optimizers.update(dict.fromkeys(optimizers))
+
+    def stop_after(self, limit: StepLimit) -> None:
+        """Stop the script at ``limit``."""
+        self._run.limit = limit
 
     def close_update(self) -> None:
         """Close the update that is open."""
