@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from mezzo.policy import Policy
     from mezzo.records import RunRecord
 
-RUN = "{run}"
-"""Placeholder for the run's name in the script's arguments."""
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
@@ -104,17 +102,19 @@ def _requests(
     script: Script, asked: dict[str, Policy | None], seeds: int, *, folder: Path, metric: str | None
 ) -> list[Request]:
     """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
+    from mezzo.launch.several.compared_runs import named_arguments, run_name
+
     since_s, texts = time.time(), [*asked]
     requests = []
     for seed in range(seeds):
         first = seed % len(texts)
         for text in texts[first:] + texts[:first]:
-            run = f"{text.replace(':', '_').replace('*', '_')[:80]}-seed{seed}"
+            run = run_name(text, seed)
             requests.append(
                 script.request(
                     asked[text],
                     folder=folder / run,
-                    arguments=tuple(argument.replace(RUN, run) for argument in script.arguments or ()),
+                    arguments=named_arguments(script.arguments or (), run),
                     seed=seed,
                     metric=metric,
                     compared_since_s=since_s,

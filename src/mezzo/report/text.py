@@ -15,7 +15,10 @@ from mezzo.report.views import VIEWS
 def render(record: AnyRecord, console: Console) -> None:
     """Print ``record`` to ``console``."""
     view = VIEWS[record.kind]
-    print_framed(view.sheet(record), view.body, console)
+    if view.framed:
+        print_framed(view.sheet(record), view.body, console)
+    else:
+        view.body(view.sheet(record), console)
 
 
 def render_together(records: Sequence[CompareRecord], console: Console) -> None:

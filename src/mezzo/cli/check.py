@@ -1,0 +1,383 @@
+"""``mezzo check``: which precision a script should train in, with one answer."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mezzo.cli import options, results
+from mezzo.cli.script import Script
+from mezzo.cli.words import typed
+from mezzo.errors import UsageError
+from mezzo.launch.process.command_signals import Stopped, stoppable
+
+if TYPE_CHECKING:
+    from mezzo.devices import Device
+    from mezzo.gpus import Gpu
+    from mezzo.launch.several.check import Check, Settings
+    from mezzo.launch.several.resuming import Finished
+    from mezzo.measure.doctor import Facts
+    from mezzo.records import Answer, AnyRecord, CheckRecord, Reason
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)
+_REFERENCE = "a100-80gb"
+"""The GPU that gains are bounded for where none is named and none is here."""
+_WISHED_SEEDS = 3
+_TAIL = 12
+"""Lines of a failed script's output that are shown."""
+
+
+def _seconds(text: str) -> float:
+    found = _DURATION.fullmatch(text.strip())
+    seconds = float(found[1]) * _UNITS_S[found[2].lower()] if found else 0.0
+    if seconds <= 0:
+        raise UsageError(
+            f"--budget {text!r}; allowed: a number above 0 with a unit, s, m or h", hint="type: --budget 10m"
+        )
+    return seconds
+
+
+def check(
+    target: options.Target,
+    arguments: options.Arguments = None,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Time for everything, as 90s, 10m or 1h.", show_default=True)
+    ] = "10m",
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The GPU to answer for, as a100-80gb. [default: this machine's device]"),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(help="Policies to try beside fp32, separated by commas. [default: those that the device offers]"),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs per policy, each with its own seed. [default: 3, fewer if time is short]"),
+    ] = None,
+    write_patch: Annotated[
+        bool, typer.Option("--write-patch", help="Also write the change to the script itself, tried first, as a diff.")
+    ] = False,
+    as_module: options.AsModule = False,
+    metric: options.Metric = None,
+    out: options.Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find out which precision a training script should use, what that gains, and what to type next.
+
+    Runs the script, unedited, in FP32 and in the lower precisions that the device (or --gpu) offers, finds the cause where one fails,
+    repairs what can be repaired, and ends with one answer.
+
+    A script that takes too long for the budget is stopped after its first steps, in every run alike. Ctrl-C keeps what is
+    finished: the same command with the same --out goes on from there. Exit code 0: there is an answer (to stay in FP32 is
+    one); 1: it is undecided, or FP32 itself does not train; a script that fails by itself keeps its own exit code.
+    """
+    from mezzo.gpus import gpu_named
+
+    options.check_metric(metric)
+    asked = _Asked(
+        script=Script(
+            target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=None, as_json=as_json
+        ),
+        budget=_Budget(_seconds(budget)),
+        gpu=None if gpu is None else gpu_named(gpu),
+        policies=policies,
+        seeds=seeds or _WISHED_SEEDS,
+        metric=metric,
+    )
+    asked.script.check(None)
+    folder = asked.script.folder("check")
+    with stoppable() as stop:
+        try:
+            record, code = _checked(asked, folder)
+        except Stopped:
+            results.note(f"stopped by {stop.name}; what is finished is kept in {folder}. To go on, type:")
+            print(f"  {_resuming(folder, num_arguments=len(arguments or ()))}", file=sys.stderr)
+            raise
+        if write_patch:
+            record = _patch(asked.script, record)
+        asked.script.finish(record, folder)
+    raise typer.Exit(stop.exit_code or code)
+
+
+class _Budget:
+    """The time that was given, and what is left of it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._began = seconds, time.monotonic()
+
+    @property
+    def spent_s(self) -> float:
+        """The seconds since the command began."""
+        return time.monotonic() - self._began
+
+    def say(self, text: str) -> None:
+        """Print what happens, with the time that has passed and the time that is left."""
+        left = max(self.seconds - self.spent_s, 0.0)
+        print(f"[{_clock(self.spent_s)}, {_clock(left)} left] {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The command's options."""
+
+    script: Script
+    budget: _Budget
+    gpu: Gpu | None
+    policies: str | None
+    seeds: int
+    metric: str | None
+
+
+def _checked(asked: _Asked, folder: Path) -> tuple[CheckRecord, int]:
+    """Run what is needed; return the record and the exit code.
+
+    Raises:
+        Stopped: a signal has stopped the command.
+    """
+    from mezzo.launch.runner import several_runs
+    from mezzo.launch.several.check import Check
+    from mezzo.measure.doctor import facts
+
+    script, budget = asked.script, asked.budget
+    budget.say(f"{Path(script.target).name}: first what this machine can do")
+    found = facts()
+    here = found.devices[0]
+    offers = _offers(asked, here)
+    _say_offers(budget, asked, here, offers)
+    settings = _settings(asked, offers)
+    finished = _finished(asked, folder, settings)
+    checking = Check(settings=settings, folder=folder, finished=finished, say=budget.say, keep=_keep)
+    with several_runs():
+        checking.run()
+    record = _record(asked, folder, checking, offers, found)
+    first = checking.known.runs[0] if checking.known.runs else None
+    if first is not None and first.error is not None:
+        _show_output(checking)
+    if first is not None and first.exit_code and not checking.too_slow:
+        return record, first.exit_code
+    return record, 0 if record.answer.decision in ("use", "stay") else 1
+
+
+# --- before the first run ------------------------------------------------------------------------------------------------------
+
+
+def _offers(asked: _Asked, here: Device) -> list[Reason]:
+    from mezzo.launch.frameworks import own_sources
+    from mezzo.launch.request import policy_text
+    from mezzo.measure.check.offers import BASELINE, TRIED, offered
+    from mezzo.measure.check.own_amp import own_amp
+    from mezzo.records import Reason
+
+    if asked.policies is None:
+        sources = own_sources(asked.script.target, kind="module" if asked.script.as_module else "script")
+        return offered(here, target=None if asked.gpu is None else asked.gpu.device, own_amp=own_amp(sources))
+    named = [policy_text(options.asked_policy(text.strip())) for text in asked.policies.split(",") if text.strip()]
+    why = "--policies names it"
+    others = [Reason(what=text, value=TRIED, reason=why) for text in dict.fromkeys(named) if text != BASELINE]
+    return [Reason(what=BASELINE, value=TRIED, reason="the baseline: all others are compared with it"), *others]
+
+
+def _say_offers(budget: _Budget, asked: _Asked, here: Device, offers: list[Reason]) -> None:
+    from mezzo.formats import BF16, E4M3, FP16, TF32
+
+    levels: dict[str, list[str]] = {}
+    for name, fmt in {"BF16": BF16, "FP16": FP16, "TF32": TF32, "FP8": E4M3}.items():
+        levels.setdefault(here.support(fmt).level, []).append(name)
+    can = "; ".join(f"{level}: {', '.join(names)}" for level, names in levels.items())
+    budget.say(f"this machine trains on {here.kind}, {here.name}; {can}")
+    if asked.gpu is not None:
+        budget.say(
+            f"the answer is for {asked.gpu.label}; what follows from units that are not here is bounded, not measured"
+        )
+    for offer in offers:
+        budget.say(f"{offer.what} {offer.value}: {offer.reason}")
+
+
+def _settings(asked: _Asked, offers: list[Reason]) -> Settings:
+    from mezzo.launch.frameworks import framework_of
+    from mezzo.launch.several.check import Settings
+    from mezzo.measure.check.offers import tried
+
+    script = asked.script
+    return Settings(
+        policies=tuple(tried(offers)),
+        seeds=asked.seeds,
+        budget_s=max(asked.budget.seconds - asked.budget.spent_s, 1.0),
+        metric=asked.metric,
+        make_request=script.request,
+        arguments=tuple(script.arguments or ()),
+        framework=framework_of(script.target, kind="module" if script.as_module else "script"),
+    )
+
+
+def _finished(asked: _Asked, folder: Path, settings: Settings) -> Finished:
+    """Return what an interrupted check of the same script left in the folder."""
+    from mezzo.launch.frameworks import own_sources
+    from mezzo.launch.several.resuming import Finished
+    from mezzo.measure.environment import package_version
+
+    script, text = asked.script, hashlib.sha256()
+    for source in own_sources(script.target, kind="module" if script.as_module else "script"):
+        text.update(source.encode())
+    identity = {
+        "script": script.target,
+        "the script's text": text.hexdigest(),
+        "its arguments": shlex.join(settings.arguments),
+        "--metric": asked.metric or "",
+        "mezzo": package_version("mezzo") or "",
+        "torch": package_version("torch") or "",
+        "python": platform.python_version(),
+    }
+    finished = Finished(folder, identity)
+    if finished.why_anew:
+        asked.budget.say(f"everything runs anew: {finished.why_anew}")
+    elif len(finished):
+        asked.budget.say(f"{len(finished)} finished parts of the interrupted check are used again")
+    finished.write()
+    return finished
+
+
+# --- after the last run --------------------------------------------------------------------------------------------------------
+
+
+def _record(asked: _Asked, folder: Path, checking: Check, offers: list[Reason], found: Facts) -> CheckRecord:
+    from mezzo.gpus import GPUS
+    from mezzo.launch.several.plan import MARGIN, repairs, undone
+    from mezzo.measure.check.answer import Case, answered
+    from mezzo.measure.compare import compare as judge
+    from mezzo.measure.doctor import device_report
+    from mezzo.records import CheckRecord
+
+    known, here = checking.known, found.devices[0]
+    comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(typed()))
+    gpu = asked.gpu or (GPUS[_REFERENCE] if here.kind == "cpu" else None)
+    case = Case(
+        comparison=comparison,
+        device=here.name,
+        command=_commands(asked),
+        gpu=gpu,
+        for_gpu=asked.gpu is not None,
+        diagnosed={policy: one for policy, one in known.diagnosed.items() if one is not None},
+        repairs=repairs(known),
+        undone=undone(known),
+        too_slow=checking.too_slow,
+    )
+    return CheckRecord(
+        command=list(typed()),
+        script=asked.script.target,
+        answer=answered(case),
+        device=device_report(here, facts=found),
+        gpu="" if gpu is None else gpu.label,
+        offered=offers,
+        budget_s=asked.budget.seconds,
+        seeds=asked.seeds,
+        first_steps=checking.first_steps,
+        stages=checking.stages,
+        comparison=comparison,
+        notes=_notes(asked, checking, case, gpu),
+        environment=comparison.environment,
+        duration_s=asked.budget.spent_s,
+    )
+
+
+def _notes(asked: _Asked, checking: Check, case: object, gpu: Gpu | None) -> list[Reason]:
+    from mezzo.measure.check.answer import Case
+    from mezzo.records import Reason
+
+    assert isinstance(case, Case)
+    notes = []
+    if checking.first_steps is not None:
+        why = f"the whole script does not fit the budget with {asked.seeds} seeds; what happens later is not judged"
+        notes.append(Reason(what="first steps only", value=f"{checking.first_steps} steps a run", reason=why))
+    if asked.metric is None:
+        why = "name what counts for you, as --metric 'acc=([0-9.]+)', and it is judged as well"
+        notes.append(Reason(what="judged by", value="the training loss", reason=why))
+    if case.undone:
+        why = f"the budget of {_clock(asked.budget.seconds)} is too short for it"
+        notes.append(Reason(what="left out", value=case.undone, reason=why))
+    if not checking.known.observable:
+        why = "they observe PyTorch's operations"
+        notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
+    if asked.gpu is None and gpu is not None:
+        why = "no GPU is here; --gpu names the one that you mean"
+        notes.append(Reason(what="bound", value=f"for {gpu.label}", reason=why))
+    return notes
+
+
+def _commands(asked: _Asked) -> Callable[..., str]:
+    """Return the function that writes a command on the same script, with its arguments, quoted for a shell."""
+    script = asked.script
+    words = [*(["-m"] if script.as_module else []), script.target, *(script.arguments or [])]
+
+    def command(kind: str, *given: str) -> str:
+        if kind == "python":
+            return shlex.join(["python", *words])
+        metric = ["--metric", asked.metric] if asked.metric and kind in ("run", "compare", "check") else []
+        gpu = ["--gpu", asked.gpu.name] if asked.gpu is not None and kind == "check" else []
+        return shlex.join(["mezzo", kind, *gpu, *given, *metric, *words])
+
+    return command
+
+
+def _keep(record: AnyRecord, folder: Path) -> None:
+    """Write a stage's record and page."""
+    from mezzo.records import write_record
+    from mezzo.report.html import write_html
+
+    write_record(record, folder / "record.json")
+    write_html(record, folder / "report.html")
+
+
+def _patch(script: Script, record: CheckRecord) -> CheckRecord:
+    """Return the record with the change to the script itself, if one is found and passes its trial."""
+    from mezzo.records import Reason
+
+    answer: Answer = record.answer
+    if answer.decision != "use":
+        why = f"the answer is {answer.decision}: there is nothing to change in the script"
+    else:
+        why = "this version of Mezzo writes no patches"
+    note = Reason(what="--write-patch", value="no patch", reason=why)
+    results.note(f"--write-patch: no patch, because {why}")
+    return record.model_copy(update={"notes": [*record.notes, note]})
+
+
+def _show_output(checking: Check) -> None:
+    """Print the end of what a failed script printed."""
+    output = Path(checking.stages[0].folder) / "output.log"
+    try:
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines[-_TAIL:]:
+        print(f"  | {line}", file=sys.stderr)
+
+
+def _resuming(folder: Path, *, num_arguments: int) -> str:
+    """Return the command that goes on in ``folder``: as typed, with that folder."""
+    words = list(typed())
+    script = len(words) - num_arguments - 1
+    options_given = words[2:script]
+    for place, word in enumerate(options_given):
+        if word == "--out" or word.startswith("--out="):
+            del options_given[place : place + (1 if "=" in word else 2)]
+            break
+    return shlex.join([*words[:2], "--out", str(folder), *options_given, *words[script:]])
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
