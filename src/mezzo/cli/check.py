@@ -146,12 +146,12 @@ def _checked(asked: _Asked, folder: Path) -> tuple[CheckRecord, int]:
     Raises:
         Stopped: a signal has stopped the command.
     """
-    from mezzo.launch.runner import several_runs
+    budget = asked.budget
+    budget.say(f"{Path(asked.script.target).name}: first what this machine can do")
+    from mezzo.launch.runner import several_runs  # these take seconds on a busy machine
     from mezzo.launch.several.check import Check
     from mezzo.measure.doctor import facts
 
-    script, budget = asked.script, asked.budget
-    budget.say(f"{Path(script.target).name}: first what this machine can do")
     found = facts()
     here = found.devices[0]
     offers = _offers(asked, here)
@@ -297,7 +297,9 @@ def _notes(asked: _Asked, checking: Check, case: object, gpu: Gpu | None) -> lis
     from mezzo.records import Reason
 
     assert isinstance(case, Case)
-    notes = []
+    notes: list[Reason] = []
+    if len({run.policy for run in checking.known.runs}) < 2:
+        return notes
     if checking.first_steps is not None:
         why = f"the whole script does not fit the budget with {asked.seeds} seeds; what happens later is not judged"
         notes.append(Reason(what="first steps only", value=f"{checking.first_steps} steps a run", reason=why))
@@ -311,8 +313,8 @@ def _notes(asked: _Asked, checking: Check, case: object, gpu: Gpu | None) -> lis
         why = "they observe PyTorch's operations"
         notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
     if asked.gpu is None and gpu is not None:
-        why = "no GPU is here; --gpu names the one that you mean"
-        notes.append(Reason(what="bound", value=f"for {gpu.label}", reason=why))
+        why = "no GPU is here; --gpu NAME gives it for another"
+        notes.append(Reason(what="speed", value=f"the ceiling is for {gpu.label}", reason=why))
     return notes
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from rich.box import ROUNDED
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -114,18 +114,15 @@ def _answer(record: CheckRecord) -> list[Fact]:
     answer, row = record.answer, _row(record)
     lines = [Fact(what="why", value=_sentence(answer.why))]
     if answer.evidence:
-        lines.append(Fact(what="accuracy", value=f"kept: {fmt.clean(answer.evidence)}{_seeds(row)}"))
+        lines.append(Fact(what="accuracy", value=f"kept: {fmt.clean(answer.evidence)}{_seeds(row)}."))
     if row is not None and (memory := _memory(record, row)):
         lines.append(Fact(what="memory", value=memory))
     lines += [Fact(what="speed", value=_gain(gain)) for gain in answer.gains]
     if answer.decision == "use":
         changed = [f"{fmt.clean(one.reason)}: {fmt.clean(one.value)}" for one in answer.changed]
         lines.append(Fact(what="changed", value="; ".join(changed) or "nothing but the precision"))
-    lines += [
-        Fact(what=fmt.clean(note.what), value=f"{fmt.clean(note.value)}: {fmt.clean(note.reason)}")
-        for note in record.notes
-    ]
-    return lines
+    notes = [(fmt.clean(note.what), f"{fmt.clean(note.value)}: {fmt.clean(note.reason)}.") for note in record.notes]
+    return [*lines, *(Fact(what=what, value=value) for what, value in notes)]
 
 
 def _row(record: CheckRecord) -> Row | None:
@@ -143,7 +140,7 @@ def _row(record: CheckRecord) -> Row | None:
 
 
 def _seeds(row: Row | None) -> str:
-    return "" if row is None else f" ({fmt.plural(row.num_runs, 'seed')})"
+    return "" if row is None else f"; {fmt.plural(row.num_runs, 'seed')}"
 
 
 def _memory(record: CheckRecord, row: Row) -> str:
@@ -163,9 +160,11 @@ def _gain(gain: Gain) -> str:
     times = fmt.ratio_text(gain.times)
     device, note = fmt.clean(gain.device), fmt.clean(gain.note)
     if gain.kind == "bound":
-        return f"at most {times} on {device}: {note}"
+        return f"at most {times} on {device}, by counted FLOPs and bytes (a ceiling, not a prediction): {note}."
     spread = fmt.spread_text(gain.low, gain.high)
-    return f"{times} as fast, measured on {device}" + (f" ({spread})" if spread else "") + f": {note}"
+    if gain.low is not None and gain.high is not None and gain.low <= 1.0 <= gain.high:
+        return f"not measurably faster or slower on {device} ({spread}; {note})."
+    return f"{times} as fast, measured on {device} ({'; '.join(filter(None, [spread, note]))})."
 
 
 def _others(answer: Answer) -> list[Fact]:
@@ -204,17 +203,11 @@ def print_check(sheet: CheckSheet, console: Console) -> None:
         console.print(terminal.verdict_table(sheet.comparison))
         console.print()
     fits = len(sheet.next_command) + _EDGES <= console.width
-    rows = [*sheet.answer, *_other_lines(sheet.others)]
-    then = (
-        f"{sheet.next_command}  ({sheet.next_why})"
-        if len(sheet.next_command) + len(sheet.next_why) + _EDGES <= console.width
-        else ""
-    )
-    grid = _grid([*rows, Fact(what="next", value=then or sheet.next_why)])
-    parts = [grid] if then or not fits else [grid, Text(f"\n  {sheet.next_command}", style="bold")]
+    commands = [Fact(what="next", value=sheet.next_command, tone="command")] if fits else []
+    rows = [*sheet.answer, *_other_lines(sheet.others), *commands, Fact(what="next", value=f"{sheet.next_why}.")]
     console.print(
         Panel(
-            Group(*parts),
+            _grid(rows),
             title=Text(sheet.headline, style="bold"),
             title_align="left",
             box=ROUNDED,
@@ -231,7 +224,9 @@ def _grid(rows: Sequence[Fact]) -> Table:
     grid.add_column(overflow="fold")
     last = ""
     for row in rows:
-        grid.add_row(Text("" if row.what == last else row.what), Text(row.value))
+        grid.add_row(
+            Text("" if row.what == last else row.what), Text(row.value, style="bold" if row.tone == "command" else "")
+        )
         last = row.what
     return grid
 

@@ -114,7 +114,7 @@ def _use(case: Case, row: Row, alike: Sequence[Row]) -> Answer:
         why = f"the script's own mixed precision trains like {case.baseline}, so there is nothing to change"
     elif others:
         why += f", as {listed(others)} {'does' if len(others) == 1 else 'do'}; {_preference(case, row, alike)}"
-    then = "runs the whole training under it, with the script unedited" if not own else "trains as before"
+    then = "trains under it, with the script unedited" if not own else "trains as before"
     return Answer(
         decision="use",
         policy=row.policy,
@@ -152,7 +152,7 @@ def _stay(case: Case, why: str, row: Row | None) -> Answer:
         evidence="" if row is None else _own_words(row),
         gains=[] if row is None else case.gains(row),
         memory_saved=None if row is None or row.memory_ratio is None else 1.0 - row.memory_ratio,
-        others=_others(case, ""),
+        others=_others(case, "" if row is None else row.policy),
         next_command=command,
         next_why=then,
     )
@@ -165,6 +165,8 @@ def _after_staying(case: Case, row: Row | None) -> tuple[str, str]:
         return case.command("diagnose", "--policy", wrong), f"shows why {wrong} fails"
     if row is None and case.undone:
         return case.command("check", "--budget", "1h"), f"has time for what was left out: {case.undone}"
+    if case.gpu is not None and not case.for_gpu:
+        return case.command("check", "--gpu", case.gpu.name), "answers for a GPU instead of this machine"
     return case.command("run", "--policy", case.baseline), "records a training without mixed precision"
 
 

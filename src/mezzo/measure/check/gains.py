@@ -9,8 +9,6 @@ from mezzo.gpus import Gpu
 from mezzo.measure.gain import LAUNCH_BOUND_MS, Bound, Work, bound
 from mezzo.records import AS_IS, CompareRecord, Gain, Row, RunRecord
 
-_NO_GAIN = 1.05
-
 
 def measured_gain(row: Row, *, device: str) -> Gain | None:
     """Return the gain that was measured; None for emulated formats, which are not timed."""
@@ -55,23 +53,22 @@ def _against_tf32(baseline: RunRecord, run: RunRecord, gpu: Gpu) -> float | None
 
 def _note(found: Bound, *, policy: str, run: RunRecord, gpu: Gpu, against_tf32: float | None) -> str:
     """Return what the bound follows from, what it assumes, and how far from it a small step stays."""
-    if found.times < _NO_GAIN:
-        return f"{found.share:.0%} of the counted FLOPs run in a format that is faster there than FP32: nothing to gain"
-    parts = [_by_rates(found, run, gpu)]
-    if found.limit == "memory":
-        parts.append("memory traffic sets the limit there, not arithmetic")
+    fast = f"{found.share:.0%} of the FLOPs are in products that it runs {_rates(found, run, gpu)}"
+    if not found.share:
+        fast = "no product runs in a format that it has faster units for"
+    parts = [fast + ("; memory traffic sets the limit" if found.limit == "memory" else "")]
     if against_tf32 is not None and policy != AS_IS:
-        parts.append(f"against TF32 at most {against_tf32:.2g}x")
-    parts.append("a ceiling from counted FLOPs and bytes at peak rates, not a prediction")
+        parts.append(f"against TF32, at most {against_tf32:.3g}x")
     if found.policy_ms < LAUNCH_BOUND_MS:
         parts.append(
-            f"this step's counted work takes {found.policy_ms:.2g} ms at peak, less than launching its kernels does: "
-            "expect little of it, more with a larger batch"
+            f"a step this small ({found.policy_ms:.2g} ms of counted work at peak) mostly waits for kernels to be launched: "
+            "expect little of it, and more with a larger batch"
         )
-    return "; ".join(parts)
+    return ". ".join(part[0].upper() + part[1:] if n else part for n, part in enumerate(parts))
 
 
-def _by_rates(found: Bound, run: RunRecord, gpu: Gpu) -> str:
+def _rates(found: Bound, run: RunRecord, gpu: Gpu) -> str:
     fast = [name for name in run.effective.flops_by_format if found.rates[name] > gpu.fp32_flops_per_s]
-    rates = ", ".join(f"{found.rates[name] / 1e12:.4g} TFLOP/s in {name.upper()}" for name in fast)
-    return f"{found.share:.0%} of the FLOPs are in products that it runs at {rates} against {gpu.fp32_flops_per_s / 1e12:.3g} in FP32"
+    return " and ".join(
+        f"in {name.upper()} at {found.rates[name] / gpu.fp32_flops_per_s:.3g} times FP32's peak rate" for name in fast
+    )
