@@ -148,14 +148,15 @@ def _checked(asked: _Asked, folder: Path) -> tuple[CheckRecord, int]:
     """
     budget = asked.budget
     budget.say(f"{Path(asked.script.target).name}: first what this machine can do")
-    from mezzo.launch.runner import several_runs  # these take seconds on a busy machine
-    from mezzo.launch.several.check import Check
-    from mezzo.measure.doctor import facts
+    from mezzo.measure.doctor import facts  # imports torch, which takes seconds
 
     found = facts()
     here = found.devices[0]
     offers = _offers(asked, here)
     _say_offers(budget, asked, here, offers)
+    from mezzo.launch.runner import several_runs
+    from mezzo.launch.several.check import Check
+
     settings = _settings(asked, offers)
     finished = _finished(asked, folder, settings)
     checking = Check(settings=settings, folder=folder, finished=finished, say=budget.say, keep=_keep)

@@ -104,6 +104,9 @@ class Check:
             self.say(f"{_title(asked)}: {asked.why}")
             found = _ACTIONS[asked.stage](self, asked, place, stop)
             stop.check()
+            if asked.stage == "run":
+                took = {(asked.policy, asked.seed): time.monotonic() - began}
+                self.known = replace(self.known, took_s={**self.known.took_s, **took})
         outcome = self._learn(asked, found)
         if found is not None and not resumed:
             if asked.stage != "run":

@@ -56,6 +56,8 @@ class Known:
     runs: tuple[RunRecord, ...] = ()
     lost: frozenset[tuple[str, int]] = frozenset()
     """Runs, by policy and seed, that were stopped because the time was over."""
+    took_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """How long runs took, by policy and seed, their process's start included."""
     diagnosed: Mapping[str, DiagnoseRecord | None] = field(default_factory=dict)
     """By policy; None where the diagnosis could not be made."""
     ranged: Mapping[str, RangesRecord | None] = field(default_factory=dict)
@@ -78,8 +80,9 @@ class Known:
 
     def seconds(self, policy: str) -> float:
         """Return how long the next run of a policy may take: as long as its longest, or as the longest of all."""
-        own = [run.duration_s for run in self.runs if run.policy == policy]
-        return max(own or [run.duration_s for run in self.runs], default=0.0)
+        took = [(run.policy, self.took_s.get((run.policy, run.seed or 0), run.duration_s)) for run in self.runs]
+        own = [seconds for name, seconds in took if name == policy]
+        return max(own or [seconds for _, seconds in took], default=0.0)
 
     def compared(self) -> CompareRecord:
         """Return the comparison of the runs so far."""
@@ -230,6 +233,12 @@ def _repair(known: Known, wrong: Sequence[str]) -> Asked | None:
     alike = [policy for policy in order_of_trust(list(rows)) if rows[policy].verdict == "equivalent"]
     if comparison.shared_files:
         return None
+    for one in repairs(known):  # one seed may be identical by chance: what was begun is run with every seed
+        if (
+            one.policy in rows
+            and (asked := _next_run(known, [known.baseline, one.policy], seeds=known.seeds)) is not None
+        ):
+            return asked
     if alike:
         return _better_scale(known, comparison, alike[0]) if len(alike) == 1 else None
     for policy in order_of_trust([p for p in known.policies[1:] if p in rows]):
@@ -285,7 +294,7 @@ def _short_runs_s(known: Known) -> float:
     run = known.run(known.baseline, 0)
     assert run is not None
     steps_s = sum(ms for ms in run.steps.time_ms if math.isfinite(ms)) / 1e3
-    return _FALLBACK_RUNS * (max(run.duration_s - steps_s, 0.0) + _FEW_STEPS * steps_s / len(run.steps))
+    return _FALLBACK_RUNS * (max(known.seconds(known.baseline) - steps_s, 0.0) + _FEW_STEPS * steps_s / len(run.steps))
 
 
 def _went(verdict: str) -> str:
