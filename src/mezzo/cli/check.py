@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 import re
 import shlex
@@ -34,6 +35,8 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)
 _REFERENCE = "a100-80gb"
 """The GPU that gains are bounded for where none is named and none is here."""
 _WISHED_SEEDS = 3
+_TIMES_MORE = 6
+"""How much longer the budget is that is suggested where this one is too short."""
 _TAIL = 12
 """Lines of a failed script's output that are shown."""
 
@@ -273,6 +276,7 @@ def _record(asked: _Asked, folder: Path, checking: Check, offers: list[Reason], 
         diagnosed={policy: one for policy, one in known.diagnosed.items() if one is not None},
         repairs=repairs(known),
         undone=undone(known),
+        more_time=f"{math.ceil(_TIMES_MORE * asked.budget.seconds / _UNITS_S['m'])}m",
         too_slow=checking.too_slow,
     )
     return CheckRecord(
@@ -303,7 +307,7 @@ def _notes(asked: _Asked, checking: Check, case: object, gpu: Gpu | None) -> lis
         return notes
     if checking.first_steps is not None:
         why = f"the whole script does not fit the budget with {asked.seeds} seeds; what happens later is not judged"
-        notes.append(Reason(what="first steps only", value=f"{checking.first_steps} steps a run", reason=why))
+        notes.append(Reason(what="steps", value=f"only the first {checking.first_steps} of each run", reason=why))
     if asked.metric is None:
         why = "name what counts for you, as --metric 'acc=([0-9.]+)', and it is judged as well"
         notes.append(Reason(what="judged by", value="the training loss", reason=why))

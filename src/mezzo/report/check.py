@@ -64,9 +64,9 @@ def check_sheet(record: CheckRecord) -> CheckSheet:
     answer = record.answer
     comparison = record.comparison if record.comparison and len(record.comparison.rows) > 1 else None
     return CheckSheet(
-        title=f"{script}: {_headline(answer, script)}",
+        title=f"{script}: {_headline(record, script)}",
         script=fmt.clean(record.script),
-        headline=_headline(answer, script) + _first_steps(record),
+        headline=_headline(record, script) + _first_steps(record),
         tone=_TONES[answer.decision],
         answer=_answer(record),
         next_command=fmt.clean(answer.next_command),
@@ -96,13 +96,18 @@ def policy_title(policy: str) -> str:
 # --- the answer ----------------------------------------------------------------------------------------------------------------
 
 
-def _headline(answer: Answer, script: str) -> str:
+def _headline(record: CheckRecord, script: str) -> str:
+    answer = record.answer
+    if answer.decision == "failed" and not any(
+        len(run.steps) for run in (record.comparison.runs if record.comparison else [])
+    ):
+        return f"No answer: {script} did not train"
     name = policy_title(answer.policy)
     if answer.decision == "use":
         return f"Keep the mixed precision of {script} itself" if answer.policy == AS_IS else f"Use {name}"
     if answer.decision == "stay":
         return f"Stay in {name}"
-    return "Undecided" if answer.decision == "undecided" else f"{script} does not train in {name} itself"
+    return "Undecided" if answer.decision == "undecided" else f"No answer: {script} goes wrong in {name} itself"
 
 
 def _first_steps(record: CheckRecord) -> str:

@@ -10,6 +10,7 @@ from mezzo.gpus import Gpu
 from mezzo.measure.check.gains import bounded_gain, measured_gain
 from mezzo.measure.check.preference import Candidate, order_of_trust, preferred
 from mezzo.measure.compare.baseline import Baseline
+from mezzo.measure.compare.costs import SLOWER
 from mezzo.measure.compare.pairing import grouped
 from mezzo.measure.compare.words import listed
 from mezzo.records import AS_IS, Answer, CompareRecord, DiagnoseRecord, Gain, Reason, Row
@@ -49,6 +50,8 @@ class Case:
     repairs: Sequence[Repair] = ()
     undone: str = ""
     """What there was no time for; empty if everything was done."""
+    more_time: str = "1h"
+    """A budget that is several times this one."""
     too_slow: bool = False
     """Whether the first run made no step in half of the budget."""
 
@@ -164,7 +167,7 @@ def _after_staying(case: Case, row: Row | None) -> tuple[str, str]:
     if row is None and wrong is not None and wrong not in case.diagnosed:
         return case.command("diagnose", "--policy", wrong), f"shows why {wrong} fails"
     if row is None and case.undone:
-        return case.command("check", "--budget", "1h"), f"has time for what was left out: {case.undone}"
+        return case.command("check", "--budget", case.more_time), f"has time for what was left out: {case.undone}"
     if case.gpu is not None and not case.for_gpu:
         return case.command("check", "--gpu", case.gpu.name), "answers for a GPU instead of this machine"
     return case.command("run", "--policy", case.baseline), "records a training without mixed precision"
@@ -209,17 +212,19 @@ def _minutes(case: Case, seeds: int) -> float:
 
 def _failed(case: Case, wrong: str) -> Answer:
     trained = any(len(run.steps) for run in case.comparison.runs)
+    why = f"its first run, in {case.baseline}, failed: {wrong}"
     command, then = case.command("python"), "shows the failure without Mezzo"
     if case.too_slow:
-        command = case.command("check", "--budget", "1h")
+        why, command = f"its first run, in {case.baseline}: {wrong}", case.command("check", "--budget", case.more_time)
         then = "gives it more time; arguments that make the script begin to train sooner help more"
     elif trained:
+        why = f"it goes wrong in {case.baseline} itself, so nothing can be compared with it: {wrong}"
         command = case.command("diagnose", "--policy", case.baseline)
         then = "shows the first value that is not finite, if there is one"
     return Answer(
         decision="failed",
         policy=case.baseline,
-        why=f"the script does not train in {case.baseline} itself, so nothing can be compared with it: {wrong}",
+        why=why,
         others=_others(case, ""),
         next_command=command,
         next_why=then,
@@ -279,7 +284,8 @@ def _no_gain(case: Case, row: Row) -> str:
     memory = f"; it saves {saved:.0%} of the memory, if that is what you need" if saved >= _LITTLE else ""
     if row.policy == AS_IS:
         return ""
-    if measured is not None and not case.for_gpu and (measured.high or measured.times) < 1.0:
+    slow = measured is not None and measured.times < SLOWER and (measured.high or measured.times) < 1.0
+    if measured is not None and slow and not case.for_gpu:
         slower = f"{row.policy} trains like {case.baseline}, but a step takes {1 / measured.times:.3g} times as long on {case.device}"
         return slower + memory
     most = max((gain.times for gain in (measured, bound) if gain is not None), default=math.inf)

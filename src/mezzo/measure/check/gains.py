@@ -14,8 +14,7 @@ def measured_gain(row: Row, *, device: str) -> Gain | None:
     """Return the gain that was measured; None for emulated formats, which are not timed."""
     if row.speedup is None or row.emulated:
         return None
-    seeds = f"{row.num_runs} seed" + "s" * (row.num_runs != 1)
-    note = f"median step against the baseline's, {seeds}, interleaved"
+    note = f"median step, {row.num_runs} seed" + "s" * (row.num_runs != 1)
     return Gain(
         kind="measured", times=row.speedup, low=row.speedup_low, high=row.speedup_high, device=device, note=note
     )
