@@ -104,10 +104,10 @@ def check(
     with stoppable() as stop:
         try:
             record, code = _checked(asked, folder)
-        except Stopped:
+        except Stopped as stopped:
             results.note(f"stopped by {stop.name}; what is finished is kept in {folder}. To go on, type:")
             print(f"  {_resuming(folder, num_arguments=len(arguments or ()))}", file=sys.stderr)
-            raise
+            raise typer.Exit(stopped.exit_code) from None
         if write_patch:
             record = _patch(asked.script, record)
         asked.script.finish(record, folder)
