@@ -208,10 +208,13 @@ def _speed(row: Row) -> str:
 def _method(record: CompareRecord) -> str:
     num_seeds = max((row.num_runs for row in record.rows), default=0)
     percent = fmt.number_text(100 * record.margin)
+    first = sheets.first_steps_text(*record.runs)
+    stopped = f" Every run was {first}: the verdicts are on these steps only." if first else ""
     return (
         "Equivalent means that the difference is shown (two one-sided tests, 5% in all) to lie within a margin: "
         f"{percent}% of {fmt.clean(record.baseline)}'s final loss, h = {fmt.number_text(record.margin)} for a proportion, or its own "
-        f"seed-to-seed spread where that is wider. {fmt.plural(num_seeds, 'seed')} a policy, paired with {fmt.clean(record.baseline)}."
+        f"seed-to-seed spread where that is wider. {fmt.plural(num_seeds, 'seed')} a policy, paired with "
+        f"{fmt.clean(record.baseline)}.{stopped}"
     )
 
 

@@ -146,6 +146,11 @@ def search(suggested: str) -> FallbackRecord:
     )
 
 
+OPEN = tuple(
+    run("fp16:fp32_modules=head", falling(end), seed=s, duration_s=10.0) for s, end in enumerate((1.02, 1.15, 0.9))
+)
+"""Runs that do not decide."""
+
 COURSES: list[tuple[str, dict[str, Any], tuple[RunRecord, ...], str]] = [
     # what is known beside the runs, more runs, what is asked for next
     ("first the cause", {}, (), "diagnose fp16"),
@@ -165,6 +170,12 @@ COURSES: list[tuple[str, dict[str, Any], tuple[RunRecord, ...], str]] = [
         "until it is judged",
         {"diagnosed": {"fp16": diagnosis(fix_tried=True)}},
         tuple(trained(p, s) for p in ("fp32", "fp16:fp32_modules=head") for s in range(3) if (p, s) != ("fp32", 0)),
+        "",
+    ),
+    (
+        "an open verdict on a repair asks for nothing more",
+        {"diagnosed": {"fp16": diagnosis(fix_tried=True)}},
+        (*(trained("fp32", s) for s in (1, 2)), *OPEN),
         "",
     ),
     (

@@ -243,6 +243,11 @@ def _repair(known: Known, wrong: Sequence[str]) -> Asked | None:
         return _better_scale(known, comparison, alike[0]) if len(alike) == 1 else None
     for policy in order_of_trust([p for p in known.policies[1:] if p in rows]):
         if policy in wrong or rows[policy].verdict == "different":
+            if any(
+                one.of == policy and one.policy in rows and rows[one.policy].verdict == "undecided"
+                for one in repairs(known)
+            ):
+                continue  # it trains: seeds decide it, not another repair
             asked = next(_steps_to_repair(known, policy, rows[policy].verdict), None)
             if asked is not None:
                 return asked
