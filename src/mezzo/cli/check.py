@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -151,10 +151,13 @@ def _checked(asked: _Asked, folder: Path) -> tuple[CheckRecord, int]:
     """
     budget = asked.budget
     budget.say(f"{Path(asked.script.target).name}: first what this machine can do")
+    from mezzo.gpus import find_gpu
     from mezzo.measure.doctor import facts  # imports torch, which takes seconds
 
     found = facts()
     here = found.devices[0]
+    if asked.gpu is not None and find_gpu(here.name) is asked.gpu:
+        asked = replace(asked, gpu=None)  # it is here: measured is better than bounded
     offers = _offers(asked, here)
     _say_offers(budget, asked, here, offers)
     from mezzo.launch.runner import several_runs

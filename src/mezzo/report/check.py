@@ -123,7 +123,7 @@ def _answer(record: CheckRecord) -> list[Fact]:
     if row is not None and (memory := _memory(record, row)):
         lines.append(Fact(what="memory", value=memory))
     lines += [Fact(what="speed", value=_gain(gain)) for gain in answer.gains]
-    if answer.decision == "use":
+    if answer.decision == "use" or answer.changed:
         changed = [f"{fmt.clean(one.reason)}: {fmt.clean(one.value)}" for one in answer.changed]
         lines.append(Fact(what="changed", value="; ".join(changed) or "nothing but the precision"))
     notes = [(fmt.clean(note.what), f"{fmt.clean(note.value)}: {fmt.clean(note.reason)}.") for note in record.notes]

@@ -166,6 +166,19 @@ def test_a_policy_that_changes_nothing_is_no_open_question() -> None:
     assert found.why.startswith("mixed precision changes nothing here: bf16 changed nothing")
 
 
+def test_an_open_question_that_is_not_worth_an_answer() -> None:
+    ends = (1.02, 1.15, 0.9)
+    size = Memory(parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0, activations_bytes=980 << 20)
+    facts = {"memory": size, "effective": Effective(flops_by_format={"fp16": 10, "fp32": 990}, emulated=True)}
+    open_runs = [run("fp16", falling(end), seed=seed, **facts) for seed, end in enumerate(ends)]
+    found = answered(case(trained("fp32"), open_runs, gpu="t4", for_gpu=True))
+    assert found.decision == "stay"
+    assert (
+        found.why
+        == "fp16 may train like fp32 or not, but gains only at most 1.02x in speed and 2% of the memory either way"
+    )
+
+
 # --- undecided and failed ------------------------------------------------------------------------------------------------------
 
 

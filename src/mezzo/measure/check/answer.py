@@ -19,7 +19,7 @@ Command = Callable[..., str]
 """Returns the command line of a command of Mezzo on the same script: its name, then its options."""
 
 WENT_WRONG = ("diverged", "stopped_learning", "failed")
-_NOTHING, _LITTLE = 1.05, 0.02
+_NOTHING, _LITTLE = 1.05, 0.05
 """The gain in speed and the share of memory below which a policy gains nothing."""
 
 
@@ -86,7 +86,14 @@ def answered(case: Case) -> Answer:
         row = next(row for row in alike if row.policy == best.policy)
         return _stay(case, why, row) if (why := _no_gain(case, row)) else _use(case, row, alike)
     open_rows = [row for row in case.rows if row.verdict == "undecided" and not _is_void(case, row)]
-    return _undecided(case, open_rows) if open_rows else _stay(case, _none_trains_alike(case), None)
+    if not open_rows:
+        return _stay(case, _none_trains_alike(case), None)
+    if len(open_rows) == 1 and (little := _gains_little(case, open_rows[0])):
+        row = open_rows[0]
+        return _stay(
+            case, f"{row.policy} may train like {case.baseline} or not, but gains only {little} either way", row
+        )
+    return _undecided(case, open_rows)
 
 
 def baseline_fault(comparison: CompareRecord) -> str:
@@ -125,9 +132,7 @@ def _use(case: Case, row: Row, alike: Sequence[Row]) -> Answer:
         evidence=_own_words(row),
         gains=case.gains(row),
         memory_saved=None if row.memory_ratio is None else 1.0 - row.memory_ratio,
-        changed=[
-            Reason(what=one.of, value=one.policy, reason=one.how) for one in case.repairs if one.policy == row.policy
-        ],
+        changed=_changed(case, row),
         others=_others(case, row.policy),
         next_command=case.command("python") if own else case.command("run", "--policy", row.policy),
         next_why=then,
@@ -182,10 +187,15 @@ def _undecided(case: Case, rows: Sequence[Row]) -> Answer:
         why=f"{row.policy} is not decided: {_own_words(row)}",
         gains=case.gains(row),
         memory_saved=None if row.memory_ratio is None else 1.0 - row.memory_ratio,
+        changed=_changed(case, row),
         others=_others(case, row.policy),
         next_command=command,
         next_why=then,
     )
+
+
+def _changed(case: Case, row: Row) -> list[Reason]:
+    return [Reason(what=one.of, value=one.policy, reason=one.how) for one in case.repairs if one.policy == row.policy]
 
 
 def _deciding(case: Case, row: Row) -> tuple[str, str]:
@@ -279,8 +289,7 @@ def _none_trains_alike(case: Case) -> str:
 def _no_gain(case: Case, row: Row) -> str:
     """Return why a policy that trains alike is still not worth using; empty if it is."""
     saved = 0.0 if row.memory_ratio is None else 1.0 - row.memory_ratio
-    gains = {gain.kind: gain for gain in case.gains(row)}
-    measured, bound = gains.get("measured"), gains.get("bound")
+    measured = next((gain for gain in case.gains(row) if gain.kind == "measured"), None)
     memory = f"; it saves {saved:.0%} of the memory, if that is what you need" if saved >= _LITTLE else ""
     if row.policy == AS_IS:
         return ""
@@ -288,10 +297,20 @@ def _no_gain(case: Case, row: Row) -> str:
     if measured is not None and slow and not case.for_gpu:
         slower = f"{row.policy} trains like {case.baseline}, but a step takes {1 / measured.times:.3g} times as long on {case.device}"
         return slower + memory
-    most = max((gain.times for gain in (measured, bound) if gain is not None), default=math.inf)
-    if saved < _LITTLE and most < _NOTHING:
-        return f"{row.policy} trains like {case.baseline}, but gains neither speed nor memory"
-    return ""
+    little = _gains_little(case, row)
+    return f"{row.policy} trains like {case.baseline}, but gains {little}" if little else ""
+
+
+def _gains_little(case: Case, row: Row) -> str:
+    """Return what a policy gains, if neither its speed nor its memory is worth switching for; empty if one is, or is not known."""
+    gains = case.gains(row)
+    times = max((gain.times for gain in gains), default=math.inf)
+    saved = 0.0 if row.memory_ratio is None else 1.0 - row.memory_ratio
+    if saved >= _LITTLE or times >= _NOTHING:
+        return ""
+    most = max(gains, key=lambda gain: gain.times)
+    speed = f"at most {times:.3g}x in speed" if most.kind == "bound" else f"{times:.3g}x in speed"
+    return f"{speed} and {saved:.0%} of the memory"
 
 
 def _is_void(case: Case, row: Row) -> bool:
