@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
+import os
 import platform
-import re
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import options, results
+from mezzo.cli.budget import Budget, clock, seconds_of
 from mezzo.cli.script import Script
 from mezzo.cli.words import typed
-from mezzo.errors import UsageError
+from mezzo.errors import ScriptError
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from mezzo.measure.doctor import Facts
     from mezzo.records import Answer, AnyRecord, CheckRecord, Reason
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3600}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)
 _REFERENCE = "a100-80gb"
 """The GPU that gains are bounded for where none is named and none is here."""
 _WISHED_SEEDS = 3
@@ -39,16 +38,6 @@ _TIMES_MORE = 6
 """How much longer the budget is that is suggested where this one is too short."""
 _TAIL = 12
 """Lines of a failed script's output that are shown."""
-
-
-def _seconds(text: str) -> float:
-    found = _DURATION.fullmatch(text.strip())
-    seconds = float(found[1]) * _UNITS_S[found[2].lower()] if found else 0.0
-    if seconds <= 0:
-        raise UsageError(
-            f"--budget {text!r}; allowed: a number above 0 with a unit, s, m or h", hint="type: --budget 10m"
-        )
-    return seconds
 
 
 def check(
@@ -93,12 +82,17 @@ def check(
         script=Script(
             target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=None, as_json=as_json
         ),
-        budget=_Budget(_seconds(budget)),
+        budget=Budget(seconds_of(budget)),
         gpu=None if gpu is None else gpu_named(gpu),
         policies=policies,
         seeds=seeds or _WISHED_SEEDS,
         metric=metric,
     )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ScriptError(
+            f"mezzo check runs in {os.environ['WORLD_SIZE']} processes; allowed: one",
+            hint="check in one process, without torchrun; the answer serves distributed runs too",
+        )
     asked.script.check(None)
     folder = asked.script.folder("check")
     with stoppable() as stop:
@@ -114,29 +108,12 @@ def check(
     raise typer.Exit(stop.exit_code or code)
 
 
-class _Budget:
-    """The time that was given, and what is left of it."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._began = seconds, time.monotonic()
-
-    @property
-    def spent_s(self) -> float:
-        """The seconds since the command began."""
-        return time.monotonic() - self._began
-
-    def say(self, text: str) -> None:
-        """Print what happens, with the time that has passed and the time that is left."""
-        left = max(self.seconds - self.spent_s, 0.0)
-        print(f"[{_clock(self.spent_s)}, {_clock(left)} left] {text}", file=sys.stderr, flush=True)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
     """The command's options."""
 
     script: Script
-    budget: _Budget
+    budget: Budget
     gpu: Gpu | None
     policies: str | None
     seeds: int
@@ -151,10 +128,11 @@ def _checked(asked: _Asked, folder: Path) -> tuple[CheckRecord, int]:
     """
     budget = asked.budget
     budget.say(f"{Path(asked.script.target).name}: first what this machine can do")
+    from mezzo.devices import Device, cpu_name
     from mezzo.gpus import find_gpu
-    from mezzo.measure.doctor import facts  # imports torch, which takes seconds
+    from mezzo.measure.doctor import Facts, facts  # imports torch, which takes seconds
 
-    found = facts()
+    found = facts() if importlib.util.find_spec("torch") else Facts(devices=(Device(kind="cpu", name=cpu_name()),))
     here = found.devices[0]
     if asked.gpu is not None and find_gpu(here.name) is asked.gpu:
         asked = replace(asked, gpu=None)  # it is here: measured is better than bounded
@@ -169,6 +147,7 @@ def _checked(asked: _Asked, folder: Path) -> tuple[CheckRecord, int]:
     with several_runs():
         checking.run()
     record = _record(asked, folder, checking, offers, found)
+    finished.forget()
     first = checking.known.runs[0] if checking.known.runs else None
     if first is not None and first.error is not None:
         _show_output(checking)
@@ -196,7 +175,7 @@ def _offers(asked: _Asked, here: Device) -> list[Reason]:
     return [Reason(what=BASELINE, value=TRIED, reason="the baseline: all others are compared with it"), *others]
 
 
-def _say_offers(budget: _Budget, asked: _Asked, here: Device, offers: list[Reason]) -> None:
+def _say_offers(budget: Budget, asked: _Asked, here: Device, offers: list[Reason]) -> None:
     from mezzo.formats import BF16, E4M3, FP16, TF32
 
     levels: dict[str, list[str]] = {}
@@ -279,7 +258,7 @@ def _record(asked: _Asked, folder: Path, checking: Check, offers: list[Reason], 
         diagnosed={policy: one for policy, one in known.diagnosed.items() if one is not None},
         repairs=repairs(known),
         undone=undone(known),
-        more_time=f"{math.ceil(_TIMES_MORE * asked.budget.seconds / _UNITS_S['m'])}m",
+        more_time=f"{math.ceil(_TIMES_MORE * asked.budget.seconds / 60)}m",
         too_slow=checking.too_slow,
     )
     return CheckRecord(
@@ -315,7 +294,7 @@ def _notes(asked: _Asked, checking: Check, case: object, gpu: Gpu | None) -> lis
         why = "name what counts for you, as --metric 'acc=([0-9.]+)', and it is judged as well"
         notes.append(Reason(what="judged by", value="the training loss", reason=why))
     if case.undone:
-        why = f"the budget of {_clock(asked.budget.seconds)} is too short for it"
+        why = f"the budget of {clock(asked.budget.seconds)} is too short for it"
         notes.append(Reason(what="left out", value=case.undone, reason=why))
     if not checking.known.observable:
         why = "they observe PyTorch's operations"
@@ -385,9 +364,3 @@ def _resuming(folder: Path, *, num_arguments: int) -> str:
             del options_given[place : place + (1 if "=" in word else 2)]
             break
     return shlex.join([*words[:2], "--out", str(folder), *options_given, *words[script:]])
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

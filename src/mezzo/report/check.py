@@ -154,7 +154,10 @@ def _memory(record: CheckRecord, row: Row) -> str:
     if saved is None or baseline is None:
         return ""
     amount = f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'} a step"
-    if row.memory.total_bytes is not None and baseline.memory.total_bytes is not None:
+    peaks = row.memory.cuda_allocated_bytes, baseline.memory.cuda_allocated_bytes
+    if all(peaks):
+        amount += f": {fmt.bytes_text(peaks[0])} allocated at the peak instead of {fmt.bytes_text(peaks[1])}"
+    elif row.memory.total_bytes is not None and baseline.memory.total_bytes is not None:
         amount += f": {fmt.bytes_text(row.memory.total_bytes)} instead of {fmt.bytes_text(baseline.memory.total_bytes)}"
         kept = [fmt.bytes_text(m.activations_bytes) for m in (row.memory, baseline.memory)]
         amount += f" (activations {kept[0]} instead of {kept[1]})"

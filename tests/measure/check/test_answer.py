@@ -196,6 +196,15 @@ def test_seeds_that_would_decide_are_named_with_the_time_they_take() -> None:
     assert found.next_why == f"{needed} seeds decide it in four cases of five"
 
 
+@pytest.mark.parametrize(("steps", "decision"), [(29, "undecided"), (30, "use")])
+def test_a_few_first_steps_show_nothing(steps: int, decision: str) -> None:
+    found = answered(case(trained("fp32", first_steps=steps), trained("bf16", first_steps=steps), more_time="60m"))
+    assert found.decision == decision
+    if decision == "undecided":
+        assert found.why == "only 29 steps a run fit the budget, and fewer than 30 show nothing"
+        assert found.next_command == "mezzo check --budget 60m train.py --lr 0.1"
+
+
 def test_one_seed_asks_for_three() -> None:
     one = run("bf16", falling(1.001), seed=0, duration_s=60.0)
     found = answered(case(trained("fp32", num_seeds=1), [one], gpu=None))

@@ -54,6 +54,10 @@ class Finished:
         self._parts[name] = path.relative_to(self._folder).as_posix()
         self.write()
 
+    def forget(self) -> None:
+        """Delete the list, once the whole command is finished: repeated, it runs anew."""
+        (self._folder / LEDGER).unlink(missing_ok=True)
+
     def write(self) -> None:
         """Write the list."""
         text = json.dumps({"identity": self._identity, "since_s": self.since_s, "parts": self._parts}, indent=1)
