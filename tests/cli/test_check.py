@@ -123,7 +123,7 @@ def test_another_script_starts_anew_and_says_why(
 
 def test_a_long_script_is_judged_by_its_first_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    code = checked("--seeds", "2", "--policies", "bf16", "--budget", "30s", "--out", str(out), PLAIN, "10000000")
+    code = checked("--seeds", "1", "--policies", "bf16", "--budget", "6s", "--out", str(out), PLAIN, "10000000")
     record = record_in(out)
     assert record.first_steps is not None
     assert record.comparison is not None
