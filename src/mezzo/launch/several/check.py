@@ -78,6 +78,7 @@ class Check:
     def __post_init__(self) -> None:
         asked, self._end_s = self.settings, time.monotonic() + self.settings.budget_s
         self._metric = asked.metric
+        self._said: set[str] = set()  # a reason is said once
         self.known = Known(
             policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s, observable=asked.framework == "torch"
         )
@@ -101,7 +102,8 @@ class Check:
         resumed = found is not None
         if found is None:
             stop.check()
-            self.say(f"{_title(asked)}: {asked.why}")
+            self.say(_title(asked) + ("" if asked.why in self._said else f": {asked.why}"))
+            self._said.add(asked.why)
             found = _ACTIONS[asked.stage](self, asked, place, stop)
             stop.check()
             if asked.stage == "run":

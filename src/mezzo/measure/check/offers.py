@@ -55,7 +55,7 @@ def _sixteen_bits(here: Device, there: Device) -> list[Reason]:
 
 def _sixteen_bit(fmt: Format, here: Device, there: Device, *, left_out: bool) -> Reason:
     reason = f"{there.name}: {there.support(fmt).reason}"
-    if here.support(fmt).level != "native" and there is not here:
+    if here.support(fmt).level != "native":
         reason += "; emulated here, which shows what it does to training, not how fast it is"
     return _reason(fmt.name, LEFT_OUT if left_out else TRIED, reason)
 
