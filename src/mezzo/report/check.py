@@ -21,6 +21,8 @@ from mezzo.report.verdicts import CompareSheet
 
 _TONES = {"use": "good", "stay": "quiet", "undecided": "open", "failed": "bad"}
 _BORDERS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
+_LINES = ("why", "accuracy", "memory", "speed", "changed")
+"""The first lines of the box, in order."""
 _EDGES = 20
 """Columns of the box beside a command."""
 
@@ -123,11 +125,12 @@ def _answer(record: CheckRecord) -> list[Fact]:
     if row is not None and (memory := _memory(record, row)):
         lines.append(Fact(what="memory", value=memory))
     lines += [Fact(what="speed", value=_gain(gain)) for gain in answer.gains]
-    if answer.decision == "use" or answer.changed:
+    if (answer.decision == "use" and answer.policy != AS_IS) or answer.changed:
         changed = [f"{fmt.clean(one.reason)}: {fmt.clean(one.value)}" for one in answer.changed]
         lines.append(Fact(what="changed", value="; ".join(changed) or "nothing but the precision"))
     notes = [(fmt.clean(note.what), f"{fmt.clean(note.value)}: {fmt.clean(note.reason)}.") for note in record.notes]
-    return [*lines, *(Fact(what=what, value=value) for what, value in notes)]
+    lines += [Fact(what=what, value=value) for what, value in notes]
+    return sorted(lines, key=lambda line: _LINES.index(line.what) if line.what in _LINES else len(_LINES))
 
 
 def _row(record: CheckRecord) -> Row | None:
