@@ -56,7 +56,12 @@ def test_one_command_ends_with_one_answer(tmp_path: Path, capsys: pytest.Capture
     answer = record.answer
     assert (answer.decision, answer.policy) == ("use", "bf16")
     assert answer.next_command == f"mezzo run --policy bf16 {PLAIN} 14"
-    assert [stage.what for stage in record.stages][:3] == ["fp32, seed 0", "bf16, seed 0", "fp16, seed 0"]
+    assert [stage.what for stage in record.stages][:4] == [
+        "this machine",
+        "fp32, seed 0",
+        "bf16, seed 0",
+        "fp16, seed 0",
+    ]
     assert {offer.what: offer.value for offer in record.offered} == {
         "fp32": "tried",
         "tf32": "left out",
@@ -66,7 +71,7 @@ def test_one_command_ends_with_one_answer(tmp_path: Path, capsys: pytest.Capture
     }
     assert next(gain.kind for gain in answer.gains) == "bound"
     assert (record.gpu, record.first_steps, record.seeds) == ("A100-SXM4-80GB", None, 3)
-    assert all((Path(stage.folder) / "record.json").is_file() for stage in record.stages)
+    assert all((Path(stage.folder) / "record.json").is_file() for stage in record.stages[1:])
     box = printed[printed.index("╭") :]
     assert "Use BF16" in box.splitlines()[0]
     assert "at most" in box
@@ -92,7 +97,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(
     assert rest.num == 3  # of six runs, three were finished
     assert "3 finished parts of the interrupted check are used again" in capsys.readouterr().err
     resumed = record_in(Path("out"))
-    assert [stage.resumed for stage in resumed.stages] == [True, True, True, False, False, False]
+    assert [stage.resumed for stage in resumed.stages[1:]] == [True, True, True, False, False, False]
     again = Children()
     assert checked(*words, children=again) == 0
     assert again.num == 6  # a check that was finished is repeated: data may have changed
@@ -187,6 +192,23 @@ def test_an_unknown_gpu_is_refused_before_anything_runs(tmp_path: Path, capsys: 
     assert checked("--gpu", "a1000", PLAIN, children=children) == 2
     assert children.num == 0
     assert "is not a GPU that Mezzo has the facts of; did you mean a10" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ("fp32", "--policies 'fp32' names nothing to compare with fp32\n  hint: type: --policies bf16,fp16"),
+        (",", "--policies ',' names nothing to compare with fp32\n  hint: type: --policies bf16,fp16"),
+        ("bf61", "unknown policy 'bf61'"),
+    ],
+)
+def test_policies_are_checked_before_anything_runs(
+    policies: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    children = Children()
+    assert checked("--policies", policies, PLAIN, children=children) == 2
+    assert children.num == 0
+    assert f"mezzo: {message}" in capsys.readouterr().err
 
 
 def test_a_patch_that_cannot_be_offered_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

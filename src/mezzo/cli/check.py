@@ -20,7 +20,7 @@ from mezzo.cli import options, results
 from mezzo.cli.budget import Budget, clock, seconds_of
 from mezzo.cli.script import Script
 from mezzo.cli.words import typed
-from mezzo.errors import ScriptError
+from mezzo.errors import PolicyError, ScriptError
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mezzo.launch.several.check import Check, Settings
     from mezzo.launch.several.resuming import Finished
     from mezzo.measure.doctor import Facts
+    from mezzo.policy import Policy
     from mezzo.records import Answer, AnyRecord, CheckRecord, Reason
 
 _REFERENCE = "a100-80gb"
@@ -78,13 +79,14 @@ def check(
     from mezzo.gpus import gpu_named
 
     options.check_metric(metric)
+    named = {} if policies is None else _named(policies)
     asked = _Asked(
         script=Script(
             target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=None, as_json=as_json
         ),
         budget=Budget(seconds_of(budget)),
         gpu=None if gpu is None else gpu_named(gpu),
-        policies=policies,
+        policies=None if policies is None else list(named),
         seeds=seeds or _WISHED_SEEDS,
         metric=metric,
     )
@@ -93,7 +95,7 @@ def check(
             f"mezzo check runs in {os.environ['WORLD_SIZE']} processes; allowed: one",
             hint="check in one process, without torchrun; the answer serves distributed runs too",
         )
-    asked.script.check(None)
+    asked.script.check(*named.values())
     folder = asked.script.folder("check")
     with stoppable() as stop:
         try:
@@ -108,6 +110,23 @@ def check(
     raise typer.Exit(stop.exit_code or code)
 
 
+def _named(policies: str) -> dict[str, Policy | None]:
+    """Return the policies of ``--policies`` by the text that records carry.
+
+    Raises:
+        PolicyError: one is unknown, or there is none beside FP32.
+    """
+    from mezzo.launch.request import policy_text
+
+    named = [options.asked_policy(text.strip()) for text in policies.split(",") if text.strip()]
+    found = {policy_text(policy): policy for policy in named}
+    if not set(found) - {"fp32"}:
+        raise PolicyError(
+            f"--policies {policies!r} names nothing to compare with fp32", hint="type: --policies bf16,fp16"
+        )
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
     """The command's options."""
@@ -115,7 +134,8 @@ class _Asked:
     script: Script
     budget: Budget
     gpu: Gpu | None
-    policies: str | None
+    policies: list[str] | None
+    """Those of ``--policies``, as records name them."""
     seeds: int
     metric: str | None
 
@@ -161,7 +181,6 @@ def _checked(asked: _Asked, folder: Path) -> tuple[CheckRecord, int]:
 
 def _offers(asked: _Asked, here: Device) -> list[Reason]:
     from mezzo.launch.frameworks import own_sources
-    from mezzo.launch.request import policy_text
     from mezzo.measure.check.offers import BASELINE, TRIED, offered
     from mezzo.measure.check.own_amp import own_amp
     from mezzo.records import Reason
@@ -169,26 +188,29 @@ def _offers(asked: _Asked, here: Device) -> list[Reason]:
     if asked.policies is None:
         sources = own_sources(asked.script.target, kind="module" if asked.script.as_module else "script")
         return offered(here, target=None if asked.gpu is None else asked.gpu.device, own_amp=own_amp(sources))
-    named = [policy_text(options.asked_policy(text.strip())) for text in asked.policies.split(",") if text.strip()]
     why = "--policies names it"
-    others = [Reason(what=text, value=TRIED, reason=why) for text in dict.fromkeys(named) if text != BASELINE]
+    others = [Reason(what=text, value=TRIED, reason=why) for text in asked.policies if text != BASELINE]
     return [Reason(what=BASELINE, value=TRIED, reason="the baseline: all others are compared with it"), *others]
 
 
 def _say_offers(budget: Budget, asked: _Asked, here: Device, offers: list[Reason]) -> None:
-    from mezzo.formats import BF16, E4M3, FP16, TF32
-
-    levels: dict[str, list[str]] = {}
-    for name, fmt in {"BF16": BF16, "FP16": FP16, "TF32": TF32, "FP8": E4M3}.items():
-        levels.setdefault(here.support(fmt).level, []).append(name)
-    can = "; ".join(f"{level}: {', '.join(names)}" for level, names in levels.items())
-    budget.say(f"this machine trains on {here.kind}, {here.name}; {can}")
+    budget.say(f"this machine trains on {here.kind}, {here.name}; {_can(here)}")
     if asked.gpu is not None:
         budget.say(
             f"the answer is for {asked.gpu.label}; what follows from units that are not here is bounded, not measured"
         )
     for offer in offers:
         budget.say(f"{offer.what} {offer.value}: {offer.reason}")
+
+
+def _can(here: Device) -> str:
+    """Return which formats a device computes in, and how."""
+    from mezzo.formats import BF16, E4M3, FP16, TF32
+
+    levels: dict[str, list[str]] = {}
+    for name, fmt in {"BF16": BF16, "FP16": FP16, "TF32": TF32, "FP8": E4M3}.items():
+        levels.setdefault(here.support(fmt).level, []).append(name)
+    return "; ".join(f"{level}: {', '.join(names)}" for level, names in levels.items())
 
 
 def _settings(asked: _Asked, offers: list[Reason]) -> Settings:
@@ -244,7 +266,7 @@ def _record(asked: _Asked, folder: Path, checking: Check, offers: list[Reason], 
     from mezzo.measure.check.answer import Case, answered
     from mezzo.measure.compare import compare as judge
     from mezzo.measure.doctor import device_report
-    from mezzo.records import CheckRecord
+    from mezzo.records import CheckRecord, CheckStage
 
     known, here = checking.known, found.devices[0]
     comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(typed()))
@@ -261,6 +283,9 @@ def _record(asked: _Asked, folder: Path, checking: Check, offers: list[Reason], 
         more_time=f"{math.ceil(_TIMES_MORE * asked.budget.seconds / 60)}m",
         too_slow=checking.too_slow,
     )
+    doctor = CheckStage(
+        name="doctor", what="this machine", why="which policies can be tried", outcome=f"{here.name}; {_can(here)}"
+    )
     return CheckRecord(
         command=list(typed()),
         script=asked.script.target,
@@ -271,7 +296,7 @@ def _record(asked: _Asked, folder: Path, checking: Check, offers: list[Reason], 
         budget_s=asked.budget.seconds,
         seeds=asked.seeds,
         first_steps=checking.first_steps,
-        stages=checking.stages,
+        stages=[doctor, *checking.stages],
         comparison=comparison,
         notes=_notes(asked, checking, case, gpu),
         environment=comparison.environment,
