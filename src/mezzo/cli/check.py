@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import math
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mezzo.cli import options, results
-from mezzo.cli.budget import Budget, clock, seconds_of
+from mezzo.cli.budget import Budget, seconds_of
+from mezzo.cli.check_record import CheckOptions, check_record, formats_of
 from mezzo.cli.script import Script
 from mezzo.cli.words import typed
 from mezzo.errors import PolicyError, ScriptError
@@ -25,18 +24,12 @@ from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.devices import Device
-    from mezzo.gpus import Gpu
     from mezzo.launch.several.check import Check, Settings
     from mezzo.launch.several.resuming import Finished
-    from mezzo.measure.doctor import Facts
     from mezzo.policy import Policy
     from mezzo.records import Answer, AnyRecord, CheckRecord, Reason
 
-_REFERENCE = "a100-80gb"
-"""The GPU that gains are bounded for where none is named and none is here."""
 _WISHED_SEEDS = 3
-_TIMES_MORE = 6
-"""How much longer the budget is that is suggested where this one is too short."""
 _TAIL = 12
 """Lines of a failed script's output that are shown."""
 
@@ -80,7 +73,7 @@ def check(
 
     options.check_metric(metric)
     named = {} if policies is None else _named(policies)
-    asked = _Asked(
+    asked = CheckOptions(
         script=Script(
             target=target, arguments=arguments, as_module=as_module, out=out, tensorboard=None, as_json=as_json
         ),
@@ -127,20 +120,7 @@ def _named(policies: str) -> dict[str, Policy | None]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """The command's options."""
-
-    script: Script
-    budget: Budget
-    gpu: Gpu | None
-    policies: list[str] | None
-    """Those of ``--policies``, as records name them."""
-    seeds: int
-    metric: str | None
-
-
-def _checked(asked: _Asked, folder: Path) -> tuple[CheckRecord, int]:
+def _checked(asked: CheckOptions, folder: Path) -> tuple[CheckRecord, int]:
     """Run what is needed; return the record and the exit code.
 
     Raises:
@@ -166,7 +146,7 @@ def _checked(asked: _Asked, folder: Path) -> tuple[CheckRecord, int]:
     checking = Check(settings=settings, folder=folder, finished=finished, say=budget.say, keep=_keep)
     with several_runs():
         checking.run()
-    record = _record(asked, folder, checking, offers, found)
+    record = check_record(asked, checking, offers, found)
     finished.forget()
     first = checking.known.runs[0] if checking.known.runs else None
     if first is not None and first.error is not None:
@@ -179,7 +159,7 @@ def _checked(asked: _Asked, folder: Path) -> tuple[CheckRecord, int]:
 # --- before the first run ------------------------------------------------------------------------------------------------------
 
 
-def _offers(asked: _Asked, here: Device) -> list[Reason]:
+def _offers(asked: CheckOptions, here: Device) -> list[Reason]:
     from mezzo.launch.frameworks import own_sources
     from mezzo.measure.check.offers import BASELINE, TRIED, offered
     from mezzo.measure.check.own_amp import own_amp
@@ -193,8 +173,8 @@ def _offers(asked: _Asked, here: Device) -> list[Reason]:
     return [Reason(what=BASELINE, value=TRIED, reason="the baseline: all others are compared with it"), *others]
 
 
-def _say_offers(budget: Budget, asked: _Asked, here: Device, offers: list[Reason]) -> None:
-    budget.say(f"this machine trains on {here.kind}, {here.name}; {_can(here)}")
+def _say_offers(budget: Budget, asked: CheckOptions, here: Device, offers: list[Reason]) -> None:
+    budget.say(f"this machine trains on {here.kind}, {here.name}; {formats_of(here)}")
     if asked.gpu is not None:
         budget.say(
             f"the answer is for {asked.gpu.label}; what follows from units that are not here is bounded, not measured"
@@ -203,17 +183,7 @@ def _say_offers(budget: Budget, asked: _Asked, here: Device, offers: list[Reason
         budget.say(f"{offer.what} {offer.value}: {offer.reason}")
 
 
-def _can(here: Device) -> str:
-    """Return which formats a device computes in, and how."""
-    from mezzo.formats import BF16, E4M3, FP16, TF32
-
-    levels: dict[str, list[str]] = {}
-    for name, fmt in {"BF16": BF16, "FP16": FP16, "TF32": TF32, "FP8": E4M3}.items():
-        levels.setdefault(here.support(fmt).level, []).append(name)
-    return "; ".join(f"{level}: {', '.join(names)}" for level, names in levels.items())
-
-
-def _settings(asked: _Asked, offers: list[Reason]) -> Settings:
+def _settings(asked: CheckOptions, offers: list[Reason]) -> Settings:
     from mezzo.launch.frameworks import framework_of
     from mezzo.launch.several.check import Settings
     from mezzo.measure.check.offers import tried
@@ -230,7 +200,7 @@ def _settings(asked: _Asked, offers: list[Reason]) -> Settings:
     )
 
 
-def _finished(asked: _Asked, folder: Path, settings: Settings) -> Finished:
+def _finished(asked: CheckOptions, folder: Path, settings: Settings) -> Finished:
     """Return what an interrupted check of the same script left in the folder."""
     from mezzo.launch.frameworks import own_sources
     from mezzo.launch.several.resuming import Finished
@@ -258,91 +228,6 @@ def _finished(asked: _Asked, folder: Path, settings: Settings) -> Finished:
 
 
 # --- after the last run --------------------------------------------------------------------------------------------------------
-
-
-def _record(asked: _Asked, folder: Path, checking: Check, offers: list[Reason], found: Facts) -> CheckRecord:
-    from mezzo.gpus import GPUS
-    from mezzo.launch.several.plan import MARGIN, repairs, undone
-    from mezzo.measure.check.answer import Case, answered
-    from mezzo.measure.compare import compare as judge
-    from mezzo.measure.doctor import device_report
-    from mezzo.records import CheckRecord, CheckStage
-
-    known, here = checking.known, found.devices[0]
-    comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(typed()))
-    gpu = asked.gpu or (GPUS[_REFERENCE] if here.kind == "cpu" else None)
-    case = Case(
-        comparison=comparison,
-        device=here.name,
-        command=_commands(asked),
-        gpu=gpu,
-        for_gpu=asked.gpu is not None,
-        diagnosed={policy: one for policy, one in known.diagnosed.items() if one is not None},
-        repairs=repairs(known),
-        undone=undone(known),
-        more_time=f"{math.ceil(_TIMES_MORE * asked.budget.seconds / 60)}m",
-        too_slow=checking.too_slow,
-    )
-    doctor = CheckStage(
-        name="doctor", what="this machine", why="which policies can be tried", outcome=f"{here.name}; {_can(here)}"
-    )
-    return CheckRecord(
-        command=list(typed()),
-        script=asked.script.target,
-        answer=answered(case),
-        device=device_report(here, facts=found),
-        gpu="" if gpu is None else gpu.label,
-        offered=offers,
-        budget_s=asked.budget.seconds,
-        seeds=asked.seeds,
-        first_steps=checking.first_steps,
-        stages=[doctor, *checking.stages],
-        comparison=comparison,
-        notes=_notes(asked, checking, case, gpu),
-        environment=comparison.environment,
-        duration_s=asked.budget.spent_s,
-    )
-
-
-def _notes(asked: _Asked, checking: Check, case: object, gpu: Gpu | None) -> list[Reason]:
-    from mezzo.measure.check.answer import Case
-    from mezzo.records import Reason
-
-    assert isinstance(case, Case)
-    notes: list[Reason] = []
-    if len({run.policy for run in checking.known.runs}) < 2:
-        return notes
-    if checking.first_steps is not None:
-        why = f"the whole script does not fit the budget with {asked.seeds} seeds; what happens later is not judged"
-        notes.append(Reason(what="steps", value=f"only the first {checking.first_steps} of each run", reason=why))
-    if asked.metric is None:
-        why = "name what counts for you, as --metric 'acc=([0-9.]+)', and it is judged as well"
-        notes.append(Reason(what="judged by", value="the training loss", reason=why))
-    if case.undone:
-        why = f"the budget of {clock(asked.budget.seconds)} is too short for it"
-        notes.append(Reason(what="left out", value=case.undone, reason=why))
-    if not checking.known.observable:
-        why = "they observe PyTorch's operations"
-        notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
-    if asked.gpu is None and gpu is not None:
-        why = "no GPU is here; --gpu NAME gives it for another"
-        notes.append(Reason(what="speed", value=f"the ceiling is for {gpu.label}", reason=why))
-    return notes
-
-
-def _commands(asked: _Asked) -> Callable[..., str]:
-    """Return the function that writes a command on the same script, with its arguments, quoted for a shell."""
-    script = asked.script
-    words = [*(["-m"] if script.as_module else []), script.target, *(script.arguments or [])]
-
-    def command(kind: str, *given: str) -> str:
-        if kind == "python":
-            return shlex.join(["python", *words])
-        metric = ["--metric", asked.metric] if asked.metric and kind in ("run", "compare", "check") else []
-        gpu = ["--gpu", asked.gpu.name] if asked.gpu is not None and kind == "check" else []
-        return shlex.join(["mezzo", kind, *gpu, *given, *metric, *words])
-
-    return command
 
 
 def _keep(record: AnyRecord, folder: Path) -> None:
