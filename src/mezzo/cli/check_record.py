@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mezzo.launch.several.check import Check
     from mezzo.measure.check.answer import Case
     from mezzo.measure.doctor import Facts
-    from mezzo.records import CheckRecord, Reason
+    from mezzo.records import Answer, CheckRecord, Reason
 
 _REFERENCE = "a100-80gb"
 """The GPU that gains are bounded for where none is named and none is here."""
@@ -73,6 +73,7 @@ def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], fou
         more_time=f"{math.ceil(_TIMES_MORE * asked.budget.seconds / 60)}m",
         too_slow=checking.too_slow,
     )
+    answer = answered(case)
     doctor = CheckStage(
         name="doctor",
         what="this machine",
@@ -82,7 +83,7 @@ def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], fou
     return CheckRecord(
         command=list(typed()),
         script=asked.script.target,
-        answer=answered(case),
+        answer=answer,
         device=device_report(here, facts=found),
         gpu="" if gpu is None else gpu.label,
         offered=offers,
@@ -91,18 +92,16 @@ def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], fou
         first_steps=checking.first_steps,
         stages=[doctor, *checking.stages],
         comparison=comparison,
-        notes=_notes(asked, checking, case, gpu),
+        notes=[] if answer.decision == "failed" else _notes(asked, checking, case, answer),
         environment=comparison.environment,
         duration_s=asked.budget.spent_s,
     )
 
 
-def _notes(asked: CheckOptions, checking: Check, case: Case, gpu: Gpu | None) -> list[Reason]:
+def _notes(asked: CheckOptions, checking: Check, case: Case, answer: Answer) -> list[Reason]:
     from mezzo.records import Reason
 
     notes: list[Reason] = []
-    if len({run.policy for run in checking.known.runs}) < 2:
-        return notes
     if checking.first_steps is not None:
         why = f"the whole script does not fit the budget with {asked.seeds} seeds; what happens later is not judged"
         notes.append(Reason(what="steps", value=f"only the first {checking.first_steps} of each run", reason=why))
@@ -118,9 +117,10 @@ def _notes(asked: CheckOptions, checking: Check, case: Case, gpu: Gpu | None) ->
     if not checking.known.observable:
         why = "they observe PyTorch's operations"
         notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
-    if asked.gpu is None and gpu is not None:
+    ceiling = next((gain.device for gain in answer.gains if gain.kind == "bound"), None)
+    if asked.gpu is None and ceiling is not None:
         why = "no GPU is here; --gpu NAME gives it for another"
-        notes.append(Reason(what="speed", value=f"the ceiling is for {gpu.label}", reason=why))
+        notes.append(Reason(what="speed", value=f"the ceiling is for {ceiling}", reason=why))
     return notes
 
 

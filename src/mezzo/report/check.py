@@ -23,6 +23,8 @@ _TONES = {"use": "good", "stay": "quiet", "undecided": "open", "failed": "bad"}
 _BORDERS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
 _LINES = ("why", "accuracy", "memory", "speed", "changed")
 """The first lines of the box, in order."""
+_SAME = 0.005
+"""The share of the memory below which nothing is saved."""
 _EDGES = 20
 """Columns of the box beside a command."""
 
@@ -156,7 +158,7 @@ def _memory(record: CheckRecord, row: Row) -> str:
     baseline = None if record.comparison is None else next(r for r in record.comparison.rows if r.verdict == "baseline")
     if saved is None or baseline is None:
         return ""
-    amount = f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'} a step"
+    amount = f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'} a step" if abs(saved) >= _SAME else "the same a step"
     peaks = row.memory.cuda_allocated_bytes, baseline.memory.cuda_allocated_bytes
     if all(peaks):
         amount += f": {fmt.bytes_text(peaks[0])} allocated at the peak instead of {fmt.bytes_text(peaks[1])}"

@@ -98,8 +98,16 @@ def test_a_script_that_fails_by_itself_is_run_once(first: RunRecord) -> None:
     assert next_asked(known(first)) is None
 
 
+def test_a_baseline_that_goes_wrong_with_every_seed_is_diagnosed_and_nothing_else() -> None:
+    assert asked_text(next_asked(known(broken("fp32", 0)))) == "run fp32 1"
+    every = [broken("fp32", seed) for seed in range(3)]
+    assert asked_text(next_asked(known(*every))) == "diagnose fp32"
+    assert next_asked(known(*every, diagnosed={"fp32": None})) is None
+    assert next_asked(known(*every, observable=False)) is None
+
+
 def test_an_unstable_baseline_keeps_every_policy_in_play() -> None:
-    runs = (broken("fp32", 0), trained("bf16", 0), broken("fp16", 0))
+    runs = (broken("fp32", 0), trained("fp32", 1), trained("bf16", 0), broken("fp16", 0))
     assert asked_text(next_asked(known(*runs))) == "run bf16 1"
     assert asked_text(next_asked(known(*runs, trained("bf16", 1)))) == "run fp16 1"
 

@@ -221,6 +221,36 @@ def test_a_baseline_that_goes_wrong_is_no_baseline() -> None:
     assert found.next_command == "mezzo diagnose --policy fp32 train.py --lr 0.1"
 
 
+def test_the_cause_of_a_baseline_that_goes_wrong() -> None:
+    cause = DiagnoseRecord.model_validate(
+        {
+            "run": broken("fp32")[0],
+            "verdict": "invalid_operation",
+            "located": True,
+            "module": "head",
+            "phase": "forward",
+            "step": 7,
+            "detail": "log() has no finite result in FP32 either",
+            "fix": "the logarithm needs an argument above 0",
+        }
+    )
+    found = answered(case(broken("fp32"), diagnosed={"fp32": cause}))
+    assert found.why == (
+        "it goes wrong in fp32 itself, so nothing can be compared with it: invalid operation in step 7, forward pass of head: "
+        "log() has no finite result in FP32 either; fix: the logarithm needs an argument above 0"
+    )
+    assert (found.next_command, found.next_why) == ("mezzo check train.py --lr 0.1", "answers once that is mended")
+
+
+def test_own_mixed_precision_that_was_off_is_no_answer() -> None:
+    off = Effective(flops_by_format={"fp32": 1000}, num_lowered=0)
+    found = answered(case(trained("fp32"), trained("as-is", effective=off), trained("bf16", ms=5.0), gpu=None))
+    assert (found.decision, found.policy) == ("use", "bf16")
+    assert (
+        found.others[0].reason == "nothing ran below 32 bits, so the script's own mixed precision was off in these runs"
+    )
+
+
 @pytest.mark.parametrize(
     ("too_slow", "next_command"),
     [(False, "python train.py --lr 0.1"), (True, "mezzo check --budget 60m train.py --lr 0.1")],

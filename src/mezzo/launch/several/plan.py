@@ -1,6 +1,7 @@
 """What a check does next, from what it knows so far: a pure function, so that every course of a check is a row of a test.
 
-1. The baseline with the first seed: whether the script trains at all, and how long a run takes.
+1. The baseline with the first seed: whether the script trains at all, and how long a run takes. If it goes wrong, its other seeds;
+   if all do, its diagnosis, and nothing else.
 2. All policies with every seed, one seed after the other, as far as the time goes. A policy that goes wrong gets no more seeds,
    unless the baseline itself does.
 3. A diagnosis of each policy that went wrong.
@@ -102,11 +103,28 @@ def next_asked(known: Known) -> Asked | None:
         return None if known.is_over(known.baseline, 0) else Asked(stage="run", policy=known.baseline, why=why)
     if first.error is not None or not len(first.steps):
         return None
+    if not _base(known).sound:
+        return _of_broken_baseline(known)
     asked = _next_run(known, known.policies, seeds=known.seeds)
     if asked is not None:
         return asked
     wrong = gone_wrong(known)
     return next(_diagnoses(known, wrong), None) or _repair(known, wrong)
+
+
+def _base(known: Known) -> Baseline:
+    return Baseline.of(grouped(known.runs)[known.baseline], runs=list(known.runs), margin=MARGIN)
+
+
+def _of_broken_baseline(known: Known) -> Asked | None:
+    """Return what to do while every run of the baseline went wrong: its other seeds, then its cause; no other policy can be judged."""
+    seed = next((seed for seed in range(known.seeds) if not known.is_over(known.baseline, seed)), None)
+    if seed is not None and known.seconds(known.baseline) <= known.left_s:
+        why = f"{known.baseline} itself went wrong: whether it does with another seed"
+        return Asked(stage="run", policy=known.baseline, seed=seed, why=why)
+    if not known.observable or known.baseline in known.diagnosed or known.left_s <= 0:
+        return None
+    return Asked(stage="diagnose", policy=known.baseline, why=f"to find why {known.baseline} itself goes wrong")
 
 
 def undone(known: Known) -> str:
@@ -123,8 +141,7 @@ def undone(known: Known) -> str:
 
 def gone_wrong(known: Known) -> list[str]:
     """Return the policies that diverged, stopped learning or failed; none while as large a share of the baseline's runs did."""
-    groups = grouped(known.runs)
-    base = Baseline.of(groups[known.baseline], runs=list(known.runs), margin=MARGIN)
+    groups, base = grouped(known.runs), _base(known)
     if base.ways or base.group.failed:  # an unstable script: only all seeds together tell
         return [row.policy for row in known.compared().rows if row.verdict in WENT_WRONG]
     return [
@@ -137,8 +154,7 @@ def gone_wrong(known: Known) -> list[str]:
 
 def _next_run(known: Known, policies: Sequence[str], *, seeds: int) -> Asked | None:
     """Return the next run of some policies: seed by seed, each seed beginning with another policy."""
-    stable = not Baseline.of(grouped(known.runs)[known.baseline], runs=list(known.runs), margin=MARGIN).ways
-    out = gone_wrong(known) if stable else []
+    out = [] if _base(known).ways else gone_wrong(known)
     for seed in range(seeds):
         playing = [policy for policy in policies if policy not in out]
         if playing == [known.baseline] and len(policies) > 1:
@@ -185,8 +201,7 @@ def _diagnoses(known: Known, wrong: Sequence[str]) -> Iterator[Asked]:
 
 
 def _seed_of_fault(known: Known, policy: str) -> int:
-    groups = grouped(known.runs)
-    base = Baseline.of(groups[known.baseline], runs=list(known.runs), margin=MARGIN)
+    groups, base = grouped(known.runs), _base(known)
     keys = [*base.ways_of(groups[policy]), *groups[policy].failed]
     return (keys[0].seed or 0) if keys else 0
 

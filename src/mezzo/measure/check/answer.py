@@ -85,7 +85,7 @@ def answered(case: Case) -> Answer:
     first_steps = max((run.first_steps or 0 for run in case.comparison.runs), default=0)
     if 0 < first_steps < _FEWEST_STEPS and case.rows:
         return _too_few_steps(case, first_steps)
-    alike = [row for row in case.rows if row.verdict == "equivalent"]
+    alike = [row for row in case.rows if row.verdict == "equivalent" and not _is_void(case, row)]
     best = preferred([_candidate(case, row) for row in alike], by_bound=case.for_gpu)
     if best is not None:
         row = next(row for row in alike if row.policy == best.policy)
@@ -244,9 +244,10 @@ def _failed(case: Case, wrong: str) -> Answer:
         why, command = f"its first run, in {case.baseline}: {wrong}", case.command("check", "--budget", case.more_time)
         then = "gives it more time; arguments that make the script begin to train sooner help more"
     elif trained:
-        why = f"it goes wrong in {case.baseline} itself, so nothing can be compared with it: {wrong}"
-        command = case.command("diagnose", "--policy", case.baseline)
-        then = "shows the first value that is not finite, if there is one"
+        cause = _cause(case, case.baseline)
+        why = f"it goes wrong in {case.baseline} itself, so nothing can be compared with it: {cause or wrong}"
+        command = case.command("check") if cause else case.command("diagnose", "--policy", case.baseline)
+        then = "answers once that is mended" if cause else "shows the first value that is not finite, if there is one"
     return Answer(
         decision="failed",
         policy=case.baseline,
@@ -282,23 +283,30 @@ def _others(case: Case, answer: str) -> list[Reason]:
 
 def _why_not(case: Case, row: Row) -> str:
     """Return why a policy is not the answer: its verdict's reason, and the cause if it was found."""
-    found = case.diagnosed.get(row.policy)
-    if row.verdict == "equivalent":
-        return _own_words(row)
+    if _is_void(case, row) and row.policy == AS_IS:
+        return "nothing ran below 32 bits, so the script's own mixed precision was off in these runs"
+    cause = "" if row.verdict == "equivalent" else _cause(case, row.policy)
+    return f"{_own_words(row)}; cause: {cause}" if cause else _own_words(row)
+
+
+def _cause(case: Case, policy: str) -> str:
+    """Return where and why a policy went wrong, as its diagnosis says; empty if that is not known."""
+    found = case.diagnosed.get(policy)
     if found is None or not found.located:
-        return _own_words(row)
+        return ""
     place = f"step {found.step}, {found.phase} pass of {found.module}" + (f", {found.line}" if found.line else "")
     fix = f"; fix: {found.fix}{' (tried)' if found.fix_tried else ''}" if found.fix else ""
-    return f"{_own_words(row)}; cause: {found.verdict.replace('_', ' ')} in {place}: {found.detail.rstrip('.')}{fix}"
+    return f"{found.verdict.replace('_', ' ')} in {place}: {found.detail.rstrip('.')}{fix}"
 
 
 def _none_trains_alike(case: Case) -> str:
     if not case.rows:
         return "no other policy was tried"
     if all(_is_void(case, row) for row in case.rows):
-        return f"mixed precision changes nothing here: {_own_words(case.rows[0])}"
+        return f"mixed precision changes nothing here: {_why_not(case, case.rows[0])}"
     words = {"diverged": "diverged", "stopped_learning": "stopped learning", "failed": "failed"}
-    outcomes = [f"{row.policy} {words.get(row.verdict, 'trains to another result')}" for row in case.rows]
+    told = [row for row in case.rows if not _is_void(case, row)]
+    outcomes = [f"{row.policy} {words.get(row.verdict, 'trains to another result')}" for row in told]
     return f"no other policy trains like {case.baseline}: {listed(outcomes)}"
 
 
@@ -332,6 +340,8 @@ def _gains_little(case: Case, row: Row) -> str:
 def _is_void(case: Case, row: Row) -> bool:
     """Return whether a policy lowered nothing, so that its runs say nothing about it."""
     runs = [run for run in case.comparison.runs if run.policy == row.policy and len(run.steps)]
+    if row.policy == AS_IS:
+        return bool(runs) and not any(run.effective.lowered or run.effective.num_lowered for run in runs)
     return bool(runs) and all(run.changed_nothing for run in runs)
 
 
