@@ -6,6 +6,9 @@ import math
 import random
 
 from mezzo.records import (
+    Answer,
+    CheckRecord,
+    CheckStage,
     CompareRecord,
     DeviceReport,
     Difference,
@@ -13,6 +16,7 @@ from mezzo.records import (
     Effective,
     Environment,
     FormatSupport,
+    Gain,
     Memory,
     Metric,
     Reason,
@@ -253,6 +257,60 @@ def emulated_record(*, num_steps: int = 60) -> CompareRecord:
     ]
     cpu = environment(device="cpu", gpu=None, driver=None, cuda=None)
     return whole.model_copy(update={"rows": rows, "runs": runs, "environment": cpu})
+
+
+def check_record(**fields: object) -> CheckRecord:
+    """Return the check of a script under four policies, answered by the second."""
+    comparison = compare_record(num_steps=20)
+    gains = [
+        Gain(
+            kind="measured",
+            times=1.609,
+            low=1.572,
+            high=1.655,
+            device="NVIDIA H100 80GB HBM3",
+            note="median step, 3 seeds",
+        ),
+        Gain(
+            kind="bound",
+            times=6.4,
+            device="A100-SXM4-80GB",
+            note="90% of the FLOPs are in products that it runs faster",
+        ),
+    ]
+    answer = Answer(
+        decision="use",
+        policy="bf16",
+        why="bf16 trains like fp32",
+        evidence=comparison.rows[1].reason,
+        gains=gains,
+        memory_saved=0.232,
+        others=[Reason(what="fp16-pure", value="diverged", reason="the loss is NaN from step 121")],
+        next_command="mezzo run --policy bf16 examples/train.py --epochs 3",
+        next_why="trains under it, with the script unedited",
+    )
+    stages = [
+        CheckStage(
+            name="run", what="fp32, seed 0", why="the baseline", outcome="20 steps", folder="runs/x", duration_s=12.0
+        ),
+        CheckStage(
+            name="diagnose", what="diagnose fp16-pure", why="to find why", outcome="range overflow", resumed=True
+        ),
+    ]
+    known: dict[str, object] = {
+        "command": ["mezzo", "check", "train.py", "--epochs", "3"],
+        "script": "examples/train.py",
+        "answer": answer,
+        "device": doctor_record().devices[1],
+        "offered": [Reason(what="tf32", value="left out", reason="no units for it")],
+        "budget_s": 600.0,
+        "seeds": 3,
+        "stages": stages,
+        "comparison": comparison,
+        "notes": [Reason(what="judged by", value="the training loss", reason="no metric was named")],
+        "environment": environment(),
+    }
+    return CheckRecord.model_validate(known | fields)
 
 
 def doctor_record() -> DoctorRecord:

@@ -32,8 +32,8 @@ from mezzo.observe.fallback.find import find
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.observer import NonFinite
 from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis
-from mezzo.observe.observer import StopScript
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
+from mezzo.observe.stopping import StopScript
 from mezzo.observe.tracer import Tracer
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, AuditRecord, DiagnoseRecord, Environment, FallbackRecord, RangesRecord, RunRecord

@@ -72,6 +72,7 @@ SHOWN: list[tuple[WholeRecord, str]] = [
         FallbackRecord(run=RUN, policy="O1", tolerance=0.1, verdict="not needed", reason=""),
         "FallbackRecord train.py under O1: not needed",
     ),
+    (build.check_record(), "CheckRecord train.py: use bf16"),
     (build.doctor_record(), "DoctorRecord AMD EPYC 9554: fp32 native; NVIDIA H100 80GB HBM3: fp16 native"),
 ]  # fmt: skip
 

@@ -352,8 +352,8 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         build.doctor_record(),
         [
             (
-                "see what your script keeps and gains; write its name for train.py",
-                "mezzo compare --policies fp32,fp16 train.py",
+                "one answer about your script; write its name for train.py",
+                "mezzo check train.py",
             )
         ],
     ),

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
-from mezzo.cli import audit, compare, diagnose, doctor, fallback, ranges, report, run
+from mezzo.cli import audit, check, compare, diagnose, doctor, fallback, ranges, report, run
 from mezzo.cli.completion import ScriptCommand
 from mezzo.cli.usage import usage_error
 from mezzo.cli.words import WORDS
@@ -28,6 +28,7 @@ app = typer.Typer(
 _SCRIPT = {"allow_interspersed_args": False}
 
 app.command("doctor")(doctor.doctor)
+app.command("check", cls=ScriptCommand, context_settings=_SCRIPT)(check.check)
 app.command("run", cls=ScriptCommand, context_settings=_SCRIPT)(run.run)
 app.command("compare", cls=ScriptCommand, context_settings=_SCRIPT)(compare.compare)
 app.command("audit", cls=ScriptCommand, context_settings=_SCRIPT)(audit.audit)

@@ -17,7 +17,6 @@ from mezzo.cli.script import Script
 from mezzo.cli.words import typed
 from mezzo.errors import PolicyError, ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
-from mezzo.report.commands import RUN
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
@@ -171,6 +170,8 @@ def _requests(
     script: Script, asked: dict[str, _Asked], seeds: int, *, folder: Path, metric: str | None
 ) -> list[Request]:
     """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
+    from mezzo.launch.several.compared_runs import named_arguments
+
     since_s, texts, folders = time.time(), [*asked], _folders(asked)
     requests = []
     for seed in range(seeds):
@@ -182,7 +183,7 @@ def _requests(
                     asked[text].policy,
                     policy_typed=options.typed_name(asked[text].name, asked[text].policy),
                     folder=folder / run,
-                    arguments=tuple(argument.replace(RUN, run) for argument in script.arguments or ()),
+                    arguments=named_arguments(script.arguments or (), run),
                     seed=seed,
                     metric=metric,
                     compared_since_s=since_s,

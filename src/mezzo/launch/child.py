@@ -21,11 +21,12 @@ from typing import Any, cast
 
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
-from mezzo.launch.frameworks import Framework, training_in
+from mezzo.launch.frameworks import Framework, Training, training_in
 from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
 from mezzo.launch.progress import EVERY_S, reports_to
 from mezzo.launch.request import Request, policy_text
+from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
 from mezzo.observe.settings import step_text
@@ -57,9 +58,11 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             training.report_to(reports_to(request.progress_file), every_s=EVERY_S)
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
+        limit = _limit(request, training)
         exit_code, error = _run_script(request, reader)
         if os.getpid() != process:  # a process forked by the script ended here: only its parent writes the record
             return exit_code
+        stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
         exit_code, error = _guarded(training.close_update, before=(exit_code, error))
         num_steps, observer = training.num_updates, training.observer
         if exit_code == 0 and not num_steps:
@@ -84,6 +87,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded()]),
             metric=reader.metric() if reader else None,
             findings=training.findings(),
+            first_steps=num_steps if stopped else None,
             files_read=files.found,
             started_at_s=started_at_s,
             duration_s=time.perf_counter() - started,
@@ -96,9 +100,18 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     if observer is None and record.findings:
         print(f"mezzo: {_in_one_line(record.findings)}", file=sys.stderr)
     signalled = isinstance(error, EndedBySignal)
-    if signalled or (observer is not None and any(t.daemon for t in threading.enumerate())):
+    if signalled or ((observer is not None or stopped) and any(t.daemon for t in threading.enumerate())):
         _exit_at_once(exit_code, tidily=not signalled)
     return exit_code
+
+
+def _limit(request: Request, training: Training) -> StepLimit | None:
+    """Return the limit of the run, now in force; None without one."""
+    if request.stop_after_steps is None and request.stop_after_s is None:
+        return None
+    limit = StepLimit(steps=request.stop_after_steps, seconds=request.stop_after_s)
+    training.stop_after(limit)
+    return limit
 
 
 def _in_one_line(findings: list[Finding]) -> str:
@@ -120,7 +133,7 @@ def _stand_in_reasons(request: Request) -> list[Reason]:
 def _exit_at_once(exit_code: int, *, tidily: bool) -> None:
     """End the process without Python's own shutdown, as a signal would.
 
-    A script that an observer ended early needs this, too: with daemon threads running, Python's shutdown would abort in native code.
+    A script that was ended early needs this, too: with daemon threads running, Python's shutdown would abort in native code.
 
     Args:
         exit_code: the exit code of the process.

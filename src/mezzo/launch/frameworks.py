@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from mezzo.launch.step_limit import StepLimit
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
@@ -49,6 +50,13 @@ class Training(Protocol):
 
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows to ``report``, at the end of a step and at most every ``every_s`` seconds."""
+
+    def stop_after(self, limit: StepLimit) -> None:
+        """Stop the script at ``limit``.
+
+        Raises:
+            ScriptError: scripts of this framework cannot be stopped after a step.
+        """
 
     def close_update(self) -> None:
         """Close the update that is open when the script has ended."""

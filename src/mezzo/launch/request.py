@@ -66,6 +66,10 @@ class Request(BaseModel):
     """Settings of the observer, which determine the kind of record. None: train and record the steps."""
     compared_since_s: float | None = None
     """Unix time at which the run's comparison began, to record what it reads of other runs; None if it is part of none."""
+    stop_after_steps: int | None = None
+    """Stop the script after so many steps; None lets it end by itself."""
+    stop_after_s: float | None = None
+    """Stop the script at the end of the step in which so many seconds have passed since it began."""
     output_to_stderr: bool = False
     """Whether the script's standard output goes to standard error, because the command's own is JSON."""
 

@@ -25,6 +25,7 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.scaling import Scale
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.skips import Update
+from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord
 
@@ -74,13 +75,6 @@ class ObservedRun(Protocol):
     def emulates(self) -> bool:
         """Whether the policy's formats are emulated on that device."""
         ...
-
-
-class StopScript(SystemExit):
-    """The end of a script after its last observed step: exit code 0, and silent in a thread."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
 
 
 class Observer(ABC):

@@ -19,6 +19,12 @@ from mezzo.records.audit import Phase as Phase
 from mezzo.records.audit import Product as Product
 from mezzo.records.audit import RoundTrip as RoundTrip
 from mezzo.records.audit import WideProduct as WideProduct
+from mezzo.records.check import Answer as Answer
+from mezzo.records.check import CheckRecord as CheckRecord
+from mezzo.records.check import CheckStage as CheckStage
+from mezzo.records.check import Decision as Decision
+from mezzo.records.check import Gain as Gain
+from mezzo.records.check import StageName as StageName
 from mezzo.records.compare import FAILING as FAILING
 from mezzo.records.compare import CompareRecord as CompareRecord
 from mezzo.records.compare import Difference as Difference

@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from mezzo.errors import RecordError
 from mezzo.records.audit import AuditRecord
+from mezzo.records.check import CheckRecord
 from mezzo.records.compare import CompareRecord
 from mezzo.records.diagnose import DiagnoseRecord
 from mezzo.records.doctor import DoctorRecord
@@ -23,7 +24,14 @@ from mezzo.records.run import RunRecord
 from mezzo.records.values import SCHEMA_VERSION
 
 AnyRecord: TypeAlias = (
-    RunRecord | CompareRecord | DoctorRecord | RangesRecord | AuditRecord | DiagnoseRecord | FallbackRecord
+    RunRecord
+    | CompareRecord
+    | CheckRecord
+    | DoctorRecord
+    | RangesRecord
+    | AuditRecord
+    | DiagnoseRecord
+    | FallbackRecord
 )
 
 Record = Annotated[AnyRecord, Field(discriminator="kind")]

@@ -124,6 +124,9 @@ class Metric(Value):
     """The pattern's last match, if that is not a number."""
 
 
+RUN_NAME = "{run}"
+"""In the arguments of a script that several runs share: each run puts its own name there."""
+
 FILE_CLOCK_TICK_S = 0.02
 """How far a file's timestamp may lag behind the clock."""
 
@@ -161,6 +164,8 @@ class RunRecord(WholeRecord):
     """Misuse of the script's own mixed precision (codes A6xx), the most severe first."""
     files_read: list[FileRead] = []
     """Files that an earlier run of the same comparison may have written."""
+    first_steps: int | None = None
+    """The number of steps after which the run was stopped, as asked; None for a run that ended by itself."""
     started_at_s: float | None = None
     """Unix time at which the script began."""
     duration_s: float = 0.0

@@ -7,28 +7,27 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from mezzo.records.run import RUN_NAME
 from mezzo.report import formatting as fmt
 
-FLAGS = frozenset(("-m", "--json"))
+FLAGS = frozenset(("-m", "--json", "--write-patch"))
 """Options without a value, of all commands on a script; every other option has one."""
 
 CARRIED: Mapping[str, tuple[str, ...]] = {
-    "--metric": ("run", "compare"),
-    "--log-to": ("run", "compare", "audit", "diagnose", "ranges", "fallback"),
+    "--metric": ("run", "compare", "check"),
+    "--log-to": ("run", "compare", "check", "audit", "diagnose", "ranges", "fallback"),
 }
 """Options that mean the same in several commands, and these commands. No other option is passed from one command to another."""
 
 _OWN = ("--out", "--json", "--policy", "--policies")
 """Options that are not repeated even by the same command: results go to a new folder, and the policy is chosen anew."""
-_NAMES_RUNS = ("compare",)
+_NAMES_RUNS = ("compare", "check")
 """Commands that replace ``{run}`` in the script's arguments."""
-RUN = "{run}"
-"""Placeholder for a run's name in the script's arguments."""
 _CHOOSES = ("KERAS_BACKEND", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTHONPATH")
 """Environment variables that choose what runs and where: without them, the script may be another one."""
 _DISTRIBUTED = ("run", "audit", "diagnose", "ranges")
 """Commands that run inside each process of a launcher."""
-_FOR_TRAINERS = ("run", "compare")
+_FOR_TRAINERS = ("run", "compare", "check")
 """Commands that accept scripts of every framework; the others observe PyTorch."""
 
 
@@ -81,12 +80,12 @@ class Script:
         before = [word for name, given in (asked | kept).items() for value in given for word in _option(name, value)]
         own = self.arguments
         if command not in _NAMES_RUNS:
-            own = tuple(word.replace(RUN, _run_name(command, options)) for word in own)
+            own = tuple(word.replace(RUN_NAME, _run_name(command, options)) for word in own)
         return self._line(["mezzo", command, *before, *self._target(), *own], distributed=command in _DISTRIBUTED)
 
     def alone(self) -> str:
         """Return the script's own command, without Mezzo."""
-        own = [word.replace(RUN, "alone") for word in self.arguments]
+        own = [word.replace(RUN_NAME, "alone") for word in self.arguments]
         return self._line(["python", *self._target(), *own], distributed=True)
 
     def in_framework(self, framework: str, variables: Mapping[str, str]) -> Script:

@@ -335,12 +335,7 @@ def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:
 
 
 def _after_doctor(record: DoctorRecord) -> Iterator[NextStep]:
-    best = next((device for device in record.devices if device.kind != "cpu"), None)
-    native = (
-        [] if best is None else [f.format for f in best.formats if f.level == "native" and f.format in ("bf16", "fp16")]
-    )
-    command = f"mezzo compare --policies fp32,{','.join(native or ['bf16', 'fp16'])} train.py"
-    yield NextStep(why="see what your script keeps and gains; write its name for train.py", command=command)
+    yield NextStep(why="one answer about your script; write its name for train.py", command="mezzo check train.py")
 
 
 # --- policies --------------------------------------------------------------------------------------------------------------------

@@ -265,9 +265,15 @@ def run_line(record: RunRecord) -> RunLine:
         skipped=str(record.steps.num_skipped),
         final_scale=fmt.scale_text(record.final_scale),
         duration=fmt.duration_text(record.duration_s),
-        outcome=error_text(record) or "ended by itself",
+        outcome=error_text(record) or first_steps_text(record) or "ended by itself",
         failed=bool(error_text(record)),
     )
+
+
+def first_steps_text(*runs: RunRecord) -> str:
+    """Return that runs were stopped after their first steps, as asked; empty if none was."""
+    numbers = {run.first_steps for run in runs if run.first_steps is not None}
+    return f"stopped after the first {fmt.plural(max(numbers), 'step')}, as asked" if numbers else ""
 
 
 def final_loss_text(record: RunRecord) -> str:
@@ -303,6 +309,8 @@ def ran_text(record: RunRecord) -> str:
 
 def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
     steps = fmt.plural(len(record.steps), "step")
+    if record.first_steps is not None:
+        steps = f"its first {steps}"
     if error_text(record):
         return f"{script} failed under {policy} after {steps}"
     if not record.steps.loss:

@@ -47,6 +47,11 @@ def print_framed(
     body(sheet, console)
     _section(console, "Environment", _fact_table(sheet.environment))
     _command(console, sheet.command)
+    print_ending(console, files=files, steps=steps)
+
+
+def print_ending(console: Console, *, files: str = "", steps: Sequence[NextStep] = ()) -> None:
+    """Print where the files are, and what to do next."""
     if files:
         console.print(Text(files), soft_wrap=True)
     _next(console, steps)
@@ -103,7 +108,7 @@ def print_compare(sheet: CompareSheet, console: Console) -> None:
     """Print the body of a comparison."""
     if sheet.details:
         _line(console, sheet.details)
-    for body in (_verdict_table(sheet), _reason_table(sheet.lines)):
+    for body in (verdict_table(sheet), _reason_table(sheet.lines)):
         console.print()
         console.print(body)
     console.print()
@@ -230,7 +235,8 @@ def print_doctor(sheet: DoctorSheet, console: Console) -> None:
     _section(console, "Advice", _fact_table(sheet.advice))
 
 
-def _verdict_table(sheet: CompareSheet) -> Table:
+def verdict_table(sheet: CompareSheet) -> Table:
+    """Return the table of verdicts, one row a policy."""
     table = _table("policy", "verdict", "step\nspeed-up", "memory\nratio")
     heads = [*sheet.loss_heads, *([sheet.metric_name] if sheet.metric_name else [])]
     if len(heads) > 1:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mezzo.records import AnyRecord, CompareRecord
 from mezzo.report.next_steps import next_steps
-from mezzo.report.terminal import print_framed, print_together
+from mezzo.report.terminal import print_ending, print_framed, print_together
 from mezzo.report.together import together_sheet
 from mezzo.report.views import VIEWS
 
@@ -16,7 +16,12 @@ from mezzo.report.views import VIEWS
 def render(record: AnyRecord, console: Console, *, files: str = "") -> None:
     """Print ``record`` to ``console``, then where its ``files`` are, then what to do next."""
     view = VIEWS[record.kind]
-    print_framed(view.sheet(record), view.body, console, files=files, steps=next_steps(record))
+    steps = next_steps(record)
+    if view.framed:
+        print_framed(view.sheet(record), view.body, console, files=files, steps=steps)
+    else:
+        view.body(view.sheet(record), console)
+        print_ending(console, files=files, steps=steps)
 
 
 def render_together(records: Sequence[CompareRecord], console: Console) -> None:

@@ -209,11 +209,13 @@ def _method(record: CompareRecord) -> str:
     num_seeds = max((row.num_runs for row in record.rows), default=0)
     baseline = fmt.clean(record.baseline_shown)
     percent = fmt.number_text(100 * record.margin)
+    first = sheets.first_steps_text(*record.runs)
+    stopped = f" Every run was {first}: the verdicts are on these steps only." if first else ""
     return (
         "Equivalent means that the difference is shown (two one-sided tests, 5% in all) to lie within a margin: "
         f"{percent}% of {baseline}'s final loss, h = {fmt.number_text(record.margin)} for a proportion, or its own "
         f"seed-to-seed spread where that is wider. {fmt.plural(num_seeds, 'seed')} a policy, paired with {baseline}."
-        f"{_stand_for(record)}"
+        f"{_stand_for(record)}{stopped}"
     )
 
 

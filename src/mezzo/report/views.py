@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mezzo.report import audit, diagnose, fallback, figures, ranges, sheets, terminal, verdicts
+from mezzo.report import audit, check, diagnose, fallback, figures, ranges, sheets, terminal, verdicts
 from mezzo.report.figures import Plot
 
 
@@ -26,11 +26,14 @@ class View:
     """Prints a sheet's own tables to the terminal."""
     plots: Callable[[Any], list[Plot]] = _no_plots
     """From a record to the plots of its page."""
+    framed: bool = True
+    """Whether the terminal shows headline, environment and command around the body; without, the body ends with what matters most."""
 
 
 VIEWS: dict[str, View] = {
     "run": View(sheet=sheets.run_sheet, body=terminal.print_run, plots=figures.run_plots),
     "compare": View(sheet=verdicts.compare_sheet, body=terminal.print_compare, plots=figures.compare_plots),
+    "check": View(sheet=check.check_sheet, body=check.print_check, plots=check.check_plots, framed=False),
     "audit": View(sheet=audit.audit_sheet, body=terminal.print_audit, plots=audit.audit_plots),
     "diagnose": View(sheet=diagnose.diagnose_sheet, body=terminal.print_diagnose),
     "fallback": View(sheet=fallback.fallback_sheet, body=terminal.print_fallback, plots=fallback.fallback_plots),

@@ -59,6 +59,16 @@ def test_a_comparison_has_a_verdict_a_row_and_its_runs() -> None:
     assert [run.name for run in found.runs] == [f"{r.policy}-seed{r.seed}" for r in record.runs]
 
 
+def test_a_check_has_its_answer_and_the_comparison_behind_it() -> None:
+    record = build.check_record()
+    assert record.comparison is not None
+    found, compared = logged(record), logged(record.comparison)
+    assert found.tags == {**compared.tags, "kind": "check", "decision": "use", "use": "bf16"}
+    assert (found.numbers, found.runs, found.kind) == (compared.numbers, compared.runs, "check")
+    alone = logged(build.check_record(comparison=None))
+    assert (alone.tags, alone.runs) == ({"kind": "check"}, [])
+
+
 def test_no_speed_is_logged_of_emulated_formats() -> None:
     found = logged(build.emulated_record(num_steps=3))
     assert [name for name in found.numbers if name.startswith("speedup")] in ([], ["speedup/fp32"])

@@ -19,6 +19,7 @@ from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
+from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings
@@ -115,6 +116,13 @@ class KerasTraining:
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
         self._run.steps.reports.begin(report, every_s=every_s)
+
+    def stop_after(self, limit: StepLimit) -> None:
+        """Refuse: only PyTorch scripts are stopped after a step."""
+        raise ScriptError(
+            "a step limit was set for a Keras script; allowed: PyTorch scripts",
+            hint="leave the limit out, or pass arguments that make the script train for fewer steps",
+        )
 
     def close_update(self) -> None:
         """Read the steps not read yet."""

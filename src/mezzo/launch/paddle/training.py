@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import paddle
 
+from mezzo.errors import ScriptError
 from mezzo.frameworks.paddle import explain_run
 from mezzo.launch.paddle.backward import BackwardPasses
 from mezzo.launch.paddle.counted_step import CountedStep
@@ -19,6 +20,7 @@ from mezzo.launch.paddle.seeds import shift_seeds
 from mezzo.launch.paddle.state import PaddleRun, this_device
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
+from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings
@@ -74,6 +76,13 @@ class PaddleTraining:
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
         self._run.steps.reports.begin(report, every_s=every_s)
+
+    def stop_after(self, limit: StepLimit) -> None:
+        """Refuse: only PyTorch scripts are stopped after a step."""
+        raise ScriptError(
+            "a step limit was set for a Paddle script; allowed: PyTorch scripts",
+            hint="leave the limit out, or pass arguments that make the script train for fewer steps",
+        )
 
     def close_update(self) -> None:
         """Close the update that is open."""

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from mezzo.errors import UnsupportedFormatError
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_seeds
+from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.forward import Regions
@@ -25,8 +26,9 @@ from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.updates import Updates
 from mezzo.measure.environment import environment
 from mezzo.measure.live import Report
-from mezzo.observe.observer import Observer, StopScript
+from mezzo.observe.observer import Observer
 from mezzo.observe.settings import AnySettings
+from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
@@ -111,6 +113,10 @@ class TorchTraining:
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
         self._run.recorder.reports.begin(report, every_s=every_s)
+
+    def stop_after(self, limit: StepLimit) -> None:
+        """Stop the script at ``limit``."""
+        self._run.limit = limit
 
     def close_update(self) -> None:
         """Close the update that is open."""

@@ -17,6 +17,7 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.scaling import NoScale, Scale, scale_for
 from mezzo.errors import PolicyError, ScaleFloorError, UnsupportedFormatError
+from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.owners import OptimizerOwners
 from mezzo.launch.torch.steady_state import Steady, nothing
 from mezzo.measure.steps import StepRecorder
@@ -76,6 +77,8 @@ class Run:
         """The check for misuse of the script's own mixed precision."""
         self.watchers: list[Any] = []
         self.observer: Observer | None = None
+        self.limit: StepLimit | None = None
+        """Where the script is to be stopped; None for its own end."""
         self.compiles = False
         """Whether the script has called torch.compile."""
         self.before_compiling: list[Callable[[], Any]] = []
@@ -310,6 +313,7 @@ class Run:
         if self.steady.close():
             self.stepped = False
             self.made_by.clear()
+            self.check_limit()
             return
         floor_error = None
         scale = None if self.script_scaler is None else scale_on_device(self.script_scaler)
@@ -327,6 +331,12 @@ class Run:
         self.steady.begin()
         if floor_error is not None:
             raise floor_error
+        self.check_limit()
+
+    def check_limit(self) -> None:
+        """Stop the script after its last wanted step."""
+        if self.limit is not None:
+            self.limit.check(self.recorder.num_closed)
 
     def scaled(self, gradient: Tensor, scale: Scale) -> Tensor:
         """Return ``gradient`` times ``scale``."""

@@ -67,6 +67,8 @@ class Steady:
         if run.made_by:
             run.made_by.clear()
         run.recorder.turn(loss, made_by=self._made_by)
+        if run.limit is not None:
+            run.check_limit()
         return True
 
     def close(self) -> bool:

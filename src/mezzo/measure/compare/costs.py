@@ -11,7 +11,7 @@ from mezzo.measure.compare.pairing import Pair
 from mezzo.records import RunRecord
 
 _MIN_WARMUP_STEPS = 3
-_SLOWER, _LARGER = 0.95, 1.02
+SLOWER, _LARGER = 0.95, 1.02
 """The speed-up below which a policy is called slower, and the memory ratio above which it is called larger."""
 
 
@@ -53,7 +53,7 @@ def cost_notes(facts: dict[str, Any], *, baseline: str) -> list[str]:
     """Return notes on a policy that is slower or larger than the baseline."""
     notes = []
     speedup, high = facts.get("speedup"), facts.get("speedup_high")
-    if speedup is not None and high is not None and high < 1.0 and speedup < _SLOWER:
+    if speedup is not None and high is not None and high < 1.0 and speedup < SLOWER:
         notes.append(f"slower: a step takes {1.0 / speedup:.3g} times as long as {baseline}'s")
     ratio = facts.get("memory_ratio")
     if ratio is not None and ratio > _LARGER:

@@ -27,8 +27,9 @@ from mezzo.engine.gradients import put_back, set_aside
 from mezzo.formats import FP32
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.fallback.local_errors import Bench, Calls
-from mezzo.observe.observer import ObservedRun, Observer, StopScript
+from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import FallbackSettings
+from mezzo.observe.stopping import StopScript
 from mezzo.records import RunRecord
 
 REFERENCE = "reference.pt"

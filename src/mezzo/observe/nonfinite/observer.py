@@ -26,9 +26,10 @@ from mezzo.observe.nonfinite.blame import InspectedStep, blamed, seen_of
 from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, write_evidence
 from mezzo.observe.nonfinite.keep_fp32 import keep_fp32
 from mezzo.observe.nonfinite.propagation import InfinityTracer
-from mezzo.observe.observer import ObservedRun, Observer, StopScript
+from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.observe.skips import SkipRule, Skips, Update
+from mezzo.observe.stopping import StopScript
 from mezzo.records import RunRecord
 
 _LISTED = 3

@@ -10,7 +10,7 @@ import io
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from rich.console import Console
 from mezzo.records import (
     AnyRecord,
     AuditRecord,
+    CheckRecord,
     CompareRecord,
     DiagnoseRecord,
     Environment,
@@ -86,6 +87,8 @@ def logged(record: AnyRecord) -> Logged:
     """Return what is logged of ``record``."""
     if isinstance(record, CompareRecord):
         return _comparison(record)
+    if isinstance(record, CheckRecord):
+        return _check(record)
     if isinstance(record, RunRecord):
         return _run(record)
     return _of_one_run(record) if isinstance(record, OfOneRun) else _plain(record)
@@ -129,6 +132,12 @@ def _run(record: RunRecord, *, name: str = "") -> Logged:
         numbers=dict(_counted(record)),
         text=_text(record),
     )
+
+
+def _check(record: CheckRecord) -> Logged:
+    whole = _plain(record) if record.comparison is None else _comparison(record.comparison)
+    tags = {**whole.tags, "kind": record.kind, "decision": record.answer.decision, "use": record.answer.policy}
+    return replace(whole, kind=record.kind, tags=tags, text=_text(record))
 
 
 def _comparison(record: CompareRecord) -> Logged:

@@ -1,0 +1,61 @@
+"""The time that a command may take: read from the command line, counted down, and shown beside what happens."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from mezzo.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of ``--budget``, as ``90s``, ``10m`` or ``1h``.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    found = _DURATION.fullmatch(text.strip())
+    seconds = float(found[1]) * _UNITS_S[found[2].lower()] if found else 0.0
+    if seconds <= 0:
+        raise UsageError(
+            f"--budget {text!r}; allowed: a number above 0 with a unit, s, m or h", hint="type: --budget 10m"
+        )
+    return seconds
+
+
+class Budget:
+    """The time that was given, and what is left of it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._began = seconds, time.monotonic()
+        self.console: Console | None = None
+        """Where to print; None for standard error. A console keeps a line that changes below what is printed."""
+
+    @property
+    def spent_s(self) -> float:
+        """The seconds since the command began."""
+        return time.monotonic() - self._began
+
+    def say(self, text: str) -> None:
+        """Print what happens, with the time that has passed and the time that is left."""
+        left = max(self.seconds - self.spent_s, 0.0)
+        line = f"[{clock(self.spent_s)}, {clock(left)} left] {text}"
+        if self.console is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self.console.print(line, markup=False, soft_wrap=True)
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as a clock shows it: ``9:56``, ``1:00:00``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

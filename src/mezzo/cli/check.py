@@ -1,0 +1,277 @@
+"""``mezzo check``: which precision a script should train in, with one answer."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mezzo.cli import options, results
+from mezzo.cli.budget import Budget, seconds_of
+from mezzo.cli.check_record import CheckOptions, check_record, formats_of
+from mezzo.cli.progress import shown
+from mezzo.cli.script import Script
+from mezzo.cli.words import typed
+from mezzo.errors import PolicyError, ScriptError
+from mezzo.launch.process.command_signals import Stopped, stoppable
+
+if TYPE_CHECKING:
+    from mezzo.devices import Device
+    from mezzo.launch.several.check import Check, Settings
+    from mezzo.launch.several.resuming import Finished
+    from mezzo.policy import Policy
+    from mezzo.records import Answer, AnyRecord, CheckRecord, Reason
+
+_WISHED_SEEDS = 3
+_TAIL = 12
+"""Lines of a failed script's output that are shown."""
+
+
+def check(
+    target: options.Target,
+    arguments: options.Arguments = None,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Time for everything, as 90s, 10m or 1h.", show_default=True)
+    ] = "10m",
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The GPU to answer for, as a100-80gb. [default: this machine's device]"),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(help="Policies to try beside fp32, separated by commas. [default: those that the device offers]"),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs per policy, each with its own seed. [default: 3, fewer if time is short]"),
+    ] = None,
+    write_patch: Annotated[
+        bool, typer.Option("--write-patch", help="Also write the change to the script itself, tried first, as a diff.")
+    ] = False,
+    as_module: options.AsModule = False,
+    metric: options.Metric = None,
+    out: options.Out = None,
+    log_to: options.LogTo = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find out which precision a training script should use, what that gains, and what to type next.
+
+    Runs the script, unedited, in FP32 and in the lower precisions that the device (or --gpu) offers, finds the cause where one fails,
+    repairs what can be repaired, and ends with one answer.
+
+    A script that takes too long for the budget is stopped after its first steps, in every run alike. Ctrl-C keeps what is
+    finished: the same command with the same --out goes on from there. Exit code 0: there is an answer (to stay in FP32 is
+    one); 1: it is undecided, or FP32 itself does not train; a script that fails by itself keeps its own exit code.
+    """
+    from mezzo.gpus import gpu_named
+
+    options.check_metric(metric)
+    named = {} if policies is None else _named(policies)
+    asked = CheckOptions(
+        script=Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json),
+        budget=Budget(seconds_of(budget)),
+        gpu=None if gpu is None else gpu_named(gpu),
+        policies=None if policies is None else list(named),
+        seeds=seeds or _WISHED_SEEDS,
+        metric=metric,
+    )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ScriptError(
+            f"mezzo check runs in {os.environ['WORLD_SIZE']} processes; allowed: one",
+            hint="check in one process, without torchrun; the answer serves distributed runs too",
+        )
+    asked.script.check(*named.values())
+    folder = asked.script.folder("check")
+    with stoppable() as stop, shown() as progress:
+        asked.budget.console = progress.console
+        try:
+            record, code = _checked(asked, folder)
+        except Stopped as stopped:
+            results.note(f"stopped by {stop.name}; what is finished is kept in {folder}. To go on, type:")
+            print(f"  {_resuming(folder, num_arguments=len(arguments or ()))}", file=sys.stderr)
+            raise typer.Exit(stopped.exit_code) from None
+        if write_patch:
+            record = _patch(asked.script, record)
+        asked.script.finish(record, folder)
+    raise typer.Exit(stop.exit_code or code)
+
+
+def _named(policies: str) -> dict[str, Policy | None]:
+    """Return the policies of ``--policies`` by the text that records carry.
+
+    Raises:
+        PolicyError: one is unknown, or there is none beside FP32.
+    """
+    from mezzo.launch.request import policy_text
+
+    named = [options.asked_policy(text.strip()) for text in policies.split(",") if text.strip()]
+    found = {policy_text(policy): policy for policy in named}
+    if not set(found) - {"fp32"}:
+        raise PolicyError(
+            f"--policies {policies!r} names nothing to compare with fp32", hint="type: --policies bf16,fp16"
+        )
+    return found
+
+
+def _checked(asked: CheckOptions, folder: Path) -> tuple[CheckRecord, int]:
+    """Run what is needed; return the record and the exit code.
+
+    Raises:
+        Stopped: a signal has stopped the command.
+    """
+    budget = asked.budget
+    budget.say(f"{Path(asked.script.target).name}: first what this machine can do")
+    from mezzo.devices import Device, cpu_name
+    from mezzo.gpus import find_gpu
+    from mezzo.measure.doctor import Facts, facts  # imports torch, which takes seconds
+
+    found = facts() if importlib.util.find_spec("torch") else Facts(devices=(Device(kind="cpu", name=cpu_name()),))
+    here = found.devices[0]
+    if asked.gpu is not None and find_gpu(here.name) is asked.gpu:
+        asked = replace(asked, gpu=None)  # it is here: measured is better than bounded
+    offers = _offers(asked, here)
+    _say_offers(budget, asked, here, offers)
+    from mezzo.launch.runner import several_runs
+    from mezzo.launch.several.check import Check
+
+    settings = _settings(asked, offers)
+    finished = _finished(asked, folder, settings)
+    checking = Check(settings=settings, folder=folder, finished=finished, say=budget.say, keep=_keep)
+    with several_runs():
+        checking.run()
+    record = check_record(asked, checking, offers, found)
+    finished.forget()
+    first = checking.known.runs[0] if checking.known.runs else None
+    if first is not None and first.error is not None:
+        _show_output(checking)
+    if first is not None and first.exit_code and not checking.too_slow:
+        return record, first.exit_code
+    return record, 0 if record.answer.decision in ("use", "stay") else 1
+
+
+# --- before the first run ------------------------------------------------------------------------------------------------------
+
+
+def _offers(asked: CheckOptions, here: Device) -> list[Reason]:
+    from mezzo.launch.frameworks import own_sources
+    from mezzo.measure.check.offers import BASELINE, TRIED, offered
+    from mezzo.measure.check.own_amp import own_amp
+    from mezzo.records import Reason
+
+    if asked.policies is None:
+        sources = own_sources(asked.script.target, kind="module" if asked.script.as_module else "script")
+        return offered(here, target=None if asked.gpu is None else asked.gpu.device, own_amp=own_amp(sources))
+    why = "--policies names it"
+    others = [Reason(what=text, value=TRIED, reason=why) for text in asked.policies if text != BASELINE]
+    return [Reason(what=BASELINE, value=TRIED, reason="the baseline: all others are compared with it"), *others]
+
+
+def _say_offers(budget: Budget, asked: CheckOptions, here: Device, offers: list[Reason]) -> None:
+    budget.say(f"this machine trains on {here.kind}, {here.name}; {formats_of(here)}")
+    if asked.gpu is not None:
+        budget.say(
+            f"the answer is for {asked.gpu.label}; what follows from units that are not here is bounded, not measured"
+        )
+    for offer in offers:
+        budget.say(f"{offer.what} {offer.value}: {offer.reason}")
+
+
+def _settings(asked: CheckOptions, offers: list[Reason]) -> Settings:
+    from mezzo.launch.frameworks import framework_of
+    from mezzo.launch.several.check import Settings
+    from mezzo.measure.check.offers import tried
+
+    script = asked.script
+    return Settings(
+        policies=tuple(tried(offers)),
+        seeds=asked.seeds,
+        budget_s=max(asked.budget.seconds - asked.budget.spent_s, 1.0),
+        metric=asked.metric,
+        make_request=script.request,
+        arguments=tuple(script.arguments or ()),
+        framework=framework_of(script.target, kind="module" if script.as_module else "script"),
+    )
+
+
+def _finished(asked: CheckOptions, folder: Path, settings: Settings) -> Finished:
+    """Return what an interrupted check of the same script left in the folder."""
+    from mezzo.launch.frameworks import own_sources
+    from mezzo.launch.several.resuming import Finished
+    from mezzo.measure.environment import package_version
+
+    script, text = asked.script, hashlib.sha256()
+    for source in own_sources(script.target, kind="module" if script.as_module else "script"):
+        text.update(source.encode())
+    identity = {
+        "script": script.target,
+        "the script's text": text.hexdigest(),
+        "its arguments": shlex.join(settings.arguments),
+        "--metric": asked.metric or "",
+        "mezzo": package_version("mezzo") or "",
+        "torch": package_version("torch") or "",
+        "python": platform.python_version(),
+    }
+    finished = Finished(folder, identity)
+    if finished.why_anew:
+        asked.budget.say(f"everything runs anew: {finished.why_anew}")
+    elif len(finished):
+        asked.budget.say(f"{len(finished)} finished parts of the interrupted check are used again")
+    finished.write()
+    return finished
+
+
+# --- after the last run --------------------------------------------------------------------------------------------------------
+
+
+def _keep(record: AnyRecord, folder: Path) -> None:
+    """Write a stage's record and page."""
+    from mezzo.records import write_record
+    from mezzo.report.html import write_html
+
+    write_record(record, folder / "record.json")
+    write_html(record, folder / "report.html")
+
+
+def _patch(script: Script, record: CheckRecord) -> CheckRecord:
+    """Return the record with the change to the script itself, if one is found and passes its trial."""
+    from mezzo.records import Reason
+
+    answer: Answer = record.answer
+    if answer.decision != "use":
+        why = f"the answer is {answer.decision}: there is nothing to change in the script"
+    else:
+        why = "this version of Mezzo writes no patches"
+    note = Reason(what="--write-patch", value="no patch", reason=why)
+    results.note(f"--write-patch: no patch, because {why}")
+    return record.model_copy(update={"notes": [*record.notes, note]})
+
+
+def _show_output(checking: Check) -> None:
+    """Print the end of what a failed script printed."""
+    output = Path(checking.stages[0].folder) / "output.log"
+    try:
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines[-_TAIL:]:
+        print(f"  | {line}", file=sys.stderr)
+
+
+def _resuming(folder: Path, *, num_arguments: int) -> str:
+    """Return the command that goes on in ``folder``: as typed, with that folder."""
+    words = list(typed())
+    script = len(words) - num_arguments - 1
+    options_given = words[2:script]
+    for place, word in enumerate(options_given):
+        if word == "--out" or word.startswith("--out="):
+            del options_given[place : place + (1 if "=" in word else 2)]
+            break
+    return shlex.join([*words[:2], "--out", str(folder), *options_given, *words[script:]])

@@ -1,0 +1,139 @@
+"""The record of a check: its answer, what limits it, and the commands on the same script."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mezzo.cli.budget import Budget, clock
+from mezzo.cli.script import Script
+from mezzo.cli.words import typed
+
+if TYPE_CHECKING:
+    from mezzo.devices import Device
+    from mezzo.gpus import Gpu
+    from mezzo.launch.several.check import Check
+    from mezzo.measure.check.answer import Case
+    from mezzo.measure.doctor import Facts
+    from mezzo.records import Answer, CheckRecord, Reason
+
+_REFERENCE = "a100-80gb"
+"""The GPU that gains are bounded for where none is named and none is here."""
+_TIMES_MORE = 6
+"""How much longer the budget is that is suggested where this one is too short."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """The options of a check, as read."""
+
+    script: Script
+    budget: Budget
+    gpu: Gpu | None
+    policies: list[str] | None
+    """Those of ``--policies``, as records name them."""
+    seeds: int
+    metric: str | None
+
+
+def formats_of(here: Device) -> str:
+    """Return which formats a device computes in, and how."""
+    from mezzo.formats import BF16, E4M3, FP16, TF32
+
+    levels: dict[str, list[str]] = {}
+    for name, fmt in {"BF16": BF16, "FP16": FP16, "TF32": TF32, "FP8": E4M3}.items():
+        levels.setdefault(here.support(fmt).level, []).append(name)
+    return "; ".join(f"{level}: {', '.join(names)}" for level, names in levels.items())
+
+
+def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], found: Facts) -> CheckRecord:
+    """Return the record of a check that is over."""
+    from mezzo.gpus import GPUS
+    from mezzo.launch.several.plan import MARGIN, repairs, undone
+    from mezzo.measure.check.answer import Case, answered
+    from mezzo.measure.compare import compare as judge
+    from mezzo.measure.doctor import device_report
+    from mezzo.records import CheckRecord, CheckStage
+
+    known, here = checking.known, found.devices[0]
+    comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(typed()))
+    gpu = asked.gpu or (GPUS[_REFERENCE] if here.kind == "cpu" else None)
+    case = Case(
+        comparison=comparison,
+        device=here.name,
+        command=_commands(asked),
+        gpu=gpu,
+        for_gpu=asked.gpu is not None,
+        diagnosed={policy: one for policy, one in known.diagnosed.items() if one is not None},
+        repairs=repairs(known),
+        undone=undone(known),
+        more_time=f"{math.ceil(_TIMES_MORE * asked.budget.seconds / 60)}m",
+        too_slow=checking.too_slow,
+    )
+    answer = answered(case)
+    doctor = CheckStage(
+        name="doctor",
+        what="this machine",
+        why="which policies can be tried",
+        outcome=f"{here.name}; {formats_of(here)}",
+    )
+    return CheckRecord(
+        command=list(typed()),
+        script=asked.script.target,
+        answer=answer,
+        device=device_report(here, facts=found),
+        gpu="" if gpu is None else gpu.label,
+        offered=offers,
+        budget_s=asked.budget.seconds,
+        seeds=asked.seeds,
+        first_steps=checking.first_steps,
+        stages=[doctor, *checking.stages],
+        comparison=comparison,
+        notes=[] if answer.decision == "failed" else _notes(asked, checking, case, answer),
+        environment=comparison.environment,
+        duration_s=asked.budget.spent_s,
+    )
+
+
+def _notes(asked: CheckOptions, checking: Check, case: Case, answer: Answer) -> list[Reason]:
+    from mezzo.records import Reason
+
+    notes: list[Reason] = []
+    if checking.first_steps is not None:
+        why = f"the whole script does not fit the budget with {asked.seeds} seeds; what happens later is not judged"
+        notes.append(Reason(what="steps", value=f"only the first {checking.first_steps} of each run", reason=why))
+    if asked.metric is None:
+        why = "name what counts for you, as --metric 'acc=([0-9.]+)', and it is judged as well"
+        notes.append(Reason(what="judged by", value="the training loss", reason=why))
+    elif all(run.metric is None for run in checking.known.runs):
+        why = f"the script printed nothing that --metric {asked.metric!r} matches in its first steps"
+        notes.append(Reason(what="judged by", value="the training loss", reason=why))
+    if case.undone:
+        why = f"the budget of {clock(asked.budget.seconds)} is too short for it"
+        notes.append(Reason(what="left out", value=case.undone, reason=why))
+    if not checking.known.observable:
+        why = "they observe PyTorch's operations"
+        notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
+    ceiling = next((gain.device for gain in answer.gains if gain.kind == "bound"), None)
+    if asked.gpu is None and ceiling is not None:
+        why = "no GPU is here; --gpu NAME gives it for another"
+        notes.append(Reason(what="speed", value=f"the ceiling is for {ceiling}", reason=why))
+    return notes
+
+
+def _commands(asked: CheckOptions) -> Callable[..., str]:
+    """Return the function that writes a command on the same script, with its arguments, quoted for a shell."""
+    script = asked.script
+    words = [*(["-m"] if script.as_module else []), script.target, *(script.arguments or [])]
+
+    def command(kind: str, *given: str) -> str:
+        if kind == "python":
+            return shlex.join(["python", *words])
+        metric = ["--metric", asked.metric] if asked.metric and kind in ("run", "compare", "check") else []
+        gpu = ["--gpu", asked.gpu.name] if asked.gpu is not None and kind == "check" else []
+        return shlex.join(["mezzo", kind, *gpu, *given, *metric, *words])
+
+    return command

@@ -1,0 +1,274 @@
+"""Run a script as often as it takes to know which precision it should train in. Imports no torch.
+
+What to do next follows from what is known (``plan``); each finished part is listed on disk (``resuming``), so that an interrupted
+check goes on where it stopped. A script that takes too long for the budget is stopped after a step, the same one in every run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mezzo.errors import MezzoError
+from mezzo.launch.process.command_signals import Stop, stoppable
+from mezzo.launch.request import Request
+from mezzo.launch.runner import observe_child, run_child
+from mezzo.launch.several.compared_runs import folder_name, named_arguments, run_name
+from mezzo.launch.several.fallback import fallback_of_script
+from mezzo.launch.several.passes import diagnose_script
+from mezzo.launch.several.plan import Asked, Known, first_run_limit_s, next_asked
+from mezzo.launch.several.resuming import Finished
+from mezzo.observe.settings import RangesSettings
+from mezzo.policy import Policy
+from mezzo.records import (
+    AS_IS,
+    AnyRecord,
+    CheckStage,
+    DiagnoseRecord,
+    FallbackRecord,
+    RangesRecord,
+    RunRecord,
+    write_record,
+)
+
+_GRACE_S = 30.0
+"""Time beyond the budget before a run is killed: its estimate may have been too low."""
+_FOR_FIRST = 0.5
+"""Share of the budget after which a first run without a step is killed: there would be no time for the others."""
+_RANGES_STEPS, _INSPECTED = 20, 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a check was asked for."""
+
+    policies: tuple[str, ...]
+    """The baseline first."""
+    seeds: int
+    budget_s: float
+    metric: str | None
+    make_request: Callable[..., Request]
+    """Returns a request for a policy (None: the script's own precision), given ``folder`` and more fields of the request."""
+    arguments: Sequence[str]
+    """The script's own."""
+    framework: str
+
+
+@dataclass
+class Check:
+    """A check under way: what is known, and what was done."""
+
+    settings: Settings
+    folder: Path
+    finished: Finished
+    say: Callable[[str], None]
+    """Told what begins, and why."""
+    keep: Callable[[AnyRecord, Path], None] = lambda record, folder: write_record(record, folder / "record.json")
+    """Writes a record into a folder."""
+    stages: list[CheckStage] = field(default_factory=list)
+    first_steps: int | None = None
+    """The number of steps of every run, if the whole script does not fit the budget."""
+    too_slow: bool = False
+    """Whether the first run took half of the budget without a step."""
+
+    def __post_init__(self) -> None:
+        asked, self._end_s = self.settings, time.monotonic() + self.settings.budget_s
+        self._metric = asked.metric
+        self._said: set[str] = set()  # a reason is said once
+        self.known = Known(
+            policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s, observable=asked.framework == "torch"
+        )
+
+    def run(self) -> Known:
+        """Do what the plan asks for until the answer is known or the time is over.
+
+        Raises:
+            Stopped: a signal has stopped the command.
+        """
+        with stoppable() as stop:
+            while (asked := next_asked(self.known)) is not None:
+                self._do(asked, stop)
+                self.known = replace(self.known, left_s=self._end_s - time.monotonic())
+        return self.known
+
+    def _do(self, asked: Asked, stop: Stop) -> None:
+        name, began = _name(asked), time.monotonic()
+        place = self.folder / name
+        found = self.finished.record(name)
+        resumed = found is not None
+        if found is None:
+            stop.check()
+            self.say(_title(asked) + ("" if asked.why in self._said else f": {asked.why}"))
+            self._said.add(asked.why)
+            found = _ACTIONS[asked.stage](self, asked, place, stop)
+            stop.check()
+            if asked.stage == "run":
+                took = {(asked.policy, asked.seed): time.monotonic() - began}
+                self.known = replace(self.known, took_s={**self.known.took_s, **took})
+        outcome = self._learn(asked, found)
+        if found is not None and not resumed:
+            if asked.stage != "run":
+                self.keep(found, place)
+            if (asked.policy, asked.seed) not in self.known.lost:
+                self.finished.add(name, place / "record.json")
+        self.say(f"{_title(asked)}: {outcome}" + (" (from the interrupted check)" if resumed else ""))
+        self.stages.append(
+            CheckStage(
+                name=asked.stage,
+                what=_title(asked),
+                why=asked.why,
+                outcome=outcome,
+                folder=str(place) if found is not None else "",
+                duration_s=time.monotonic() - began,
+                resumed=resumed,
+            )
+        )
+
+    # --- what each stage runs --------------------------------------------------------------------------------------------------
+
+    def _request(self, asked: Asked, place: Path, *, seed: int | None, policy: Policy | None, **more: Any) -> Request:
+        arguments = named_arguments(self.settings.arguments, place.name)
+        return self.settings.make_request(policy, folder=place, arguments=arguments, seed=seed, **more)
+
+    def _left_s(self) -> float:
+        return max(self._end_s - time.monotonic(), 0.0) + _GRACE_S
+
+    def run_script(self, asked: Asked, place: Path, stop: Stop) -> RunRecord:
+        """Run the script under one policy with one seed, the first time with a limit for its steps."""
+        first, limit_s = not self.known.runs, self._left_s()
+        limits: dict[str, Any] = {"stop_after_steps": self.first_steps}
+        if first:
+            limit_s = _FOR_FIRST * self.settings.budget_s
+        if first and self.settings.framework == "torch":
+            num = len(self.settings.policies)
+            limits = {
+                "stop_after_s": first_run_limit_s(self.settings.budget_s, num_policies=num, seeds=self.settings.seeds)
+            }
+        request = self._request(
+            asked,
+            place,
+            seed=asked.seed,
+            policy=_policy(asked.policy),
+            metric=self._metric,
+            compared_since_s=self.finished.since_s,
+            **limits,
+        )
+        place.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        run = run_child(request, output=place / "output.log", limit_s=limit_s)
+        if first and run.error is not None and time.monotonic() - began >= limit_s and not stop.stopped:
+            self.too_slow = True
+            return run.model_copy(
+                update={"error": f"it did not end, and made no training step, within {limit_s:.0f} s"}
+            )
+        return run
+
+    def diagnose(self, asked: Asked, place: Path, stop: Stop) -> DiagnoseRecord | RunRecord:
+        """Find the cause of a policy's fault, with the seed with which it appeared."""
+        seen = self.known.run(asked.policy, asked.seed)
+        steps = max(_INSPECTED, 0 if seen is None else len(seen.steps))
+        request = self._request(asked, place, seed=asked.seed, policy=_policy(asked.policy))
+        return diagnose_script(request, steps=steps, child=partial(_quietly, left_s=self._left_s))
+
+    def ranges(self, asked: Asked, place: Path, stop: Stop) -> AnyRecord:
+        """Count a policy's values by exponent, in FP32."""
+        settings = RangesSettings(steps=tuple(range(1, _RANGES_STEPS + 1)), policy=Policy.parse(asked.policy))
+        request = self._request(asked, place, seed=0, policy=Policy.parse(self.known.baseline), observe=settings)
+        place.mkdir(parents=True, exist_ok=True)
+        return observe_child(request, output=place / "output.log", limit_s=self._left_s())
+
+    def fallback(self, asked: Asked, place: Path, stop: Stop) -> FallbackRecord | None:
+        """Search for modules to keep in FP32; None if the search is refused."""
+        request = self._request(asked, place, seed=0, policy=Policy.parse(asked.policy))
+        try:
+            return fallback_of_script(request, folder=place)
+        except MezzoError as error:
+            self.say(f"fallback: {error.message}")
+            return None
+
+    # --- what follows from each record -----------------------------------------------------------------------------------------
+
+    def _learn(self, asked: Asked, record: AnyRecord | None) -> str:
+        """Add a record to what is known; return its outcome in a few words."""
+        known, policy = self.known, asked.policy
+        if asked.stage == "run" and isinstance(record, RunRecord):
+            return self._learn_run(asked, record)
+        if asked.stage == "diagnose":
+            found = record if isinstance(record, DiagnoseRecord) else None
+            self.known = replace(known, diagnosed={**known.diagnosed, policy: found})
+            return "no diagnosis" if found is None else _diagnosed(found)
+        if asked.stage == "ranges":
+            values = record if isinstance(record, RangesRecord) else None
+            self.known = replace(known, ranged={**known.ranged, policy: values})
+            return "not recorded" if values is None else _ranged(values)
+        search = record if isinstance(record, FallbackRecord) else None
+        self.known = replace(known, searched={**known.searched, policy: search})
+        return "no result" if search is None else f"{search.verdict}: {search.reason}"
+
+    def _learn_run(self, asked: Asked, run: RunRecord) -> str:
+        if run.error is not None and self.known.runs and time.monotonic() > self._end_s:
+            self.known = replace(self.known, lost=self.known.lost | {(asked.policy, asked.seed)})
+            return "stopped, because the budget is over; it counts for nothing"
+        if not self.known.runs:
+            self.first_steps = run.first_steps
+            if run.first_steps is not None and (run.metric is None or not run.metric.values):
+                self._metric = None
+                run = run.model_copy(update={"metric": None})
+        self.known = replace(self.known, runs=(*self.known.runs, run))
+        return run.error or _ran(run)
+
+
+def _quietly(request: Request, *, output: Path | None, left_s: Callable[[], float]) -> RunRecord:
+    """Run a pass of a diagnosis with its output in a file."""
+    place = output or Path(request.record_path).with_name("output.log")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return run_child(request, output=place, limit_s=left_s())
+
+
+_ACTIONS: dict[str, Callable[[Check, Asked, Path, Stop], AnyRecord | None]] = {
+    "run": Check.run_script,
+    "diagnose": Check.diagnose,
+    "ranges": Check.ranges,
+    "fallback": Check.fallback,
+}
+
+
+def _policy(text: str) -> Policy | None:
+    return None if text == AS_IS else Policy.parse(text)
+
+
+def _name(asked: Asked) -> str:
+    if asked.stage == "run":
+        return run_name(asked.policy, asked.seed)
+    return f"{asked.stage}-{folder_name(asked.policy)}"
+
+
+def _title(asked: Asked) -> str:
+    return f"{asked.policy}, seed {asked.seed}" if asked.stage == "run" else f"{asked.stage} {asked.policy}"
+
+
+def _ran(run: RunRecord) -> str:
+    steps, skipped = len(run.steps), run.steps.num_skipped
+    parts = [f"{steps} step{'s' * (steps != 1)} in {run.duration_s:.1f} s"]
+    if run.first_steps is not None:
+        parts[0] = f"stopped after the first {parts[0]}"
+    if run.steps.loss:
+        parts.append(f"last loss {run.steps.loss[-1]:.4g}")
+    if skipped:
+        parts.append(f"{skipped} skipped")
+    return ", ".join(parts)
+
+
+def _diagnosed(record: DiagnoseRecord) -> str:
+    words = record.verdict.replace("_", " ")
+    where = f" in step {record.step}, {record.phase} pass of {record.module}" if record.located else ""
+    return f"{words}{where}" + (f"; fix: {record.fix}" if record.fix else "")
+
+
+def _ranged(record: RangesRecord) -> str:
+    window = next((w for w in record.windows if w.format == record.format), None)
+    return "no gradient was seen" if window is None else window.reason

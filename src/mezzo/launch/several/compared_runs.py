@@ -1,0 +1,28 @@
+"""The runs of a comparison: how each is named, and what its arguments are. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from mezzo.records.run import RUN_NAME
+
+_LONGEST = 80
+
+
+def folder_name(policy: str) -> str:
+    """Return a policy's text as part of a folder's name; a long one is cut, and ends in a digest of the whole."""
+    plain = policy.replace(":", "_").replace("*", "_")
+    if len(plain) <= _LONGEST:
+        return plain
+    return f"{plain[: _LONGEST - 9]}-{hashlib.sha256(policy.encode()).hexdigest()[:8]}"
+
+
+def run_name(policy: str, seed: int) -> str:
+    """Return the name of a run, which is also that of its folder."""
+    return f"{folder_name(policy)}-seed{seed}"
+
+
+def named_arguments(arguments: Sequence[str], name: str) -> tuple[str, ...]:
+    """Return the script's arguments with the run's name in place of ``{run}``."""
+    return tuple(argument.replace(RUN_NAME, name) for argument in arguments)

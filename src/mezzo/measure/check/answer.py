@@ -1,0 +1,361 @@
+"""The answer to "which precision should this script train in?", from everything that a check has found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mezzo.gpus import Gpu
+from mezzo.measure.check.gains import bounded_gain, measured_gain
+from mezzo.measure.check.preference import Candidate, order_of_trust, preferred
+from mezzo.measure.compare.baseline import Baseline
+from mezzo.measure.compare.costs import SLOWER
+from mezzo.measure.compare.pairing import grouped
+from mezzo.measure.compare.words import listed
+from mezzo.records import AS_IS, Answer, CompareRecord, DiagnoseRecord, Gain, Reason, Row
+
+Command = Callable[..., str]
+"""Returns the command line of a command of Mezzo on the same script: its name, then its options."""
+
+WENT_WRONG = ("diverged", "stopped_learning", "failed")
+_FEWEST_STEPS = 30
+"""Steps below which runs that were stopped early show nothing: a dynamic loss scale alone takes up to 16 to settle."""
+_NOTHING, _LITTLE = 1.05, 0.05
+"""The gain in speed and the share of memory below which a policy gains nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """A policy that was changed because it did not train like the baseline."""
+
+    of: str
+    """The policy before."""
+    policy: str
+    how: str
+    """What was changed and what found it, in a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Everything that an answer follows from."""
+
+    comparison: CompareRecord
+    device: str
+    """Name of the device of the runs."""
+    command: Command
+    gpu: Gpu | None = None
+    """The GPU that bounds are given for."""
+    for_gpu: bool = False
+    """Whether the answer is for that GPU, not for the device of the runs."""
+    diagnosed: Mapping[str, DiagnoseRecord] = field(default_factory=dict)
+    repairs: Sequence[Repair] = ()
+    undone: str = ""
+    """What there was no time for; empty if everything was done."""
+    more_time: str = "1h"
+    """A budget that is several times this one."""
+    too_slow: bool = False
+    """Whether the first run made no step in half of the budget."""
+
+    @property
+    def baseline(self) -> str:
+        """The baseline's policy."""
+        return self.comparison.baseline
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all other policies, in the order in which a person would want them to work."""
+        found = {row.policy: row for row in self.comparison.rows if row.policy != self.baseline}
+        return [found[policy] for policy in order_of_trust(list(found))]
+
+    def gains(self, row: Row) -> list[Gain]:
+        """Return what a policy gains: as measured, and at most on the GPU."""
+        measured = measured_gain(row, device=self.device)
+        bound = None if self.gpu is None else bounded_gain(self.comparison, row.policy, self.gpu)
+        order = (bound, measured) if self.for_gpu else (measured, bound)
+        return [gain for gain in order if gain is not None]
+
+
+def answered(case: Case) -> Answer:
+    """Return the answer."""
+    if case.comparison.shared_files:
+        return _dependent(case)
+    if wrong := baseline_fault(case.comparison):
+        return _failed(case, wrong)
+    first_steps = max((run.first_steps or 0 for run in case.comparison.runs), default=0)
+    if 0 < first_steps < _FEWEST_STEPS and case.rows:
+        return _too_few_steps(case, first_steps)
+    alike = [row for row in case.rows if row.verdict == "equivalent" and not _is_void(case, row)]
+    best = preferred([_candidate(case, row) for row in alike], by_bound=case.for_gpu)
+    if best is not None:
+        row = next(row for row in alike if row.policy == best.policy)
+        return _stay(case, why, row) if (why := _no_gain(case, row)) else _use(case, row, alike)
+    open_rows = [row for row in case.rows if row.verdict == "undecided" and not _is_void(case, row)]
+    if not open_rows:
+        return _stay(case, _none_trains_alike(case), None)
+    if len(open_rows) == 1 and (little := _gains_little(case, open_rows[0])):
+        row = open_rows[0]
+        return _stay(
+            case, f"{row.policy} may train like {case.baseline} or not, but gains only {little} either way", row
+        )
+    return _undecided(case, open_rows)
+
+
+def baseline_fault(comparison: CompareRecord) -> str:
+    """Return how the baseline's own runs went wrong, if none is sound; empty if any is."""
+    groups = grouped(comparison.runs)
+    base = Baseline.of(groups[comparison.baseline], runs=comparison.runs, margin=comparison.margin)
+    if base.sound:
+        return ""
+    ways = [way.text for way in base.ways.values()] or list(base.group.failed.values())
+    return ways[0] if ways else "it recorded no step"
+
+
+def skipped_share(comparison: CompareRecord, policy: str) -> float:
+    """Return the share of updates that a policy's runs skipped."""
+    runs = [run for run in comparison.runs if run.policy == policy]
+    steps = sum(len(run.steps) for run in runs)
+    return sum(run.steps.num_skipped for run in runs) / steps if steps else 0.0
+
+
+# --- each decision -----------------------------------------------------------------------------------------------------------
+
+
+def _use(case: Case, row: Row, alike: Sequence[Row]) -> Answer:
+    own = row.policy == AS_IS
+    others = [one.policy for one in alike if one is not row]
+    why = f"{row.policy} trains like {case.baseline}"
+    if own:
+        why = f"the script's own mixed precision trains like {case.baseline}, so there is nothing to change"
+    elif others:
+        why += f", as {listed(others)} {'does' if len(others) == 1 else 'do'}; {_preference(case, row, alike)}"
+    then = "trains under it, with the script unedited" if not own else "trains as before"
+    return Answer(
+        decision="use",
+        policy=row.policy,
+        why=why,
+        evidence=_own_words(row),
+        gains=case.gains(row),
+        memory_saved=None if row.memory_ratio is None else 1.0 - row.memory_ratio,
+        changed=_changed(case, row),
+        others=_others(case, row.policy),
+        next_command=case.command("python") if own else case.command("run", "--policy", row.policy),
+        next_why=then,
+    )
+
+
+def _preference(case: Case, row: Row, alike: Sequence[Row]) -> str:
+    """Return why one of several policies that train alike is preferred."""
+    gain = next(iter(case.gains(row)), None)
+    rivals = [one for other in alike if other is not row for one in case.gains(other)[:1]]
+    if gain is not None and all(gain.kind == one.kind and gain.times > one.times * _NOTHING for one in rivals):
+        return "it is the fastest of them" if gain.kind == "measured" else "it has the highest ceiling of them"
+    if gain is not None and gain.kind == "measured" and any(one.kind == "bound" for one in rivals):
+        return "it is the one with a speed that was measured here"
+    name = row.policy.split(":")[0]
+    return "it has FP32's range and needs no loss scale" if name == "bf16" else "it is the simplest of them to use"
+
+
+def _stay(case: Case, why: str, row: Row | None) -> Answer:
+    command, then = _after_staying(case, row)
+    return Answer(
+        decision="stay",
+        policy=case.baseline,
+        why=why,
+        evidence="" if row is None else _own_words(row),
+        gains=[] if row is None else case.gains(row),
+        memory_saved=None if row is None or row.memory_ratio is None else 1.0 - row.memory_ratio,
+        others=_others(case, "" if row is None else row.policy),
+        next_command=command,
+        next_why=then,
+    )
+
+
+def _after_staying(case: Case, row: Row | None) -> tuple[str, str]:
+    """Return the next command after the answer to stay, and what it does."""
+    wrong = next((one.policy for one in case.rows if one.verdict in WENT_WRONG), None)
+    if row is None and wrong is not None and wrong not in case.diagnosed:
+        return case.command("diagnose", "--policy", wrong), f"shows why {wrong} fails"
+    if row is None and case.undone:
+        return case.command("check", "--budget", case.more_time), f"has time for what was left out: {case.undone}"
+    if case.gpu is not None and not case.for_gpu:
+        return case.command("check", "--gpu", case.gpu.name), "answers for a GPU instead of this machine"
+    return case.command("run", "--policy", case.baseline), "records a training without mixed precision"
+
+
+def _undecided(case: Case, rows: Sequence[Row]) -> Answer:
+    row = rows[0]
+    command, then = _deciding(case, row)
+    return Answer(
+        decision="undecided",
+        policy=case.baseline,
+        why=f"{row.policy} is not decided: {_own_words(row)}",
+        gains=case.gains(row),
+        memory_saved=None if row.memory_ratio is None else 1.0 - row.memory_ratio,
+        changed=_changed(case, row),
+        others=_others(case, row.policy),
+        next_command=command,
+        next_why=then,
+    )
+
+
+def _changed(case: Case, row: Row) -> list[Reason]:
+    return [Reason(what=one.of, value=one.policy, reason=one.how) for one in case.repairs if one.policy == row.policy]
+
+
+def _too_few_steps(case: Case, number: int) -> Answer:
+    return Answer(
+        decision="undecided",
+        policy=case.baseline,
+        why=f"only {number} step{'s' * (number != 1)} a run fit the budget, and fewer than {_FEWEST_STEPS} show nothing",
+        others=_others(case, ""),
+        next_command=case.command("check", "--budget", case.more_time),
+        next_why="has time for more steps; arguments that make a step shorter help as well",
+    )
+
+
+def _deciding(case: Case, row: Row) -> tuple[str, str]:
+    """Return the command that would decide an open row, and what it does."""
+    needed = row.seeds_needed or (3 if row.num_runs < 2 else None)
+    if needed is not None:
+        budget = f"{max(1, math.ceil(_minutes(case, needed)))}m"
+        command = case.command("check", "--policies", row.policy, "--seeds", str(needed), "--budget", budget)
+        return (
+            command,
+            f"{needed} seeds decide it in four cases of five" if row.seeds_needed else "shows the spread over seeds",
+        )
+    if "too coarse" in row.reason or "would be needed" in row.reason:
+        command = case.command("compare", "--policies", f"{case.baseline},{row.policy}", "--margin", "0.05")
+        return command, "accepts a difference of 5% instead of 2%, if that is small enough for you"
+    return case.command("diagnose", "--policy", row.policy), "shows whether a value leaves its format"
+
+
+def _minutes(case: Case, seeds: int) -> float:
+    """Return the minutes that the baseline and another policy take for so many seeds, with a third to spare."""
+    longest = max((run.duration_s for run in case.comparison.runs), default=0.0)
+    return 2 * seeds * longest / 60.0 * 4 / 3
+
+
+def _failed(case: Case, wrong: str) -> Answer:
+    trained = any(len(run.steps) for run in case.comparison.runs)
+    why = f"its first run, in {case.baseline}, failed: {wrong}"
+    command, then = case.command("python"), "shows the failure without Mezzo"
+    if case.too_slow:
+        why, command = f"its first run, in {case.baseline}: {wrong}", case.command("check", "--budget", case.more_time)
+        then = "gives it more time; arguments that make the script begin to train sooner help more"
+    elif trained:
+        cause = _cause(case, case.baseline)
+        why = f"it goes wrong in {case.baseline} itself, so nothing can be compared with it: {cause or wrong}"
+        command = case.command("check") if cause else case.command("diagnose", "--policy", case.baseline)
+        then = "answers once that is mended" if cause else "shows the first value that is not finite, if there is one"
+    return Answer(
+        decision="failed",
+        policy=case.baseline,
+        why=why,
+        others=_others(case, ""),
+        next_command=command,
+        next_why=then,
+    )
+
+
+def _dependent(case: Case) -> Answer:
+    shared = case.comparison.shared_files[0]
+    return Answer(
+        decision="undecided",
+        policy=case.baseline,
+        why=f"the runs are not independent: that of {shared.read_by} read {shared.path}, which that of {shared.written_by} had written",
+        others=_others(case, ""),
+        next_command=case.command("check"),
+        next_why="once each run has a path of its own: write {run} in the script's arguments, as in --output_dir out/{run}",
+    )
+
+
+# --- the other policies --------------------------------------------------------------------------------------------------------
+
+
+def _others(case: Case, answer: str) -> list[Reason]:
+    return [
+        Reason(what=row.policy, value=row.verdict, reason=_why_not(case, row))
+        for row in case.rows
+        if row.policy != answer
+    ]
+
+
+def _why_not(case: Case, row: Row) -> str:
+    """Return why a policy is not the answer: its verdict's reason, and the cause if it was found."""
+    if _is_void(case, row) and row.policy == AS_IS:
+        return "nothing ran below 32 bits, so the script's own mixed precision was off in these runs"
+    cause = "" if row.verdict == "equivalent" else _cause(case, row.policy)
+    return f"{_own_words(row)}; cause: {cause}" if cause else _own_words(row)
+
+
+def _cause(case: Case, policy: str) -> str:
+    """Return where and why a policy went wrong, as its diagnosis says; empty if that is not known."""
+    found = case.diagnosed.get(policy)
+    if found is None or not found.located:
+        return ""
+    place = f"step {found.step}, {found.phase} pass of {found.module}" + (f", {found.line}" if found.line else "")
+    fix = f"; fix: {found.fix}{' (tried)' if found.fix_tried else ''}" if found.fix else ""
+    return f"{found.verdict.replace('_', ' ')} in {place}: {found.detail.rstrip('.')}{fix}"
+
+
+def _none_trains_alike(case: Case) -> str:
+    if not case.rows:
+        return "no other policy was tried"
+    if all(_is_void(case, row) for row in case.rows):
+        return f"mixed precision changes nothing here: {_why_not(case, case.rows[0])}"
+    words = {"diverged": "diverged", "stopped_learning": "stopped learning", "failed": "failed"}
+    told = [row for row in case.rows if not _is_void(case, row)]
+    outcomes = [f"{row.policy} {words.get(row.verdict, 'trains to another result')}" for row in told]
+    return f"no other policy trains like {case.baseline}: {listed(outcomes)}"
+
+
+def _no_gain(case: Case, row: Row) -> str:
+    """Return why a policy that trains alike is still not worth using; empty if it is."""
+    saved = 0.0 if row.memory_ratio is None else 1.0 - row.memory_ratio
+    measured = next((gain for gain in case.gains(row) if gain.kind == "measured"), None)
+    memory = f"; it saves {saved:.0%} of the memory, if that is what you need" if saved >= _LITTLE else ""
+    if row.policy == AS_IS:
+        return ""
+    slow = measured is not None and measured.times < SLOWER and (measured.high or measured.times) < 1.0
+    if measured is not None and slow and not case.for_gpu:
+        slower = f"{row.policy} trains like {case.baseline}, but a step takes {1 / measured.times:.3g} times as long on {case.device}"
+        return slower + memory
+    little = _gains_little(case, row)
+    return f"{row.policy} trains like {case.baseline}, but gains {little}" if little else ""
+
+
+def _gains_little(case: Case, row: Row) -> str:
+    """Return what a policy gains, if neither its speed nor its memory is worth switching for; empty if one is, or is not known."""
+    gains = case.gains(row)
+    times = max((gain.times for gain in gains), default=math.inf)
+    saved = 0.0 if row.memory_ratio is None else 1.0 - row.memory_ratio
+    if saved >= _LITTLE or times >= _NOTHING:
+        return ""
+    most = max(gains, key=lambda gain: gain.times)
+    speed = f"at most {times:.3g}x in speed" if most.kind == "bound" else f"{times:.3g}x in speed"
+    return f"{speed} and {saved:.0%} of the memory"
+
+
+def _is_void(case: Case, row: Row) -> bool:
+    """Return whether a policy lowered nothing, so that its runs say nothing about it."""
+    runs = [run for run in case.comparison.runs if run.policy == row.policy and len(run.steps)]
+    if row.policy == AS_IS:
+        return bool(runs) and not any(run.effective.lowered or run.effective.num_lowered for run in runs)
+    return bool(runs) and all(run.changed_nothing for run in runs)
+
+
+def _candidate(case: Case, row: Row) -> Candidate:
+    gains = {gain.kind: gain for gain in case.gains(row)}
+    return Candidate(
+        policy=row.policy,
+        measured=gains.get("measured"),
+        bound=gains.get("bound"),
+        skipped=skipped_share(case.comparison, row.policy),
+    )
+
+
+def _own_words(row: Row) -> str:
+    """Return a row's reason without what the answer says in another place."""
+    left_out = ("its formats are emulated here", "slower: ", "larger: ")
+    return "; ".join(part for part in row.reason.split("; ") if not part.startswith(left_out))

@@ -1,0 +1,73 @@
+"""What a policy gains over the baseline: as measured on the device of the runs, and at most on a named GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mezzo.formats import TF32
+from mezzo.gpus import Gpu
+from mezzo.measure.gain import LAUNCH_BOUND_MS, Bound, Work, bound
+from mezzo.records import AS_IS, CompareRecord, Gain, Row, RunRecord
+
+
+def measured_gain(row: Row, *, device: str) -> Gain | None:
+    """Return the gain that was measured; None for emulated formats, which are not timed."""
+    if row.speedup is None or row.emulated:
+        return None
+    note = f"median step, {row.num_runs} seed" + "s" * (row.num_runs != 1)
+    return Gain(
+        kind="measured", times=row.speedup, low=row.speedup_low, high=row.speedup_high, device=device, note=note
+    )
+
+
+def bounded_gain(comparison: CompareRecord, policy: str, gpu: Gpu) -> Gain | None:
+    """Return the most that ``policy`` can gain on ``gpu``; None where the counts or the facts do not say."""
+    baseline, run = _counted(comparison.runs, comparison.baseline), _counted(comparison.runs, policy)
+    if baseline is None or run is None:
+        return None
+    found = bound(_work(baseline), _work(run), gpu)
+    if found is None:
+        return None
+    note = _note(found, policy=policy, run=run, gpu=gpu, against_tf32=_against_tf32(baseline, run, gpu))
+    return Gain(kind="bound", times=found.times, device=gpu.label, note=note)
+
+
+def _counted(runs: Sequence[RunRecord], policy: str) -> RunRecord | None:
+    return next((run for run in runs if run.policy == policy and run.effective.flops_by_format), None)
+
+
+def _work(run: RunRecord) -> Work:
+    return Work(flops_by_format=run.effective.flops_by_format, bytes=run.memory.total_bytes)
+
+
+def _against_tf32(baseline: RunRecord, run: RunRecord, gpu: Gpu) -> float | None:
+    """Return the bound against the baseline's products in TF32; None where the GPU has no TF32 or the baseline ran in it."""
+    flops = baseline.effective.flops_by_format
+    if gpu.tf32_flops_per_s is None or TF32.name in flops:
+        return None
+    in_tf32 = {TF32.name if name == "fp32" else name: n for name, n in flops.items()}
+    found = bound(Work(flops_by_format=in_tf32, bytes=baseline.memory.total_bytes), _work(run), gpu)
+    return None if found is None else found.times
+
+
+def _note(found: Bound, *, policy: str, run: RunRecord, gpu: Gpu, against_tf32: float | None) -> str:
+    """Return what the bound follows from, what it assumes, and how far from it a small step stays."""
+    fast = f"{found.share:.0%} of the FLOPs are in products that it runs {_rates(found, run, gpu)}"
+    if not found.share:
+        fast = "no product runs in a format that it has faster units for"
+    parts = [fast + ("; memory traffic sets the limit" if found.limit == "memory" else "")]
+    if against_tf32 is not None and policy != AS_IS:
+        parts.append(f"against TF32, at most {against_tf32:.3g}x")
+    if found.policy_ms < LAUNCH_BOUND_MS:
+        parts.append(
+            f"a step this small ({found.policy_ms:.2g} ms of counted work at peak) mostly waits for kernels to be launched: "
+            "expect little of it, and more with a larger batch"
+        )
+    return ". ".join(part[0].upper() + part[1:] if n else part for n, part in enumerate(parts))
+
+
+def _rates(found: Bound, run: RunRecord, gpu: Gpu) -> str:
+    fast = [name for name in run.effective.flops_by_format if found.rates[name] > gpu.fp32_flops_per_s]
+    return " and ".join(
+        f"in {name.upper()} at {found.rates[name] / gpu.fp32_flops_per_s:.3g} times FP32's peak rate" for name in fast
+    )

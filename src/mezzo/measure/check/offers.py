@@ -1,0 +1,64 @@
+"""The policies worth trying for a device, each with the reason why it is tried or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mezzo.devices import Device
+from mezzo.formats import BF16, E4M3, FP16, FP32, TF32, Format
+from mezzo.records import AS_IS, Reason
+
+BASELINE = FP32.name
+TRIED, LEFT_OUT = "tried", "left out"
+
+
+def offered(here: Device, *, target: Device | None = None, own_amp: str = "") -> list[Reason]:
+    """Return the policies to consider, the baseline first.
+
+    Args:
+        here: the device that the script runs on.
+        target: the device that the answer is for, if that is another one.
+        own_amp: what in the script asks for mixed precision; empty if nothing does.
+    """
+    there = target or here
+    found = [_reason(BASELINE, TRIED, "the baseline: all others are compared with it"), _tf32(here, there)]
+    found += _sixteen_bits(here, there)
+    fp8 = there.support(E4M3)
+    found.append(_reason("fp8", TRIED if fp8.level == "native" else LEFT_OUT, f"{there.name}: {fp8.reason}"))
+    if own_amp:
+        why = f"the script asks for mixed precision itself ({own_amp}), which the other policies replace"
+        found.append(_reason(AS_IS, TRIED, why))
+    return found
+
+
+def tried(offers: Sequence[Reason]) -> list[str]:
+    """Return the policies to run, the baseline first."""
+    return [offer.what for offer in offers if offer.value == TRIED]
+
+
+def _tf32(here: Device, there: Device) -> Reason:
+    wanted, possible = there.support(TF32), here.support(TF32)
+    if wanted.level != "native":
+        return _reason(TF32.name, LEFT_OUT, f"{there.name}: {wanted.reason}")
+    if possible.level != "native":
+        return _reason(TF32.name, LEFT_OUT, f"{there.name} has it, but it cannot be tried here: {possible.reason}")
+    return _reason(TF32.name, TRIED, f"{there.name}: {wanted.reason}")
+
+
+def _sixteen_bits(here: Device, there: Device) -> list[Reason]:
+    """Offer both 16-bit formats, unless the device has units for only one of them; a CPU emulates what it has no units for."""
+    formats = (BF16, FP16)
+    native = [fmt for fmt in formats if there.support(fmt).level == "native"]
+    only = len(native) == 1 and there.kind != "cpu"
+    return [_sixteen_bit(fmt, here, there, left_out=only and fmt not in native) for fmt in formats]
+
+
+def _sixteen_bit(fmt: Format, here: Device, there: Device, *, left_out: bool) -> Reason:
+    reason = f"{there.name}: {there.support(fmt).reason}"
+    if here.support(fmt).level != "native":
+        reason += "; emulated here, which shows what it does to training, not how fast it is"
+    return _reason(fmt.name, LEFT_OUT if left_out else TRIED, reason)
+
+
+def _reason(what: str, value: str, reason: str) -> Reason:
+    return Reason(what=what, value=value, reason=reason)

@@ -1,0 +1,47 @@
+"""Whether a script switches mixed precision on by itself, read from its source without running it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+_CALLS = ("autocast", "GradScaler")
+_PRECISION = ("precision", "mixed_precision")
+_OFF = ("no", "none", "false", "32", "32-true", "64", "64-true", "fp32", "float32", "highest", "high", "medium")
+_FLAGS = ("fp16", "bf16")
+
+
+def own_amp(sources: Iterable[str]) -> str:
+    """Return what in a script's files asks for mixed precision, as ``GradScaler`` or ``precision='16-mixed'``; empty if nothing does."""
+    for source in sources:
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):
+            continue
+        found = next(_asks(tree), "")
+        if found:
+            return found
+    return ""
+
+
+def _asks(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        given = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        if name in _CALLS and not _is(given.get("enabled"), False):
+            yield name
+        for option in _PRECISION:
+            value = given.get(option)
+            if isinstance(value, ast.Constant) and _lowers(value.value):
+                yield f"{option}={value.value!r}"
+        yield from (f"{flag}=True" for flag in _FLAGS if _is(given.get(flag), True))
+
+
+def _is(node: ast.AST | None, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def _lowers(value: object) -> bool:
+    return (isinstance(value, str) and value.lower() not in _OFF and any(c in value for c in "168")) or value == 16

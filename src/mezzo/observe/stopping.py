@@ -1,0 +1,10 @@
+"""The end of a script that has shown what it was run for. Imports no torch."""
+
+from __future__ import annotations
+
+
+class StopScript(SystemExit):
+    """The end of a script after its last observed or wanted step: exit code 0, and silent in a thread."""
+
+    def __init__(self) -> None:
+        super().__init__(0)

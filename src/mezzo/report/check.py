@@ -1,0 +1,248 @@
+"""A check as display strings: the answer first, then the comparison behind it, then how it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from mezzo.records import AS_IS, Answer, CheckRecord, CheckStage, Gain, Row
+from mezzo.report import figures, sheets, terminal, verdicts
+from mezzo.report import formatting as fmt
+from mezzo.report.figures import Plot
+from mezzo.report.sheets import Fact
+from mezzo.report.verdicts import CompareSheet
+
+_TONES = {"use": "good", "stay": "quiet", "undecided": "open", "failed": "bad"}
+_BORDERS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
+_LINES = ("why", "accuracy", "memory", "speed", "changed")
+"""The first lines of the box, in order."""
+_SAME = 0.005
+"""The share of the memory below which nothing is saved."""
+_EDGES = 20
+"""Columns of the box beside a command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLine:
+    """One thing that was done."""
+
+    what: str
+    why: str
+    outcome: str
+    duration: str
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckSheet:
+    """The words and tables of a check, ready for any view."""
+
+    title: str
+    script: str
+    headline: str
+    tone: str
+    answer: list[Fact]
+    """The lines of the answer box: what and its text."""
+    next_command: str
+    next_why: str
+    others: list[Fact]
+    comparison: CompareSheet | None
+    stages: list[StageLine]
+    offered: list[Fact]
+    notes: list[Fact]
+    patch: str
+    environment: list[Fact]
+    command: str
+
+
+def check_sheet(record: CheckRecord) -> CheckSheet:
+    """Return the sheet of ``record``."""
+    script = fmt.clean(PurePath(record.script).name)
+    answer = record.answer
+    comparison = record.comparison if record.comparison and len(record.comparison.rows) > 1 else None
+    return CheckSheet(
+        title=f"{script}: {_headline(record, script)}",
+        script=fmt.clean(record.script),
+        headline=_headline(record, script) + _first_steps(record),
+        tone=_TONES[answer.decision],
+        answer=_answer(record),
+        next_command=fmt.clean(answer.next_command),
+        next_why=fmt.clean(answer.next_why),
+        others=_others(answer),
+        comparison=None if comparison is None else verdicts.compare_sheet(comparison),
+        stages=[_stage(stage) for stage in record.stages],
+        offered=sheets.facts(record.offered),
+        notes=sheets.facts(record.notes),
+        patch=fmt.clean(record.patch, keep_lines=True),
+        environment=sheets.environment_facts(record.environment),
+        command=sheets.command_text(record.command, record.environment),
+    )
+
+
+def check_plots(record: CheckRecord) -> list[Plot]:
+    """Return the plots of the comparison."""
+    return [] if record.comparison is None else figures.compare_plots(record.comparison)
+
+
+def policy_title(policy: str) -> str:
+    """Return a policy as a headline names it: ``BF16``, or the whole text of one with fields."""
+    name = fmt.clean(policy)
+    return name if ":" in name or "-" in name else name.upper()
+
+
+# --- the answer ----------------------------------------------------------------------------------------------------------------
+
+
+def _headline(record: CheckRecord, script: str) -> str:
+    answer = record.answer
+    if answer.decision == "failed" and not any(
+        len(run.steps) for run in (record.comparison.runs if record.comparison else [])
+    ):
+        return f"No answer: {script} did not train"
+    name = policy_title(answer.policy)
+    if answer.decision == "use":
+        return f"Keep the mixed precision of {script} itself" if answer.policy == AS_IS else f"Use {name}"
+    if answer.decision == "stay":
+        return f"Stay in {name}"
+    return "Undecided" if answer.decision == "undecided" else f"No answer: {script} goes wrong in {name} itself"
+
+
+def _first_steps(record: CheckRecord) -> str:
+    return "" if record.first_steps is None else f" (judged by the first {fmt.plural(record.first_steps, 'step')} only)"
+
+
+def _answer(record: CheckRecord) -> list[Fact]:
+    """Return the lines of the box: why, what it costs in accuracy, what it gains, what was changed."""
+    answer, row = record.answer, _row(record)
+    lines = [Fact(what="why", value=_sentence(answer.why))]
+    if answer.evidence:
+        lines.append(Fact(what="accuracy", value=f"kept: {fmt.clean(answer.evidence)}{_seeds(row)}."))
+    if row is not None and (memory := _memory(record, row)):
+        lines.append(Fact(what="memory", value=memory))
+    lines += [Fact(what="speed", value=_gain(gain)) for gain in answer.gains]
+    if (answer.decision == "use" and answer.policy != AS_IS) or answer.changed:
+        changed = [f"{fmt.clean(one.reason)}: {fmt.clean(one.value)}" for one in answer.changed]
+        lines.append(Fact(what="changed", value="; ".join(changed) or "nothing but the precision"))
+    notes = [(fmt.clean(note.what), f"{fmt.clean(note.value)}: {fmt.clean(note.reason)}.") for note in record.notes]
+    lines += [Fact(what=what, value=value) for what, value in notes]
+    return sorted(lines, key=lambda line: _LINES.index(line.what) if line.what in _LINES else len(_LINES))
+
+
+def _row(record: CheckRecord) -> Row | None:
+    """Return the row that the answer's numbers are of: the policy to use, or the best of those that gain nothing."""
+    rows = [] if record.comparison is None else record.comparison.rows
+    if record.answer.memory_saved is None:
+        return None
+    if record.answer.decision == "use":
+        return next((row for row in rows if row.policy == record.answer.policy), None)
+    listed = {other.what for other in record.answer.others}
+    named = [row for row in rows if row.verdict != "baseline"]
+    return next(
+        (row for row in named if record.answer.evidence and record.answer.evidence in row.reason), None
+    ) or next((row for row in named if row.policy not in listed), None)
+
+
+def _seeds(row: Row | None) -> str:
+    return "" if row is None else f"; {fmt.plural(row.num_runs, 'seed')}"
+
+
+def _memory(record: CheckRecord, row: Row) -> str:
+    saved = record.answer.memory_saved
+    baseline = None if record.comparison is None else next(r for r in record.comparison.rows if r.verdict == "baseline")
+    if saved is None or baseline is None:
+        return ""
+    amount = f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'} a step" if abs(saved) >= _SAME else "the same a step"
+    peaks = row.memory.cuda_allocated_bytes, baseline.memory.cuda_allocated_bytes
+    if all(peaks):
+        amount += f": {fmt.bytes_text(peaks[0])} allocated at the peak instead of {fmt.bytes_text(peaks[1])}"
+    elif row.memory.total_bytes is not None and baseline.memory.total_bytes is not None:
+        amount += f": {fmt.bytes_text(row.memory.total_bytes)} instead of {fmt.bytes_text(baseline.memory.total_bytes)}"
+        kept = [fmt.bytes_text(m.activations_bytes) for m in (row.memory, baseline.memory)]
+        amount += f" (activations {kept[0]} instead of {kept[1]})"
+    return amount + ("; emulated here, with the bytes that a GPU would keep" if row.emulated else "")
+
+
+def _gain(gain: Gain) -> str:
+    times = fmt.ratio_text(gain.times)
+    device, note = fmt.clean(gain.device), fmt.clean(gain.note)
+    if gain.kind == "bound":
+        return f"at most {times} on {device}, by counted FLOPs and bytes (a ceiling, not a prediction): {note}."
+    spread = fmt.spread_text(gain.low, gain.high)
+    if gain.low is not None and gain.high is not None and gain.low <= 1.0 <= gain.high:
+        return f"not measurably faster or slower on {device} ({spread}; {note})."
+    return f"{times} as fast, measured on {device} ({'; '.join(filter(None, [spread, note]))})."
+
+
+def _others(answer: Answer) -> list[Fact]:
+    return [
+        Fact(
+            what=fmt.clean(other.what),
+            value=verdicts.verdict_text(other.value),
+            reason=fmt.clean(other.reason),
+            tone=verdicts.VERDICT_TONES.get(other.value, ""),
+        )
+        for other in answer.others
+    ]
+
+
+def _sentence(text: str) -> str:
+    return fmt.clean(text).rstrip(".") + "."
+
+
+def _stage(stage: CheckStage) -> StageLine:
+    again = " (from the interrupted check)" if stage.resumed else ""
+    return StageLine(
+        what=fmt.clean(stage.what),
+        why=fmt.clean(stage.why),
+        outcome=fmt.clean(stage.outcome) + again,
+        duration=fmt.duration_text(stage.duration_s),
+        folder=fmt.clean(stage.folder),
+    )
+
+
+# --- the terminal --------------------------------------------------------------------------------------------------------------
+
+
+def print_check(sheet: CheckSheet, console: Console) -> None:
+    """Print the comparison, then the answer in a box, which is the last thing that a reader sees."""
+    if sheet.comparison is not None:
+        console.print(terminal.verdict_table(sheet.comparison))
+        console.print()
+    fits = len(sheet.next_command) + _EDGES <= console.width
+    commands = [Fact(what="next", value=sheet.next_command, tone="command")] if fits else []
+    rows = [*sheet.answer, *_other_lines(sheet.others), *commands, Fact(what="next", value=f"{sheet.next_why}.")]
+    console.print(
+        Panel(
+            _grid(rows),
+            title=Text(sheet.headline, style="bold"),
+            title_align="left",
+            box=ROUNDED,
+            border_style=_BORDERS[sheet.tone],
+        )
+    )
+    if not fits:
+        console.print(Text(f"  {sheet.next_command}"), soft_wrap=True)  # a wrapped command cannot be pasted
+
+
+def _grid(rows: Sequence[Fact]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    last = ""
+    for row in rows:
+        grid.add_row(
+            Text("" if row.what == last else row.what), Text(row.value, style="bold" if row.tone == "command" else "")
+        )
+        last = row.what
+    return grid
+
+
+def _other_lines(others: Sequence[Fact]) -> list[Fact]:
+    return [Fact(what=other.what, value=f"{other.value}: {other.reason}") for other in others]

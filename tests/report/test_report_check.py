@@ -1,0 +1,148 @@
+"""A check in the terminal and on its page: the answer's words, the box, and what a page shows first."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mezzo.records import Answer, CheckRecord, Reason
+from mezzo.report.check import check_sheet, policy_title
+from mezzo.report.html import render_html
+from mezzo.report.text import render
+from record_builders import check_record, run_record
+
+
+def answered(**fields: Any) -> CheckRecord:
+    record = check_record()
+    return record.model_copy(update={"answer": record.answer.model_copy(update=fields)})
+
+
+def printed(record: CheckRecord, *, width: int = 110) -> str:
+    stream = io.StringIO()
+    render(record, Console(file=stream, width=width, highlight=False))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("fields", "headline"),
+    [
+        ({}, "Use BF16"),
+        ({"policy": "fp16:init_scale=1024"}, "Use fp16:init_scale=1024"),
+        ({"policy": "as-is"}, "Keep the mixed precision of train.py itself"),
+        ({"decision": "stay", "policy": "fp32"}, "Stay in FP32"),
+        ({"decision": "undecided", "policy": "fp32"}, "Undecided"),
+        ({"decision": "failed", "policy": "fp32"}, "No answer: train.py goes wrong in FP32 itself"),
+    ],
+)
+def test_the_headline_is_the_answer(fields: dict[str, Any], headline: str) -> None:
+    assert check_sheet(answered(**fields)).headline == headline
+
+
+def test_a_script_that_never_trained_has_no_answer() -> None:
+    record = answered(decision="failed", policy="fp32").model_copy(update={"comparison": None})
+    assert check_sheet(record).headline == "No answer: train.py did not train"
+
+
+def test_the_lines_of_the_answer() -> None:
+    lines = [(line.what, line.value) for line in check_sheet(check_record()).answer]
+    assert lines == [
+        ("why", "bf16 trains like fp32."),
+        ("accuracy", "kept: the loss differs by +0.0013 (-0.0039 to +0.0065), inside the margin of 0.02; 3 seeds."),
+        ("memory", "23% less a step: 1.99 GiB instead of 2.45 GiB (activations 742 MiB instead of 1.18 GiB)"),
+        ("speed", "1.61x as fast, measured on NVIDIA H100 80GB HBM3 (1.57x to 1.66x; median step, 3 seeds)."),
+        (
+            "speed",
+            "at most 6.40x on A100-SXM4-80GB, by counted FLOPs and bytes (a ceiling, not a prediction): "
+            "90% of the FLOPs are in products that it runs faster.",
+        ),
+        ("changed", "nothing but the precision"),
+        ("judged by", "the training loss: no metric was named."),
+    ]
+
+
+def test_a_spread_around_one_is_no_gain() -> None:
+    gain = check_record().answer.gains[0].model_copy(update={"times": 1.04, "low": 0.93, "high": 1.2})
+    lines = {line.what: line.value for line in check_sheet(answered(gains=[gain])).answer}
+    assert (
+        lines["speed"]
+        == "not measurably faster or slower on NVIDIA H100 80GB HBM3 (0.930x to 1.20x; median step, 3 seeds)."
+    )
+
+
+def test_what_was_changed_is_said() -> None:
+    changed = [Reason(what="fp16", value="fp16:fp32_modules=head", reason="mezzo diagnose found the fix")]
+    lines = {line.what: line.value for line in check_sheet(answered(changed=changed)).answer}
+    assert lines["changed"] == "mezzo diagnose found the fix: fp16:fp32_modules=head"
+
+
+def test_verdicts_on_first_steps_are_marked_everywhere() -> None:
+    record = check_record(first_steps=20)
+    assert record.comparison is not None
+    runs = [run.model_copy(update={"first_steps": 20}) for run in record.comparison.runs]
+    record = record.model_copy(update={"comparison": record.comparison.model_copy(update={"runs": runs})})
+    sheet = check_sheet(record)
+    assert sheet.headline == "Use BF16 (judged by the first 20 steps only)"
+    assert sheet.comparison is not None
+    assert sheet.comparison.method.endswith(
+        "Every run was stopped after the first 20 steps, as asked: the verdicts are on these steps only."
+    )
+    assert {line.outcome for line in sheet.comparison.runs} == {"stopped after the first 20 steps, as asked"}
+    assert "trained its first 20 steps under bf16" in printed_run(first_steps=20)
+
+
+def printed_run(**fields: Any) -> str:
+    stream = io.StringIO()
+    render(run_record("bf16", num_steps=20, **fields), Console(file=stream, width=110, highlight=False))
+    return stream.getvalue()
+
+
+def test_the_box_is_last_and_names_the_next_command() -> None:
+    text = printed(check_record())
+    box = text[text.index("╭") :].splitlines()
+    assert box[0].startswith("╭─ Use BF16 ─")
+    assert box[-1].startswith("╰")
+    assert "│ next       mezzo run --policy bf16 examples/train.py --epochs 3" in text
+    assert "trains under it, with the script unedited." in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_a_long_command_stands_below_the_box_in_one_line() -> None:
+    command = "mezzo run --policy bf16 " + "x" * 120
+    text = printed(answered(next_command=command), width=80)
+    assert text.splitlines()[-1].strip() == command
+
+
+def test_the_page_begins_with_the_answer() -> None:
+    page = render_html(check_record())
+    places = [
+        page.index(part) for part in ("Use BF16", "mezzo run --policy bf16", "The other policies", "The comparison")
+    ]
+    assert places == sorted(places)
+    assert page.index("The comparison") < page.index("How it was found") < page.index("Environment")
+
+
+def test_a_script_decides_neither_terminal_nor_page() -> None:
+    hostile = "<script>alert(1)</script>\x1b[31m"
+    record = answered(why=hostile, evidence=hostile, next_command=hostile).model_copy(
+        update={"script": hostile, "patch": hostile}
+    )
+    assert "<script>alert" not in render_html(record)
+    assert "\x1b[31m" not in printed(record)
+
+
+@pytest.mark.parametrize(
+    ("policy", "title"), [("bf16", "BF16"), ("fp16-master", "fp16-master"), ("fp16:init_scale=2", "fp16:init_scale=2")]
+)
+def test_policies_in_headlines(policy: str, title: str) -> None:
+    assert policy_title(policy) == title
+
+
+def test_an_answer_needs_no_gain() -> None:
+    answer = Answer(
+        decision="stay", policy="fp32", why="no other policy was tried", next_command="python a.py", next_why="trains"
+    )
+    lines = [line.what for line in check_sheet(check_record(answer=answer, notes=[])).answer]
+    assert lines == ["why"]
