@@ -114,11 +114,11 @@ def test_where_it_ran(variables: dict[str, str], text: str) -> None:
     assert "torchrun" not in there.under("fallback")
 
 
-def test_other_frameworks_have_two_commands() -> None:
+def test_other_frameworks_have_three_commands() -> None:
     typed = Script.typed(["mezzo", "run", "t.py"], "t.py")
     assert typed is not None
     keras = typed.in_framework("keras 3.15.1 on tensorflow 2.21.0", {})
-    assert [name for name in ON_SCRIPTS if keras.runs(name)] == ["run", "compare"]
+    assert [name for name in ON_SCRIPTS if keras.runs(name)] == ["check", "run", "compare"]
 
 
 def test_a_function_has_its_call() -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
@@ -31,6 +31,9 @@ from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
 from mezzo.observe.settings import step_text
 from mezzo.records import Effective, Finding, Reason, RunRecord, write_record
+
+if TYPE_CHECKING:
+    from mezzo.observe.observer import Observer  # imports torch
 
 INTERRUPTED = 130
 
@@ -65,12 +68,8 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
         exit_code, error = _guarded(training.close_update, before=(exit_code, error))
         num_steps, observer = training.num_updates, training.observer
-        if exit_code == 0 and not num_steps:
-            error = _never_trained(request)
-            exit_code = error.exit_code
-        elif exit_code == 0 and observer is not None and observer.too_short():
-            error = _too_short(request, num_steps)
-            exit_code = error.exit_code
+        if exit_code == 0:
+            exit_code, error = _trained(request, num_steps, observer)
     with undisturbed():
         record = RunRecord(
             command=list(request.command),
@@ -221,6 +220,16 @@ def _sentence(error: BaseException | None) -> str | None:
     if isinstance(error, EndedBySignal):
         return error.sentence
     return error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _trained(request: Request, num_steps: int, observer: Observer | None) -> Ending:
+    """Return the ending of a script that ended by itself: an error if there was nothing to record."""
+    error = None
+    if not num_steps:
+        error = _never_trained(request)
+    elif observer is not None and observer.too_short():
+        error = _too_short(request, num_steps)
+    return (0, None) if error is None else (error.exit_code, error)
 
 
 def _never_trained(request: Request) -> ScriptError:

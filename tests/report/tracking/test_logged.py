@@ -66,7 +66,7 @@ def test_a_check_has_its_answer_and_the_comparison_behind_it() -> None:
     assert found.tags == {**compared.tags, "kind": "check", "decision": "use", "use": "bf16"}
     assert (found.numbers, found.runs, found.kind) == (compared.numbers, compared.runs, "check")
     alone = logged(build.check_record(comparison=None))
-    assert (alone.tags, alone.runs) == ({"kind": "check"}, [])
+    assert (alone.tags, alone.runs) == ({"kind": "check", "decision": "use", "use": "bf16"}, [])
 
 
 def test_no_speed_is_logged_of_emulated_formats() -> None:
