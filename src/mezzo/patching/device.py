@@ -19,15 +19,28 @@ class DeviceType:
         self._script, self._tree = script, script.tree
         self._kinds = self._assigned()
         self._used = self._moved_to()
+        self._shared: tuple[str, ast.AST] | None = None
 
-    def at(self, node: ast.AST) -> str:
-        """Return the expression to pass as ``device_type`` at a node: the script's own device variable, or its model's device."""
+    def share(self, name: str, scope: ast.AST) -> str:
+        """Use a variable for the model's device from now on, where its scope is visible; return it."""
+        self._shared = (name, scope)
+        return name
+
+    def at(self, node: ast.AST, *, line: int | None = None) -> str:
+        """Return the expression to pass as ``device_type``: the script's own device variable, or its model's device.
+
+        Args:
+            node: where the expression is written.
+            line: the last line by which names must be bound, if not the node's.
+        """
         for name, _ in self._used.most_common():
-            if self._visible(name, node):
+            if self._visible(name, node, line):
                 return self._type_of(name)
-        if "cuda" in self._cuda_calls():
+        if self._moves_to_cuda():
             return '"cuda"'
-        models = [m for m in self._with_parameters() if self._visible(m, node)]
+        if self._shared is not None and self._shared[1] in self._tree.scopes(node):
+            return self._shared[0]
+        models = [m for m in self._with_parameters() if self._visible(m, node, line)]
         if models:
             return f"next({models[0]}.parameters()).device.type"
         return "torch.get_default_device().type"
@@ -69,24 +82,27 @@ class DeviceType:
             used.update(n for n in names if n in self._kinds or re.search(r"(^|[._])(device|dev)$", n))
         return used
 
-    def _cuda_calls(self) -> set[str]:
-        """Return ``cuda`` if something is moved to CUDA whatever the machine."""
+    def _moves_to_cuda(self) -> bool:
+        """Return whether something is moved to CUDA whatever the machine."""
         calls = [c for c in self._tree.calls() if isinstance(c.func, ast.Attribute) and c.func.attr == "cuda"]
-        sure = [c for c in calls if not any(isinstance(a, (ast.If, ast.IfExp)) for a in self._tree.ancestors(c))]
-        return {"cuda"} if sure else set()
+        return any(not any(isinstance(a, (ast.If, ast.IfExp)) for a in self._tree.ancestors(c)) for c in calls)
 
     def _with_parameters(self) -> list[str]:
-        calls = [c.func for c in self._tree.calls() if isinstance(c.func, ast.Attribute) and c.func.attr == "parameters"]
+        calls = [
+            c.func for c in self._tree.calls() if isinstance(c.func, ast.Attribute) and c.func.attr == "parameters"
+        ]
         names = [ast.unparse(f.value) for f in calls]
         return [*dict.fromkeys(n for n in names if re.fullmatch(r"[A-Za-z_][\w.]*", n))]
 
-    def _visible(self, name: str, node: ast.AST) -> bool:
+    def _visible(self, name: str, node: ast.AST, line: int | None) -> bool:
         """Return whether a name is bound where a node runs, by then or as a parameter."""
         base = name.split(".")[0]
         if base == "self":
             cls = self._tree.class_of(node)
-            return cls is not None and any(name in ast.unparse(n) for n in ast.walk(cls) if isinstance(n, ast.Attribute))
-        line = getattr(node, "lineno", 0)
+            return cls is not None and any(
+                name in ast.unparse(n) for n in ast.walk(cls) if isinstance(n, ast.Attribute)
+            )
+        last = int(line or getattr(node, "lineno", 0))
         for scope in self._tree.scopes(node):
             if not isinstance(scope, ast.Module):
                 assert isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef))
@@ -94,6 +110,6 @@ class DeviceType:
                     return True
             bound = self._tree.bindings(base, scope)
             own = scope is self._tree.scopes(node)[0]
-            if any(not own or s.lineno <= line for s in bound):
+            if any(not own or s.lineno <= last for s in bound):
                 return True
         return False

@@ -37,9 +37,19 @@ class _Library:
 
 
 _LIBRARIES = (
-    _Library("lightning", r"(lightning(\.pytorch)?|pytorch_lightning)\.(trainer\.)?Trainer", "precision", _LIGHTNING, "docs/lightning.md"),
-    _Library("fabric", r"(lightning(\.fabric)?|lightning_fabric)\.Fabric", "precision", _LIGHTNING, "docs/lightning.md"),
-    _Library("accelerate", r"accelerate\.(accelerator\.)?Accelerator", "mixed_precision", _ACCELERATE, "docs/accelerate.md"),
+    _Library(
+        "lightning",
+        r"(lightning(\.pytorch)?|pytorch_lightning)\.(trainer\.)?Trainer",
+        "precision",
+        _LIGHTNING,
+        "docs/lightning.md",
+    ),
+    _Library(
+        "fabric", r"(lightning(\.fabric)?|lightning_fabric)\.Fabric", "precision", _LIGHTNING, "docs/lightning.md"
+    ),
+    _Library(
+        "accelerate", r"accelerate\.(accelerator\.)?Accelerator", "mixed_precision", _ACCELERATE, "docs/accelerate.md"
+    ),
     _Library("transformers", r"transformers\.(\w+\.)*\w*TrainingArguments", "", _ACCELERATE, "docs/transformers.md"),
 )
 _PARSED = r"(transformers\.(\w+\.)*HfArgumentParser|(lightning(\.pytorch)?|pytorch_lightning)\.cli\.LightningCLI)"
@@ -59,7 +69,8 @@ def trainer_of(script: Script) -> Trainer | None:
     if parsed and not script.backwards:
         words = "--trainer.precision 16-mixed" if "LightningCLI" in script.text.of(parsed[0]) else "--fp16 or --bf16"
         unclear(
-            f"line {parsed[0].lineno} reads the trainer's arguments from the command line", f"run the script with {words}"
+            f"line {parsed[0].lineno} reads the trainer's arguments from the command line",
+            f"run the script with {words}",
         )
     return None
 
@@ -83,7 +94,11 @@ def patch(job: Job, trainer: Trainer) -> None:
     changed = [_change(job, call, library, value) for call in trainer.calls]
     if not any(changed):
         argument = library.argument or value
-        unclear(f"already has {argument}={'True' if not library.argument else repr(value)}", "nothing is to be done", already=True)
+        unclear(
+            f"already has {argument}={'True' if not library.argument else repr(value)}",
+            "nothing is to be done",
+            already=True,
+        )
 
 
 def _is_preset(policy: Policy) -> bool:
@@ -96,7 +111,12 @@ def _change(job: Job, call: ast.Call, library: _Library, value: str) -> bool:
         return _set(job, call, library.argument, f'"{value}"', why=f"{library.kind} casts and scales by this argument")
     other = "bf16" if value == "fp16" else "fp16"
     given = {k.arg: k.value for k in call.keywords}
-    if isinstance(given.get(other), ast.Constant) and getattr(given[other], "value", None):
+    if other in given and not isinstance(given[other], ast.Constant):
+        unclear(
+            f"line {given[other].lineno} takes {other} from {job.text.of(given[other])}",
+            f"set {value}=True and {other}=False there",
+        )
+    if other in given and getattr(given[other], "value", None):
         _set(job, call, other, "False", why="only one of the two may be on")
     return _set(job, call, value, "True", why="the Trainer casts and scales by this argument")
 
@@ -121,7 +141,9 @@ def _set(job: Job, call: ast.Call, name: str, value: str, *, why: str) -> bool:
 def _check_unpacked(job: Job, call: ast.Call, name: str) -> None:
     """Refuse a call whose unpacked dictionary may have the argument already."""
     unpacked = [k for k in call.keywords if k.arg is None]
-    elsewhere = [n for n in ast.walk(job.script.tree.module) if isinstance(n, ast.Constant) and n.value == name]
+    elsewhere: list[ast.expr] = [
+        n for n in ast.walk(job.script.tree.module) if isinstance(n, ast.Constant) and n.value == name
+    ]
     named = [k for c in job.script.tree.calls() for k in c.keywords if k.arg == name and c is not call]
     if unpacked and (elsewhere or named):
         line = (elsewhere or [k.value for k in named])[0].lineno

@@ -60,21 +60,25 @@ class Job:
             return
         block = self.script.tree.import_statements()
         after = [s for s in block if not (isinstance(s, ast.ImportFrom) and s.module == "__future__")]
-        own = [s for s in after if _root(s) in ("torch", "keras", "lightning", "accelerate", "transformers")]
-        if own and module == "torch":
+        own = [s for s in after if _root(s) == "torch"]
+        if own:
             self.editor.line_before(own[0], f"import {module}")
-        elif own:
-            self.editor.line_after(own[-1], f"import {module}")
         elif block:
             self.editor.line_after(block[-1], f"import {module}")
+        else:
+            unclear("the script has no import at its top level", f"import {module} there")
         self.note("imports", f"import {module}", "the patch calls it")
 
     def after_imports(self, package: str, *lines: str) -> None:
         """Insert lines, with a blank one above, after the imports that begin with those of a package."""
         body = self.script.tree.module.body
-        number = next((n for n, s in enumerate(body) if isinstance(s, (ast.Import, ast.ImportFrom)) and _root(s) == package), None)
+        number = next(
+            (n for n, s in enumerate(body) if isinstance(s, (ast.Import, ast.ImportFrom)) and _root(s) == package), None
+        )
         if number is None:
-            unclear(f"the script imports {package} inside a function or under a condition", f"write: {'; '.join(lines)}")
+            unclear(
+                f"the script imports {package} inside a function or under a condition", f"write: {'; '.join(lines)}"
+            )
         while number + 1 < len(body) and isinstance(body[number + 1], (ast.Import, ast.ImportFrom)):
             number += 1
         self.editor.line_after(body[number], "", *lines)
@@ -91,7 +95,11 @@ class Job:
             if hoisted is not None:
                 names[hoisted.backward] = self._loss_name()
                 self.editor.line_after(region.last, unit + self._assigned(hoisted.backward))
-            self.note(_lines(region), "under autocast", "the forward pass and the loss; the backward pass stays outside, as torch asks")
+            self.note(
+                _lines(region),
+                "under autocast",
+                "the forward pass and the loss; the backward pass stays outside, as torch asks",
+            )
         for hoisted in regions.hoisted:
             if hoisted.region is None:
                 stmt = hoisted.backward.stmt

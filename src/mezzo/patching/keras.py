@@ -55,7 +55,10 @@ def patch(job: Job) -> None:
             "see docs/keras.md for what Keras can honour",
         )
     if script.backwards:
-        unclear("a Keras model is trained by a torch loop", "set keras.mixed_precision.set_global_policy by hand, and scale the loss")
+        unclear(
+            "a Keras model is trained by a torch loop",
+            "set keras.mixed_precision.set_global_policy by hand, and scale the loss",
+        )
     loops = script.calls_to(_OWN_LOOP)
     if loops and job.policy.loss_scale != "none" and not script.calls_to(r".*LossScaleOptimizer"):
         unclear(

@@ -32,8 +32,9 @@ def patch(job: Job) -> None:
         unclear(f"line {apex[0].lineno} uses apex.amp", "see docs/apex.md, or replace it by torch.amp first")
     why_not = torch_amp.why_not_expressed(policy)
     if why_not or policy.compute == "tf32":
+        why = why_not or "TF32 is no 16-bit format"
         unclear(
-            f"the script has mixed precision of its own, and policy {policy} cannot be written in it: {why_not or 'TF32 is no 16-bit format'}",
+            f"the script has mixed precision of its own, and policy {policy} cannot be written in it: {why}",
             "remove its autocast and its GradScaler first",
         )
     if not script.autocasts:
@@ -103,7 +104,11 @@ def _turn_off(job: Job, call: ast.Call) -> bool:
         job.note(call, "left as it is", f"its enabled={ast.unparse(enabled)} decides; BF16 needs no loss scale")
         return False
     _set_enabled(job, call, enabled, value="False")
-    job.note(call, "enabled=False", "BF16 has the range of FP32, so gradients need no scaling; its calls then pass everything through")
+    job.note(
+        call,
+        "enabled=False",
+        "BF16 has the range of FP32, so gradients need no scaling; its calls then pass everything through",
+    )
     return True
 
 

@@ -56,14 +56,19 @@ class Places:
                     return self.home(iterated[0], bound[0], depth=depth)
             if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) and self._parameter(scope, base):
                 return self._callers_home(scope, base, depth)
-        unclear(f"line {at.lineno if isinstance(at, ast.stmt) else '?'} updates {name}, and this file does not make it", _BY_HAND)
+        unclear(
+            f"line {at.lineno if isinstance(at, ast.stmt) else '?'} updates {name}, and this file does not make it",
+            _BY_HAND,
+        )
 
     def _names(self, node: ast.AST) -> set[str]:
         return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
     def _attribute(self, name: str, at: ast.AST) -> Home:
         cls = self._tree.class_of(at)
-        methods = [] if cls is None else [n for n in ast.walk(cls) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        methods = (
+            [] if cls is None else [n for n in ast.walk(cls) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        )
         made = [(m, s) for m in methods for s in self._tree.bindings(name, m)]
         if cls is None or not made:
             unclear(f"{name} is updated, and its class does not make it", _BY_HAND)
@@ -112,10 +117,16 @@ class Places:
         calls = [c for c in self._tree.calls() if function in self._script.functions_called(c)]
         callees = {id(c.func) for c in calls}
         mentions = [n for n in ast.walk(self._tree.module) if isinstance(n, ast.Name) and n.id == function.name]
-        passed = [n for n in mentions if isinstance(n.ctx, ast.Load) and id(n) not in callees]
+        loaded = [n for n in mentions if isinstance(n.ctx, ast.Load) and id(n) not in callees]
+        passed = [n for n in loaded if not self._is_local(n)]
         if passed:
             unclear(f"line {passed[0].lineno} passes {function.name}() to another function", _BY_HAND)
         return calls
+
+    def _is_local(self, name: ast.Name) -> bool:
+        """Return whether a name is a parameter or a variable of a function around it."""
+        functions = [s for s in self._tree.scopes(name) if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        return any(self._parameter(f, name.id) or self._tree.bindings(name.id, f) for f in functions)
 
     def _given(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, call: ast.Call) -> ast.expr | None:
         """Return the argument of a call that becomes a parameter."""
@@ -158,20 +169,35 @@ class Places:
         return name
 
     def _pass_on(
-        self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, home: Home, beside: str, annotation: str, depth: int
+        self,
+        function: ast.FunctionDef | ast.AsyncFunctionDef,
+        name: str,
+        home: Home,
+        beside: str,
+        annotation: str,
+        depth: int,
     ) -> None:
         positional = [*function.args.posonlyargs, *function.args.args]
         found = [a for a in positional if a.arg == beside]
         calls = self._calls(function)
         if not found or not calls or positional.index(found[0]) >= len(positional) - len(function.args.defaults):
-            unclear(f"{function.name}() has no required parameter {beside} beside which {name} could be passed", _BY_HAND)
+            unclear(
+                f"{function.name}() has no required parameter {beside} beside which {name} could be passed", _BY_HAND
+            )
         typed = f": {annotation}" if found[0].annotation is not None else ""
         self._editor.append_to(found[0], f", {name}{typed}")
         for call in calls:
             given = self._given(function, beside, call)
             if given is None:
                 unclear(f"line {call.lineno} calls {function.name}() in a way that hides its {beside}", _BY_HAND)
-            its = self.reach(name, home, self._tree.statement(call), beside=ast.unparse(given), annotation=annotation, depth=depth - 1)
+            its = self.reach(
+                name,
+                home,
+                self._tree.statement(call),
+                beside=ast.unparse(given),
+                annotation=annotation,
+                depth=depth - 1,
+            )
             by_name = any(k.value is given for k in call.keywords)
             self._editor.append_to(given, f", {name}={its}" if by_name else f", {its}")
 

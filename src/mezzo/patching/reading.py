@@ -11,14 +11,36 @@ from functools import cached_property
 from mezzo.patching.text import Text
 from mezzo.patching.tree import Tree, bound_by, flat
 
-_OPTIMIZER_NAME = re.compile(r"(^|[._])(opt|optim)(_\w+|[A-Z]\w*|\d*)?$|optimi[sz]er|_opt$|_optim$|^opt[A-Z]|^trainer_[gd]$")
+_OPTIMIZER_NAME = re.compile(
+    r"(^|[._])(opt|optim)(_\w+|[A-Z]\w*|\d*)?$|optimi[sz]er|_opt$|_optim$|^opt[A-Z]|^trainer_[gd]$"
+)
 _SCHEDULER_NAME = re.compile(r"sched|(^|_)lr_?(policy|decay)", re.IGNORECASE)
 _MODULE_ONLY = ("parameters", "named_parameters", "train", "eval", "named_modules")
 """Methods that mark their owner as a module."""
 _NO_FORWARD = (
     *_MODULE_ONLY,
-    *("to", "cuda", "cpu", "zero_grad", "state_dict", "load_state_dict", "requires_grad_", "apply", "modules", "children"),
-    *("register_hook", "register_forward_hook", "register_buffer", "share_memory", "compile", "double", "float", "half"),
+    *(
+        "to",
+        "cuda",
+        "cpu",
+        "zero_grad",
+        "state_dict",
+        "load_state_dict",
+        "requires_grad_",
+        "apply",
+        "modules",
+        "children",
+    ),
+    *(
+        "register_hook",
+        "register_forward_hook",
+        "register_buffer",
+        "share_memory",
+        "compile",
+        "double",
+        "float",
+        "half",
+    ),
     *("add_module", "no_sync", "configure_optimizers", "init_weights", "save", "load"),
 )
 _GRADS_OFF = ("torch.no_grad", "torch.inference_mode")
@@ -117,9 +139,9 @@ class Script:
     def makes_optimizer(self, call: ast.Call) -> bool:
         """Return whether a call makes an optimizer of torch's or Mezzo's."""
         made = self.tree.dotted(call.func)
-        return bool(re.match(r"(torch\.optim|mezzo|transformers\.optimization)\.(?!lr_scheduler)(\w+\.)?[A-Z]", made)) and (
-            made.rpartition(".")[2] not in ("Session", "Policy")
-        )
+        return bool(
+            re.match(r"(torch\.optim|mezzo|transformers\.optimization)\.(?!lr_scheduler)(\w+\.)?[A-Z]", made)
+        ) and (made.rpartition(".")[2] not in ("Session", "Policy"))
 
     @cached_property
     def _schedulers_made(self) -> set[str]:
@@ -178,27 +200,32 @@ class Script:
 
     # --- what statements do ------------------------------------------------------------------------------------------------
 
-    def runs_forward(self, node: ast.AST, *, depth: int = 4) -> bool:
-        """Return whether code calls a model or a loss function, itself or in the functions of this file that it calls."""
+    def runs_forward(self, node: ast.AST, *, functional: bool = True, depth: int = 4) -> bool:
+        """Return whether code calls a model or a loss function, itself or in the functions of this file that it calls.
+
+        Without ``functional``, calls of torch's functions do not count.
+        """
         for inner in ast.walk(node):
-            if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.MatMult):
+            if functional and isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.MatMult):
                 return True
-            if isinstance(inner, ast.Call) and self._is_forward(inner, depth):
+            if isinstance(inner, ast.Call) and self._is_forward(inner, functional, depth):
                 return True
         return False
 
-    def _is_forward(self, call: ast.Call, depth: int) -> bool:
+    def _is_forward(self, call: ast.Call, functional: bool, depth: int) -> bool:
         name = self.tree.dotted(call.func)
         if name.startswith("torch.nn.functional."):
-            return not name.endswith((".pad", ".one_hot"))
+            return functional and not name.endswith((".pad", ".one_hot"))
         text = ast.unparse(call.func)
-        if text in self.models or name in ("torch.matmul", "torch.bmm", "torch.mm", "torch.einsum"):
+        if text in self.models or (functional and name in ("torch.matmul", "torch.bmm", "torch.mm", "torch.einsum")):
             return True
         if isinstance(call.func, ast.Attribute):
             owner, method = ast.unparse(call.func.value), call.func.attr
-            if owner in self.models and method not in _NO_FORWARD and not method.startswith("_"):
+            given = bool(call.args or call.keywords)
+            if owner in self.models and given and method not in _NO_FORWARD and not method.startswith("_"):
                 return True
-        return depth > 0 and any(self.runs_forward(f, depth=depth - 1) for f in self.functions_called(call))
+        called = self.functions_called(call) if depth > 0 else []
+        return any(self.runs_forward(f, functional=functional, depth=depth - 1) for f in called)
 
     def functions_called(self, call: ast.Call) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Return the functions of this file that a call may run."""
@@ -236,7 +263,11 @@ class Script:
     def reads_gradients(self, node: ast.AST) -> bool:
         """Return whether code clips, reads or changes gradients: ``.grad``, or parameters passed to a function."""
         for inner in ast.walk(node):
-            if isinstance(inner, ast.Attribute) and inner.attr == "grad" and self.tree.dotted(inner) != "torch.autograd.grad":
+            if (
+                isinstance(inner, ast.Attribute)
+                and inner.attr == "grad"
+                and self.tree.dotted(inner) != "torch.autograd.grad"
+            ):
                 return True
             if isinstance(inner, ast.Call) and (self.is_clip(inner) or self._takes_parameters(inner)):
                 return True

@@ -15,11 +15,62 @@ from mezzo.patching.outcome import unclear
 from mezzo.patching.reading import Backward, Script
 from mezzo.patching.tree import arguments_of, bound_within, names_in
 
-_MOVING = frozenset(
-    "to cuda cpu view reshape unsqueeze squeeze long float double next iter zip enumerate len int str range append get_batch Variable "
-    "Tensor FloatTensor LongTensor tensor from_numpy as_tensor randn rand randint zeros ones full normal uniform items size type "
-    "requires_grad_ detach permute contiguous transpose zero_grad train eval print format fill_ clone type_as expand repeat sample".split()
-)
+_MOVING = {
+    "to",
+    "cuda",
+    "cpu",
+    "view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "long",
+    "float",
+    "double",
+    "next",
+    "iter",
+    "zip",
+    "enumerate",
+    "len",
+    "int",
+    "str",
+    "range",
+    "append",
+    "get_batch",
+    "Variable",
+    "Tensor",
+    "FloatTensor",
+    "LongTensor",
+    "tensor",
+    "from_numpy",
+    "as_tensor",
+    "randn",
+    "rand",
+    "randint",
+    "zeros",
+    "ones",
+    "full",
+    "normal",
+    "uniform",
+    "items",
+    "size",
+    "type",
+    "requires_grad_",
+    "detach",
+    "permute",
+    "contiguous",
+    "transpose",
+    "zero_grad",
+    "train",
+    "eval",
+    "print",
+    "format",
+    "fill_",
+    "clone",
+    "type_as",
+    "expand",
+    "repeat",
+    "sample",
+}
 """Functions that fetch or move data."""
 
 
@@ -51,6 +102,7 @@ class Regions:
         self._hoisted: list[Backward] = []
         for backward in backwards:
             self._collect(backward)
+        self._hoisting = {self._tree.statement(b.call) for b in self._hoisted}
         self.plain = self._ranges()
         self.hoisted = [self._hoist(backward) for backward in self._hoisted]
 
@@ -64,7 +116,21 @@ class Regions:
         if self._script.runs_forward(loss):
             return True
         calls = [n for n in ast.walk(loss) if isinstance(n, ast.Call)]
-        simple = ("mean", "sum", "backward", "squeeze", "to", "scale", "item", "values", "stack", "cat", "float", "div", "get")
+        simple = (
+            "mean",
+            "sum",
+            "backward",
+            "squeeze",
+            "to",
+            "scale",
+            "item",
+            "values",
+            "stack",
+            "cat",
+            "float",
+            "div",
+            "get",
+        )
         return any(self._tree.dotted(c.func).rpartition(".")[2] not in simple and not _on_a_call(c) for c in calls)
 
     def _follow(self, stmt: ast.stmt, loss: ast.expr, *, found: bool, depth: int = 3) -> None:
@@ -90,9 +156,7 @@ class Regions:
             "put the forward pass and the loss under torch.autocast, and the backward pass outside of it",
         )
 
-    def _slice(
-        self, block: list[ast.stmt], end: int, wanted: set[str], members: set[int]
-    ) -> tuple[set[str], bool]:
+    def _slice(self, block: list[ast.stmt], end: int, wanted: set[str], members: set[int]) -> tuple[set[str], bool]:
         """Add what ``wanted`` depends on among the statements before ``end``; return what is needed, and whether all was bound."""
         needed, bound = set(wanted), False
         for number in range(end - 1, -1, -1):
@@ -107,7 +171,9 @@ class Regions:
         """Return whether a statement gives the loss its value, and not only a zero to begin a sum with."""
         return not (isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Constant)) and bool(wanted)
 
-    def _follow_callers(self, function: ast.FunctionDef | ast.AsyncFunctionDef, loss: ast.expr, stmt: ast.stmt, depth: int) -> None:
+    def _follow_callers(
+        self, function: ast.FunctionDef | ast.AsyncFunctionDef, loss: ast.expr, stmt: ast.stmt, depth: int
+    ) -> None:
         """Follow a loss that is a function's parameter to the calls of the function."""
         names = [a.arg for a in arguments_of(function) if a.arg != "self"]
         position = next((n for n, name in enumerate(names) if name in names_in(loss)), None)
@@ -139,17 +205,17 @@ class Regions:
             run: list[int] = []
             for number, stmt in enumerate(block):
                 if self.is_boundary(stmt):
-                    regions += self._range(block, run)
+                    regions += self._range(block, run, to_loss=stmt not in self._hoisting)
                     run = []
                 elif number in members:
                     run.append(number)
-            regions += self._range(block, run)
+            regions += self._range(block, run, to_loss=True)
         return regions
 
-    def _range(self, block: list[ast.stmt], run: list[int]) -> list[Region]:
-        """Return the region of a run of members: from the first that computes to the last."""
+    def _range(self, block: list[ast.stmt], run: list[int], *, to_loss: bool) -> list[Region]:
+        """Return the region of a run of members: from the first that computes to the last; ``to_loss``: one of them must compute."""
         forward = [n for n in run if self._script.runs_forward(block[n])]
-        if not forward:
+        if not forward and to_loss:
             forward = [n for n in run if not self._only_moves(block[n])]
         if not forward:
             return []

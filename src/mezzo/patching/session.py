@@ -39,15 +39,25 @@ class _Session:
         steps = self._script.steps
         closures = [s for s in steps if s.has_closure]
         if closures:
-            unclear(f"line {closures[0].call.lineno} passes a closure to step(), which a session cannot", "use bf16 with torch.amp")
+            where = closures[0].call.lineno
+            unclear(f"line {where} passes a closure to step(), which a session cannot", "use bf16 with torch.amp")
         if not steps:
-            unclear("no update was found: no call of an optimizer's step()", "call session.update() where your loop updates the weights")
+            unclear(
+                "no update was found: no call of an optimizer's step()",
+                "call session.update() where your loop updates the weights",
+            )
         over = [s for s in steps if self._updates.loop_over_optimizers(s)]
         if over:
-            unclear(f"line {over[0].call.lineno} updates several optimizers in a loop", "pass them all to mezzo.Session, and call update() once")
+            unclear(
+                f"line {over[0].call.lineno} updates several optimizers in a loop",
+                "pass them all to mezzo.Session, and call update() once",
+            )
         homes = [job.places.home(s.name, s.stmt) for s in steps]
         if any((h.scope, h.owner) != (homes[0].scope, homes[0].owner) for h in homes):
-            unclear("the script has several training loops, whose optimizers are made in different functions", "give each a mezzo.Session")
+            unclear(
+                "the script has several training loops, whose optimizers are made in different functions",
+                "give each a mezzo.Session",
+            )
         self._optimizers = [*dict.fromkeys(s.name for s in steps)]
         self._homes = homes
         self._schedules = self._passed_schedules()
@@ -59,8 +69,7 @@ class _Session:
         for update in self._updates.last_ones():
             for stmt in self._updates.schedules_after(update):
                 call = stmt.value if isinstance(stmt, ast.Expr) else None
-                same_block = stmt in self._tree.block(update)
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and same_block:
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
                     found[ast.unparse(call.func.value)] = stmt
         return found
 
@@ -70,7 +79,10 @@ class _Session:
         for name, stmt in self._schedules.items():
             home = self._job.places.home(name, stmt)
             if (home.scope, home.owner) != (homes[0].scope, homes[0].owner):
-                unclear(f"line {stmt.lineno} steps a schedule that is made elsewhere than its optimizer", "make them in one function")
+                unclear(
+                    f"line {stmt.lineno} steps a schedule that is made elsewhere than its optimizer",
+                    "make them in one function",
+                )
             homes.append(home)
         return max(homes, key=lambda h: first_line(h.after))
 
@@ -88,7 +100,11 @@ class _Session:
             self._backward(backward, names.get(backward))
         self._update()
         for place in (*checkpoints.saves(self._script), *checkpoints.loads(self._script)):
-            job.note(place.stmt, "left as it is", f"{self.name}.state_dict() holds models, optimizers, schedules and loss scale together")
+            job.note(
+                place.stmt,
+                "left as it is",
+                f"{self.name}.state_dict() holds models, optimizers, schedules and loss scale together",
+            )
 
     def _opening(self, stmt: ast.stmt) -> str:
         return f"{self._at(stmt)}.autocast()"
@@ -121,7 +137,9 @@ class _Session:
             arguments.append(f"scheduler={_listed([*self._schedules])}")
         made = f"{self.home.owner}{self.name} = mezzo.Session({', '.join(arguments)})"
         self._job.editor.line_after(self.home.after, made)
-        self._job.note(self.home.after, made, "the session casts, scales, unscales, updates or skips, and steps the schedule")
+        self._job.note(
+            self.home.after, made, "the session casts, scales, unscales, updates or skips, and steps the schedule"
+        )
 
     def _models_of(self, optimizer: str) -> list[str]:
         base = optimizer.split("[")[0]
@@ -130,19 +148,24 @@ class _Session:
             ast.unparse(n.func.value)
             for call in calls
             for n in ast.walk(call)
-            if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ("parameters", "named_parameters")
+            if isinstance(n, ast.Call)
+            and isinstance(n.func, ast.Attribute)
+            and n.func.attr in ("parameters", "named_parameters")
         ]
         if not found:
-            unclear(f"the model that {optimizer} updates was not found", f'write mezzo.Session(model, {optimizer}, policy="{self._job.policy}")')
+            made = f'mezzo.Session(model, {optimizer}, policy="{self._job.policy}")'
+            unclear(f"the model that {optimizer} updates was not found", f"write {made}")
         return found
 
     def _backward(self, backward: Backward, name: str | None) -> None:
         call, text = backward.call, self._job.text
         if not isinstance(call.func, ast.Attribute) or call.func.value is not backward.loss:
-            unclear(f"line {call.lineno} differentiates several losses in one call", "call session.backward(loss, retain_graph=True) for each")
+            instead = "call session.backward(loss, retain_graph=True) for each"
+            unclear(f"line {call.lineno} differentiates several losses in one call", instead)
         given = [ast.unparse(k) for k in call.keywords]
         if call.args or any(not words.startswith("retain_graph") for words in given):
-            unclear(f"line {call.lineno} passes arguments to backward() that a session does not take", "sum the losses with their weights first")
+            why = f"line {call.lineno} passes arguments to backward() that a session does not take"
+            unclear(why, "sum the losses with their weights first")
         loss = name or text.of(backward.loss)
         self._job.editor.replace(call, f"{self._at(backward.stmt)}.backward({', '.join([loss, *given])})")
         self._job.note(backward.stmt, "session.backward(loss)", "scales the loss")

@@ -102,7 +102,7 @@ class Text:
 
 def first_line(stmt: ast.stmt) -> int:
     """Return the line on which a statement begins, its decorators included."""
-    decorators = getattr(stmt, "decorator_list", [])
+    decorators: list[ast.expr] = getattr(stmt, "decorator_list", [])
     return min([stmt.lineno, *(decorator.lineno for decorator in decorators)])
 
 
@@ -113,8 +113,8 @@ def last_line(stmt: ast.stmt) -> int:
 
 
 def split_lines(text: str) -> list[str]:
-    """Return the lines of a text with their endings; only ``\\n`` ends one, as for ``ast``, git and patch."""
-    return [line for line in io.StringIO(text, newline="\n")]
+    """Return the lines of a text with their endings; only a line feed ends one, as for ``ast``, git and patch."""
+    return list(io.StringIO(text, newline="\n"))
 
 
 def unified(source: str, patched: str, name: str) -> str:

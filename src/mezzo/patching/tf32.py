@@ -17,7 +17,9 @@ def patch(job: Job) -> None:
         Unclear: the script sets them itself.
     """
     script = job.script
-    own: list[ast.AST] = [n for n in ast.walk(script.tree.module) if isinstance(n, ast.Attribute) and n.attr in _SWITCHES]
+    own: list[ast.AST] = [
+        n for n in ast.walk(script.tree.module) if isinstance(n, ast.Attribute) and n.attr in _SWITCHES
+    ]
     own += script.calls_to(r"torch\.set_float32_matmul_precision")
     if own:
         unclear(
@@ -31,4 +33,5 @@ def patch(job: Job) -> None:
         f"{job.torch}.backends.cuda.matmul.allow_tf32 = True",
         f"{job.torch}.backends.cudnn.allow_tf32 = True",
     )
-    job.note("imports", "allow_tf32 = True after them", "FP32 products and convolutions read 10 bits of the mantissa on NVIDIA GPUs since Ampere")
+    why = "FP32 products and convolutions read 10 bits of the mantissa on NVIDIA GPUs since Ampere"
+    job.note("imports", "allow_tf32 = True after them", why)

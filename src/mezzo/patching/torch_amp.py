@@ -11,7 +11,7 @@ from mezzo.patching.outcome import unclear
 from mezzo.patching.places import Home, indentation
 from mezzo.patching.reading import Backward
 from mezzo.patching.regions import Regions
-from mezzo.patching.text import first_line
+from mezzo.patching.text import first_line, last_line
 from mezzo.patching.updates import Updates
 from mezzo.patching.validation import autocast_validation
 from mezzo.policy import PRESETS, Policy
@@ -48,6 +48,9 @@ def patch_loop(job: Job, *, with_regions: bool = True) -> None:
     device = DeviceType(script)
     job.imports("torch")
     names: dict[Backward, str] = {}
+    scaler = _Scaler(job, device) if job.policy.loss_scale != "none" else None
+    if scaler is not None:
+        scaler.make()
 
     def opening(stmt: ast.stmt) -> str:
         return f"{job.torch}.autocast({device.at(stmt)}, dtype={job.dtype})"
@@ -55,12 +58,12 @@ def patch_loop(job: Job, *, with_regions: bool = True) -> None:
     if with_regions:
         names = job.autocast(Regions(script, script.backwards), opening)
         autocast_validation(job, opening)
-    if job.policy.loss_scale == "none":
+    if scaler is None:
         for backward, name in names.items():
             job.editor.replace(backward.loss, name)
         job.note("loss scale", "none", "BF16 has the range of FP32, so gradients need no scaling")
         return
-    _scale(job, device, names)
+    scaler.replace_calls(names)
 
 
 def refuse_banned(job: Job) -> None:
@@ -100,34 +103,23 @@ def refuse_what_scaling_breaks(job: Job) -> None:
             f"line {hooks[0].lineno} registers a hook on gradients, which would receive scaled ones",
             "use bf16, or move the hook's work between scaler.unscale_(optimizer) and scaler.step(optimizer)",
         )
-    compiled = [s for s in script.steps if _in_compiled_function(job, s.stmt)]
+    compiled = [s for s in script.steps if _in_compiled_function(job, s.call)]
     if compiled:
         unclear(
-            f"line {compiled[0].call.lineno} updates inside a compiled function, where a GradScaler cannot skip",
+            f"line {compiled[0].call.lineno} updates inside a compiled function or a lambda, where a GradScaler cannot skip",
             "compile the model or the loss only, or use bf16",
         )
 
 
-def _in_compiled_function(job: Job, stmt: ast.stmt) -> bool:
-    """Return whether a function around a statement is passed to torch.compile or decorated with it."""
+def _in_compiled_function(job: Job, stmt: ast.AST) -> bool:
+    """Return whether the function around a call is a lambda, or is passed to torch.compile or decorated with it."""
     tree = job.script.tree
+    if isinstance(tree.function(stmt), ast.Lambda):
+        return True
     functions = [s for s in tree.scopes(stmt) if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef))]
     compiled = {ast.unparse(a) for c in job.script.calls_to(r"torch\.compile") for a in c.args}
     decorators = [tree.dotted(d.func if isinstance(d, ast.Call) else d) for f in functions for d in f.decorator_list]
     return "torch.compile" in decorators or any(f.name in compiled for f in functions)
-
-
-def _scale(job: Job, device: DeviceType, names: dict[Backward, str]) -> None:
-    scaler = _Scaler(job, device)
-    scaler.make()
-    for backward in job.script.backwards:
-        scaler.scale(backward, names.get(backward))
-    for step in job.script.steps:
-        job.editor.replace(step.call, f"{scaler.at(step.stmt)}.step({job.text.of(step.optimizer)})")
-        job.note(step.stmt, "scaler.step()", "unscales the gradients, and skips the update if one is not finite")
-    scaler.unscale_before_reads()
-    scaler.update()
-    scaler.checkpoint()
 
 
 class _Scaler:
@@ -146,6 +138,21 @@ class _Scaler:
         homes = [(s, job.places.home(s.name, s.stmt)) for s in self._script.steps]
         self.home = self._one(homes[0][1], [h for _, h in homes])
         self._beside = self._script.steps[0].name
+        self._follow_moves()
+
+    def _follow_moves(self) -> None:
+        """Go below the statement that moves the model, where it is moved after the optimizer was made."""
+        block = self._script.tree.block(self.home.after)
+        uses = min(s.call.lineno for s in self._script.steps)
+        for stmt in block[block.index(self.home.after) + 1 :]:
+            calls = [n.func for n in ast.walk(stmt) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+            moved = [f for f in calls if f.attr in ("to", "cuda") and ast.unparse(f.value) in self._script.models]
+            if (
+                moved
+                and not isinstance(stmt, (ast.For, ast.While, ast.FunctionDef, ast.ClassDef))
+                and stmt.lineno < uses
+            ):
+                self.home = Home(self.home.scope, stmt, self.home.owner)
 
     def _one(self, first: Home, homes: list[Home]) -> Home:
         """Return the common home, after the last optimizer's."""
@@ -161,17 +168,46 @@ class _Scaler:
         policy, preset = self._job.policy, PRESETS["fp16"]
         changed = [f for f in _SCALER_ARGUMENTS if getattr(policy, f) != getattr(preset, f)]
         settings = "".join(f", {f}={getattr(policy, f)!r}" for f in changed)
-        made = f"{self.home.owner}{self.name} = {self._job.torch}.amp.GradScaler({self._device.at(self.home.after)}{settings})"
-        self._editor.line_after(self.home.after, made)
-        self._job.note(self.home.after, made.strip(), "FP16 gradients need a loss scale; made once, so that the scale is kept")
+        device = self._device.at(self.home.after, line=self._last_line())
+        lines = []
+        if device.startswith("next(") and not self.home.owner:
+            variable = self._script.tree.free_name("device_type", "amp_device_type")
+            lines.append(f"{variable} = {device}")
+            device = self._device.share(variable, self.home.scope)
+        made = f"{self.home.owner}{self.name} = {self._job.torch}.amp.GradScaler({device}{settings})"
+        self._editor.line_after(self.home.after, *lines, made)
+        self._job.note(
+            self.home.after, made.strip(), "FP16 gradients need a loss scale; made once, so that the scale is kept"
+        )
+
+    def _last_line(self) -> int:
+        return last_line(self.home.after)
 
     def at(self, node: ast.AST) -> str:
         """Return how the scaler is written at a node, passed on to its function if it must be."""
         annotation = f"{self._job.torch}.amp.GradScaler"
-        beside = next((s.name for s in self._script.steps if self._script.tree.function(s.stmt) is self._script.tree.function(node)), "")
-        return self._job.places.reach(
-            self.name, self.home, node, beside=beside or self._beside, annotation=annotation
+        beside = next(
+            (
+                s.name
+                for s in self._script.steps
+                if self._script.tree.function(s.stmt) is self._script.tree.function(node)
+            ),
+            "",
         )
+        return self._job.places.reach(self.name, self.home, node, beside=beside or self._beside, annotation=annotation)
+
+    def replace_calls(self, names: dict[Backward, str]) -> None:
+        """Scale the losses, and step, update and save through the scaler."""
+        for backward in self._script.backwards:
+            self.scale(backward, names.get(backward))
+        for step in self._script.steps:
+            self._editor.replace(step.call, f"{self.at(step.stmt)}.step({self._job.text.of(step.optimizer)})")
+            self._job.note(
+                step.stmt, "scaler.step()", "unscales the gradients, and skips the update if one is not finite"
+            )
+        self.unscale_before_reads()
+        self.update()
+        self.checkpoint()
 
     def scale(self, backward: Backward, name: str | None) -> None:
         """Scale a loss before its backward pass."""
@@ -203,7 +239,9 @@ class _Scaler:
                 target, over = self._job.text.of(read.over.target), self._job.text.of(read.over.iter)
                 lines = [f"for {target} in {over}:", unit + lines[0]]
             self._editor.line_before(read.stmt, *lines)
-            self._job.note(read.stmt, "scaler.unscale_() before it", "it must clip or read true gradients, not scaled ones")
+            self._job.note(
+                read.stmt, "scaler.unscale_() before it", "it must clip or read true gradients, not scaled ones"
+            )
 
     def update(self) -> None:
         """Update the scale once for each pass through a training loop, and hold schedules on skipped updates."""
@@ -214,12 +252,18 @@ class _Scaler:
             if schedules:
                 lines.insert(0, f"{scale} = {scaler}.get_scale()")
             self._editor.line_after(stmt, *lines)
-            self._job.note(stmt, "scaler.update() after it", "the loss scale backs off after an overflow, and grows after many updates")
+            self._job.note(
+                stmt,
+                "scaler.update() after it",
+                "the loss scale backs off after an overflow, and grows after many updates",
+            )
             for run in _adjacent(schedules, self._script.tree.block):
                 unit = indentation(self._script, run[0])
                 header = f"if {scaler}.get_scale() >= {scale}:"
                 self._editor.wrap(run[0], run[-1], header, unit=unit, comment="  # the update was not skipped")
-                self._job.note(run[0], "held on skipped updates", "a schedule must not move on where the optimizer did not")
+                self._job.note(
+                    run[0], "held on skipped updates", "a schedule must not move on where the optimizer did not"
+                )
 
     def checkpoint(self) -> None:
         """Save and load the scale with the optimizer's state."""

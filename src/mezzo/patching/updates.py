@@ -113,13 +113,11 @@ class Updates:
 
     def schedules_after(self, update: ast.stmt) -> list[ast.stmt]:
         """Return the statements that step a schedule once for each such update, after it."""
-        found = []
+        found: list[ast.stmt] = []
         for call in self._script.schedule_steps:
             stmt = self._tree.statement(call)
-            same_loop = self._tree.loops(stmt)[:1] == self._tree.loops(update)[:1]
-            above = [stmt, *self._tree.ancestors(stmt)]
-            follows = [s for s in self._tree.block(update) if s in above and s.lineno > update.lineno]
-            if isinstance(stmt, ast.Expr) and same_loop and follows and not self._script.is_plateau(call):
+            follows = stmt in self._tree.block(update) and stmt.lineno > update.lineno
+            if isinstance(stmt, ast.Expr) and stmt.value is call and follows and not self._script.is_plateau(call):
                 found.append(stmt)
         return found
 

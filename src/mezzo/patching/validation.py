@@ -16,7 +16,11 @@ def autocast_validation(job: Job, opening: Opening, *, reachable: Callable[[ast.
     """Put the forward passes of ``torch.no_grad()`` blocks and functions under autocast, where ``reachable`` lets them be."""
     done: list[ast.AST] = []
     for node in ast.walk(job.script.tree.module):
-        if not isinstance(node, ast.stmt) or not job.script.grads_off(node) or not job.script.runs_forward(node):
+        if (
+            not isinstance(node, ast.stmt)
+            or not job.script.grads_off(node)
+            or not job.script.runs_forward(node, functional=False)
+        ):
             continue
         if any(node in ast.walk(other) for other in done) or _is_module_code(job, node):
             continue
@@ -66,7 +70,7 @@ def _runs(job: Job, block: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
     run: list[ast.stmt] = []
     for stmt in block:
         inner = [b for b in (getattr(stmt, "body", None), getattr(stmt, "orelse", None)) if isinstance(b, list) and b]
-        if inner or not job.script.runs_forward(stmt):
+        if inner or not job.script.runs_forward(stmt, functional=False):
             if run:
                 yield run
             run = []
