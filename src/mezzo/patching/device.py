@@ -102,7 +102,7 @@ class DeviceType:
             return cls is not None and any(
                 name in ast.unparse(n) for n in ast.walk(cls) if isinstance(n, ast.Attribute)
             )
-        last = int(line or getattr(node, "lineno", 0))
+        last: int = getattr(node, "lineno", 0) if line is None else line
         for scope in self._tree.scopes(node):
             if not isinstance(scope, ast.Module):
                 assert isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef))

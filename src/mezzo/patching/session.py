@@ -95,7 +95,7 @@ class _Session:
         names = job.autocast(regions, self._opening)
         if self._job.policy.casting == "model":
             self._check_evaluation()
-        autocast_validation(job, self._opening, reachable=self._reaches)
+        autocast_validation(job, self._opening, why_not=self._why_not_validated)
         for backward in self._script.backwards:
             self._backward(backward, names.get(backward))
         self._update()
@@ -113,6 +113,10 @@ class _Session:
         own = next((s.name for s in self._script.steps if self._tree.function(s.stmt) is self._tree.function(node)), "")
         beside = own or self._optimizers[0]
         return self._job.places.reach(self.name, self.home, node, beside=beside, annotation="mezzo.Session")
+
+    def _why_not_validated(self, node: ast.stmt) -> str:
+        inside = getattr(node, "body", [node])[0]
+        return "" if self._reaches(inside) else f"{self.name} cannot be reached from here"
 
     def _reaches(self, stmt: ast.stmt) -> bool:
         if self.home.owner:

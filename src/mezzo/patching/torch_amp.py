@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from mezzo.patching import checkpoints
+from mezzo.patching.banned import Banned
 from mezzo.patching.device import DeviceType
 from mezzo.patching.job import Job
 from mezzo.patching.outcome import unclear
@@ -42,7 +43,6 @@ def patch_loop(job: Job, *, with_regions: bool = True) -> None:
         Unclear: the loop cannot be patched without guessing.
     """
     script = job.script
-    refuse_banned(job)
     if job.policy.loss_scale != "none":
         refuse_what_scaling_breaks(job)
     device = DeviceType(script)
@@ -56,25 +56,22 @@ def patch_loop(job: Job, *, with_regions: bool = True) -> None:
         return f"{job.torch}.autocast({device.at(stmt)}, dtype={job.dtype})"
 
     if with_regions:
-        names = job.autocast(Regions(script, script.backwards), opening)
-        autocast_validation(job, opening)
+        regions, banned = Regions(script, script.backwards), Banned(script)
+        for argument in banned.leave_out(regions):
+            job.editor.append_to(argument, ".float()")
+            job.note(
+                argument,
+                "the loss outside of autocast",
+                "CUDA's autocast refuses binary cross entropy on probabilities",
+            )
+        names = job.autocast(regions, opening)
+        autocast_validation(job, opening, why_not=banned.why_not)
     if scaler is None:
         for backward, name in names.items():
             job.editor.replace(backward.loss, name)
         job.note("loss scale", "none", "BF16 has the range of FP32, so gradients need no scaling")
         return
     scaler.replace_calls(names)
-
-
-def refuse_banned(job: Job) -> None:
-    """Refuse the loss function that CUDA's autocast refuses."""
-    banned = job.script.uses("torch.nn.BCELoss", "torch.nn.functional.binary_cross_entropy")
-    if banned:
-        unclear(
-            f"line {banned[0].lineno} uses binary cross entropy on probabilities, which torch.autocast refuses on CUDA: "
-            "probabilities near 0 and 1 have no 16-bit neighbours",
-            "use BCEWithLogitsLoss and drop the sigmoid, or compute this loss on .float() inputs outside of autocast",
-        )
 
 
 def refuse_what_scaling_breaks(job: Job) -> None:

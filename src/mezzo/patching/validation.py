@@ -12,8 +12,8 @@ from mezzo.patching.text import first_line, last_line
 _WHY = "validation in the formats of training, for its speed"
 
 
-def autocast_validation(job: Job, opening: Opening, *, reachable: Callable[[ast.stmt], bool] = lambda _: True) -> None:
-    """Put the forward passes of ``torch.no_grad()`` blocks and functions under autocast, where ``reachable`` lets them be."""
+def autocast_validation(job: Job, opening: Opening, *, why_not: Callable[[ast.stmt], str] = lambda _: "") -> None:
+    """Put the forward passes of ``torch.no_grad()`` blocks and functions under autocast, unless ``why_not`` says why not."""
     done: list[ast.AST] = []
     for node in ast.walk(job.script.tree.module):
         if (
@@ -24,10 +24,9 @@ def autocast_validation(job: Job, opening: Opening, *, reachable: Callable[[ast.
             continue
         if any(node in ast.walk(other) for other in done) or _is_module_code(job, node):
             continue
-        inside = getattr(node, "body", [node])[0]
-        why_not = _why_not(job, node) if reachable(inside) else "the session cannot be reached from here"
-        if why_not:
-            job.note(node, "validation left as it is", why_not)
+        reason = _why_not(job, node) or why_not(node)
+        if reason:
+            job.note(node, "validation left as it is", reason)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             job.editor.append_to(node.items[-1].context_expr, f", {opening(node)}")
             job.covered.append((first_line(node), last_line(node)))

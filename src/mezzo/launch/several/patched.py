@@ -1,8 +1,8 @@
 """Try a patch before it is offered: run the patched script as it is and the unpatched one under the policy, and compare the two.
 
 The two runs have the same seed. What makes them comparable is torch's own lists of operations on this device: ``torch.autocast``
-keeps other operations in 16 bits on a CPU than on a GPU, so the unpatched script runs with the policy's ``op_lists=device``. On a GPU the two
-lists are the same. A patch for ``mezzo.Session`` or Keras is compared with the policy itself.
+keeps other operations in 16 bits on a CPU than on a GPU, so the unpatched script runs with the policy's ``op_lists=device``. On a GPU
+the two lists are the same. A patch for ``mezzo.Session`` or Keras is compared with the policy itself.
 
 Rule: the same number of steps, the same skipped updates, no fewer FLOPs below 32 bits, and the same losses. Losses that are not the same
 to the last bit pass if none of the first ``COMPARED_STEPS`` differs by more than one rounding of the format, as sums in another order
@@ -101,9 +101,14 @@ def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> Iterator[tupl
         yield _BF16, f"{patch.kind} computes FP16 on GPUs only, and {untried}"
     elif first.reference is not None and first.reference.error is not None:
         yield _BF16, f"this CPU cannot compute the script in FP16 ({first.reference.error}), and {untried}"
-    elif patch.style == "torch.amp" and policy.loss_scale == "dynamic" and policy.init_scale > _SMALL_SCALE:
+    elif patch.style == "torch.amp" and _has_room(policy) and first.patched is not None and first.patched.error is None:
         why = "autocast on a CPU may leave the loss in FP16, where a GPU's makes it FP32: at a large loss scale it overflows"
         yield policy.replace(init_scale=_SMALL_SCALE), f"{why}; both runs begin at {_SMALL_SCALE:g}"
+
+
+def _has_room(policy: Policy) -> bool:
+    """Return whether a policy's loss scale begins high enough that a smaller one is worth a trial."""
+    return policy.loss_scale == "dynamic" and policy.init_scale > _SMALL_SCALE
 
 
 def _is_bf16(first: PatchOutcome) -> bool:
