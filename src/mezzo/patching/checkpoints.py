@@ -32,7 +32,7 @@ def loads(script: Script) -> list[Saved]:
 
 
 def _calls(script: Script, method: str) -> list[Saved]:
-    calls = [c for c in script.tree.calls() if isinstance(c.func, ast.Attribute) and c.func.attr == method]
+    calls = [c for c in script.tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == method]
     found = [
         Saved(c, script.tree.statement(c), ast.unparse(c.func.value))
         for c in calls

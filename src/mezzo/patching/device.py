@@ -52,7 +52,7 @@ class DeviceType:
     def _assigned(self) -> dict[str, str]:
         """Return what each name holds: a torch device, or the name of a type without an index."""
         kinds: dict[str, str] = {}
-        for node in ast.walk(self._tree.module):
+        for node in self._tree.nodes:
             if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
                 continue
             kind = self._kind(node.value)
@@ -74,7 +74,7 @@ class DeviceType:
     def _moved_to(self) -> Counter[str]:
         """Count the names that something is moved to, ``x.to(device)``, or made on."""
         used: Counter[str] = Counter()
-        for call in self._tree.calls():
+        for call in self._tree.calls:
             given = [k.value for k in call.keywords if k.arg == "device"]
             if isinstance(call.func, ast.Attribute) and call.func.attr == "to":
                 given += call.args[:1]
@@ -84,13 +84,11 @@ class DeviceType:
 
     def _moves_to_cuda(self) -> bool:
         """Return whether something is moved to CUDA whatever the machine."""
-        calls = [c for c in self._tree.calls() if isinstance(c.func, ast.Attribute) and c.func.attr == "cuda"]
+        calls = [c for c in self._tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == "cuda"]
         return any(not any(isinstance(a, (ast.If, ast.IfExp)) for a in self._tree.ancestors(c)) for c in calls)
 
     def _with_parameters(self) -> list[str]:
-        calls = [
-            c.func for c in self._tree.calls() if isinstance(c.func, ast.Attribute) and c.func.attr == "parameters"
-        ]
+        calls = [c.func for c in self._tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == "parameters"]
         names = [ast.unparse(f.value) for f in calls]
         return [*dict.fromkeys(n for n in names if re.fullmatch(r"[A-Za-z_][\w.]*", n))]
 

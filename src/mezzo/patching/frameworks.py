@@ -141,10 +141,8 @@ def _set(job: Job, call: ast.Call, name: str, value: str, *, why: str) -> bool:
 def _check_unpacked(job: Job, call: ast.Call, name: str) -> None:
     """Refuse a call whose unpacked dictionary may have the argument already."""
     unpacked = [k for k in call.keywords if k.arg is None]
-    elsewhere: list[ast.expr] = [
-        n for n in ast.walk(job.script.tree.module) if isinstance(n, ast.Constant) and n.value == name
-    ]
-    named = [k for c in job.script.tree.calls() for k in c.keywords if k.arg == name and c is not call]
+    elsewhere: list[ast.expr] = [n for n in job.script.tree.nodes if isinstance(n, ast.Constant) and n.value == name]
+    named = [k for c in job.script.tree.calls for k in c.keywords if k.arg == name and c is not call]
     if unpacked and (elsewhere or named):
         line = (elsewhere or [k.value for k in named])[0].lineno
         unclear(f"line {call.lineno} unpacks arguments, and line {line} may set {name} in them", f"set {name} there")

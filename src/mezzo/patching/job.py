@@ -24,9 +24,8 @@ Opening = Callable[[ast.stmt], str]
 class Job:
     """A script and what is changed in it."""
 
-    text: Text
+    script: Script
     policy: Policy
-    script: Script = field(init=False)
     editor: Editor = field(init=False)
     places: Places = field(init=False)
     reasons: list[Reason] = field(default_factory=list)
@@ -34,9 +33,13 @@ class Job:
     """First and last lines that were put under autocast."""
 
     def __post_init__(self) -> None:
-        self.script = Script(self.text)
-        self.editor = Editor(self.text)
-        self.places = Places(self.script, self.editor)
+        self.editor = Editor(self.script.text)
+        self.places = Places(self.script, self.editor, self.note)
+
+    @property
+    def text(self) -> Text:
+        """The script's text."""
+        return self.script.text
 
     @property
     def dtype(self) -> str:

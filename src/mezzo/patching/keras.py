@@ -33,7 +33,7 @@ def _keras(script: Script) -> _Keras | None:
         if stands_for in ("keras", "tensorflow.keras"):
             return _Keras(name, stands_for.split(".")[0])
     tensorflow = [name for name, stands_for in imported.items() if stands_for == "tensorflow"]
-    attributes = [n for n in ast.walk(script.tree.module) if isinstance(n, ast.Attribute)]
+    attributes = [n for n in script.tree.nodes if isinstance(n, ast.Attribute)]
     if tensorflow and any(script.tree.dotted(n) == "tensorflow.keras" for n in attributes):
         return _Keras(f"{tensorflow[0]}.keras", "tensorflow")
     parts = [stands_for for stands_for in imported.values() if stands_for.startswith(("keras.", "tensorflow.keras."))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -38,33 +39,32 @@ def make_patch(path: Path, *, policy: Policy, style: Style = "auto") -> Patch | 
 
 
 def _made(path: Path, policy: Policy, style: Style) -> Patch:
-    text = Text.read(path)
-    script = _parsed(path, text)
+    script = _parsed(path)
     other = frameworks.trainer_of(script)
     if other is None and not keras.is_keras(script) and not script.backwards:
         beside = loop_beside(path)
         if beside is not None:
-            patch = _made(beside, policy, style)
-            return patch
+            return _made(beside, policy, style)
     if policy.compute == "fp32":
         unclear("fp32 adds nothing to a script", "keep the script as it is", already=True)
     if keras.is_keras(script):
-        return _finish(path, Job(text, policy), keras.patch, "keras", "framework")
+        return _finish(path, Job(script, policy), keras.patch, "keras", "framework")
     if other is not None:
-        return _finish(path, Job(text, policy), lambda job: frameworks.patch(job, other), other.kind, "framework")
+        return _finish(path, Job(script, policy), lambda job: frameworks.patch(job, other), other.kind, "framework")
     if policy.compute == "tf32":
-        return _finish(path, Job(text, policy), tf32.patch, _kind(script), "torch.amp")
-    return _loop(path, text, script, policy, style)
+        return _finish(path, Job(script, policy), tf32.patch, _kind(script), "torch.amp")
+    return _loop(path, script, policy, style)
 
 
-def _parsed(path: Path, text: Text) -> Script:
+def _parsed(path: Path) -> Script:
+    text = Text.read(path)
     try:
         return Script(text)
     except (SyntaxError, ValueError) as error:
         unclear(f"{path} is not Python: {error}", "pass the path of a training script")
 
 
-def _loop(path: Path, text: Text, script: Script, policy: Policy, style: Style) -> Patch:
+def _loop(path: Path, script: Script, policy: Policy, style: Style) -> Patch:
     """Patch a loop that calls torch directly."""
     if script.uses("mezzo.Session"):
         unclear("already uses mezzo.Session", f'set its policy="{policy}"', already=True)
@@ -74,18 +74,18 @@ def _loop(path: Path, text: Text, script: Script, policy: Policy, style: Style) 
             "pass the file that has the loop, or put its forward pass under torch.autocast by hand",
         )
     if own_amp.is_there(script):
-        return _finish(path, Job(text, policy), own_amp.patch, "own_amp", "torch.amp")
+        return _finish(path, Job(script, policy), own_amp.patch, "own_amp", "torch.amp")
     why_not = torch_amp.why_not_expressed(policy)
     if style == "torch.amp" or (style == "auto" and not why_not):
         if why_not:
             unclear(f"policy {policy}: {why_not}", "choose the style mezzo, or another policy")
         try:
-            return _finish(path, Job(text, policy), torch_amp.patch_loop, _kind(script), "torch.amp")
+            return _finish(path, Job(script, policy), torch_amp.patch_loop, _kind(script), "torch.amp")
         except Unclear as refusal:
             if style == "torch.amp" or "binary cross entropy" not in refusal.refused.reason:
                 raise
             why_not = refusal.refused.reason
-    job = Job(text, policy)
+    job = Job(script, policy)
     if why_not:
         job.note("style", "mezzo.Session", why_not)
     return _finish(path, job, session.patch_loop, _kind(script), "mezzo")
@@ -101,16 +101,15 @@ def _kind(script: Script) -> Kind:
         return "accumulation"
     if script.calls_to(r"torch\.compile") or any(c.attr == "compile" for c in _methods(script)):
         return "compiled"
-    return "clipping" if any(script.is_clip(call) for call in script.tree.calls()) else "plain"
+    return "clipping" if any(script.is_clip(call) for call in script.tree.calls) else "plain"
 
 
 def _methods(script: Script) -> list[ast.Attribute]:
-    calls = [c.func for c in script.tree.calls() if isinstance(c.func, ast.Attribute)]
+    calls = [c.func for c in script.tree.calls if isinstance(c.func, ast.Attribute)]
     return [f for f in calls if ast.unparse(f.value) in script.models]
 
 
-def _finish(path: Path, job: Job, edit: object, kind: Kind, style: Written) -> Patch:
-    assert callable(edit)
+def _finish(path: Path, job: Job, edit: Callable[[Job], None], kind: Kind, style: Written) -> Patch:
     edit(job)
     patched = job.editor.result()
     try:

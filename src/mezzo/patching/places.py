@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mezzo.patching.editing import Editor
@@ -30,8 +31,8 @@ class Home:
 class Places:
     """The homes of a script's optimizers, and names threaded through its functions."""
 
-    def __init__(self, script: Script, editor: Editor) -> None:
-        self._script, self._tree, self._editor = script, script.tree, editor
+    def __init__(self, script: Script, editor: Editor, note: Callable[[ast.AST, str, str], None]) -> None:
+        self._script, self._tree, self._editor, self._note = script, script.tree, editor, note
         self._passed: set[tuple[ast.AST, str]] = set()
 
     def home(self, name: str, at: ast.AST, *, depth: int = _DEPTH) -> Home:
@@ -114,9 +115,9 @@ class Places:
         return max(homes, key=lambda h: first_line(h.after))
 
     def _calls(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.Call]:
-        calls = [c for c in self._tree.calls() if function in self._script.functions_called(c)]
+        calls = [c for c in self._tree.calls if function in self._script.functions_called(c)]
         callees = {id(c.func) for c in calls}
-        mentions = [n for n in ast.walk(self._tree.module) if isinstance(n, ast.Name) and n.id == function.name]
+        mentions = [n for n in self._tree.nodes if isinstance(n, ast.Name) and n.id == function.name]
         loaded = [n for n in mentions if isinstance(n.ctx, ast.Load) and id(n) not in callees]
         passed = [n for n in loaded if not self._is_local(n)]
         if passed:
@@ -186,6 +187,9 @@ class Places:
             )
         typed = f": {annotation}" if found[0].annotation is not None else ""
         self._editor.append_to(found[0], f", {name}{typed}")
+        self._note(
+            found[0], f"{function.name}() is given {name}", f"it is made where {beside} is made, and used in here"
+        )
         for call in calls:
             given = self._given(function, beside, call)
             if given is None:
@@ -200,6 +204,7 @@ class Places:
             )
             by_name = any(k.value is given for k in call.keywords)
             self._editor.append_to(given, f", {name}={its}" if by_name else f", {its}")
+            self._note(given, f"passes {name} to {function.name}()", f"beside its {beside}")
 
 
 _BY_HAND = "make torch.amp.GradScaler once, beside the optimizer, and pass it to the loop"

@@ -87,7 +87,7 @@ class Script:
     def assigned_calls(self) -> list[tuple[str, ast.Call]]:
         """Each name or attribute that is assigned a call, with the call."""
         found = []
-        for node in ast.walk(self.tree.module):
+        for node in self.tree.nodes:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for name, value in (pair for target in targets for pair in _pairs(target, node.value)):
@@ -96,13 +96,13 @@ class Script:
 
     def owners_of(self, *methods: str) -> set[str]:
         """Return the expressions on which one of these methods is called."""
-        calls = (c.func for c in self.tree.calls())
+        calls = (c.func for c in self.tree.calls)
         return {ast.unparse(f.value) for f in calls if isinstance(f, ast.Attribute) and f.attr in methods}
 
     @cached_property
     def module_classes(self) -> set[str]:
         """The classes of this file that are modules."""
-        classes = [n for n in ast.walk(self.tree.module) if isinstance(n, ast.ClassDef)]
+        classes = [n for n in self.tree.nodes if isinstance(n, ast.ClassDef)]
         found: set[str] = set()
         for _ in classes:
             found |= {c.name for c in classes if any(self._is_module_class(b, found) for b in c.bases)}
@@ -157,26 +157,27 @@ class Script:
     def backwards(self) -> list[Backward]:
         """The backward passes of a loop that calls torch directly."""
         found = []
-        for call in self.tree.calls():
+        for call in self.tree.calls:
             if self.tree.dotted(call.func) == "torch.autograd.backward" and call.args:
                 found.append(Backward(call, call.args[0], self.tree.statement(call)))
             elif isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
                 owner = ast.unparse(call.func.value)
                 if owner in ("self", "super()", "fabric", "accelerator", "session", "torch.autograd"):
                     continue
-                if owner.endswith((".fabric", ".accelerator", ".session")) or self._is_class(owner):
+                if owner.endswith((".fabric", ".accelerator", ".session")) or owner in self._classes:
                     continue
                 found.append(Backward(call, call.func.value, self.tree.statement(call)))
         return found
 
-    def _is_class(self, name: str) -> bool:
-        return any(isinstance(n, ast.ClassDef) and n.name == name for n in ast.walk(self.tree.module))
+    @cached_property
+    def _classes(self) -> set[str]:
+        return {n.name for n in self.tree.nodes if isinstance(n, ast.ClassDef)}
 
     @cached_property
     def steps(self) -> list[Step]:
         """The updates: every call of an optimizer's ``step``."""
         found = []
-        for call in self.tree.calls():
+        for call in self.tree.calls:
             if isinstance(call.func, ast.Attribute) and call.func.attr == "step":
                 owner = call.func.value
                 if self._names_optimizer(owner):
@@ -191,7 +192,7 @@ class Script:
     @cached_property
     def schedule_steps(self) -> list[ast.Call]:
         """The calls of a schedule's ``step``."""
-        calls = [c for c in self.tree.calls() if isinstance(c.func, ast.Attribute) and c.func.attr == "step"]
+        calls = [c for c in self.tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == "step"]
         return [c for c in calls if isinstance(c.func, ast.Attribute) and self._is_scheduler(ast.unparse(c.func.value))]
 
     def is_plateau(self, call: ast.Call) -> bool:
@@ -239,7 +240,7 @@ class Script:
     @cached_property
     def _functions(self) -> dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]:
         found: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
-        for node in ast.walk(self.tree.module):
+        for node in self.tree.nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 found.setdefault(node.name, []).append(node)
         return found
@@ -285,7 +286,7 @@ class Script:
 
     def calls_to(self, pattern: str) -> list[ast.Call]:
         """Return the calls of what a regular expression matches as a whole, by its dotted name."""
-        return [call for call in self.tree.calls() if re.fullmatch(pattern, self.tree.dotted(call.func))]
+        return [call for call in self.tree.calls if re.fullmatch(pattern, self.tree.dotted(call.func))]
 
     @cached_property
     def autocasts(self) -> list[ast.Call]:
@@ -299,7 +300,7 @@ class Script:
 
     def uses(self, *names: str) -> list[ast.expr]:
         """Return the places that name one of these functions or classes."""
-        found = [n for n in ast.walk(self.tree.module) if isinstance(n, (ast.Name, ast.Attribute))]
+        found = [n for n in self.tree.nodes if isinstance(n, (ast.Name, ast.Attribute))]
         return [n for n in found if self.tree.dotted(n) in names]
 
     def binds(self, stmt: ast.stmt, name: str) -> bool:

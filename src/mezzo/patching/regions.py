@@ -177,7 +177,7 @@ class Regions:
         """Follow a loss that is a function's parameter to the calls of the function."""
         names = [a.arg for a in arguments_of(function) if a.arg != "self"]
         position = next((n for n, name in enumerate(names) if name in names_in(loss)), None)
-        calls = [c for c in self._tree.calls() if function in self._script.functions_called(c)]
+        calls = [c for c in self._tree.calls if function in self._script.functions_called(c)]
         if position is None or not calls or not depth:
             unclear(
                 f"line {stmt.lineno} differentiates {ast.unparse(loss)}, which {function.name}() does not compute",
@@ -205,7 +205,9 @@ class Regions:
             run: list[int] = []
             for number, stmt in enumerate(block):
                 if self.is_boundary(stmt):
-                    regions += self._range(block, run, to_loss=stmt not in self._hoisting)
+                    hoists = stmt in self._hoisting
+                    reach = [number - 1] if hoists and run and run[-1] < number - 1 else []
+                    regions += self._range(block, run + reach, to_loss=not hoists)
                     run = []
                 elif number in members:
                     run.append(number)

@@ -10,7 +10,7 @@ from mezzo.patching.outcome import unclear
 from mezzo.patching.places import Home
 from mezzo.patching.reading import Backward, Step
 from mezzo.patching.regions import Regions
-from mezzo.patching.text import first_line
+from mezzo.patching.text import first_line, last_line
 from mezzo.patching.torch_amp import refuse_what_scaling_breaks
 from mezzo.patching.updates import Updates
 from mezzo.patching.validation import autocast_validation
@@ -125,7 +125,7 @@ class _Session:
 
     def _check_evaluation(self) -> None:
         """Refuse a model in 16 bits whose evaluation the session cannot reach: its FP32 inputs would not fit."""
-        for node in ast.walk(self._tree.module):
+        for node in self._tree.nodes:
             if isinstance(node, ast.stmt) and self._script.grads_off(node) and self._script.runs_forward(node):
                 inside = getattr(node, "body", [node])[0]
                 if not self._reaches(inside):
@@ -142,7 +142,9 @@ class _Session:
         made = f"{self.home.owner}{self.name} = mezzo.Session({', '.join(arguments)})"
         self._job.editor.line_after(self.home.after, made)
         self._job.note(
-            self.home.after, made, "the session casts, scales, unscales, updates or skips, and steps the schedule"
+            f"line {last_line(self.home.after)}",
+            made,
+            "the session casts, scales, unscales, updates or skips, and steps the schedule",
         )
 
     def _models_of(self, optimizer: str) -> list[str]:

@@ -17,9 +17,7 @@ def patch(job: Job) -> None:
         Unclear: the script sets them itself.
     """
     script = job.script
-    own: list[ast.AST] = [
-        n for n in ast.walk(script.tree.module) if isinstance(n, ast.Attribute) and n.attr in _SWITCHES
-    ]
+    own: list[ast.AST] = [n for n in script.tree.nodes if isinstance(n, ast.Attribute) and n.attr in _SWITCHES]
     own += script.calls_to(r"torch\.set_float32_matmul_precision")
     if own:
         unclear(

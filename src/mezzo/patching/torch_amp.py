@@ -174,7 +174,7 @@ class _Scaler:
         made = f"{self.home.owner}{self.name} = {self._job.torch}.amp.GradScaler({device}{settings})"
         self._editor.line_after(self.home.after, *lines, made)
         self._job.note(
-            self.home.after, made.strip(), "FP16 gradients need a loss scale; made once, so that the scale is kept"
+            f"line {self._last_line()}", made, "FP16 gradients need a loss scale; made once, so that the scale is kept"
         )
 
     def _last_line(self) -> int:
@@ -250,17 +250,34 @@ class _Scaler:
                 lines.insert(0, f"{scale} = {scaler}.get_scale()")
             self._editor.line_after(stmt, *lines)
             self._job.note(
-                stmt,
+                f"line {last_line(stmt)}",
                 "scaler.update() after it",
                 "the loss scale backs off after an overflow, and grows after many updates",
             )
-            for run in _adjacent(schedules, self._script.tree.block):
+            for run in self._adjacent(schedules):
                 unit = indentation(self._script, run[0])
                 header = f"if {scaler}.get_scale() >= {scale}:"
                 self._editor.wrap(run[0], run[-1], header, unit=unit, comment="  # the update was not skipped")
                 self._job.note(
                     run[0], "held on skipped updates", "a schedule must not move on where the optimizer did not"
                 )
+
+        held = {id(s) for stmt in self._updates.last_ones() for s in self._updates.schedules_after(stmt)}
+        for call in self._script.schedule_steps:
+            if id(self._script.tree.statement(call)) not in held:
+                why = "it does not step right after each update, so a skipped update does not hold it"
+                self._job.note(call, "schedule left as it is", why)
+
+    def _adjacent(self, stmts: list[ast.stmt]) -> list[list[ast.stmt]]:
+        """Return statements grouped where they follow each other in one block."""
+        runs: list[list[ast.stmt]] = []
+        for stmt in stmts:
+            block = self._script.tree.block(stmt)
+            if runs and runs[-1][-1] in block and block.index(runs[-1][-1]) == block.index(stmt) - 1:
+                runs[-1].append(stmt)
+            else:
+                runs.append([stmt])
+        return runs
 
     def checkpoint(self) -> None:
         """Save and load the scale with the optimizer's state."""
@@ -275,16 +292,3 @@ class _Scaler:
                 self._job.note(place.stmt, "the scaler's state with it", "a resumed run continues with its loss scale")
             else:
                 self._job.note(place.stmt, "left as it is", f"save and load {scaler}.state_dict() there, too")
-
-
-def _adjacent(stmts: list[ast.stmt], block_of: object) -> list[list[ast.stmt]]:
-    """Return statements grouped where they follow each other in one block."""
-    assert callable(block_of)
-    runs: list[list[ast.stmt]] = []
-    for stmt in stmts:
-        block = block_of(stmt)
-        if runs and runs[-1][-1] in block and block.index(runs[-1][-1]) == block.index(stmt) - 1:
-            runs[-1].append(stmt)
-        else:
-            runs.append([stmt])
-    return runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cached_property
 from typing import TypeAlias
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -18,7 +19,7 @@ class Tree:
         self.module = ast.parse(text)
         self.parent: dict[ast.AST, ast.AST] = {}
         self._blocks: dict[ast.stmt, list[ast.stmt]] = {}
-        for node in ast.walk(self.module):
+        for node in self.nodes:
             for child in ast.iter_child_nodes(node):
                 self.parent[child] = node
             for value in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
@@ -26,8 +27,8 @@ class Tree:
                     self._blocks.update((stmt, value) for stmt in value)
         self.imported = dict(_imported(self.module))
         """What each imported name stands for: ``F`` for ``torch.nn.functional``."""
-        self.names = {n.id for n in ast.walk(self.module) if isinstance(n, ast.Name)}
-        self.names |= {n.arg for n in ast.walk(self.module) if isinstance(n, ast.arg)} | set(self.imported)
+        self.names = {n.id for n in self.nodes if isinstance(n, ast.Name)}
+        self.names |= {n.arg for n in self.nodes if isinstance(n, ast.arg)} | set(self.imported)
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes above a node, the nearest first."""
@@ -80,10 +81,16 @@ class Tree:
             return f"{owner}.{node.attr}" if owner else ""
         return ""
 
-    def calls(self) -> Iterator[ast.Call]:
-        """Yield every call, in the order of the text."""
-        found = [n for n in ast.walk(self.module) if isinstance(n, ast.Call)]
-        yield from sorted(found, key=lambda call: (call.lineno, call.col_offset))
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the module."""
+        return list(ast.walk(self.module))
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Every call, in the order of the text."""
+        found = [n for n in self.nodes if isinstance(n, ast.Call)]
+        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
     def free_name(self, *wanted: str) -> str:
         """Return the first of the names that the script does not use, else the last one with an underscore."""

@@ -39,11 +39,13 @@ class Updates:
         return self.loop_over_optimizers(step) or step.stmt
 
     def last_ones(self) -> list[ast.stmt]:
-        """Return the statements after which the loss scale is to be updated: once for each pass through a training loop."""
+        """Return the statements after which the loss scale is updated: once in each pass through a loop, after the last optimizer's step."""
         found: list[ast.stmt] = []
         for container, holders in self._by_container().items():
-            found += self._last_of(_body(container), holders)
-        return found
+            names = [s.name for s in self._script.steps if self.holder(s) in holders]
+            again = len(set(names)) < len(names)  # one optimizer updates twice, and GradScaler wants an update between
+            found += holders if again else self._last_of(_body(container), holders)
+        return list(dict.fromkeys(found))
 
     def _by_container(self) -> dict[ast.AST, list[ast.stmt]]:
         groups: dict[ast.AST, list[ast.stmt]] = {}

@@ -15,7 +15,7 @@ _WHY = "validation in the formats of training, for its speed"
 def autocast_validation(job: Job, opening: Opening, *, why_not: Callable[[ast.stmt], str] = lambda _: "") -> None:
     """Put the forward passes of ``torch.no_grad()`` blocks and functions under autocast, unless ``why_not`` says why not."""
     done: list[ast.AST] = []
-    for node in ast.walk(job.script.tree.module):
+    for node in job.script.tree.nodes:
         if (
             not isinstance(node, ast.stmt)
             or not job.script.grads_off(node)
