@@ -126,7 +126,7 @@ def _set(job: Job, call: ast.Call, name: str, value: str, *, why: str) -> bool:
     found = [k for k in call.keywords if k.arg == name]
     if found and not isinstance(found[0].value, ast.Constant):
         written = job.text.of(found[0].value)
-        unclear(f"line {found[0].value.lineno} takes {name} from {written}", f"make {written} equal to {value} there")
+        unclear(f"line {found[0].value.lineno} takes {name} from {written}", _option(job, found[0].value, value))
     if found:
         if ast.unparse(found[0].value) == ast.unparse(ast.parse(value, mode="eval")):
             return False
@@ -136,6 +136,16 @@ def _set(job: Job, call: ast.Call, name: str, value: str, *, why: str) -> bool:
         _append(job, call, f"{name}={value}")
     job.note(call, f"{name}={value}", why)
     return True
+
+
+def _option(job: Job, given: ast.expr, value: str) -> str:
+    """Return what to do about an argument that comes from elsewhere: the script's own option, where it has one."""
+    name = given.attr if isinstance(given, ast.Attribute) else given.id if isinstance(given, ast.Name) else ""
+    texts = [n.value for n in job.script.tree.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    for option in (f"--{name}", f"--{name.replace('_', '-')}"):
+        if name and option in texts:
+            return f"run the script with {option} {ast.literal_eval(value)}"
+    return f"make {job.text.of(given)} equal to {value} there"
 
 
 def _check_unpacked(job: Job, call: ast.Call, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mezzo.patching.editing import Editor
@@ -140,6 +140,19 @@ class Places:
         if any(isinstance(a, ast.Starred) for a in before) or name not in names or len(call.args) <= names.index(name):
             return None
         return call.args[names.index(name)]
+
+    def check_order(self, home: Home, backward: Iterable[ast.stmt]) -> None:
+        """Refuse backward passes that run before what is made at ``home`` exists.
+
+        Raises:
+            Unclear: names the line.
+        """
+        for stmt in backward:
+            if self._tree.scopes(stmt)[0] is home.scope and stmt.lineno < first_line(home.after):
+                unclear(
+                    f"line {stmt.lineno} runs a backward pass before line {first_line(home.after)} makes the optimizer",
+                    _BY_HAND,
+                )
 
     # --- passing a name on ---------------------------------------------------------------------------------------------------
 

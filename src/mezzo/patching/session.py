@@ -62,6 +62,7 @@ class _Session:
         self._homes = homes
         self._schedules = self._passed_schedules()
         self.home = self._latest()
+        job.places.check_order(self.home, [b.stmt for b in self._script.backwards])
 
     def _passed_schedules(self) -> dict[str, ast.stmt]:
         """Return the schedules that step with each update, which the session then steps, with the statements that do it now."""

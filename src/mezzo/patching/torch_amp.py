@@ -136,6 +136,7 @@ class _Scaler:
         self.home = self._one(homes[0][1], [h for _, h in homes])
         self._beside = self._script.steps[0].name
         self._follow_moves()
+        job.places.check_order(self.home, [b.stmt for b in self._script.backwards])
 
     def _follow_moves(self) -> None:
         """Go below the statement that moves the model, where it is moved after the optimizer was made."""

@@ -39,7 +39,7 @@ class Updates:
         return self.loop_over_optimizers(step) or step.stmt
 
     def last_ones(self) -> list[ast.stmt]:
-        """Return the statements after which the loss scale is updated: once in each pass through a loop, after the last optimizer's step."""
+        """Return the statements after which the loss scale is updated: once in each pass through a loop, after its last update."""
         found: list[ast.stmt] = []
         for container, holders in self._by_container().items():
             names = [s.name for s in self._script.steps if self.holder(s) in holders]
