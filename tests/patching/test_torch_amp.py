@@ -105,7 +105,8 @@ REFUSED = [
         "a() is given its optimizer by another file",
     ),
     (
-        "import torch\n@torch.compile\ndef step(o, m):\n  l = m(1)\n  l.backward()\n  o.step()\no = torch.optim.SGD(m.parameters())\nstep(o, m)\n",
+        "import torch\n@torch.compile\ndef step(o, m):\n  l = m(1)\n  l.backward()\n  o.step()\n"
+        "o = torch.optim.SGD(m.parameters())\nstep(o, m)\n",
         "line 6 updates inside a compiled function",
     ),
 ]

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "measure": f"{FACTS} engine measure",
     "observe": f"{FACTS} engine measure observe",
     "patching": f"{FACTS} patching",  # reads and edits text: no torch
-    "launch": f"{FACTS} frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers, and tries patches
+    "launch": f"{FACTS} frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
     "callables": f"{FACTS} measure observe launch",
     "report": "errors records report",
     "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat

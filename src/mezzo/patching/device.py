@@ -33,6 +33,11 @@ class DeviceType:
             node: where the expression is written.
             line: the last line by which names must be bound, if not the node's.
         """
+        own = self._script.autocasts[:1]
+        if own and self._tree.dotted(own[0].func).startswith("torch.cuda"):
+            return '"cuda"'
+        if own and own[0].args:
+            return self._script.text.of(own[0].args[0])
         for name, _ in self._used.most_common():
             if self._visible(name, node, line):
                 return self._type_of(name)

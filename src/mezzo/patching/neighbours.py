@@ -11,7 +11,7 @@ from mezzo.patching.outcome import Unclear, unclear
 from mezzo.patching.reading import Script
 from mezzo.patching.text import Text
 
-_MAX_FILES = 200
+_MOST_FILES = 100
 
 
 def loop_beside(path: Path) -> Path | None:
@@ -22,7 +22,7 @@ def loop_beside(path: Path) -> Path | None:
     """
     folder, waiting, seen = path.absolute().parent, [path.absolute()], set[Path]()
     found: list[Path] = []
-    while waiting and len(seen) < _MAX_FILES:
+    while waiting and len(seen) < _MOST_FILES:
         here = waiting.pop(0)
         if here in seen:
             continue

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 import re
 
-from mezzo.formats import BF16, FORMATS, FP16
+from mezzo.formats import ALIASES, FORMATS
 from mezzo.patching import torch_amp
 from mezzo.patching.job import Job
 from mezzo.patching.outcome import unclear
 from mezzo.patching.reading import Script
 from mezzo.policy import PRESETS
-
-_ALIASES = {FP16.dtype_name: (FP16.dtype_name, "half"), BF16.dtype_name: (BF16.dtype_name,)}
 
 
 def is_there(script: Script) -> bool:
@@ -72,7 +70,7 @@ def _retype(job: Job, call: ast.Call) -> bool:
     dtype = re.fullmatch(r"torch\.(\w+)", job.script.tree.dotted(given))
     if dtype is None:
         unclear(f"line {given.lineno} takes autocast's format from {ast.unparse(given)}", f"make that {job.dtype}")
-    if dtype.group(1) in _ALIASES[FORMATS[job.policy.compute].dtype_name]:
+    if ALIASES.get(dtype.group(1), dtype.group(1)) == FORMATS[job.policy.compute].dtype_name:
         return False
     job.editor.replace(given, job.dtype)
     job.note(call, f"dtype={job.dtype}", f"the policy's format; it was {ast.unparse(given)}")

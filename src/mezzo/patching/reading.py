@@ -39,7 +39,6 @@ _NO_FORWARD = (
         "compile",
         "double",
         "float",
-        "half",
     ),
     *("add_module", "no_sync", "configure_optimizers", "init_weights", "save", "load"),
 )

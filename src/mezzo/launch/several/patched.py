@@ -33,7 +33,7 @@ COMPARED_STEPS = 20
 """First steps whose losses must agree to one rounding of the format."""
 _GPU_ONLY = ("lightning", "fabric", "accelerate", "transformers")
 """Libraries that compute FP16 on GPUs only: on a CPU they refuse it or take BF16 instead."""
-_RUN = "{run}"
+_PLACE = "{run}"
 _BF16 = Policy.parse("bf16")
 _SMALL_SCALE = 1024.0
 """A loss scale at which a loss in FP16 has room."""
@@ -99,6 +99,8 @@ def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> Iterator[tupl
     untried = "this machine has no GPU; FP16 itself has not been compared"
     if patch.kind in _GPU_ONLY:
         yield _BF16, f"{patch.kind} computes FP16 on GPUs only, and {untried}"
+    elif first.reference is not None and first.reference.changed_nothing:
+        yield _BF16, f"on a CPU, nothing ran in FP16 under this library, and {untried}"
     elif patch.style == "torch.amp" and first.reference is not None and first.reference.error is not None:
         why = first.reference.error.split(". ")[0]
         yield _BF16, f"this CPU cannot compute the script in FP16 ({why}), and {untried}"
@@ -157,7 +159,7 @@ class _Trial:
         self._folder.mkdir(parents=True, exist_ok=True)
         update |= {
             "record_path": str(self._folder / f"{name}.json"),
-            "arguments": tuple(argument.replace(_RUN, name) for argument in self._request.arguments),
+            "arguments": tuple(argument.replace(_PLACE, name) for argument in self._request.arguments),
             "seed": self._request.seed or 0,
             "compared_since_s": self._since_s,
             "output_to_stderr": False,
@@ -251,7 +253,9 @@ def _failures(reference: RunRecord, patched: RunRecord) -> list[Reason]:
         elif not len(run.steps):
             faults.append(Reason(what=f"{name} run", value="no step", reason="no training step was recorded"))
         if run.files_read:
-            why = f"it read {run.files_read[0].path}, which the other run wrote; write {_RUN} in the script's arguments"
+            why = (
+                f"it read {run.files_read[0].path}, which the other run wrote; write {_PLACE} in the script's arguments"
+            )
             faults.append(Reason(what=f"{name} run", value="not independent", reason=why))
     if not faults and reference.changed_nothing:
         faults.append(
