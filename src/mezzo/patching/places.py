@@ -26,6 +26,8 @@ class Home:
     after: ast.stmt
     owner: str = ""
     """``self.`` where the optimizer is an attribute."""
+    name: str = ""
+    """What is made there, by its name in that scope."""
 
 
 class Places:
@@ -50,11 +52,12 @@ class Places:
             bound = self._tree.bindings(base, scope)
             made = [s for s in bound if not isinstance(s, (ast.For, ast.AsyncFor))]
             if made:
-                return Home(scope, self._after(scope, made))
+                return Home(scope, self._after(scope, made), name=name)
             if bound and isinstance(bound[0], (ast.For, ast.AsyncFor)):
                 iterated = [n for n in sorted(self._names(bound[0].iter)) if n in self._script.optimizers or "opt" in n]
-                if iterated:
-                    return self.home(iterated[0], bound[0], depth=depth)
+                homes = [self.home(one, bound[0], depth=depth) for one in iterated]
+                if homes:
+                    return max(homes, key=lambda h: first_line(h.after))
             if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) and self._parameter(scope, base):
                 return self._callers_home(scope, base, depth)
         unclear(
@@ -74,7 +77,7 @@ class Places:
         if cls is None or not made:
             unclear(f"{name} is updated, and its class does not make it", _BY_HAND)
         method = made[0][0]
-        return Home(cls, self._after(method, [s for m, s in made if m is method]), "self.")
+        return Home(cls, self._after(method, [s for m, s in made if m is method]), "self.", name)
 
     def _before_loop(self, at: ast.AST) -> Home:
         """Return the place above the outermost loop of the function, for what is an attribute of another object."""

@@ -133,7 +133,11 @@ class Script:
         called = self.owners_of("step")
         zeroed = self.owners_of("zero_grad") - self.owners_of(*_MODULE_ONLY)
         named = {owner for owner in called if _OPTIMIZER_NAME.search(owner)}
-        return {o for o in made | (called & zeroed) | named if not self._is_scheduler(o)}
+        found = {o for o in made | (called & zeroed) | named if not self._is_scheduler(o)}
+        loops = [n for n in self.tree.nodes if isinstance(n, ast.For) and isinstance(n.target, ast.Name)]
+        over = [n for n in loops if {m.id for m in ast.walk(n.iter) if isinstance(m, ast.Name)} & found]
+        found |= {n.target.id for n in over if isinstance(n.target, ast.Name) and n.target.id in called}
+        return found
 
     def makes_optimizer(self, call: ast.Call) -> bool:
         """Return whether a call makes an optimizer of torch's or Mezzo's."""

@@ -77,6 +77,7 @@ class _Session:
     def _latest(self) -> Home:
         """Return the place after the last optimizer and the last schedule that the session takes."""
         homes = [*self._homes]
+        self._schedules_here: list[str] = []
         for name, stmt in self._schedules.items():
             home = self._job.places.home(name, stmt)
             if (home.scope, home.owner) != (homes[0].scope, homes[0].owner):
@@ -85,6 +86,7 @@ class _Session:
                     "make them in one function",
                 )
             homes.append(home)
+            self._schedules_here.append(home.name)
         return max(homes, key=lambda h: first_line(h.after))
 
     def patch(self) -> None:
@@ -136,10 +138,11 @@ class _Session:
                     )
 
     def _make(self) -> None:
-        models = [*dict.fromkeys(m for name in self._optimizers for m in self._models_of(name))]
-        arguments = [_listed(models), _listed(self._optimizers), f'policy="{self._job.policy}"']
+        made_here = [*dict.fromkeys(home.name for home in self._homes)]
+        models = [*dict.fromkeys(m for name in made_here for m in self._models_of(name))]
+        arguments = [_listed(models), _listed(made_here), f'policy="{self._job.policy}"']
         if self._schedules:
-            arguments.append(f"scheduler={_listed([*self._schedules])}")
+            arguments.append(f"scheduler={_listed(self._schedules_here)}")
         made = f"{self.home.owner}{self.name} = mezzo.Session({', '.join(arguments)})"
         self._job.editor.line_after(self.home.after, made)
         self._job.note(

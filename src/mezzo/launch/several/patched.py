@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from mezzo.records.run import WIDE
 
 COMPARED_STEPS = 20
 """First steps whose losses must agree to one rounding of the format."""
-_GPU_ONLY = ("lightning", "fabric", "accelerate", "transformers")
+_GPU_ONLY = ("lightning", "fabric", "accelerate")
 """Libraries that compute FP16 on GPUs only: on a CPU they refuse it or take BF16 instead."""
 _PLACE = "{run}"
 _BF16 = Policy.parse("bf16")
@@ -84,20 +84,30 @@ def try_patch(
         )
     trial = _Trial(request, folder.absolute(), limit_s, child)
     first = trial.compare(patch, request.policy)
-    if first.may_be_offered or request.policy.compute != "fp16" or first.on_gpu:
+    if first.may_be_offered or first.on_gpu:
         return first
     for policy, why in _instead(request.policy, patch, first):
         other = make_patch(patch.path, policy=policy, style="auto" if patch.style == "framework" else patch.style)
         if isinstance(other, Patch):
             notes = [Reason(what="tried as", value=str(policy), reason=why)]
-            return trial.compare(other, policy, notes=notes, patched=first.patched if _is_bf16(first) else None)
+            return trial.compare(
+                _for_cpu(other), policy, notes=notes, patched=first.patched if _is_bf16(first) else None
+            )
     return first
 
 
 def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> Iterator[tuple[Policy, str]]:
     """Yield what to try on a machine without a GPU, where FP16 did not come out as on one, and why."""
     untried = "this machine has no GPU; FP16 itself has not been compared"
-    if patch.kind in _GPU_ONLY:
+    if patch.kind == "transformers" and policy.compute in ("fp16", "bf16"):
+        said = f"; {untried}" if policy.compute == "fp16" else ""
+        yield (
+            _BF16,
+            f"on a CPU, Hugging Face's Trainer computes BF16 only, and with use_cpu=True, which the trial set{said}",
+        )
+    elif policy.compute != "fp16":
+        return
+    elif patch.kind in _GPU_ONLY:
         yield _BF16, f"{patch.kind} computes FP16 on GPUs only, and {untried}"
     elif first.reference is not None and first.reference.changed_nothing:
         yield _BF16, f"on a CPU, nothing ran in FP16 under this library, and {untried}"
@@ -107,6 +117,13 @@ def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> Iterator[tupl
     elif patch.style == "torch.amp" and _has_room(policy) and first.patched is not None and first.patched.error is None:
         why = "autocast on a CPU may leave the loss in FP16, where a GPU's makes it FP32: at a large loss scale it overflows"
         yield policy.replace(init_scale=_SMALL_SCALE), f"{why}; both runs begin at {_SMALL_SCALE:g}"
+
+
+def _for_cpu(patch: Patch) -> Patch:
+    """Return a patch with what its library needs to train in BF16 on a CPU."""
+    if patch.kind != "transformers" or "use_cpu" in patch.source:
+        return patch
+    return replace(patch, patched=patch.patched.replace("bf16=True", "bf16=True, use_cpu=True"))
 
 
 def _has_room(policy: Policy) -> bool:
