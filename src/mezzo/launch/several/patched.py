@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -86,37 +86,38 @@ def try_patch(
     first = trial.compare(patch, request.policy)
     if first.may_be_offered or first.on_gpu:
         return first
-    for policy, why in _instead(request.policy, patch, first):
-        other = make_patch(patch.path, policy=policy, style="auto" if patch.style == "framework" else patch.style)
-        if isinstance(other, Patch):
-            notes = [Reason(what="tried as", value=str(policy), reason=why)]
-            return trial.compare(
-                _for_cpu(other), policy, notes=notes, patched=first.patched if _is_bf16(first) else None
-            )
-    return first
+    instead = _instead(request.policy, patch, first)
+    style = "auto" if patch.style == "framework" else patch.style
+    other = None if instead is None else make_patch(patch.path, policy=instead[0], style=style)
+    if instead is None or not isinstance(other, Patch):
+        return first
+    policy, why = instead
+    notes = [Reason(what="tried as", value=str(policy), reason=why)]
+    ran = first.patched if _is_bf16(first) else None
+    return trial.compare(_for_cpu(other), policy, notes=notes, patched=ran)
 
 
-def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> Iterator[tuple[Policy, str]]:
-    """Yield what to try on a machine without a GPU, where FP16 did not come out as on one, and why."""
+def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> tuple[Policy, str] | None:
+    """Return what to try on a machine without a GPU, where the policy did not come out as on one, and why; None for nothing."""
     untried = "this machine has no GPU; FP16 itself has not been compared"
+    reference, patched = first.reference, first.patched
     if patch.kind == "transformers" and policy.compute in ("fp16", "bf16"):
         said = f"; {untried}" if policy.compute == "fp16" else ""
-        yield (
-            _BF16,
-            f"on a CPU, Hugging Face's Trainer computes BF16 only, and with use_cpu=True, which the trial set{said}",
-        )
-    elif policy.compute != "fp16":
-        return
-    elif patch.kind in _GPU_ONLY:
-        yield _BF16, f"{patch.kind} computes FP16 on GPUs only, and {untried}"
-    elif first.reference is not None and first.reference.changed_nothing:
-        yield _BF16, f"on a CPU, nothing ran in FP16 under this library, and {untried}"
-    elif patch.style == "torch.amp" and first.reference is not None and first.reference.error is not None:
-        why = first.reference.error.split(". ")[0]
-        yield _BF16, f"this CPU cannot compute the script in FP16 ({why}), and {untried}"
-    elif patch.style == "torch.amp" and _has_room(policy) and first.patched is not None and first.patched.error is None:
+        why = "on a CPU, Hugging Face's Trainer computes BF16 only, and with use_cpu=True, which the trial set"
+        return _BF16, why + said
+    if policy.compute != "fp16" or reference is None or patched is None:
+        return None
+    if patch.kind in _GPU_ONLY:
+        return _BF16, f"{patch.kind} computes FP16 on GPUs only, and {untried}"
+    if reference.changed_nothing:
+        return _BF16, f"on a CPU, nothing ran in FP16 under this library, and {untried}"
+    if patch.style == "torch.amp" and reference.error is not None:
+        why = reference.error.split(". ")[0]
+        return _BF16, f"this CPU cannot compute the script in FP16 ({why}), and {untried}"
+    if patch.style == "torch.amp" and _has_room(policy) and patched.error is None:
         why = "autocast on a CPU may leave the loss in FP16, where a GPU's makes it FP32: at a large loss scale it overflows"
-        yield policy.replace(init_scale=_SMALL_SCALE), f"{why}; both runs begin at {_SMALL_SCALE:g}"
+        return policy.replace(init_scale=_SMALL_SCALE), f"{why}; both runs begin at {_SMALL_SCALE:g}"
+    return None
 
 
 def _for_cpu(patch: Patch) -> Patch:
