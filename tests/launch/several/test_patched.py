@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers_launch import children_in_this_process
-from mezzo.launch.request import Request
+from mezzo.launch.request import Request, policy_text
 from mezzo.launch.several.patched import COMPARED_STEPS, PatchOutcome, judged, largest_difference, mirror, try_patch
 from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy
@@ -183,6 +183,96 @@ def test_a_patch_that_misses_the_model_is_not_offered(tmp_path: Path) -> None:
         outcome = try_patch(request, wrong, tmp_path)
     assert not outcome.may_be_offered
     assert [reason.what for reason in outcome.reasons] == ["compared", "FLOPs by format"]
+
+
+Ran = list[tuple[str, str]]
+AS_IS, DEVICE = "as-is", ":op_lists=device"
+INSTEAD: list[tuple[str, str, str, RunRecord, RunRecord, Ran]] = [
+    # script, policy, what the trial is named after, unpatched, patched, the runs that follow the first two
+    (
+        "patch_plain",
+        "fp16",
+        "no kernel",
+        run([], error="RuntimeError: no half"),
+        run([1.0]),
+        [("patched", AS_IS), ("unpatched", f"bf16{DEVICE}")],
+    ),
+    (
+        "patch_plain",
+        "fp16",
+        "no module",
+        run([], error="ModuleNotFoundError: x"),
+        run([], error="ModuleNotFoundError: x"),
+        [],
+    ),
+    (
+        "patch_plain",
+        "fp16",
+        "skips differ",
+        run([1.0]),
+        run([1.0], skipped=1),
+        [("patched", AS_IS), ("unpatched", f"fp16:init_scale=1024{DEVICE}")],
+    ),
+    ("patch_plain", "fp16:init_scale=64", "no room", run([1.0]), run([1.0], skipped=1), []),
+    ("patch_plain", "bf16", "bf16", run([1.0]), run([2.0]), []),
+    ("patch_plain", "fp16", "the patched script fails", run([1.0]), run([], error="NameError: x"), []),
+    (
+        "patch_lightning",
+        "fp16",
+        "BF16 for FP16",
+        run([1.0]),
+        run([1.0], flops={"bf16": 9}),
+        [("unpatched", f"bf16{DEVICE}")],
+    ),
+    (
+        "patch_accelerate",
+        "fp16",
+        "a refusal",
+        run([1.0]),
+        run([], error="ValueError: GPU"),
+        [("patched", AS_IS), ("unpatched", f"bf16{DEVICE}")],
+    ),
+    ("patch_accelerate", "bf16", "a real fault", run([1.0]), run([], error="ValueError: no"), []),
+    (
+        "patch_transformers",
+        "bf16",
+        "use_cpu",
+        run([1.0]),
+        run([], error="ValueError: use_cpu"),
+        [("patched", AS_IS), ("unpatched", f"bf16{DEVICE}")],
+    ),
+    (
+        "patch_keras",
+        "fp16",
+        "FP32 products",
+        run([1.0], flops={"fp32": 9}),
+        run([1.0]),
+        [("patched", AS_IS), ("unpatched", "bf16")],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "unpatched", "patched", "more"),
+    [(*case[:2], *case[3:]) for case in INSTEAD],
+    ids=[c[2] for c in INSTEAD],
+)
+@pytest.mark.parametrize("gpu", [None, "H100"])
+def test_what_is_tried_instead_without_a_gpu(
+    name: str, policy: str, unpatched: RunRecord, patched: RunRecord, more: Ran, gpu: str | None, tmp_path: Path
+) -> None:
+    runs: Ran = []
+
+    def child(request: Request, **_: Any) -> RunRecord:
+        kind = Path(request.record_path).stem
+        runs.append((kind, policy_text(request.policy)))
+        record = patched if kind == "patched" else unpatched
+        return record.model_copy(update={"environment": CPU.model_copy(update={"gpu": gpu})})
+
+    tried(SCRIPTS / f"{name}.py", policy, tmp_path, child=child)
+    assert runs[0] == ("patched", AS_IS)
+    assert runs[1][0] == "unpatched"
+    assert runs[2:] == ([] if gpu else more)
 
 
 def test_a_script_of_a_package_is_not_tried(tmp_path: Path) -> None:

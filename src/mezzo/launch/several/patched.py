@@ -33,6 +33,8 @@ COMPARED_STEPS = 20
 """First steps whose losses must agree to one rounding of the format."""
 _GPU_ONLY = ("lightning", "fabric", "accelerate")
 """Libraries that compute FP16 on GPUs only: on a CPU they refuse it or take BF16 instead."""
+_NO_KERNEL = ("RuntimeError", "NotImplementedError")
+"""How torch says that a device has no kernel for a format."""
 _PLACE = "{run}"
 _BF16 = Policy.parse("bf16")
 _SMALL_SCALE = 1024.0
@@ -111,8 +113,8 @@ def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> tuple[Policy,
         return _BF16, f"{patch.kind} computes FP16 on GPUs only, and {untried}"
     if reference.changed_nothing:
         return _BF16, f"on a CPU, nothing ran in FP16 under this library, and {untried}"
-    if patch.style == "torch.amp" and reference.error is not None:
-        why = reference.error.split(". ")[0]
+    if patch.style == "torch.amp" and (reference.error or "").startswith(_NO_KERNEL):
+        why = str(reference.error).split(". ")[0]
         return _BF16, f"this CPU cannot compute the script in FP16 ({why}), and {untried}"
     if patch.style == "torch.amp" and _has_room(policy) and patched.error is None:
         why = "autocast on a CPU may leave the loss in FP16, where a GPU's makes it FP32: at a large loss scale it overflows"
