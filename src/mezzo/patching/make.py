@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from mezzo.patching import frameworks, keras, own_amp, session, tf32, torch_amp
 from mezzo.patching.job import Job
 from mezzo.patching.neighbours import loop_beside
 from mezzo.patching.outcome import Kind, Patch, Refused, Style, Unclear, unclear
 from mezzo.patching.reading import Script
+from mezzo.patching.styles import frameworks, keras, own_amp, session, tf32, torch_amp
 from mezzo.patching.text import Text, unified
 from mezzo.policy import Policy
 

@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from mezzo.patching import frameworks
 from mezzo.patching.outcome import Unclear, unclear
 from mezzo.patching.reading import Script
+from mezzo.patching.styles import frameworks
 from mezzo.patching.text import Text
 
 _MOST_FILES = 100

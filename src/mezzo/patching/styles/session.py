@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ast
 
-from mezzo.patching import checkpoints
 from mezzo.patching.job import Job
 from mezzo.patching.outcome import unclear
 from mezzo.patching.places import Home
 from mezzo.patching.reading import Backward, Step
 from mezzo.patching.regions import Regions
+from mezzo.patching.styles import checkpoints
+from mezzo.patching.styles.torch_amp import refuse_what_scaling_breaks
+from mezzo.patching.styles.validation import autocast_validation
 from mezzo.patching.text import first_line, last_line
-from mezzo.patching.torch_amp import refuse_what_scaling_breaks
 from mezzo.patching.updates import Updates
-from mezzo.patching.validation import autocast_validation
 
 
 def patch_loop(job: Job) -> None:

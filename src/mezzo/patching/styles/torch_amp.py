@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 
-from mezzo.patching import checkpoints
-from mezzo.patching.banned import Banned
 from mezzo.patching.device import DeviceType
 from mezzo.patching.job import Job
 from mezzo.patching.outcome import unclear
 from mezzo.patching.places import Home, indentation
 from mezzo.patching.reading import Backward
 from mezzo.patching.regions import Regions
+from mezzo.patching.styles import checkpoints
+from mezzo.patching.styles.banned import Banned
+from mezzo.patching.styles.validation import autocast_validation
 from mezzo.patching.text import first_line, last_line
 from mezzo.patching.updates import Updates
-from mezzo.patching.validation import autocast_validation
 from mezzo.policy import PRESETS, Policy
 
 _SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mezzo.patching import tf32
 from mezzo.patching.job import Job
 from mezzo.patching.outcome import Kind, unclear
 from mezzo.patching.reading import Script
+from mezzo.patching.styles import tf32
 from mezzo.policy import PRESETS, Policy
 
 _LIGHTNING = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp16-pure": "16-true", "bf16-pure": "bf16-true"}

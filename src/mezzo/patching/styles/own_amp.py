@@ -6,10 +6,10 @@ import ast
 import re
 
 from mezzo.formats import ALIASES, FORMATS
-from mezzo.patching import torch_amp
 from mezzo.patching.job import Job
 from mezzo.patching.outcome import unclear
 from mezzo.patching.reading import Script
+from mezzo.patching.styles import torch_amp
 from mezzo.policy import PRESETS
 
 
