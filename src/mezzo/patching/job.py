@@ -13,6 +13,7 @@ from mezzo.patching.places import Places, indentation
 from mezzo.patching.reading import Backward, Script
 from mezzo.patching.regions import Region, Regions
 from mezzo.patching.text import Text, first_line, last_line
+from mezzo.patching.tree import walk_scope
 from mezzo.policy import Policy
 from mezzo.records.values import Reason
 
@@ -59,7 +60,8 @@ class Job:
 
     def imports(self, module: str) -> None:
         """Import a module at the top of the script, unless it is imported there."""
-        if module in self.script.tree.imported.values():
+        top = [n for n in walk_scope(self.script.tree.module) if isinstance(n, ast.Import)]
+        if any(a.name == module or (a.name.startswith(f"{module}.") and not a.asname) for n in top for a in n.names):
             return
         block = self.script.tree.import_statements()
         after = [s for s in block if not (isinstance(s, ast.ImportFrom) and s.module == "__future__")]

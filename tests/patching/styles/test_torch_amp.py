@@ -120,6 +120,25 @@ def test_what_would_need_a_guess_is_refused(source: str, reason: str, tmp_path: 
     assert not outcome.already
 
 
+@pytest.mark.parametrize(
+    ("imports", "patched"),
+    [
+        ("import torch", "import torch"),
+        ("import torch as th", "import torch as th"),
+        ("import torch.nn", "import torch.nn"),
+        ("import torch.optim as optim", "import torch\nimport torch.optim as optim"),
+        ("import os\nfrom torch import optim", "import os\nimport torch\nfrom torch import optim"),
+        ("import os\n\ndef f():\n    import torch", "import os\nimport torch\n\ndef f():\n    import torch"),
+    ],
+)
+def test_torch_is_imported_once(imports: str, patched: str, tmp_path: Path) -> None:
+    loop = "for x in data:\n    loss = model(x).mean()\n    loss.backward()\n"
+    patch = outcome_of(f"{imports}\nmodel.train()\n{loop}", tmp_path, "bf16")
+    assert isinstance(patch, Patch), patch
+    assert patch.patched.startswith(f"{patched}\nmodel.train()\n")
+    assert ("th.autocast(" in patch.patched) is imports.endswith("th")
+
+
 def test_bf16_needs_no_scale(tmp_path: Path) -> None:
     for source, _ in REFUSED[1:4]:
         patch = outcome_of(source, tmp_path, "bf16")
