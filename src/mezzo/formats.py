@@ -86,6 +86,9 @@ STORED_BYTES = {
     "float8_e5m2fnuz": 1,
 }
 
+ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
+"""torch's second names of dtypes."""
+
 FP64 = Format(name="fp64", exponent_bits=11, mantissa_bits=52, dtype_name="float64")
 FP32 = Format(name="fp32", exponent_bits=8, mantissa_bits=23, dtype_name="float32")
 TF32 = Format(name="tf32", exponent_bits=8, mantissa_bits=10, dtype_name="float32")

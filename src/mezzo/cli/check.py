@@ -17,6 +17,7 @@ import typer
 from mezzo.cli import options, results
 from mezzo.cli.budget import Budget, seconds_of
 from mezzo.cli.check_record import CheckOptions, check_record, formats_of
+from mezzo.cli.patches import with_patch
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script
 from mezzo.cli.words import typed
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from mezzo.launch.several.check import Check, Settings
     from mezzo.launch.several.resuming import Finished
     from mezzo.policy import Policy
-    from mezzo.records import Answer, AnyRecord, CheckRecord, Reason
+    from mezzo.records import AnyRecord, CheckRecord, Reason
 
 _WISHED_SEEDS = 3
 _TAIL = 12
@@ -99,7 +100,8 @@ def check(
             print(f"  {_resuming(folder, num_arguments=len(arguments or ()))}", file=sys.stderr)
             raise typer.Exit(stopped.exit_code) from None
         if write_patch:
-            record = _patch(asked.script, record)
+            left_s = asked.budget.seconds - asked.budget.spent_s
+            record = with_patch(asked.script, record, folder, left_s=left_s, say=asked.budget.say)
         asked.script.finish(record, folder)
     raise typer.Exit(stop.exit_code or code)
 
@@ -238,20 +240,6 @@ def _keep(record: AnyRecord, folder: Path) -> None:
 
     write_record(record, folder / "record.json")
     write_html(record, folder / "report.html")
-
-
-def _patch(script: Script, record: CheckRecord) -> CheckRecord:
-    """Return the record with the change to the script itself, if one is found and passes its trial."""
-    from mezzo.records import Reason
-
-    answer: Answer = record.answer
-    if answer.decision != "use":
-        why = f"the answer is {answer.decision}: there is nothing to change in the script"
-    else:
-        why = "this version of Mezzo writes no patches"
-    note = Reason(what="--write-patch", value="no patch", reason=why)
-    results.note(f"--write-patch: no patch, because {why}")
-    return record.model_copy(update={"notes": [*record.notes, note]})
 
 
 def _show_output(checking: Check) -> None:

@@ -82,7 +82,7 @@ class Memory(Value):
 
 
 _LOWER_NOTHING = ("fp32", "tf32")
-_WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
+WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
 
 class Effective(Value):
@@ -101,7 +101,7 @@ class Effective(Value):
     @property
     def lowered(self) -> bool:
         """Whether anything that was counted ran below 32 bits."""
-        return any(name not in _WIDE for name in self.flops_by_format)
+        return any(name not in WIDE for name in self.flops_by_format)
 
     @property
     def share_by_format(self) -> dict[str, float]:

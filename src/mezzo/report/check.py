@@ -229,6 +229,8 @@ def print_check(sheet: CheckSheet, console: Console) -> None:
     )
     if not fits:
         console.print(Text(f"  {sheet.next_command}"), soft_wrap=True)  # a wrapped command cannot be pasted
+    if sheet.patch:
+        console.print(Text(sheet.patch.rstrip("\n")), soft_wrap=True)
 
 
 def _grid(rows: Sequence[Fact]) -> Table:

@@ -1,0 +1,100 @@
+"""The change to a script that a check offers: made from its text, tried, and written beside the record."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mezzo.cli import results
+from mezzo.cli.script import Script
+
+if TYPE_CHECKING:
+    from mezzo.launch.request import Request
+    from mezzo.patching import Patch
+    from mezzo.policy import Policy
+    from mezzo.records import CheckRecord
+
+_WHY = "--write-patch: the change to the script itself, tried before it is offered"
+_LEAST_LIMIT_S = 120.0
+"""A trial runs twice, whatever is left of the budget."""
+_TRIED_STEPS = 20
+"""As many as a trial compares: more would only take longer, above all in FP16 on a CPU."""
+
+
+def with_patch(
+    script: Script, record: CheckRecord, folder: Path, *, left_s: float, say: Callable[[str], None]
+) -> CheckRecord:
+    """Return the record with the patch that turns on its answer, or with the reason why there is none.
+
+    Args:
+        script: the script, as it was typed.
+        record: the finished check.
+        folder: the folder of the check; the patch and the runs of its trial go there.
+        left_s: seconds left of the budget.
+        say: is told what happens.
+    """
+    from mezzo.policy import Policy
+    from mezzo.records import AS_IS
+
+    answer = record.answer
+    if answer.decision != "use":
+        return _without(record, f"the answer is {answer.decision}: there is nothing to change in the script")
+    if answer.policy == AS_IS:
+        return _without(record, "the script turns on its own mixed precision already")
+    if script.as_module:
+        return _without(record, "a module that runs with -m cannot be tried from another folder")
+    from mezzo.patching import Patch, make_patch
+
+    policy = Policy.parse(answer.policy)
+    made = make_patch(Path(script.target), policy=policy)
+    if not isinstance(made, Patch):
+        return _without(record, f"{made.reason}; {made.by_hand}")
+    say(f"patch: {made.kind} script, {made.path.name} changed for {answer.policy}; running it and the unpatched one")
+    return _tried(script, record, folder, made, policy, left_s=left_s)
+
+
+def _tried(
+    script: Script, record: CheckRecord, folder: Path, patch: Patch, policy: Policy, *, left_s: float
+) -> CheckRecord:
+    from mezzo.launch.several.patched import try_patch
+    from mezzo.records import CheckStage
+
+    began_s = time.monotonic()
+    place = folder / "patch"
+    outcome = try_patch(_request(script, policy, place), patch, place, limit_s=max(left_s, _LEAST_LIMIT_S) / 2)
+    told = "; ".join(f"{reason.what}: {reason.value} ({reason.reason})" for reason in outcome.reasons)
+    stage = CheckStage(
+        name="patch",
+        what=f"the patch for {patch.path.name}",
+        why=_WHY,
+        outcome=told,
+        folder=str(place),
+        duration_s=time.monotonic() - began_s,
+    )
+    record = record.model_copy(update={"stages": [*record.stages, stage]})
+    if not outcome.may_be_offered:
+        return _without(record, f"its trial failed: {told}")
+    written = folder / f"{patch.path.stem}.patch"
+    patch.write_diff(written)
+    next_step = {
+        "next_command": f"patch {shlex.quote(str(patch.path))} {shlex.quote(str(written))}",
+        "next_why": f"writes {policy} into {patch.path.name}; its trial: {told}",
+    }
+    answer = record.answer.model_copy(update=next_step)
+    return record.model_copy(update={"answer": answer, "patch": patch.diff})
+
+
+def _request(script: Script, policy: Policy, place: Path) -> Request:
+    request = script.request(policy, folder=place, seed=0)
+    return request.model_copy(update={"stop_after_steps": _TRIED_STEPS if request.framework == "torch" else None})
+
+
+def _without(record: CheckRecord, why: str) -> CheckRecord:
+    from mezzo.records import Reason
+
+    results.note(f"--write-patch: no patch, because {why}")
+    note = Reason(what="--write-patch", value="no patch", reason=why)
+    return record.model_copy(update={"notes": [*record.notes, note]})

@@ -1,0 +1,317 @@
+"""Try a patch before it is offered: run the patched script as it is and the unpatched one under the policy, and compare the two.
+
+The two runs have the same seed. What makes them comparable is torch's own lists of operations on this device: ``torch.autocast``
+keeps other operations in 16 bits on a CPU than on a GPU, so the unpatched script runs with the policy's ``op_lists=device``. On a GPU
+the two lists are the same. A patch for ``mezzo.Session`` or Keras is compared with the policy itself.
+
+Rule: the same number of steps, the same skipped updates, no fewer FLOPs below 32 bits, and the same losses. Losses that are not the same
+to the last bit pass if none of the first ``COMPARED_STEPS`` differs by more than one rounding of the format, as sums in another order
+do; later steps amplify such differences. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mezzo.formats import BF16, FORMATS
+from mezzo.launch.process.command_signals import stoppable
+from mezzo.launch.request import Request
+from mezzo.launch.runner import run_child
+from mezzo.patching import Patch, make_patch
+from mezzo.policy import Policy
+from mezzo.records import Reason, RunRecord
+from mezzo.records.run import RUN_NAME, WIDE
+
+COMPARED_STEPS = 20
+"""First steps whose losses must agree to one rounding of the format."""
+_GPU_ONLY = ("lightning", "fabric", "accelerate")
+"""Libraries that compute FP16 on GPUs only: on a CPU they refuse it or take BF16 instead."""
+_NO_KERNEL = ("RuntimeError", "NotImplementedError")
+"""How torch says that a device has no kernel for a format."""
+_BF16 = Policy.parse("bf16")
+_SMALL_SCALE = 1024.0
+"""A loss scale at which a loss in FP16 has room."""
+
+Child = Callable[..., RunRecord]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchOutcome:
+    """What became of the trial of a patch."""
+
+    may_be_offered: bool
+    reasons: list[Reason] = field(default_factory=list)
+    """What was compared, by which rule, and what came out."""
+    tried_as: str = ""
+    """The policy that the patched script trained under in the trial: another one where the library computes FP16 on GPUs only."""
+    same_losses: bool = False
+    """Whether all losses are the same to the last bit."""
+    largest_difference: float | None = None
+    """Largest relative difference of a loss in the compared steps."""
+    reference: RunRecord | None = None
+    """The unpatched script under the policy."""
+    patched: RunRecord | None = None
+    """The patched script as it is."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the trial's machine has a GPU."""
+        return self.patched is not None and self.patched.environment.gpu is not None
+
+
+def try_patch(
+    request: Request, patch: Patch, folder: Path, *, limit_s: float | None = None, child: Child = run_child
+) -> PatchOutcome:
+    """Run a patched script and the unpatched one under the policy of ``request``, and compare them.
+
+    Args:
+        request: the unpatched script, its arguments and the policy.
+        patch: the change to it, or to a file beside it.
+        folder: where the patched script, both records and both outputs go.
+        limit_s: seconds after which a run is stopped, and the patch not offered; None for no limit.
+        child: runs a request in a child process.
+    """
+    assert request.policy is not None
+    if request.kind == "module":
+        return _not_tried(
+            "a module of a package cannot be run from another folder", "apply the diff and run it by hand"
+        )
+    trial = _Trial(request, folder.absolute(), limit_s, child)
+    first = trial.compare(patch, request.policy)
+    if first.may_be_offered or first.on_gpu:
+        return first
+    instead = _instead(request.policy, patch, first)
+    style = "auto" if patch.style == "framework" else patch.style
+    other = None if instead is None else make_patch(patch.path, policy=instead[0], style=style)
+    if instead is None or not isinstance(other, Patch):
+        return first
+    policy, why = instead
+    notes = [Reason(what="tried as", value=str(policy), reason=why)]
+    ran = first.patched if _is_bf16(first) else None
+    return trial.compare(_for_cpu(other), policy, notes=notes, patched=ran)
+
+
+def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> tuple[Policy, str] | None:
+    """Return what to try on a machine without a GPU, where the policy did not come out as on one, and why; None for nothing."""
+    untried = "this machine has no GPU; FP16 itself has not been compared"
+    reference, patched = first.reference, first.patched
+    if patch.kind == "transformers" and policy.compute in ("fp16", "bf16"):
+        said = f"; {untried}" if policy.compute == "fp16" else ""
+        why = "on a CPU, Hugging Face's Trainer computes BF16 only, and with use_cpu=True, which the trial set"
+        return _BF16, why + said
+    if policy.compute != "fp16" or reference is None or patched is None:
+        return None
+    if patch.kind in _GPU_ONLY:
+        return _BF16, f"{patch.kind} computes FP16 on GPUs only, and {untried}"
+    if reference.changed_nothing:
+        return _BF16, f"on a CPU, nothing ran in FP16 under this library, and {untried}"
+    if patch.style == "torch.amp" and (reference.error or "").startswith(_NO_KERNEL):
+        why = str(reference.error).split(". ")[0]
+        return _BF16, f"this CPU cannot compute the script in FP16 ({why}), and {untried}"
+    if patch.style == "torch.amp" and _has_room(policy) and patched.error is None:
+        why = "autocast on a CPU may leave the loss in FP16, where a GPU's makes it FP32: at a large loss scale it overflows"
+        return policy.replace(init_scale=_SMALL_SCALE), f"{why}; both runs begin at {_SMALL_SCALE:g}"
+    return None
+
+
+def _for_cpu(patch: Patch) -> Patch:
+    """Return a patch with what its library needs to train in BF16 on a CPU."""
+    if patch.kind != "transformers" or "use_cpu" in patch.source:
+        return patch
+    return replace(patch, patched=patch.patched.replace("bf16=True", "bf16=True, use_cpu=True"))
+
+
+def _has_room(policy: Policy) -> bool:
+    """Return whether a policy's loss scale begins high enough that a smaller one is worth a trial."""
+    return policy.loss_scale == "dynamic" and policy.init_scale > _SMALL_SCALE
+
+
+def _is_bf16(first: PatchOutcome) -> bool:
+    """Return whether the patched run trained, in BF16 instead of FP16, as Lightning does on a CPU."""
+    run = first.patched
+    return run is not None and run.error is None and BF16.name in run.effective.flops_by_format
+
+
+def _comparable(policy: Policy, patch: Patch) -> Policy:
+    """Return the policy under which the unpatched script does what the patched one does by itself."""
+    if not policy.lowers or patch.style == "mezzo" or patch.kind == "keras":
+        return policy
+    return policy.replace(op_lists="device", arithmetic="auto")
+
+
+class _Trial:
+    """The runs of one trial."""
+
+    def __init__(self, request: Request, folder: Path, limit_s: float | None, child: Child) -> None:
+        self._request, self._folder, self._limit_s, self._child = request, folder, limit_s, child
+        self._since_s = time.time()
+
+    def compare(
+        self, patch: Patch, policy: Policy, *, notes: Sequence[Reason] = (), patched: RunRecord | None = None
+    ) -> PatchOutcome:
+        """Run the patched script, unless that was done, and the unpatched one under ``policy``; return what they say."""
+        ours = self._patched(patch) if patched is None else patched
+        return judged(self._run("unpatched", policy=_comparable(policy, patch)), ours, policy, notes)
+
+    def _patched(self, patch: Patch) -> RunRecord:
+        """Run the script with the patched file in place of the original, under its own precision."""
+        script = Path(self._request.target).absolute()
+        place = self._folder / "script"
+        shutil.rmtree(place, ignore_errors=True)
+        mirror(script.parent, place, without=patch.path.absolute())
+        written = place / patch.path.absolute().relative_to(script.parent)
+        patch.write(written)
+        if written != place / script.name:
+            (place / script.name).unlink()
+            shutil.copy2(script, place / script.name)  # Python imports from the folder that a link points to
+        run = self._run("patched", policy=None, target=str(place / script.name))
+        return run.model_copy(update={"files_read": [f for f in run.files_read if f.path != str(written)]})
+
+    def _run(self, name: str, **update: Any) -> RunRecord:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        update |= {
+            "record_path": str(self._folder / f"{name}.json"),
+            "arguments": tuple(argument.replace(RUN_NAME, name) for argument in self._request.arguments),
+            "seed": self._request.seed or 0,
+            "compared_since_s": self._since_s,
+            "output_to_stderr": False,
+            "observe": None,
+        }
+        with stoppable() as stop:
+            request = self._request.model_copy(update=update)
+            run = self._child(request, output=self._folder / f"{name}.log", limit_s=self._limit_s)
+            stop.check(run)
+        return run
+
+
+def mirror(folder: Path, copy: Path, *, without: Path) -> None:
+    """Fill ``copy`` with links to everything in ``folder`` but one file, so that imports and data beside a script are found.
+
+    The folders above that file are folders in the copy, too.
+    """
+    copy.mkdir(parents=True)
+    for entry in folder.iterdir():
+        if entry == without or entry.name == "__pycache__" or copy.is_relative_to(entry):
+            continue
+        if without.is_relative_to(entry):
+            mirror(entry, copy / entry.name, without=without)
+        else:
+            os.symlink(entry, copy / entry.name, target_is_directory=entry.is_dir())
+
+
+# --- the comparison, pure ---------------------------------------------------------------------------------------------------------
+
+
+def _not_tried(why: str, instead: str) -> PatchOutcome:
+    return PatchOutcome(
+        may_be_offered=False, reasons=[Reason(what="trial", value="not run", reason=f"{why}; {instead}")]
+    )
+
+
+def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequence[Reason] = ()) -> PatchOutcome:
+    """Return what two runs say about a patch: the unpatched script under the policy, and the patched one as it is."""
+    largest = largest_difference(reference.steps.loss, patched.steps.loss)
+    same = same_numbers(reference.steps.loss, patched.steps.loss)
+    faults = [*_failures(reference, patched), *_differences(reference, patched)]
+    limit = FORMATS[policy.compute].eps
+    if not faults and not same and not largest <= limit:
+        why = f"a loss of the first {COMPARED_STEPS} steps differs by {largest:.2g} of its value, more than one rounding: {limit:.2g}"
+        faults = [Reason(what="losses", value="different", reason=why)]
+    compared = f"the patched script as it is, with the unpatched one under {reference.policy}, seed {reference.seed}"
+    said = [Reason(what="compared", value=f"{len(patched.steps)} steps", reason=compared), *notes]
+    if not faults:
+        said.append(_agreement(reference, patched, same, largest, limit))
+    return PatchOutcome(
+        may_be_offered=not faults,
+        reasons=[*said, *faults],
+        tried_as=str(policy),
+        same_losses=same and bool(reference.steps.loss),
+        largest_difference=None if math.isnan(largest) else largest,
+        reference=reference,
+        patched=patched,
+    )
+
+
+def _agreement(reference: RunRecord, patched: RunRecord, same: bool, largest: float, limit: float) -> Reason:
+    formats = _flops(patched)
+    if patched.effective.flops_by_format != reference.effective.flops_by_format:
+        formats += f", where mezzo run reaches {_flops(reference)}"
+    what = f"{patched.steps.num_skipped} skipped updates in both; {formats}"
+    if same:
+        return Reason(what="losses", value="the same to the last bit", reason=what)
+    value = f"within {largest:.2g} in the first {COMPARED_STEPS} steps"
+    return Reason(what="losses", value=value, reason=f"one rounding of the format is {limit:.2g}; {what}")
+
+
+def _flops(run: RunRecord) -> str:
+    """Return the FLOPs of the counted step by format, in words."""
+    counts = [f"{flops:,} FLOPs in {name}" for name, flops in run.effective.flops_by_format.items()]
+    return " and ".join(counts) or "no FLOPs counted"
+
+
+def _reaches(patched: RunRecord, reference: RunRecord) -> bool:
+    """Return whether a run computes as much in each format below 32 bits as another."""
+    wanted = {name: flops for name, flops in reference.effective.flops_by_format.items() if name not in WIDE}
+    return all(patched.effective.flops_by_format.get(name, 0) >= flops for name, flops in wanted.items())
+
+
+def _failures(reference: RunRecord, patched: RunRecord) -> list[Reason]:
+    """Return why two runs cannot be compared."""
+    faults = []
+    for name, run in (("unpatched", reference), ("patched", patched)):
+        if run.error is not None or run.exit_code:
+            why = run.error or f"it ended with exit code {run.exit_code}"
+            faults.append(Reason(what=f"{name} run", value="failed", reason=why))
+        elif not len(run.steps):
+            faults.append(Reason(what=f"{name} run", value="no step", reason="no training step was recorded"))
+        if run.files_read:
+            why = f"it read {run.files_read[0].path}, which the other run wrote; write {RUN_NAME} in the script's arguments"
+            faults.append(Reason(what=f"{name} run", value="not independent", reason=why))
+    if not faults and reference.changed_nothing:
+        faults.append(
+            Reason(what="policy", value="changed nothing", reason=f"nothing ran below 32 bits under {reference.policy}")
+        )
+    return faults
+
+
+def _differences(reference: RunRecord, patched: RunRecord) -> list[Reason]:
+    """Return what differs besides the losses; computing more in 16 bits than ``mezzo run`` does is no fault."""
+    faults = []
+    pairs = (
+        ("steps", len(reference.steps), len(patched.steps)),
+        ("skipped updates", reference.steps.num_skipped, patched.steps.num_skipped),
+    )
+    for what, unpatched, ours in pairs:
+        if unpatched != ours:
+            faults.append(
+                Reason(what=what, value="different", reason=f"{unpatched} under the policy, {ours} with the patch")
+            )
+    if not _reaches(patched, reference):
+        why = f"{_flops(reference)} under the policy; {_flops(patched)} with the patch"
+        faults.append(Reason(what="FLOPs by format", value="different", reason=why))
+    return faults
+
+
+def same_numbers(first: list[float], second: list[float]) -> bool:
+    """Return whether two columns are equal, NaN equal to NaN."""
+    return len(first) == len(second) and all(
+        a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(first, second, strict=True)
+    )
+
+
+def largest_difference(first: list[float], second: list[float]) -> float:
+    """Return the largest relative difference in the first ``COMPARED_STEPS`` values; infinity where only one is finite."""
+    largest = 0.0
+    for a, b in zip(first[:COMPARED_STEPS], second[:COMPARED_STEPS], strict=False):
+        if math.isfinite(a) and math.isfinite(b):
+            largest = max(largest, abs(a - b) / max(abs(a), abs(b), 1e-30))
+        elif not same_numbers([a], [b]):
+            return math.inf
+    return largest

@@ -1,0 +1,11 @@
+"""A policy as a change to the user's own script: a unified diff, made from the script's text. Imports no torch and runs nothing.
+
+``mezzo.launch.several.patched`` runs a patch before it is offered.
+"""
+
+from __future__ import annotations
+
+from mezzo.patching.make import make_patch
+from mezzo.patching.outcome import Kind, Patch, Refused, Style
+
+__all__ = ["Kind", "Patch", "Refused", "Style", "make_patch"]

@@ -1,0 +1,118 @@
+"""The expression for the type of the device that a script trains on, from what is visible where it is written."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+
+from mezzo.patching.reading import Script
+from mezzo.patching.tree import arguments_of
+
+_MAKERS = ("torch.device", "torch.accelerator.current_accelerator", "torch.get_default_device")
+
+
+class DeviceType:
+    """Finds the device that a script moves its model and data to."""
+
+    def __init__(self, script: Script) -> None:
+        self._script, self._tree = script, script.tree
+        self._kinds = self._assigned()
+        self._used = self._moved_to()
+        self._shared: tuple[str, ast.AST] | None = None
+
+    def share(self, name: str, scope: ast.AST) -> str:
+        """Use a variable for the model's device from now on, where its scope is visible; return it."""
+        self._shared = (name, scope)
+        return name
+
+    def at(self, node: ast.AST, *, line: int | None = None) -> str:
+        """Return the expression to pass as ``device_type``: the script's own device variable, or its model's device.
+
+        Args:
+            node: where the expression is written.
+            line: the last line by which names must be bound, if not the node's.
+        """
+        own = self._script.autocasts[:1]
+        if own and self._tree.dotted(own[0].func).startswith("torch.cuda"):
+            return '"cuda"'
+        if own and own[0].args:
+            return self._script.text.of(own[0].args[0])
+        for name, _ in self._used.most_common():
+            if self._visible(name, node, line):
+                return self._type_of(name)
+        if self._moves_to_cuda():
+            return '"cuda"'
+        if self._shared is not None and self._shared[1] in self._tree.scopes(node):
+            return self._shared[0]
+        models = [m for m in self._with_parameters() if self._visible(m, node, line)]
+        if models:
+            return f"next({models[0]}.parameters()).device.type"
+        return "torch.get_default_device().type"
+
+    def _type_of(self, name: str) -> str:
+        kind = self._kinds.get(name) or self._kinds.get(name.rpartition(".")[2], "")
+        return {"device": f"{name}.type", "type": name}.get(kind, f"torch.device({name}).type")
+
+    def _assigned(self) -> dict[str, str]:
+        """Return what each name holds: a torch device, or the name of a type without an index."""
+        kinds: dict[str, str] = {}
+        for node in self._tree.nodes:
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+                continue
+            kind = self._kind(node.value)
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                name = ast.unparse(target)
+                kinds[name] = kind if kinds.get(name, kind) == kind else "unknown"
+        return {name: kind for name, kind in kinds.items() if kind}
+
+    def _kind(self, value: ast.expr) -> str:
+        if isinstance(value, ast.IfExp):
+            kinds = {self._kind(value.body), self._kind(value.orelse)}
+            return kinds.pop() if len(kinds) == 1 else ""
+        if isinstance(value, ast.Call):
+            return "device" if self._tree.dotted(value.func) in _MAKERS else ""
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            return "type" if re.fullmatch(r"[a-z]+", value.value) else ""
+        return ""
+
+    def _moved_to(self) -> Counter[str]:
+        """Count the names that something is moved to, ``x.to(device)``, or made on."""
+        used: Counter[str] = Counter()
+        for call in self._tree.calls:
+            given = [k.value for k in call.keywords if k.arg == "device"]
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "to":
+                given += call.args[:1]
+            names = [ast.unparse(g) for g in given if isinstance(g, (ast.Name, ast.Attribute))]
+            used.update(n for n in names if n in self._kinds or re.search(r"(^|[._])(device|dev)$", n))
+        return used
+
+    def _moves_to_cuda(self) -> bool:
+        """Return whether something is moved to CUDA whatever the machine."""
+        calls = [c for c in self._tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == "cuda"]
+        return any(not any(isinstance(a, (ast.If, ast.IfExp)) for a in self._tree.ancestors(c)) for c in calls)
+
+    def _with_parameters(self) -> list[str]:
+        calls = [c.func for c in self._tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == "parameters"]
+        names = [ast.unparse(f.value) for f in calls]
+        return [*dict.fromkeys(n for n in names if re.fullmatch(r"[A-Za-z_][\w.]*", n))]
+
+    def _visible(self, name: str, node: ast.AST, line: int | None) -> bool:
+        """Return whether a name is bound where a node runs, by then or as a parameter."""
+        base = name.split(".")[0]
+        if base == "self":
+            cls = self._tree.class_of(node)
+            return cls is not None and any(
+                name in ast.unparse(n) for n in ast.walk(cls) if isinstance(n, ast.Attribute)
+            )
+        last: int = getattr(node, "lineno", 0) if line is None else line
+        for scope in self._tree.scopes(node):
+            if not isinstance(scope, ast.Module):
+                assert isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef))
+                if any(a.arg == base for a in arguments_of(scope)):
+                    return True
+            bound = self._tree.bindings(base, scope)
+            own = scope is self._tree.scopes(node)[0]
+            if any(not own or s.lineno <= last for s in bound):
+                return True
+        return False

@@ -1,0 +1,149 @@
+"""One patch in the making: the script, the policy, the edits so far and their reasons."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mezzo.formats import FORMATS
+from mezzo.patching.editing import Editor
+from mezzo.patching.outcome import unclear
+from mezzo.patching.places import Places, indentation
+from mezzo.patching.reading import Backward, Script
+from mezzo.patching.regions import Region, Regions
+from mezzo.patching.text import Text, first_line, last_line
+from mezzo.patching.tree import walk_scope
+from mezzo.policy import Policy
+from mezzo.records.values import Reason
+
+Opening = Callable[[ast.stmt], str]
+"""Returns the context manager to enter at a statement."""
+
+
+@dataclass
+class Job:
+    """A script and what is changed in it."""
+
+    script: Script
+    policy: Policy
+    editor: Editor = field(init=False)
+    places: Places = field(init=False)
+    reasons: list[Reason] = field(default_factory=list)
+    covered: list[tuple[int, int]] = field(default_factory=list)
+    """First and last lines that were put under autocast."""
+
+    def __post_init__(self) -> None:
+        self.editor = Editor(self.script.text)
+        self.places = Places(self.script, self.editor, self.note)
+
+    @property
+    def text(self) -> Text:
+        """The script's text."""
+        return self.script.text
+
+    @property
+    def dtype(self) -> str:
+        """The compute format as torch's dtype, in text."""
+        return f"{self.torch}.{FORMATS[self.policy.compute].dtype_name}"
+
+    @property
+    def torch(self) -> str:
+        """The name that the script gives torch."""
+        named = [name for name, stands_for in self.script.tree.imported.items() if stands_for == "torch"]
+        return named[0] if named else "torch"
+
+    def note(self, where: ast.AST | str, change: str, why: str) -> None:
+        """Record a change, or what was left alone, and why."""
+        what = where if isinstance(where, str) else f"line {getattr(where, 'lineno', '?')}"
+        self.reasons.append(Reason(what=what, value=change, reason=why))
+
+    def imports(self, module: str) -> None:
+        """Import a module at the top of the script, unless it is imported there."""
+        top = [n for n in walk_scope(self.script.tree.module) if isinstance(n, ast.Import)]
+        if any(a.name == module or (a.name.startswith(f"{module}.") and not a.asname) for n in top for a in n.names):
+            return
+        block = self.script.tree.import_statements()
+        after = [s for s in block if not (isinstance(s, ast.ImportFrom) and s.module == "__future__")]
+        own = [s for s in after if _root(s) == "torch"]
+        if own:
+            self.editor.line_before(own[0], f"import {module}")
+        elif block:
+            self.editor.line_after(block[-1], f"import {module}")
+        else:
+            unclear("the script has no import at its top level", f"import {module} there")
+        self.note("imports", f"import {module}", "the patch calls it")
+
+    def after_imports(self, package: str, *lines: str) -> None:
+        """Insert lines, with a blank one above, after the imports that begin with those of a package."""
+        body = self.script.tree.module.body
+        number = next(
+            (n for n, s in enumerate(body) if isinstance(s, (ast.Import, ast.ImportFrom)) and _root(s) == package), None
+        )
+        if number is None:
+            unclear(
+                f"the script imports {package} inside a function or under a condition", f"write: {'; '.join(lines)}"
+            )
+        while number + 1 < len(body) and isinstance(body[number + 1], (ast.Import, ast.ImportFrom)):
+            number += 1
+        self.editor.line_after(body[number], "", *lines)
+
+    def autocast(self, regions: Regions, opening: Opening) -> dict[Backward, str]:
+        """Put regions under autocast; return the names of losses that had to become statements of their own."""
+        names: dict[Backward, str] = {}
+        continued = {id(h.region): h for h in regions.hoisted if h.region is not None}
+        for region in regions.plain:
+            unit = indentation(self.script, region.first)
+            hoisted = continued.get(id(region))
+            self.editor.wrap(region.first, region.last, self._header(region, opening), unit=unit)
+            self.covered.append((first_line(region.first), last_line(region.last)))
+            if hoisted is not None:
+                names[hoisted.backward] = self._loss_name()
+                self.editor.line_after(region.last, unit + self._assigned(hoisted.backward))
+            self.note(
+                _lines(region),
+                "under autocast",
+                "the forward pass and the loss; the backward pass stays outside, as torch asks",
+            )
+        for hoisted in regions.hoisted:
+            if hoisted.region is None:
+                stmt = hoisted.backward.stmt
+                unit = indentation(self.script, stmt)
+                names[hoisted.backward] = self._loss_name()
+                self.editor.line_before(stmt, f"with {opening(stmt)}:", unit + self._assigned(hoisted.backward))
+                self.note(stmt, "its loss under autocast", "the backward pass must be outside, so the loss gets a name")
+        return names
+
+    def _header(self, region: Region, opening: Opening) -> str:
+        context = opening(region.first)
+        if not region.cache and context.endswith(")") and "autocast(" in context and not context.endswith("()"):
+            context = f"{context[:-1]}, cache_enabled=False)"
+            why = "a part of it runs without gradients, and autocast would reuse its casts of the weights, which carry none"
+            self.note(_lines(region), "cache_enabled=False", why)
+        return f"with {context}:"
+
+    def _loss_name(self) -> str:
+        return self.script.tree.free_name("loss", "training_loss", "total_loss")
+
+    def _assigned(self, backward: Backward) -> str:
+        written = self.text.of(backward.loss)
+        return f"{self._loss_name()} = ({written})" if "\n" in written else f"{self._loss_name()} = {written}"
+
+    def is_covered(self, node: ast.stmt) -> bool:
+        """Return whether a statement is under the patch's autocast, or overlaps with such statements."""
+        return any(first <= last_line(node) and first_line(node) <= last for first, last in self.covered)
+
+
+def _root(stmt: ast.stmt) -> str:
+    name = stmt.names[0].name if isinstance(stmt, ast.Import) else (getattr(stmt, "module", "") or "")
+    return name.split(".")[0]
+
+
+def _lines(region: Region) -> str:
+    first, last = first_line(region.first), last_line(region.last)
+    return f"line {first}" if first == last else f"lines {first} to {last}"
+
+
+def lines_of(stmts: Sequence[ast.stmt]) -> str:
+    """Return the lines of statements, for a reason."""
+    return "line " + ", ".join(str(s.lineno) for s in stmts)

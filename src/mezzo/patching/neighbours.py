@@ -1,0 +1,57 @@
+"""The file beside a script that has its training loop, where the script itself has none."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from mezzo.patching.outcome import Unclear, unclear
+from mezzo.patching.reading import Script
+from mezzo.patching.styles import frameworks
+from mezzo.patching.text import Text
+
+_MOST_FILES = 100
+
+
+def loop_beside(path: Path) -> Path | None:
+    """Return the one imported file beside a script that trains; None if there is none.
+
+    Raises:
+        Unclear: several files train.
+    """
+    folder, waiting, seen = path.absolute().parent, [path.absolute()], set[Path]()
+    found: list[Path] = []
+    while waiting and len(seen) < _MOST_FILES:
+        here = waiting.pop(0)
+        if here in seen:
+            continue
+        seen.add(here)
+        try:
+            text = Text.read(here)
+            script = Script(text)
+        except (Unclear, SyntaxError, ValueError):
+            continue
+        if here != path.absolute() and (script.backwards or frameworks.trainer_of(script) is not None):
+            found.append(here)
+        waiting += [file for name in _imported(script.tree.module) for file in _files(folder, here.parent, name)]
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        unclear(f"several files beside {path.name} have training loops: {names}", "pass the one to patch")
+    return found[0] if found else None
+
+
+def _imported(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            yield base
+            yield from (f"{base}.{alias.name}".strip(".") for alias in node.names)
+
+
+def _files(folder: Path, beside: Path, name: str) -> list[Path]:
+    parts = [part for part in name.split(".") if part]
+    places = [place.joinpath(*parts) for place in (folder, beside) if parts]
+    return [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()]

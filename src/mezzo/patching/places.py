@@ -1,0 +1,239 @@
+"""Where a new object lives in a script: beside the optimizer, and passed on as the optimizer is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mezzo.patching.editing import Editor
+from mezzo.patching.outcome import unclear
+from mezzo.patching.reading import Script
+from mezzo.patching.text import first_line
+from mezzo.patching.tree import arguments_of
+
+_DEPTH = 4
+"""How many functions a name is passed through at most."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """The scope in which an optimizer lives, and the statement after which it exists."""
+
+    scope: ast.AST
+    """A function or the module; of an attribute of ``self``, the class."""
+    after: ast.stmt
+    owner: str = ""
+    """``self.`` where the optimizer is an attribute."""
+    name: str = ""
+    """What is made there, by its name in that scope."""
+
+
+class Places:
+    """The homes of a script's optimizers, and names threaded through its functions."""
+
+    def __init__(self, script: Script, editor: Editor, note: Callable[[ast.AST, str, str], None]) -> None:
+        self._script, self._tree, self._editor, self._note = script, script.tree, editor, note
+        self._passed: set[tuple[ast.AST, str]] = set()
+
+    def home(self, name: str, at: ast.AST, *, depth: int = _DEPTH) -> Home:
+        """Return where the optimizer ``name``, as used at a node, is made.
+
+        Raises:
+            Unclear: it is made in several places, or nowhere in this file.
+        """
+        base = re.split(r"[\[(]", name)[0]
+        if base.startswith("self."):
+            return self._attribute(base, at)
+        if "." in base:
+            return self._before_loop(at)
+        for scope in self._tree.scopes(at):
+            bound = self._tree.bindings(base, scope)
+            made = [s for s in bound if not isinstance(s, (ast.For, ast.AsyncFor))]
+            if made:
+                return Home(scope, self._after(scope, made), name=name)
+            if bound and isinstance(bound[0], (ast.For, ast.AsyncFor)):
+                iterated = [n for n in sorted(self._names(bound[0].iter)) if n in self._script.optimizers or "opt" in n]
+                homes = [self.home(one, bound[0], depth=depth) for one in iterated]
+                if homes:
+                    return max(homes, key=lambda h: first_line(h.after))
+            if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) and self._parameter(scope, base):
+                return self._callers_home(scope, base, depth)
+        unclear(
+            f"line {at.lineno if isinstance(at, ast.stmt) else '?'} updates {name}, and this file does not make it",
+            _BY_HAND,
+        )
+
+    def _names(self, node: ast.AST) -> set[str]:
+        return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+    def _attribute(self, name: str, at: ast.AST) -> Home:
+        cls = self._tree.class_of(at)
+        methods = (
+            [] if cls is None else [n for n in ast.walk(cls) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        )
+        made = [(m, s) for m in methods for s in self._tree.bindings(name, m)]
+        if cls is None or not made:
+            unclear(f"{name} is updated, and its class does not make it", _BY_HAND)
+        method = made[0][0]
+        return Home(cls, self._after(method, [s for m, s in made if m is method]), "self.", name)
+
+    def _before_loop(self, at: ast.AST) -> Home:
+        """Return the place above the outermost loop of the function, for what is an attribute of another object."""
+        function = self._tree.function(at)
+        loops = self._tree.loops(at)
+        if not loops or function is None or isinstance(function, ast.Lambda):
+            unclear("the optimizer belongs to an object that another file makes", _BY_HAND)
+        block = self._tree.block(loops[-1])
+        number = block.index(loops[-1])
+        if number == 0:
+            unclear("the optimizer belongs to an object that another file makes", _BY_HAND)
+        return Home(function, block[number - 1])
+
+    def _after(self, scope: ast.AST, made: list[ast.stmt]) -> ast.stmt:
+        """Return the statement after which one of ``made`` has run, whichever branch was taken."""
+        made = [s for s in made if not isinstance(s, (ast.With, ast.AsyncWith))] or made
+        blocks = {id(self._tree.block(s)) for s in made}
+        if len(blocks) == 1:
+            return made[-1]
+        body: list[ast.stmt] = getattr(scope, "body", [])
+        inside = [s for s in body if any(m in ast.walk(s) for m in made)]
+        return inside[-1]
+
+    def _parameter(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> bool:
+        return any(a.arg == name for a in arguments_of(function))
+
+    def _callers_home(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, depth: int) -> Home:
+        homes = []
+        for call in self._calls(function):
+            given = self._given(function, name, call)
+            if given is None or not depth:
+                unclear(f"line {call.lineno} calls {function.name}() in a way that hides its {name}", _BY_HAND)
+            homes.append(self.home(ast.unparse(given), self._tree.statement(call), depth=depth - 1))
+        if not homes:
+            unclear(f"{function.name}() is given its {name} by another file", _BY_HAND)
+        if any((h.scope, h.owner) != (homes[0].scope, homes[0].owner) for h in homes):
+            unclear(f"{function.name}() is given its {name} from several places", _BY_HAND)
+        return max(homes, key=lambda h: first_line(h.after))
+
+    def _calls(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.Call]:
+        calls = [c for c in self._tree.calls if function in self._script.functions_called(c)]
+        callees = {id(c.func) for c in calls}
+        mentions = [n for n in self._tree.nodes if isinstance(n, ast.Name) and n.id == function.name]
+        loaded = [n for n in mentions if isinstance(n.ctx, ast.Load) and id(n) not in callees]
+        passed = [n for n in loaded if not self._is_local(n)]
+        if passed:
+            unclear(f"line {passed[0].lineno} passes {function.name}() to another function", _BY_HAND)
+        return calls
+
+    def _is_local(self, name: ast.Name) -> bool:
+        """Return whether a name is a parameter or a variable of a function around it."""
+        functions = [s for s in self._tree.scopes(name) if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        return any(self._parameter(f, name.id) or self._tree.bindings(name.id, f) for f in functions)
+
+    def _given(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, call: ast.Call) -> ast.expr | None:
+        """Return the argument of a call that becomes a parameter."""
+        by_name = [k.value for k in call.keywords if k.arg == name]
+        if by_name:
+            return by_name[0]
+        names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+        names = names[1:] if names[:1] == ["self"] else names
+        before = call.args[: names.index(name) + 1] if name in names else []
+        if any(isinstance(a, ast.Starred) for a in before) or name not in names or len(call.args) <= names.index(name):
+            return None
+        return call.args[names.index(name)]
+
+    def check_order(self, home: Home, backward: Iterable[ast.stmt]) -> None:
+        """Refuse backward passes that run before what is made at ``home`` exists.
+
+        Raises:
+            Unclear: names the line.
+        """
+        for stmt in backward:
+            if self._tree.scopes(stmt)[0] is home.scope and stmt.lineno < first_line(home.after):
+                unclear(
+                    f"line {stmt.lineno} runs a backward pass before line {first_line(home.after)} makes the optimizer",
+                    _BY_HAND,
+                )
+
+    # --- passing a name on ---------------------------------------------------------------------------------------------------
+
+    def reach(self, name: str, home: Home, at: ast.AST, *, beside: str, annotation: str, depth: int = _DEPTH) -> str:
+        """Return how the object ``name`` that lives at ``home`` is written at a node; pass it through functions where it must be.
+
+        Args:
+            name: the name of the object, without ``self.``.
+            home: where it lives.
+            at: where it is used.
+            beside: the parameter after which it is passed, the optimizer as a rule.
+            annotation: its type, for functions that annotate their parameters.
+            depth: how many functions it may still be passed through.
+        """
+        if home.owner:
+            if self._tree.class_of(at) is not home.scope:
+                unclear(f"line {getattr(at, 'lineno', '?')} uses an optimizer of another object", _BY_HAND)
+            return home.owner + name
+        scopes = self._tree.scopes(at)
+        if home.scope in scopes:
+            return name
+        function = scopes[0]
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) or not depth:
+            unclear(f"line {getattr(at, 'lineno', '?')} cannot reach what the optimizer's function makes", _BY_HAND)
+        if (function, name) not in self._passed:
+            self._passed.add((function, name))
+            self._pass_on(function, name, home, beside, annotation, depth)
+        return name
+
+    def _pass_on(
+        self,
+        function: ast.FunctionDef | ast.AsyncFunctionDef,
+        name: str,
+        home: Home,
+        beside: str,
+        annotation: str,
+        depth: int,
+    ) -> None:
+        positional = [*function.args.posonlyargs, *function.args.args]
+        found = [a for a in positional if a.arg == beside]
+        calls = self._calls(function)
+        if not found or not calls or positional.index(found[0]) >= len(positional) - len(function.args.defaults):
+            unclear(
+                f"{function.name}() has no required parameter {beside} beside which {name} could be passed", _BY_HAND
+            )
+        typed = f": {annotation}" if found[0].annotation is not None else ""
+        self._editor.append_to(found[0], f", {name}{typed}")
+        self._note(
+            found[0], f"{function.name}() is given {name}", f"it is made where {beside} is made, and used in here"
+        )
+        for call in calls:
+            given = self._given(function, beside, call)
+            if given is None:
+                unclear(f"line {call.lineno} calls {function.name}() in a way that hides its {beside}", _BY_HAND)
+            its = self.reach(
+                name,
+                home,
+                self._tree.statement(call),
+                beside=ast.unparse(given),
+                annotation=annotation,
+                depth=depth - 1,
+            )
+            by_name = any(k.value is given for k in call.keywords)
+            self._editor.append_to(given, f", {name}={its}" if by_name else f", {its}")
+            self._note(given, f"passes {name} to {function.name}()", f"beside its {beside}")
+
+
+_BY_HAND = "make torch.amp.GradScaler once, beside the optimizer, and pass it to the loop"
+
+
+def indentation(script: Script, stmt: ast.stmt) -> str:
+    """Return one level of indentation as the code around a statement has it."""
+    text, tree = script.text, script.tree
+    above = next((n for n in tree.ancestors(stmt) if isinstance(n, ast.stmt)), None)
+    if above is not None:
+        return text.indent(stmt).removeprefix(text.indent(above)) or "    "
+    for node in ast.walk(tree.module):
+        body = getattr(node, "body", None)
+        if isinstance(node, ast.stmt) and isinstance(body, list) and body[0].lineno > node.lineno:
+            return text.indent(body[0]).removeprefix(text.indent(node))
+    return "    "

@@ -1,0 +1,333 @@
+"""What a training script does, read from its syntax tree: its models, optimizers, schedules, backward passes and updates."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from mezzo.patching.text import Text
+from mezzo.patching.tree import Tree, bound_by, flat
+
+_OPTIMIZER_NAME = re.compile(
+    r"(^|[._])(opt|optim)(_\w+|[A-Z]\w*|\d*)?$|optimi[sz]er|_opt$|_optim$|^opt[A-Z]|^trainer_[gd]$"
+)
+_SCHEDULER_NAME = re.compile(r"sched|(^|_)lr_?(policy|decay)", re.IGNORECASE)
+_MODULE_ONLY = ("parameters", "named_parameters", "train", "eval", "named_modules")
+"""Methods that mark their owner as a module."""
+_NO_FORWARD = (
+    *_MODULE_ONLY,
+    *(
+        "to",
+        "cuda",
+        "cpu",
+        "zero_grad",
+        "state_dict",
+        "load_state_dict",
+        "requires_grad_",
+        "apply",
+        "modules",
+        "children",
+    ),
+    *(
+        "register_hook",
+        "register_forward_hook",
+        "register_buffer",
+        "share_memory",
+        "compile",
+        "double",
+        "float",
+    ),
+    *("add_module", "no_sync", "configure_optimizers", "init_weights", "save", "load"),
+)
+_GRADS_OFF = ("torch.no_grad", "torch.inference_mode")
+CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value", "clip_grads_with_norm_")
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One backward pass: ``loss.backward()`` or ``torch.autograd.backward(loss)``."""
+
+    call: ast.Call
+    loss: ast.expr
+    stmt: ast.stmt
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of an optimizer's ``step``."""
+
+    call: ast.Call
+    optimizer: ast.expr
+    stmt: ast.stmt
+
+    @property
+    def name(self) -> str:
+        """The optimizer as text."""
+        return ast.unparse(self.optimizer)
+
+    @property
+    def has_closure(self) -> bool:
+        """Whether the optimizer calls a function that computes the loss."""
+        return bool(self.call.args or self.call.keywords)
+
+
+class Script:
+    """The facts of one file that a patch follows from."""
+
+    def __init__(self, text: Text) -> None:
+        self.text, self.tree = text, Tree(text.text)
+
+    # --- objects, by the text of the expressions that name them -------------------------------------------------------
+
+    @cached_property
+    def assigned_calls(self) -> list[tuple[str, ast.Call]]:
+        """Each name or attribute that is assigned a call, with the call."""
+        found = []
+        for node in self.tree.nodes:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for name, value in (pair for target in targets for pair in _pairs(target, node.value)):
+                    found += [(name, part) for part in _alternatives(value) if isinstance(part, ast.Call)]
+        return found
+
+    def owners_of(self, *methods: str) -> set[str]:
+        """Return the expressions on which one of these methods is called."""
+        calls = (c.func for c in self.tree.calls)
+        return {ast.unparse(f.value) for f in calls if isinstance(f, ast.Attribute) and f.attr in methods}
+
+    @cached_property
+    def module_classes(self) -> set[str]:
+        """The classes of this file that are modules."""
+        classes = [n for n in self.tree.nodes if isinstance(n, ast.ClassDef)]
+        found: set[str] = set()
+        for _ in classes:
+            found |= {c.name for c in classes if any(self._is_module_class(b, found) for b in c.bases)}
+        return found
+
+    def _is_module_class(self, base: ast.expr, known: set[str]) -> bool:
+        name = self.tree.dotted(base)
+        return name in known or name.startswith("torch.nn.") or name.rpartition(".")[2].endswith("Module")
+
+    @cached_property
+    def models(self) -> set[str]:
+        """Names of modules: models, their parts and loss functions."""
+        found = {owner for owner in self.owners_of(*_MODULE_ONLY) if re.fullmatch(r"[\w.]+", owner)}
+        for name, call in self.assigned_calls:
+            made = self.tree.dotted(call.func)
+            if made in self.module_classes or re.match(r"torch\.nn\.(?!functional|utils|init|Parameter)", made):
+                found.add(name)
+            moved = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in found
+            if moved and isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cuda", "train"):
+                found.add(name)
+            if made == "torch.compile" and call.args:
+                found.add(name)
+        return found - self.optimizers - {"self"}
+
+    @cached_property
+    def optimizers(self) -> set[str]:
+        """Names of optimizers: made by torch.optim, or called like one."""
+        made = {name for name, call in self.assigned_calls if self.makes_optimizer(call)}
+        called = self.owners_of("step")
+        zeroed = self.owners_of("zero_grad") - self.owners_of(*_MODULE_ONLY)
+        named = {owner for owner in called if _OPTIMIZER_NAME.search(owner)}
+        found = {o for o in made | (called & zeroed) | named if not self._is_scheduler(o)}
+        loops = [n for n in self.tree.nodes if isinstance(n, ast.For) and isinstance(n.target, ast.Name)]
+        over = [n for n in loops if {m.id for m in ast.walk(n.iter) if isinstance(m, ast.Name)} & found]
+        found |= {n.target.id for n in over if isinstance(n.target, ast.Name) and n.target.id in called}
+        return found
+
+    def makes_optimizer(self, call: ast.Call) -> bool:
+        """Return whether a call makes an optimizer of torch's or Mezzo's."""
+        made = self.tree.dotted(call.func)
+        return bool(
+            re.match(r"(torch\.optim|mezzo|transformers\.optimization)\.(?!lr_scheduler)(\w+\.)?[A-Z]", made)
+        ) and (made.rpartition(".")[2] not in ("Session", "Policy"))
+
+    @cached_property
+    def _schedulers_made(self) -> set[str]:
+        made = {name: self.tree.dotted(call.func) for name, call in self.assigned_calls}
+        return {name for name, maker in made.items() if "lr_scheduler" in maker or _SCHEDULER_NAME.search(maker)}
+
+    def _is_scheduler(self, owner: str) -> bool:
+        return owner in self._schedulers_made or bool(_SCHEDULER_NAME.search(owner))
+
+    # --- the calls of a training step -----------------------------------------------------------------------------------
+
+    @cached_property
+    def backwards(self) -> list[Backward]:
+        """The backward passes of a loop that calls torch directly."""
+        found = []
+        for call in self.tree.calls:
+            if self.tree.dotted(call.func) == "torch.autograd.backward" and call.args:
+                found.append(Backward(call, call.args[0], self.tree.statement(call)))
+            elif isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
+                owner = ast.unparse(call.func.value)
+                if owner in ("self", "super()", "fabric", "accelerator", "session", "torch.autograd"):
+                    continue
+                if owner.endswith((".fabric", ".accelerator", ".session")) or owner in self._classes:
+                    continue
+                found.append(Backward(call, call.func.value, self.tree.statement(call)))
+        return found
+
+    @cached_property
+    def _classes(self) -> set[str]:
+        return {n.name for n in self.tree.nodes if isinstance(n, ast.ClassDef)}
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The updates: every call of an optimizer's ``step``."""
+        found = []
+        for call in self.tree.calls:
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "step":
+                owner = call.func.value
+                if self._names_optimizer(owner):
+                    found.append(Step(call, owner, self.tree.statement(call)))
+        return found
+
+    def _names_optimizer(self, owner: ast.expr) -> bool:
+        text = ast.unparse(owner)
+        base = owner.value if isinstance(owner, ast.Subscript) else owner
+        return text in self.optimizers or (base is not owner and ast.unparse(base) in self.optimizers)
+
+    @cached_property
+    def schedule_steps(self) -> list[ast.Call]:
+        """The calls of a schedule's ``step``."""
+        calls = [c for c in self.tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == "step"]
+        return [c for c in calls if isinstance(c.func, ast.Attribute) and self._is_scheduler(ast.unparse(c.func.value))]
+
+    def is_plateau(self, call: ast.Call) -> bool:
+        """Return whether a schedule's step takes a metric: such a schedule follows the metric, not the updates."""
+        return bool(call.args)
+
+    # --- what statements do ------------------------------------------------------------------------------------------------
+
+    def runs_forward(self, node: ast.AST, *, functional: bool = True, depth: int = 4) -> bool:
+        """Return whether code calls a model or a loss function, itself or in the functions of this file that it calls.
+
+        Without ``functional``, calls of torch's functions do not count.
+        """
+        for inner in ast.walk(node):
+            if functional and isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.MatMult):
+                return True
+            if isinstance(inner, ast.Call) and self._is_forward(inner, functional, depth):
+                return True
+        return False
+
+    def _is_forward(self, call: ast.Call, functional: bool, depth: int) -> bool:
+        name = self.tree.dotted(call.func)
+        if name.startswith("torch.nn.functional."):
+            return functional and not name.endswith((".pad", ".one_hot"))
+        text = ast.unparse(call.func)
+        if text in self.models or (functional and name in ("torch.matmul", "torch.bmm", "torch.mm", "torch.einsum")):
+            return True
+        if isinstance(call.func, ast.Attribute):
+            owner, method = ast.unparse(call.func.value), call.func.attr
+            given = bool(call.args or call.keywords)
+            if owner in self.models and given and method not in _NO_FORWARD and not method.startswith("_"):
+                return True
+        called = self.functions_called(call) if depth > 0 else []
+        return any(self.runs_forward(f, functional=functional, depth=depth - 1) for f in called)
+
+    def functions_called(self, call: ast.Call) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Return the functions of this file that a call may run."""
+        if isinstance(call.func, ast.Name):
+            found = [f for f in self._functions.get(call.func.id, []) if not self._is_method(f)]
+            return found
+        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self":
+            return [f for f in self._functions.get(call.func.attr, []) if self._is_method(f)]
+        return []
+
+    @cached_property
+    def _functions(self) -> dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]:
+        found: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+        for node in self.tree.nodes:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                found.setdefault(node.name, []).append(node)
+        return found
+
+    def _is_method(self, function: ast.AST) -> bool:
+        return isinstance(self.tree.parent.get(function), ast.ClassDef)
+
+    def grads_off(self, stmt: ast.AST) -> bool:
+        """Return whether a statement is a ``with torch.no_grad()``, or a function decorated like that."""
+        names: list[ast.expr] = []
+        if isinstance(stmt, (ast.With, ast.AsyncWith)):
+            names = [item.context_expr for item in stmt.items]
+        elif isinstance(stmt, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names = list(stmt.decorator_list)
+        return any(self.tree.dotted(n.func if isinstance(n, ast.Call) else n) in _GRADS_OFF for n in names)
+
+    def is_clip(self, call: ast.Call) -> bool:
+        """Return whether a call clips gradients."""
+        return self.tree.dotted(call.func).rpartition(".")[2] in CLIPS
+
+    def reads_gradients(self, node: ast.AST) -> bool:
+        """Return whether code clips, reads or changes gradients: ``.grad``, or parameters passed to a function."""
+        for inner in ast.walk(node):
+            if (
+                isinstance(inner, ast.Attribute)
+                and inner.attr == "grad"
+                and self.tree.dotted(inner) != "torch.autograd.grad"
+            ):
+                return True
+            if isinstance(inner, ast.Call) and (self.is_clip(inner) or self._takes_parameters(inner)):
+                return True
+        return False
+
+    def _takes_parameters(self, call: ast.Call) -> bool:
+        if self.makes_optimizer(call) or self.tree.dotted(call.func) in ("iter", "next", "len"):
+            return False
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        return any(
+            isinstance(a, ast.Call) and isinstance(a.func, ast.Attribute) and a.func.attr == "parameters" for a in given
+        )
+
+    # --- precision that the script has already --------------------------------------------------------------------------
+
+    def calls_to(self, pattern: str) -> list[ast.Call]:
+        """Return the calls of what a regular expression matches as a whole, by its dotted name."""
+        return [call for call in self.tree.calls if re.fullmatch(pattern, self.tree.dotted(call.func))]
+
+    @cached_property
+    def autocasts(self) -> list[ast.Call]:
+        """The script's own autocast regions."""
+        return self.calls_to(r"torch\.(cuda\.|cpu\.)?(amp\.)?(autocast_mode\.)?autocast")
+
+    @cached_property
+    def scalers(self) -> list[ast.Call]:
+        """The loss scalers that the script makes."""
+        return self.calls_to(r".*GradScaler")
+
+    def uses(self, *names: str) -> list[ast.expr]:
+        """Return the places that name one of these functions or classes."""
+        found = [n for n in self.tree.nodes if isinstance(n, (ast.Name, ast.Attribute))]
+        return [n for n in found if self.tree.dotted(n) in names]
+
+    def binds(self, stmt: ast.stmt, name: str) -> bool:
+        """Return whether a statement itself binds a name."""
+        return name in bound_by(stmt)
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Yield each target's text with the expression that is assigned to it."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        for one, its in zip(target.elts, value.elts, strict=True):
+            yield from _pairs(one, its)
+    else:
+        yield from ((ast.unparse(part), value) for part in flat(target))
+
+
+def _alternatives(value: ast.expr) -> Iterator[ast.expr]:
+    """Yield what an assigned expression may be: both sides of ``a if c else b``, the parts of a tuple."""
+    if isinstance(value, ast.IfExp):
+        yield from (*_alternatives(value.body), *_alternatives(value.orelse))
+    elif isinstance(value, (ast.Tuple, ast.List)):
+        for element in value.elts:
+            yield from _alternatives(element)
+    elif isinstance(value, (ast.ListComp, ast.GeneratorExp)):
+        yield value.elt
+    else:
+        yield value

@@ -1,0 +1,247 @@
+"""Which statements compute a loss: those that a patch puts under autocast.
+
+From each backward pass, the statements that its loss depends on are followed upwards through the block, and outwards through the blocks
+around it, to where the loss is bound. Other backward passes and updates end a region, because autocast must not be on in
+them. Of each region, the statements before the first call of a model stay outside: they only fetch the data.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mezzo.patching.outcome import unclear
+from mezzo.patching.reading import Backward, Script
+from mezzo.patching.tree import arguments_of, bound_within, names_in
+
+_MOVING = {
+    "to",
+    "cuda",
+    "cpu",
+    "view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "long",
+    "float",
+    "double",
+    "next",
+    "iter",
+    "zip",
+    "enumerate",
+    "len",
+    "int",
+    "str",
+    "range",
+    "append",
+    "get_batch",
+    "Variable",
+    "Tensor",
+    "FloatTensor",
+    "LongTensor",
+    "tensor",
+    "from_numpy",
+    "as_tensor",
+    "randn",
+    "rand",
+    "randint",
+    "zeros",
+    "ones",
+    "full",
+    "normal",
+    "uniform",
+    "items",
+    "size",
+    "type",
+    "requires_grad_",
+    "detach",
+    "permute",
+    "contiguous",
+    "transpose",
+    "zero_grad",
+    "train",
+    "eval",
+    "print",
+    "format",
+    "fill_",
+    "clone",
+    "type_as",
+    "expand",
+    "repeat",
+    "sample",
+}
+"""Functions that fetch or move data."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Consecutive statements of one block to put under autocast."""
+
+    first: ast.stmt
+    last: ast.stmt
+    cache: bool = True
+    """Whether autocast may cache casts of weights: not where gradients are off for a part of the region."""
+
+
+@dataclass(frozen=True)
+class Hoisted:
+    """A backward pass whose loss is computed in its own expression, which becomes a statement of its own."""
+
+    backward: Backward
+    region: Region | None
+    """The region before it that it continues; None if it stands alone."""
+
+
+class Regions:
+    """The regions of a script's training code."""
+
+    def __init__(self, script: Script, backwards: Iterable[Backward]) -> None:
+        self._script, self._tree = script, script.tree
+        self._members: dict[int, tuple[list[ast.stmt], set[int]]] = {}
+        self._hoisted: list[Backward] = []
+        for backward in backwards:
+            self._collect(backward)
+        self._hoisting = {self._tree.statement(b.call) for b in self._hoisted}
+        self.plain = self._ranges()
+        self.hoisted = [self._hoist(backward) for backward in self._hoisted]
+
+    def _collect(self, backward: Backward) -> None:
+        if self._computes(backward.loss):
+            self._hoisted.append(backward)
+        self._follow(backward.stmt, backward.loss, found=backward in self._hoisted)
+
+    def _computes(self, loss: ast.expr) -> bool:
+        """Return whether a loss's own expression computes more than a sum or a mean of what is bound elsewhere."""
+        if self._script.runs_forward(loss):
+            return True
+        calls = [n for n in ast.walk(loss) if isinstance(n, ast.Call)]
+        simple = (
+            "mean",
+            "sum",
+            "backward",
+            "squeeze",
+            "to",
+            "scale",
+            "item",
+            "values",
+            "stack",
+            "cat",
+            "float",
+            "div",
+            "get",
+        )
+        return any(self._tree.dotted(c.func).rpartition(".")[2] not in simple and not _on_a_call(c) for c in calls)
+
+    def _follow(self, stmt: ast.stmt, loss: ast.expr, *, found: bool, depth: int = 3) -> None:
+        """Collect the statements above ``stmt`` that ``loss`` depends on, through the blocks around it."""
+        wanted = names_in(loss)
+        here: ast.AST = stmt
+        while isinstance(here, ast.stmt):
+            block = self._tree.block(here)
+            members = self._members.setdefault(id(block), (block, set()))[1]
+            needed, bound = self._slice(block, block.index(here), wanted, members)
+            if found or bound:
+                return
+            wanted = needed
+            above = self._tree.parent[here]
+            if isinstance(above, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self._follow_callers(above, loss, stmt, depth)
+                return
+            if isinstance(above, (ast.For, ast.AsyncFor)):
+                wanted = wanted | names_in(above.iter)
+            here = above if isinstance(above, ast.stmt) else self._tree.parent.get(above, above)
+        unclear(
+            f"line {stmt.lineno} differentiates {ast.unparse(loss)}, and no statement before it computes that",
+            "put the forward pass and the loss under torch.autocast, and the backward pass outside of it",
+        )
+
+    def _slice(self, block: list[ast.stmt], end: int, wanted: set[str], members: set[int]) -> tuple[set[str], bool]:
+        """Add what ``wanted`` depends on among the statements before ``end``; return what is needed, and whether all was bound."""
+        needed, bound = set(wanted), False
+        for number in range(end - 1, -1, -1):
+            binds = bound_within(block[number])
+            if binds & needed and not self.is_boundary(block[number]):
+                bound = bound or bool(binds & wanted and self._binds_loss(block[number], wanted))
+                members.add(number)
+                needed |= names_in(block[number]) - set(self._tree.imported)
+        return needed, bound
+
+    def _binds_loss(self, stmt: ast.stmt, wanted: set[str]) -> bool:
+        """Return whether a statement gives the loss its value, and not only a zero to begin a sum with."""
+        return not (isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Constant)) and bool(wanted)
+
+    def _follow_callers(
+        self, function: ast.FunctionDef | ast.AsyncFunctionDef, loss: ast.expr, stmt: ast.stmt, depth: int
+    ) -> None:
+        """Follow a loss that is a function's parameter to the calls of the function."""
+        names = [a.arg for a in arguments_of(function) if a.arg != "self"]
+        position = next((n for n, name in enumerate(names) if name in names_in(loss)), None)
+        calls = [c for c in self._tree.calls if function in self._script.functions_called(c)]
+        if position is None or not calls or not depth:
+            unclear(
+                f"line {stmt.lineno} differentiates {ast.unparse(loss)}, which {function.name}() does not compute",
+                "put the forward pass and the loss under torch.autocast where they are computed",
+            )
+        for call in calls:
+            by_name = [k.value for k in call.keywords if k.arg == names[position]]
+            given = by_name or call.args[position : position + 1]
+            if not given or self._computes(given[0]):
+                unclear(
+                    f"line {call.lineno} computes a loss in the call of {function.name}()",
+                    "assign the loss to a name first, so that this statement can be put under torch.autocast",
+                )
+            self._follow(self._tree.statement(call), given[0], found=False, depth=depth - 1)
+
+    def is_boundary(self, stmt: ast.stmt) -> bool:
+        """Return whether a statement runs a backward pass or an update, in which autocast must be off."""
+        inside = set(map(id, ast.walk(stmt)))
+        calls = [*(b.call for b in self._script.backwards), *(s.call for s in self._script.steps)]
+        return any(id(call) in inside for call in calls)
+
+    def _ranges(self) -> list[Region]:
+        regions = []
+        for block, members in self._members.values():
+            run: list[int] = []
+            for number, stmt in enumerate(block):
+                if self.is_boundary(stmt):
+                    hoists = stmt in self._hoisting
+                    reach = [number - 1] if hoists and run and run[-1] < number - 1 else []
+                    regions += self._range(block, run + reach, to_loss=not hoists)
+                    run = []
+                elif number in members:
+                    run.append(number)
+            regions += self._range(block, run, to_loss=True)
+        return regions
+
+    def _range(self, block: list[ast.stmt], run: list[int], *, to_loss: bool) -> list[Region]:
+        """Return the region of a run of members: from the first that computes to the last; ``to_loss``: one of them must compute."""
+        forward = [n for n in run if self._script.runs_forward(block[n])]
+        if not forward and to_loss:
+            forward = [n for n in run if not self._only_moves(block[n])]
+        if not forward:
+            return []
+        first, last = forward[0], run[-1]
+        while first < last and self._without_gradients(block[first]):  # a region of its own, cached apart
+            first = next((n for n in forward if n > first), last)
+        inside = block[first : last + 1]
+        mixed = any(self._without_gradients(s) for stmt in inside for s in ast.walk(stmt) if isinstance(s, ast.stmt))
+        return [Region(block[first], block[last], cache=not mixed)]
+
+    def _without_gradients(self, stmt: ast.stmt) -> bool:
+        return self._script.grads_off(stmt) and self._script.runs_forward(stmt)
+
+    def _only_moves(self, stmt: ast.stmt) -> bool:
+        calls = [n for n in ast.walk(stmt) if isinstance(n, ast.Call)]
+        names = [c.func.attr if isinstance(c.func, ast.Attribute) else ast.unparse(c.func) for c in calls]
+        return all(name in _MOVING for name in names) and not isinstance(stmt, ast.AugAssign)
+
+    def _hoist(self, backward: Backward) -> Hoisted:
+        block = self._tree.block(backward.stmt)
+        number = block.index(backward.stmt)
+        before = [r for r in self.plain if r.last in block and block.index(r.last) == number - 1]
+        return Hoisted(backward, before[0] if before else None)
+
+
+def _on_a_call(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and not isinstance(call.func.value, (ast.Name, ast.Attribute))

@@ -1,0 +1,132 @@
+"""A script with mixed precision of its own: another format for its autocast, and a loss scale where the format needs one."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from mezzo.formats import ALIASES, FORMATS
+from mezzo.patching.job import Job
+from mezzo.patching.outcome import unclear
+from mezzo.patching.reading import Script
+from mezzo.patching.styles import torch_amp
+from mezzo.policy import PRESETS
+
+
+def is_there(script: Script) -> bool:
+    """Return whether a script has an autocast or a loss scaler."""
+    return bool(script.autocasts or script.scalers or script.calls_to(r"apex\.amp\..*"))
+
+
+def patch(job: Job) -> None:
+    """Change the formats of the script's own autocast, and turn its loss scaler on or off.
+
+    Raises:
+        Unclear: the script has the policy already, or takes its format from elsewhere.
+    """
+    script, policy = job.script, job.policy
+    apex = script.calls_to(r"apex\.amp\..*")
+    if apex:
+        unclear(f"line {apex[0].lineno} uses apex.amp", "see docs/apex.md, or replace it by torch.amp first")
+    why_not = torch_amp.why_not_expressed(policy)
+    if why_not or policy.compute == "tf32":
+        why = why_not or "TF32 is no 16-bit format"
+        unclear(
+            f"the script has mixed precision of its own, and policy {policy} cannot be written in it: {why}",
+            "remove its autocast and its GradScaler first",
+        )
+    if not script.autocasts:
+        unclear(
+            f"line {script.scalers[0].lineno} makes a GradScaler, and no autocast was found",
+            "put the forward pass under torch.autocast first",
+        )
+    changed = [_retype(job, call) for call in script.autocasts if not _is_off(call)]
+    if policy.loss_scale == "none":
+        changed += [_turn_off(job, call) for call in script.scalers]
+    elif script.scalers:
+        changed += [_turn_on(job, call) for call in script.scalers]
+    else:
+        torch_amp.patch_loop(job, with_regions=False)
+        changed.append(True)
+    if not any(changed):
+        unclear(f"already computes in {policy.compute} under its own autocast", "nothing is to be done", already=True)
+
+
+def _is_off(call: ast.Call) -> bool:
+    enabled = _keyword(call, "enabled")
+    return isinstance(enabled, ast.Constant) and enabled.value is False
+
+
+def _keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((k.value for k in call.keywords if k.arg == name), None)
+
+
+def _retype(job: Job, call: ast.Call) -> bool:
+    """Give an autocast the policy's dtype; return whether that changed anything."""
+    name = job.script.tree.dotted(call.func)
+    given = _keyword(call, "dtype") or (call.args[1] if len(call.args) > 1 else None)
+    if given is None:
+        return _add_dtype(job, call, name)
+    dtype = re.fullmatch(r"torch\.(\w+)", job.script.tree.dotted(given))
+    if dtype is None:
+        unclear(f"line {given.lineno} takes autocast's format from {ast.unparse(given)}", f"make that {job.dtype}")
+    if ALIASES.get(dtype.group(1), dtype.group(1)) == FORMATS[job.policy.compute].dtype_name:
+        return False
+    job.editor.replace(given, job.dtype)
+    job.note(call, f"dtype={job.dtype}", f"the policy's format; it was {ast.unparse(given)}")
+    return True
+
+
+def _add_dtype(job: Job, call: ast.Call, name: str) -> bool:
+    """Write the format out, unless autocast chooses it by itself."""
+    device = call.args[0] if call.args else _keyword(call, "device_type")
+    on_cuda = ".cuda." in name or (isinstance(device, ast.Constant) and device.value == "cuda")
+    on_cpu = ".cpu." in name or (isinstance(device, ast.Constant) and device.value == "cpu")
+    if (on_cuda and job.policy.compute == "fp16") or (on_cpu and job.policy.compute == "bf16"):
+        return False
+    words = f"dtype={job.dtype}"
+    last = call.keywords[-1] if call.keywords else call.args[-1] if call.args else None
+    if last is None:
+        job.editor.insert(job.text.span(call)[1] - 1, words)
+    else:
+        job.editor.append_to(last, f", {words}")
+    job.note(call, words, "without it, autocast chooses by the device: FP16 on CUDA, BF16 on a CPU")
+    return True
+
+
+def _turn_off(job: Job, call: ast.Call) -> bool:
+    enabled = _keyword(call, "enabled")
+    if isinstance(enabled, ast.Constant) and enabled.value is False:
+        return False
+    if enabled is not None and not isinstance(enabled, ast.Constant):
+        job.note(call, "left as it is", f"its enabled={ast.unparse(enabled)} decides; BF16 needs no loss scale")
+        return False
+    _set_enabled(job, call, enabled, value="False")
+    job.note(
+        call,
+        "enabled=False",
+        "BF16 has the range of FP32, so gradients need no scaling; its calls then pass everything through",
+    )
+    return True
+
+
+def _turn_on(job: Job, call: ast.Call) -> bool:
+    enabled = _keyword(call, "enabled")
+    if isinstance(enabled, ast.Constant) and enabled.value is False:
+        job.editor.replace(enabled, "True")
+        job.note(call, "enabled=True", "FP16 gradients need a loss scale")
+        return True
+    if job.policy != PRESETS["fp16"]:
+        job.note(call, "left as it is", "its own settings of the loss scale are kept")
+    return False
+
+
+def _set_enabled(job: Job, call: ast.Call, enabled: ast.expr | None, *, value: str) -> None:
+    if enabled is not None:
+        job.editor.replace(enabled, value)
+        return
+    last = call.keywords[-1] if call.keywords else call.args[-1] if call.args else None
+    if last is None:
+        job.editor.insert(job.text.span(call)[1] - 1, f"enabled={value}")
+    else:
+        job.editor.append_to(last, f", enabled={value}")

@@ -1,0 +1,295 @@
+"""A loop that calls torch directly, patched by PyTorch's own recipe: ``torch.autocast``, and ``torch.amp.GradScaler`` with FP16."""
+
+from __future__ import annotations
+
+import ast
+
+from mezzo.patching.device import DeviceType
+from mezzo.patching.job import Job
+from mezzo.patching.outcome import unclear
+from mezzo.patching.places import Home, indentation
+from mezzo.patching.reading import Backward
+from mezzo.patching.regions import Regions
+from mezzo.patching.styles import checkpoints
+from mezzo.patching.styles.banned import Banned
+from mezzo.patching.styles.validation import autocast_validation
+from mezzo.patching.text import first_line, last_line
+from mezzo.patching.updates import Updates
+from mezzo.policy import PRESETS, Policy
+
+_SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+_LEFT_TO_THE_DEVICE = ("name", "op_lists", *_SCALER_ARGUMENTS)
+
+
+def why_not_expressed(policy: Policy) -> str:
+    """Return what torch.amp cannot express in a policy; empty if nothing."""
+    if policy.casting == "model":
+        return "torch.amp keeps weights in FP32; it has no 16-bit weights"
+    if policy.compute == "fp8":
+        return "torch.amp has no FP8"
+    if policy.loss_scale == "static":
+        return "torch.amp has no static loss scale"
+    preset, given = vars(PRESETS[policy.name]), vars(policy)
+    changed = [f for f in given if f not in _LEFT_TO_THE_DEVICE and given[f] != preset[f]]
+    if changed == ["arithmetic"] and policy.arithmetic == "native":
+        return ""
+    return f"torch.amp has no {', '.join(changed)}" if changed else ""
+
+
+def patch_loop(job: Job, *, with_regions: bool = True) -> None:
+    """Put the forward passes under autocast, and scale the loss if the policy does.
+
+    Raises:
+        Unclear: the loop cannot be patched without guessing.
+    """
+    script = job.script
+    if job.policy.loss_scale != "none":
+        refuse_what_scaling_breaks(job)
+    device = DeviceType(script)
+    job.imports("torch")
+    names: dict[Backward, str] = {}
+    scaler = _Scaler(job, device) if job.policy.loss_scale != "none" else None
+    if scaler is not None:
+        scaler.make()
+
+    def opening(stmt: ast.stmt) -> str:
+        return f"{job.torch}.autocast({device.at(stmt)}, dtype={job.dtype})"
+
+    if with_regions:
+        regions, banned = Regions(script, script.backwards), Banned(script)
+        for argument in banned.leave_out(regions):
+            job.editor.append_to(argument, ".float()")
+            job.note(
+                argument,
+                "the loss outside of autocast",
+                "CUDA's autocast refuses binary cross entropy on probabilities",
+            )
+        names = job.autocast(regions, opening)
+        autocast_validation(job, opening, why_not=banned.why_not)
+    if scaler is None:
+        for backward, name in names.items():
+            job.editor.replace(backward.loss, name)
+        job.note("loss scale", "none", "BF16 has the range of FP32, so gradients need no scaling")
+        return
+    scaler.replace_calls(names)
+
+
+def refuse_what_scaling_breaks(job: Job) -> None:
+    """Refuse what cannot be done with scaled gradients.
+
+    Raises:
+        Unclear: names the line and what to do.
+    """
+    script = job.script
+    closures = [s for s in script.steps if s.has_closure]
+    if closures:
+        unclear(
+            f"line {closures[0].call.lineno} passes a closure to {closures[0].name}.step(), and a loss scale cannot be used with "
+            "closures: the optimizer reads loss and gradients inside of it, scaled",
+            "use bf16, which needs no loss scale",
+        )
+    second = script.calls_to(r"torch\.autograd\.grad")
+    if second:
+        unclear(
+            f"line {second[0].lineno} calls torch.autograd.grad, whose gradients must be scaled and unscaled by hand",
+            'use bf16, or follow "Gradient penalty" in the examples of torch.amp',
+        )
+    hooks = script.calls_to(r".*\.(register_hook|register_post_accumulate_grad_hook)")
+    if hooks:
+        unclear(
+            f"line {hooks[0].lineno} registers a hook on gradients, which would receive scaled ones",
+            "use bf16, or move the hook's work between scaler.unscale_(optimizer) and scaler.step(optimizer)",
+        )
+    compiled = [s for s in script.steps if _in_compiled_function(job, s.call)]
+    if compiled:
+        unclear(
+            f"line {compiled[0].call.lineno} updates inside a compiled function or a lambda, where a GradScaler cannot skip",
+            "compile the model or the loss only, or use bf16",
+        )
+
+
+def _in_compiled_function(job: Job, stmt: ast.AST) -> bool:
+    """Return whether the function around a call is a lambda, or is passed to torch.compile or decorated with it."""
+    tree = job.script.tree
+    if isinstance(tree.function(stmt), ast.Lambda):
+        return True
+    functions = [s for s in tree.scopes(stmt) if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    compiled = {ast.unparse(a) for c in job.script.calls_to(r"torch\.compile") for a in c.args}
+    decorators = [tree.dotted(d.func if isinstance(d, ast.Call) else d) for f in functions for d in f.decorator_list]
+    return "torch.compile" in decorators or any(f.name in compiled for f in functions)
+
+
+class _Scaler:
+    """The script's one GradScaler, made beside its optimizers."""
+
+    def __init__(self, job: Job, device: DeviceType) -> None:
+        self._job, self._device = job, device
+        self._script, self._editor = job.script, job.editor
+        self._updates = Updates(job.script)
+        self.name = job.script.tree.free_name("scaler", "grad_scaler")
+        if not self._script.steps:
+            unclear(
+                "no update was found: no call of an optimizer's step()",
+                "call scaler.step(optimizer) and scaler.update() where your loop updates the weights",
+            )
+        homes = [(s, job.places.home(s.name, s.stmt)) for s in self._script.steps]
+        self.home = self._one(homes[0][1], [h for _, h in homes])
+        self._beside = self._script.steps[0].name
+        self._follow_moves()
+        job.places.check_order(self.home, [b.stmt for b in self._script.backwards])
+
+    def _follow_moves(self) -> None:
+        """Go below the statement that moves the model, where it is moved after the optimizer was made."""
+        block = self._script.tree.block(self.home.after)
+        uses = min(s.call.lineno for s in self._script.steps)
+        for stmt in block[block.index(self.home.after) + 1 :]:
+            calls = [n.func for n in ast.walk(stmt) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+            moved = [f for f in calls if f.attr in ("to", "cuda") and ast.unparse(f.value) in self._script.models]
+            if (
+                moved
+                and not isinstance(stmt, (ast.For, ast.While, ast.FunctionDef, ast.ClassDef))
+                and stmt.lineno < uses
+            ):
+                self.home = Home(self.home.scope, stmt, self.home.owner)
+
+    def _one(self, first: Home, homes: list[Home]) -> Home:
+        """Return the common home, after the last optimizer's."""
+        if any((h.scope, h.owner) != (first.scope, first.owner) for h in homes):
+            unclear(
+                "the script has several training loops, whose optimizers are made in different functions",
+                "give each loop a torch.amp.GradScaler of its own",
+            )
+        return max(homes, key=lambda h: first_line(h.after))
+
+    def make(self) -> None:
+        """Make the scaler after the last optimizer."""
+        policy, preset = self._job.policy, PRESETS["fp16"]
+        changed = [f for f in _SCALER_ARGUMENTS if getattr(policy, f) != getattr(preset, f)]
+        settings = "".join(f", {f}={getattr(policy, f)!r}" for f in changed)
+        device = self._device.at(self.home.after, line=self._last_line())
+        lines = []
+        if device.startswith("next(") and not self.home.owner:
+            variable = self._script.tree.free_name("device_type", "amp_device_type")
+            lines.append(f"{variable} = {device}")
+            device = self._device.share(variable, self.home.scope)
+        made = f"{self.home.owner}{self.name} = {self._job.torch}.amp.GradScaler({device}{settings})"
+        self._editor.line_after(self.home.after, *lines, made)
+        self._job.note(
+            f"line {self._last_line()}", made, "FP16 gradients need a loss scale; made once, so that the scale is kept"
+        )
+
+    def _last_line(self) -> int:
+        return last_line(self.home.after)
+
+    def at(self, node: ast.AST) -> str:
+        """Return how the scaler is written at a node, passed on to its function if it must be."""
+        annotation = f"{self._job.torch}.amp.GradScaler"
+        beside = next(
+            (
+                s.name
+                for s in self._script.steps
+                if self._script.tree.function(s.stmt) is self._script.tree.function(node)
+            ),
+            "",
+        )
+        return self._job.places.reach(self.name, self.home, node, beside=beside or self._beside, annotation=annotation)
+
+    def replace_calls(self, names: dict[Backward, str]) -> None:
+        """Scale the losses, and step, update and save through the scaler."""
+        for backward in self._script.backwards:
+            self.scale(backward, names.get(backward))
+        for step in self._script.steps:
+            self._editor.replace(step.call, f"{self.at(step.stmt)}.step({self._job.text.of(step.optimizer)})")
+            self._job.note(
+                step.stmt, "scaler.step()", "unscales the gradients, and skips the update if one is not finite"
+            )
+        self.unscale_before_reads()
+        self.update()
+        self.checkpoint()
+
+    def scale(self, backward: Backward, name: str | None) -> None:
+        """Scale a loss before its backward pass."""
+        scaler, text = self.at(backward.stmt), self._job.text
+        start, end = text.span(backward.loss)
+        if name is not None:
+            self._editor.replace(backward.loss, f"{scaler}.scale({name})")
+        elif isinstance(backward.call.func, ast.Attribute) and text.span(backward.call)[0] < start:
+            if backward.call.func.value is backward.loss:
+                self._editor.insert(text.span(backward.call)[0], f"{scaler}.scale")  # its parentheses are there
+            else:
+                self._scale_between(scaler, start, end)
+        else:
+            self._scale_between(scaler, start, end)
+        self._job.note(backward.stmt, "scaler.scale(loss)", "small FP16 gradients would be lost as zeros without it")
+
+    def _scale_between(self, scaler: str, start: int, end: int) -> None:
+        self._editor.insert(start, f"{scaler}.scale(")
+        self._editor.insert(end, ")")
+
+    def unscale_before_reads(self) -> None:
+        """Unscale before gradients are clipped or read."""
+        calls = [b.call for b in self._script.backwards]
+        for read in self._updates.reads(calls):
+            scaler, optimizer = self.at(read.stmt), self._job.text.of(read.step.optimizer)
+            lines = [f"{scaler}.unscale_({optimizer})"]
+            if read.over is not None:
+                unit = indentation(self._script, read.step.stmt)
+                target, over = self._job.text.of(read.over.target), self._job.text.of(read.over.iter)
+                lines = [f"for {target} in {over}:", unit + lines[0]]
+            self._editor.line_before(read.stmt, *lines)
+            self._job.note(
+                read.stmt, "scaler.unscale_() before it", "it must clip or read true gradients, not scaled ones"
+            )
+
+    def update(self) -> None:
+        """Update the scale once for each pass through a training loop, and hold schedules on skipped updates."""
+        for stmt in self._updates.last_ones():
+            scaler, schedules = self.at(stmt), self._updates.schedules_after(stmt)
+            scale = self._script.tree.free_name("scale", "scale_before", "loss_scale_before")
+            lines = [f"{scaler}.update()"]
+            if schedules:
+                lines.insert(0, f"{scale} = {scaler}.get_scale()")
+            self._editor.line_after(stmt, *lines)
+            self._job.note(
+                f"line {last_line(stmt)}",
+                "scaler.update() after it",
+                "the loss scale backs off after an overflow, and grows after many updates",
+            )
+            for run in self._adjacent(schedules):
+                unit = indentation(self._script, run[0])
+                header = f"if {scaler}.get_scale() >= {scale}:"
+                self._editor.wrap(run[0], run[-1], header, unit=unit, comment="  # the update was not skipped")
+                self._job.note(
+                    run[0], "held on skipped updates", "a schedule must not move on where the optimizer did not"
+                )
+
+        held = {id(s) for stmt in self._updates.last_ones() for s in self._updates.schedules_after(stmt)}
+        for call in self._script.schedule_steps:
+            if id(self._script.tree.statement(call)) not in held:
+                why = "it does not step right after each update, so a skipped update does not hold it"
+                self._job.note(call, "schedule left as it is", why)
+
+    def _adjacent(self, stmts: list[ast.stmt]) -> list[list[ast.stmt]]:
+        """Return statements grouped where they follow each other in one block."""
+        runs: list[list[ast.stmt]] = []
+        for stmt in stmts:
+            block = self._script.tree.block(stmt)
+            if runs and runs[-1][-1] in block and block.index(runs[-1][-1]) == block.index(stmt) - 1:
+                runs[-1].append(stmt)
+            else:
+                runs.append([stmt])
+        return runs
+
+    def checkpoint(self) -> None:
+        """Save and load the scale with the optimizer's state."""
+        saved = [(s, checkpoints.add_to_save) for s in checkpoints.saves(self._script)]
+        seen: set[tuple[str, ast.stmt]] = set()
+        for place, add in [*saved, *((p, checkpoints.add_to_load) for p in checkpoints.loads(self._script))]:
+            if (add.__name__, place.stmt) in seen:
+                continue
+            seen.add((add.__name__, place.stmt))
+            scaler = self.at(place.stmt)
+            if add(self._script, self._editor, place, scaler):
+                self._job.note(place.stmt, "the scaler's state with it", "a resumed run continues with its loss scale")
+            else:
+                self._job.note(place.stmt, "left as it is", f"save and load {scaler}.state_dict() there, too")

@@ -1,0 +1,129 @@
+"""Where the calls around an optimizer's update belong: before gradients are read, and once after the last update."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mezzo.patching.outcome import unclear
+from mezzo.patching.reading import Script, Step
+
+
+@dataclass(frozen=True)
+class Read:
+    """A statement that reads gradients before an update, which have to be unscaled by then."""
+
+    stmt: ast.stmt
+    step: Step
+    over: ast.For | None
+    """The loop over several optimizers that the update is in."""
+
+
+class Updates:
+    """The updates of a script, in the order in which they run."""
+
+    def __init__(self, script: Script) -> None:
+        self._script, self._tree = script, script.tree
+
+    def loop_over_optimizers(self, step: Step) -> ast.For | None:
+        """Return the ``for optimizer in optimizers:`` around an update."""
+        base = ast.unparse(step.optimizer)
+        for loop in self._tree.loops(step.stmt):
+            if isinstance(loop, ast.For) and base in ast.unparse(loop.target):
+                return loop
+        return None
+
+    def holder(self, step: Step) -> ast.stmt:
+        """Return the statement that updates: the call's own, or the loop over optimizers around it."""
+        return self.loop_over_optimizers(step) or step.stmt
+
+    def last_ones(self) -> list[ast.stmt]:
+        """Return the statements after which the loss scale is updated: once in each pass through a loop, after its last update."""
+        found: list[ast.stmt] = []
+        for container, holders in self._by_container().items():
+            names = [s.name for s in self._script.steps if self.holder(s) in holders]
+            again = len(set(names)) < len(names)  # one optimizer updates twice, and GradScaler wants an update between
+            found += holders if again else self._last_of(_body(container), holders)
+        return list(dict.fromkeys(found))
+
+    def _by_container(self) -> dict[ast.AST, list[ast.stmt]]:
+        groups: dict[ast.AST, list[ast.stmt]] = {}
+        for step in self._script.steps:
+            holder = self.holder(step)
+            loops = self._tree.loops(holder)
+            container = loops[0] if loops else self._tree.function(holder) or self._tree.module
+            groups.setdefault(container, []).append(holder)
+        return groups
+
+    def _last_of(self, block: Sequence[ast.stmt], holders: Sequence[ast.stmt]) -> list[ast.stmt]:
+        with_updates = [s for s in block if any(h is n for n in ast.walk(s) for h in holders)]
+        if any(s in holders for s in with_updates):
+            return [with_updates[-1]]
+        found: list[ast.stmt] = []
+        for stmt in with_updates:
+            handlers = [h.body for h in getattr(stmt, "handlers", [])]
+            for inner in (_body(stmt), getattr(stmt, "orelse", []), getattr(stmt, "finalbody", []), *handlers):
+                found += self._last_of(inner, holders)
+        return found
+
+    def reads(self, backward_calls: Iterable[ast.Call]) -> list[Read]:
+        """Return the first statement before each update that reads its gradients.
+
+        Raises:
+            Unclear: gradients are clipped more often than they are used.
+        """
+        backward = {id(call) for call in backward_calls}
+        found: list[Read] = []
+        for step in self._script.steps:
+            over = self.loop_over_optimizers(step)
+            stmt = self._read_before(over or step.stmt, backward)
+            if stmt is not None and (stmt, step.name) not in [(r.stmt, r.step.name) for r in found]:
+                found.append(Read(stmt, step, over))
+        return found
+
+    def _read_before(self, holder: ast.stmt, backward: set[int]) -> ast.stmt | None:
+        here, own = holder, True
+        earliest: ast.stmt | None = None
+        while True:
+            block = self._tree.block(here)
+            for stmt in reversed(block[: block.index(here)]):
+                if any(id(n) in backward for n in ast.walk(stmt)):
+                    return earliest
+                if not self._script.reads_gradients(stmt) or isinstance(stmt, (ast.FunctionDef, ast.ClassDef)):
+                    continue
+                if not own and any(isinstance(n, ast.Call) and self._script.is_clip(n) for n in ast.walk(stmt)):
+                    unclear(
+                        f"line {stmt.lineno} clips the gradients in passes without an update, in which they cannot be unscaled",
+                        "clip only before the update, in the same block, after scaler.unscale_(optimizer)",
+                    )
+                if own:
+                    earliest = self._inner(stmt)
+            above = self._tree.parent[here]
+            if not isinstance(above, (ast.If, ast.With, ast.AsyncWith, ast.Try)):
+                return earliest
+            own = own and isinstance(above, (ast.With, ast.AsyncWith))
+            here = above
+
+    def _inner(self, stmt: ast.stmt) -> ast.stmt:
+        """Return the statement inside an ``if`` that reads gradients, where the rest of it does not."""
+        if isinstance(stmt, ast.If) and not stmt.orelse:
+            reading = [s for s in stmt.body if self._script.reads_gradients(s)]
+            if reading:
+                return self._inner(reading[0])
+        return stmt
+
+    def schedules_after(self, update: ast.stmt) -> list[ast.stmt]:
+        """Return the statements that step a schedule once for each such update, after it."""
+        found: list[ast.stmt] = []
+        for call in self._script.schedule_steps:
+            stmt = self._tree.statement(call)
+            follows = stmt in self._tree.block(update) and stmt.lineno > update.lineno
+            if isinstance(stmt, ast.Expr) and stmt.value is call and follows and not self._script.is_plateau(call):
+                found.append(stmt)
+        return found
+
+
+def _body(node: ast.AST) -> list[ast.stmt]:
+    body = getattr(node, "body", [])
+    return body if isinstance(body, list) else []

@@ -1,0 +1,129 @@
+"""Scripts with mixed precision of their own: another format, a scaler turned off or on, or nothing to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mezzo.patching import Patch, Refused, make_patch
+from mezzo.policy import Policy
+
+LOOP = """import torch
+from torch.cuda.amp import GradScaler, autocast
+optimizer = torch.optim.SGD(model.parameters())
+{scaler}
+for x in data:
+    with {autocast}:
+        loss = model(x).mean()
+    {backward}
+    {step}
+"""
+SCALED = {"backward": "scaler.scale(loss).backward()", "step": "scaler.step(optimizer); scaler.update()"}
+PLAIN = {"backward": "loss.backward()", "step": "optimizer.step()"}
+
+
+def outcome_of(policy: str, tmp_path: Path, **parts: str) -> Patch | Refused:
+    path = tmp_path / "script.py"
+    path.write_text(LOOP.format(**parts), encoding="utf-8")
+    return make_patch(path, policy=Policy.parse(policy))
+
+
+CHANGED = [
+    # scaler and autocast before, policy, and after
+    (
+        "scaler = GradScaler()",
+        "autocast()",
+        "bf16",
+        "scaler = GradScaler(enabled=False)",
+        "autocast(dtype=torch.bfloat16)",
+    ),
+    (
+        'scaler = torch.amp.GradScaler("cuda", init_scale=8.0)',
+        'torch.autocast("cuda", torch.half)',
+        "bf16",
+        'scaler = torch.amp.GradScaler("cuda", init_scale=8.0, enabled=False)',
+        'torch.autocast("cuda", torch.bfloat16)',
+    ),
+    (
+        "scaler = GradScaler(enabled=False)",
+        "torch.autocast(d, dtype=torch.bfloat16)",
+        "fp16",
+        "scaler = GradScaler(enabled=True)",
+        "torch.autocast(d, dtype=torch.float16)",
+    ),
+    (
+        "scaler = GradScaler()",
+        "torch.autocast(device)",
+        "fp16",
+        "scaler = GradScaler()",
+        "torch.autocast(device, dtype=torch.float16)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("scaler", "autocast", "policy", "new_scaler", "new_autocast"), CHANGED)
+def test_the_format_is_changed(
+    scaler: str, autocast: str, policy: str, new_scaler: str, new_autocast: str, tmp_path: Path
+) -> None:
+    patch = outcome_of(policy, tmp_path, scaler=scaler, autocast=autocast, **SCALED)
+    assert isinstance(patch, Patch), patch
+    assert patch.patched == LOOP.format(scaler=new_scaler, autocast=new_autocast, **SCALED)
+    assert patch.kind == "own_amp"
+
+
+def test_a_scale_is_added_where_there_was_none(tmp_path: Path) -> None:
+    patch = outcome_of("fp16", tmp_path, scaler="", autocast='torch.autocast("cuda", dtype=torch.bfloat16)', **PLAIN)
+    assert isinstance(patch, Patch), patch
+    assert patch.patched.splitlines()[3:] == [
+        'scaler = torch.amp.GradScaler("cuda")',
+        "",
+        "for x in data:",
+        '    with torch.autocast("cuda", dtype=torch.float16):',
+        "        loss = model(x).mean()",
+        "    scaler.scale(loss).backward()",
+        "    scaler.step(optimizer)",
+        "    scaler.update()",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "policy", "reason", "already"),
+    [
+        (
+            {"scaler": "scaler = GradScaler()", "autocast": "autocast()", **SCALED},
+            "fp16",
+            "already computes in fp16",
+            True,
+        ),
+        (
+            {"scaler": "", "autocast": 'torch.autocast("cuda", dtype=torch.bfloat16)', **PLAIN},
+            "bf16",
+            "already computes in bf16",
+            True,
+        ),
+        (
+            {"scaler": "scaler = GradScaler()", "autocast": "torch.autocast(d, dtype=ptdtype)", **SCALED},
+            "fp16",
+            "line 6 takes autocast's format from ptdtype",
+            False,
+        ),
+        (
+            {"scaler": "scaler = GradScaler()", "autocast": "autocast()", **SCALED},
+            "fp16-master",
+            "the script has mixed precision of its own, and policy fp16-master cannot be written in it",
+            False,
+        ),
+        (
+            {"scaler": "scaler = GradScaler()", "autocast": "nothing()", **SCALED},
+            "fp16",
+            "line 4 makes a GradScaler, and no autocast was found",
+            False,
+        ),
+    ],
+)
+def test_what_is_left(parts: dict[str, str], policy: str, reason: str, already: bool, tmp_path: Path) -> None:
+    outcome = outcome_of(policy, tmp_path, **parts)
+    assert isinstance(outcome, Refused), outcome.diff
+    assert outcome.reason.startswith(reason)
+    assert outcome.already is already
