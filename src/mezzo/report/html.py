@@ -3,45 +3,84 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 from markupsafe import Markup, escape
 
-from mezzo.records import AnyRecord, CompareRecord
+from mezzo.records import AnyRecord, AuditRecord, CompareRecord
 from mezzo.records.files import write_whole
-from mezzo.report.figures import Plot
+from mezzo.report.answers import Answer
+from mezzo.report.charts.data import Chart, Drawn
+from mezzo.report.charts.svg import hover_data, svg
+from mezzo.report.charts.table import numbers_of
+from mezzo.report.colours import css_colours
+from mezzo.report.figures import charts_of
+from mezzo.report.source import Source, module_places, source_of
 from mezzo.report.together import together_sheet
 from mezzo.report.views import VIEWS
 
 _JSON = {"allow_nan": False, "separators": (",", ":")}
 
 
-def render_html(record: AnyRecord) -> str:
-    """Return ``record`` as one page."""
+class Step(Protocol):
+    """What to do next: why, and the command to type."""
+
+    @property
+    def why(self) -> str:
+        """The reason, in a sentence."""
+
+    @property
+    def command(self) -> str:
+        """The command."""
+
+
+def render_html(record: AnyRecord, *, steps: Sequence[Step] = ()) -> str:
+    """Return ``record`` as one page; ``steps`` are drawn below the answer."""
     view = VIEWS[record.kind]
-    return _page(record.kind, view.sheet(record), view.plots(record))
+    sheet, source = view.sheet(record), source_of(record)
+    places = module_places(record, source) if isinstance(record, AuditRecord) else {}
+    charts = charts_of(record, places=places)
+    return _page(record.kind, sheet, charts, answer=view.answer(record, sheet), source=source, steps=steps)
 
 
-def write_html(record: AnyRecord, path: Path) -> None:
+def write_html(record: AnyRecord, path: Path, *, steps: Sequence[Step] = ()) -> None:
     """Write ``record`` as a page to ``path``, whole or not at all."""
-    write_whole(render_html(record), path)
+    write_whole(render_html(record, steps=steps), path)
 
 
 def write_together(records: Sequence[CompareRecord], path: Path) -> None:
     """Write several comparisons as one page to ``path``, whole or not at all."""
-    write_whole(_page("together", together_sheet(records)), path)
+    write_whole(_page("together", together_sheet(records), answer=Answer(tone="quiet", word="together")), path)
 
 
-def _page(kind: str, sheet: Any, plots: Sequence[Plot] = ()) -> str:
-    drawn = {plot.name: plot.figure for plot in plots if plot.figure is not None}
-    library = _plotly_js() if drawn else ""
-    template = _environment().get_template(f"{kind}.html")
-    return template.render(kind=kind, sheet=sheet, plots=plots, drawn=drawn, library=library)
+def _page(
+    kind: str,
+    sheet: Any,
+    charts: Iterable[Drawn] = (),
+    *,
+    answer: Answer,
+    source: Source | None = None,
+    steps: Sequence[Step] = (),
+) -> str:
+    charts = list(charts)
+    return render_template(
+        kind,
+        sheet=sheet,
+        charts=charts,
+        data={chart.name: hover_data(chart) for chart in charts if isinstance(chart, Chart)},
+        answer=answer,
+        source=source or Source(),
+        steps=steps,
+    )
+
+
+def render_template(kind: str, **values: Any) -> str:
+    """Return the page of ``kind`` with ``values``; a template that extends ``base.html`` needs those that ``_page`` gives."""
+    return _environment().get_template(f"{kind}.html").render(kind=kind, colours=Markup(css_colours()), **values)
 
 
 @cache
@@ -54,7 +93,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = _JSON  # tojson also escapes <, > and & for a script element
-    environment.filters["breakable"] = _breakable
+    environment.filters |= {"breakable": _breakable, "svg": svg, "numbers": numbers_of, "heads": _heads}
     return environment
 
 
@@ -63,8 +102,11 @@ def _breakable(policy: str) -> Markup:
     return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[:=+.,])", policy))
 
 
-@cache
-def _plotly_js() -> Markup:
-    # Read the file directly: importing plotly takes a second, and inlining its script does not need it.
-    script = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    return Markup(script.replace("</script", "<\\/script"))
+def _heads(heads: Sequence[str]) -> str:
+    """Return the heads of a table as CSS variables, from which narrow pages label the cells of each card."""
+    return ";".join(f'--h{place}:"{_css_text(head)}"' for place, head in enumerate(heads, 1) if head)
+
+
+def _css_text(text: str) -> str:
+    # Everything but letters, digits and spaces is written as a code, so that no text can end the string.
+    return "".join(c if c.isalnum() or c == " " else f"\\{ord(c):x} " for c in text)
