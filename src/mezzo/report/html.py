@@ -19,6 +19,7 @@ from mezzo.report.charts.svg import hover_data, svg
 from mezzo.report.charts.table import numbers_of
 from mezzo.report.colours import css_colours
 from mezzo.report.figures import charts_of
+from mezzo.report.index import IndexSheet
 from mezzo.report.source import Source, module_places, source_of
 from mezzo.report.together import together_sheet
 from mezzo.report.views import VIEWS
@@ -55,6 +56,12 @@ def write_html(record: AnyRecord, path: Path, *, steps: Sequence[Step] = ()) -> 
 def write_together(records: Sequence[CompareRecord], path: Path) -> None:
     """Write several comparisons as one page to ``path``, whole or not at all."""
     write_whole(_page("together", together_sheet(records), answer=Answer(tone="quiet", word="together")), path)
+
+
+def write_index(sheet: IndexSheet, path: Path) -> None:
+    """Write an index of records as a page to ``path``, whole or not at all."""
+    charts = [history.chart for history in sheet.histories if history.chart is not None]
+    write_whole(_page("index", sheet, charts, answer=Answer(tone="quiet", word="")), path)
 
 
 def _page(
