@@ -76,9 +76,7 @@ def read_record(path: Path | str) -> AnyRecord:
 
 
 def _not_a_record(path: Path | str, why: str) -> RecordError:
-    return RecordError(
-        f"{str(path)!r} is not a record: {why}", hint="pass the record.json that a mezzo command wrote"
-    )
+    return RecordError(f"{str(path)!r} is not a record: {why}", hint="pass the record.json that a mezzo command wrote")
 
 
 def _version_in(text: str, path: Path | str) -> object:

@@ -96,7 +96,9 @@ def index_sheet(entries: Sequence[Entry], folder: Path) -> IndexSheet:
 def _history(number: int, script: str, entries: Sequence[Entry]) -> History:
     with_loss = [one for one in entries if one.losses]
     kinds = [one.kind for one in with_loss]
-    kind_shown = max(kinds, key=kinds.count, default="")  # a run's last step and a comparison's mean are not one history
+    kind_shown = max(
+        kinds, key=kinds.count, default=""
+    )  # a run's last step and a comparison's mean are not one history
     known = [one for one in with_loss if one.kind == kind_shown]
     policies = list(dict.fromkeys(policy for one in known for policy in one.losses))[:_MOST_POLICIES]
     shown = list(entries[-MOST_ROWS // 10 :])

@@ -37,16 +37,17 @@ class Layout:
 
     name: str
     width: int
-    left: int
     right: int
     num_x_ticks: int
     label_length: int
 
 
-WIDE = Layout(name="wide", width=900, left=58, right=150, num_x_ticks=8, label_length=17)
-NARROW = Layout(name="narrow", width=420, left=50, right=104, num_x_ticks=4, label_length=12)
+WIDE = Layout(name="wide", width=900, right=150, num_x_ticks=8, label_length=17)
+NARROW = Layout(name="narrow", width=420, right=104, num_x_ticks=4, label_length=12)
 LAYOUTS = (WIDE, NARROW)
 TOP, BOTTOM = 26, 40
+_LEAST_LEFT = 36
+_CHARACTER = 7.8  # pixels of a wide digit at the page's size
 TRACK = 22
 """Height of a track below the axis."""
 
@@ -65,6 +66,8 @@ class Geometry:
 
     layout: Layout
     height: int
+    left: float
+    """Space for the labels of the vertical axis."""
     right: int
     """Space kept free at the right."""
     bottom: int
@@ -82,7 +85,7 @@ class Geometry:
     @property
     def frame(self) -> tuple[float, float, float, float]:
         """Left, top, right and bottom of the frame."""
-        return self.layout.left, TOP, self.layout.width - self.right, self.height - self.bottom
+        return self.left, TOP, self.layout.width - self.right, self.height - self.bottom
 
 
 def drawn(chart: Chart, layout: Layout) -> Geometry:
@@ -94,7 +97,8 @@ def drawn(chart: Chart, layout: Layout) -> Geometry:
         is_log = chart.y_axis.kind == "log"
         for number, line in enumerate(chart.lines):
             _plot(axes, chart, line, number, _clamp(frame, is_log=is_log))
-        _ticks(axes, chart, layout)
+        left = _ticks(axes, chart, layout)
+        axes.set_position(_rectangle(chart, layout, left))
         found = _elements(figure)
         transform = axes.transData.frozen()
 
@@ -106,6 +110,7 @@ def drawn(chart: Chart, layout: Layout) -> Geometry:
     return Geometry(
         layout=layout,
         height=chart.height,
+        left=left,
         right=_right(chart, layout),
         bottom=_bottom(chart),
         ends=(float(ends[0]), float(ends[1])),
@@ -159,13 +164,16 @@ def _settings() -> Iterator[None]:
 
 def _figure(chart: Chart, layout: Layout) -> tuple[Any, Any]:
     mpl = _matplotlib()
-    width, height = layout.width, chart.height
-    figure = mpl.figure.Figure(figsize=(width / 72, height / 72), dpi=72)  # the SVG backend has 72 pixels an inch
+    # The SVG backend has 72 pixels an inch.
+    figure = mpl.figure.Figure(figsize=(layout.width / 72, chart.height / 72), dpi=72)
     mpl.backends.backend_svg.FigureCanvasSVG(figure)
-    right = width - _right(chart, layout)
-    bottom = _bottom(chart)
-    rectangle = (layout.left / width, bottom / height, (right - layout.left) / width, (height - TOP - bottom) / height)
-    return figure, figure.add_axes(rectangle)
+    return figure, figure.add_axes(_rectangle(chart, layout, _LEAST_LEFT))
+
+
+def _rectangle(chart: Chart, layout: Layout, left: float) -> tuple[float, float, float, float]:
+    """Return the axes' place as shares of the figure: left, bottom, width and height."""
+    width, height, right, bottom = layout.width, chart.height, _right(chart, layout), _bottom(chart)
+    return left / width, bottom / height, (width - right - left) / width, (height - TOP - bottom) / height
 
 
 def _limits(axes: Any, chart: Chart) -> None:
@@ -244,7 +252,8 @@ def _stretches(line: Line) -> list[list[int]]:
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def _ticks(axes: Any, chart: Chart, layout: Layout) -> None:
+def _ticks(axes: Any, chart: Chart, layout: Layout) -> float:
+    """Place the ticks of both axes, and return the space that the labels of the vertical one need."""
     ticker = _matplotlib().ticker
     across = ticker.MaxNLocator(nbins=layout.num_x_ticks, integer=True, steps=[1, 2, 4, 5, 10])
     if chart.y_axis.kind == "log":
@@ -263,6 +272,8 @@ def _ticks(axes: Any, chart: Chart, layout: Layout) -> None:
         axis.set_minor_locator(ticker.NullLocator())
         for tick in axis.get_major_ticks():
             tick.label1.set_gid(gid)
+    names = [label.get_text() for label in axes.get_yticklabels()] + [track.name for track in chart.tracks]
+    return max(_LEAST_LEFT, 14 + _CHARACTER * max(map(len, names), default=0))
 
 
 def tick_text(value: float, kind: AxisKind) -> str:
@@ -307,7 +318,8 @@ def _path(elements: Sequence[ElementTree.Element]) -> str:
         elif at != before:
             out.append(f"{_tenths(at[0] - before[0])} {_tenths(at[1] - before[1])} ")
         before = at
-    return "".join(out).replace(" -", "-").replace(" z", "z").replace(" M", "M").strip()
+    path = "".join(out).replace(" -", "-").replace(" z", "z").replace(" M", "M").strip()
+    return path.replace("lM", "h0M").removesuffix("l") + ("h0" if path.endswith("l") else "")  # a point alone is a dot
 
 
 def _tenths(value: int) -> str:
