@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
 from mezzo.records import (
@@ -119,6 +120,7 @@ _PLACE = ("module", "operation", "line", "step", "loss scale")
 def diagnose_answer(record: DiagnoseRecord, sheet: Any) -> Answer:
     """Return the answer of a diagnosis: its verdict, and where."""
     facts = [fact for fact in sheet.place if fact.what in _PLACE]
+    facts = [replace(fact, value=PurePath(fact.value).name) if fact.what == "line" else fact for fact in facts]
     if not facts:
         skipped = f"{record.num_skipped} of {len(record.run.steps)}"
         facts = [Fact(what="steps", value=str(len(record.run.steps))), Fact(what="skipped updates", value=skipped)]

@@ -57,7 +57,7 @@ def entry_of(path: Path, record: AnyRecord | RecordError, folder: Path) -> Entry
     place = path.parent.relative_to(folder).as_posix()
     shown = _short(place, _NAME_LENGTH)
     if isinstance(record, RecordError):
-        why = _short(str(record), _TEXT_LENGTH)
+        why = _short(str(record).splitlines()[0].replace(repr(str(path)), path.name), _TEXT_LENGTH)
         empty: dict[str, Any] = dict.fromkeys(("date", "script", "kind", "policies", "device"), fmt.MISSING)
         return Entry(place=shown, link="", word="cannot be read", tone="bad", headline=why, **empty)
     view = VIEWS[record.kind]
@@ -83,7 +83,7 @@ def entry_of(path: Path, record: AnyRecord | RecordError, folder: Path) -> Entry
 
 
 def _short(text: str, length: int) -> str:
-    return fmt.shortened(fmt.clean(text[: 4 * length]) if len(text) > 4 * length else fmt.clean(text), length=length)
+    return fmt.shortened(fmt.clean(text), length=length)
 
 
 def _address(page: Path, folder: Path) -> str:

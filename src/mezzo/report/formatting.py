@@ -13,12 +13,19 @@ from datetime import datetime
 MISSING = "-"
 UNKNOWN = "unknown"
 """Shown for a size that was not measured."""
+LONGEST = 4000
+"""Characters of a text that a view shows."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LARGEST_PLAIN_EXPONENT = 16  # 65536 is read at a glance, 16777216 is not
 
 
-def clean(text: str, *, keep_lines: bool = False) -> str:
-    """Return ``text`` without control characters, which could control a terminal or hide part of a page."""
+def clean(text: str, *, keep_lines: bool = False, most: int = LONGEST) -> str:
+    """Return ``text`` without control characters, which could control a terminal or hide part of a page.
+
+    Longer texts than ``most`` characters are cut in the middle: a page must stay readable whatever a script prints.
+    """
+    if len(text) > most:
+        text = shortened(text, length=most)
     if text.isascii() and text.isprintable() and "  " not in text:
         return text.strip(" ")  # nearly every text, ten times as fast
     return "".join(

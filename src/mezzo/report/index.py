@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mezzo.report import formatting as fmt
-from mezzo.report.charts.data import Axis, AxisKind, Chart, Line
+from mezzo.report.charts import series
+from mezzo.report.charts.data import Axis, Chart, Line
 from mezzo.report.colours import policy_styles
 from mezzo.report.sheets import Fact
 
 MOST_ROWS = 500  # some 600 bytes of the page each
 _MOST_HISTORIES = 6
 _MOST_POLICIES = 6
-_WIDE_RATIO = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,6 @@ def _history(number: int, script: str, entries: Sequence[Entry]) -> History:
         return History(script=script, entries=shown, chart=None)
     styles = policy_styles(policies)
     values = [v for one in known for v in one.losses.values()]
-    kind: AxisKind = "log" if min(values) > 0 and max(values) / min(values) > _WIDE_RATIO else "number"
     lines = [
         Line(name=fmt.clean(p), style=styles[p], y=_joined([one.losses.get(p, math.nan) for one in known]))
         for p in policies
@@ -119,7 +118,7 @@ def _history(number: int, script: str, entries: Sequence[Entry]) -> History:
         x=list(range(1, len(known) + 1)),
         last_x=len(known),
         x_axis=Axis(title="record, by date"),
-        y_axis=Axis(title="final loss", kind=kind),
+        y_axis=Axis(title="final loss", kind=series.axis_kind(values)),
         lines=lines,
         layered=True,
         height=220,

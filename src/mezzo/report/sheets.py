@@ -19,6 +19,7 @@ from mezzo.report.findings import FindingLine, finding_line
 
 NOT_FOR_GPU = "emulated: says nothing about a GPU"
 _LEVEL_TONES = {"native": "good", "emulated": "warn", "impossible": "bad"}
+_LONGEST_WORD = 100_000  # of a command, which must stay whole to be pasted: a policy may name hundreds of modules
 _ENVIRONMENT_LABELS = {
     "date": "Date",
     "device": "Device",
@@ -264,7 +265,7 @@ def final_loss_text(record: RunRecord) -> str:
 def command_text(command: Sequence[str], environment: Environment) -> str:
     """Return a command as a shell line, preceded by the environment variables that matter."""
     variables = [f"{fmt.clean(name)}={shlex.quote(fmt.clean(value))}" for name, value in environment.variables.items()]
-    return " ".join([*variables, shlex.join([fmt.clean(part) for part in command])])
+    return " ".join([*variables, shlex.join([fmt.clean(part, most=_LONGEST_WORD) for part in command])])
 
 
 def median_ms(times_ms: Sequence[float]) -> float | None:

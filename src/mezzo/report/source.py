@@ -17,7 +17,6 @@ _MOST_LINES = 80
 _MOST_BYTES = 4_000_000
 _LONGEST_LINE = 200
 _PLACE = re.compile(r"(.+):(\d+)")
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +132,7 @@ def _text(name: str, run: RunRecord) -> tuple[str, str]:
         path, script = path.resolve(), script.resolve()
         # A record may come from somebody else: it must not make a page show any file that it names.
         inside = path.is_relative_to(script.parent) or path.is_relative_to(folder.resolve())
-        if path.suffix != ".py" or not (inside or any(part in _INSTALLED for part in path.parts)):
+        if path.suffix != ".py" or not (inside or {"site-packages", "dist-packages"} & set(path.parts)):
             return "", "it is not a Python file of the script or of an installed package"
         if path.stat().st_size > _MOST_BYTES:
             return "", "the file is too large"

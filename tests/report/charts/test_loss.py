@@ -104,7 +104,7 @@ def test_the_difference_is_paired_by_seed(scale: str) -> None:
     last = "0" if scale == "absolute" else "+6.2%"
     margin = "0.1" if scale == "absolute" else "10%"
     assert chart.words == (
-        f"How far the loss lies from that of fp32; at the last step: bf16 {last}. The margin is {margin} to either side."
+        f"How far the loss lies from that of fp32; at the end: bf16 {last}. The margin is {margin} to either side."
     )
     drawing = svg(chart)
     assert drawing.count('class="span"') == drawing.count('class="zero"') == 2  # in both layouts
@@ -133,3 +133,11 @@ def test_the_svg_holds_each_point() -> None:
     for step, loss, (across, down) in zip((1, 2, 3), (1.0, 3.0, 2.0), points, strict=True):
         assert across == pytest.approx(left + (step - first) / (last - first) * (right - left), abs=0.2)
         assert down == pytest.approx(bottom - (loss - low) / (high - low) * (bottom - top), abs=0.2)
+
+
+def test_a_policy_that_diverges_does_not_press_the_difference_of_the_others_flat() -> None:
+    chart = next(c for c in compare_charts(build.compare_record()) if c.name == "difference")
+    assert isinstance(chart, Chart)
+    assert chart.y_axis.high is not None
+    assert chart.y_axis.high < 0.5
+    assert "fp16-pure not finite" in chart.words

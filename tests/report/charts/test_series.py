@@ -53,10 +53,13 @@ def test_stretches_that_are_not_finite() -> None:
     assert [(s.start, s.stop, s.before) for s in stretches] == [(0, 1, None), (2, 4, 1.0), (5, 6, 2.0)]
 
 
+def test_a_band_of_means_is_that_of_each_series_mean() -> None:
+    found = series.band_of_means([[1.0, 3.0, 8.0], [4.0, NAN, 6.0]], series.positions(3, most=2))
+    assert (found.mean, found.low, found.high) == ([3.0, 7.0], [2.0, 6.0], [4.0, 8.0])
+
+
 def test_small_functions() -> None:
     assert series.thinned(range(9), limit=3) == [0, 4, 8]
-    assert series.last_finite([1.0, 2.0, NAN]) == 2.0
-    assert series.last_finite([NAN]) is None
     assert series.quantile([1.0, 2.0, 3.0, 5.0], 0.5) == 2.5
     assert series.quantile([7.0], 0.95) == 7.0
     assert [series.points_for(n) for n in (1, 12, 24, 1000)] == [300, 300, 150, 60]

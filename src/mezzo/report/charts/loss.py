@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from mezzo.records import CompareRecord, Difference, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.charts import series
-from mezzo.report.charts.data import Axis, AxisKind, Chart, Drawn, Line, Mark, Nothing, Span
+from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Mark, Nothing, Span
 from mezzo.report.colours import Style
 
-_WIDE_RATIO = 50  # of highest to lowest loss, above which a linear axis hides the end of training
 _MOST_CROSSES = 40
 _SHOWN_SHARE = 0.98  # of the differences: single steps may leave the frame
 
@@ -165,7 +164,7 @@ def _loss_axis(values: Sequence[Sequence[float]]) -> tuple[Axis, float]:
         return Axis(title="", low=0.0, high=1.0), 0.5
     low, high = min(framed), max(framed)
     highest = max(v for own in values for v in own if math.isfinite(v))
-    kind: AxisKind = "log" if low > 0 and high / low > _WIDE_RATIO else "number"
+    kind = series.axis_kind(framed)
     if highest <= 2 * high or high <= 0:
         return Axis(title="", kind=kind), highest
     if kind == "log":
@@ -198,7 +197,7 @@ def difference_chart(found: Curves, record: CompareRecord, *, name: str, styles:
         paired = [_differences(c.values, base[c.seed], is_ratio=is_ratio) for c in own if c.seed in base]
         if policy == record.baseline or not paired:
             continue
-        band = series.band(paired, found.places)
+        band = series.band_of_means(paired, found.places)
         pairs = max(pairs, len(paired))
         lines.append(series.banded_line(fmt.clean(policy), styles[policy], band))
     if not any(math.isfinite(v) for line in lines for v in line.y):
@@ -210,7 +209,7 @@ def difference_chart(found: Curves, record: CompareRecord, *, name: str, styles:
         name=name,
         title=f"Difference of the {found.title} from {fmt.clean(record.baseline)}",
         words=_difference_words(found, lines, record, is_ratio=is_ratio, margin=margin),
-        note=_difference_note(margin, pairs),
+        note=_difference_note(margin, pairs, size=len(found.places[0])),
         x=[found.steps[place.start] for place in found.places],
         last_x=found.steps[-1],
         x_axis=Axis(title="step"),
@@ -242,7 +241,10 @@ def _differences(values: Sequence[float], baseline: Sequence[float], *, is_ratio
 
 def _difference_frame(lines: Sequence[Line], margin: float) -> tuple[float, float]:
     """Return a frame that holds the margin and nearly all values: the noise of single steps must not press the rest flat."""
-    values = sorted(v for line in lines for part in (line.y, line.low, line.high) for v in part if math.isfinite(v))
+    whole = [line for line in lines if math.isfinite(line.y[-1])]  # one that diverged would press the others flat
+    values = sorted(
+        v for line in whole or lines for part in (line.y, line.low, line.high) for v in part if math.isfinite(v)
+    )
     rest = (1 - _SHOWN_SHARE) / 2
     low, high = series.quantile(values, rest), series.quantile(values, 1 - rest)
     low, high = min(low, -1.4 * margin, 0.0), max(high, 1.4 * margin, 0.0)
@@ -254,19 +256,24 @@ def _difference_words(
     found: Curves, lines: Sequence[Line], record: CompareRecord, *, is_ratio: bool, margin: float | None
 ) -> str:
     show = fmt.share_change_text if is_ratio else fmt.signed_text
-    ends = [f"{line.name} {show(last)}" for line in lines if (last := series.last_finite(line.y)) is not None]
-    words = f"How far the {found.title} lies from that of {fmt.clean(record.baseline)}; at the last step: {', '.join(ends)}."
+    ends = [
+        f"{line.name} {show(line.y[-1])}" if math.isfinite(line.y[-1]) else f"{line.name} not finite" for line in lines
+    ]
+    words = f"How far the {found.title} lies from that of {fmt.clean(record.baseline)}; at the end: {', '.join(ends)}."
     if margin is None:
         return words
     size = f"{fmt.number_text(100 * margin, digits=2)}%" if is_ratio else fmt.number_text(margin, digits=2)
     return f"{words} The margin is {size} to either side."
 
 
-def _difference_note(margin: float | None, pairs: int) -> str:
-    paired = (
-        f"Paired by seed: mean of {fmt.plural(pairs, 'pair')}, and a band from the lowest to the highest. "
+def _difference_note(margin: float | None, pairs: int, *, size: int) -> str:
+    parts = (
+        [f"Paired by seed: mean of {fmt.plural(pairs, 'pair')}, and a band from the lowest to the highest."]
         if pairs > 1
-        else ""
+        else []
     )
-    shaded = "" if margin is None else "Shaded: the margin, within which a final result counts as equivalent. "
-    return f"{paired}{shaded}Single steps may leave the frame."
+    if size > 1:
+        parts.append(f"Each point is the mean of {size} steps.")
+    if margin is not None:
+        parts.append("Shaded: the margin, within which a final result counts as equivalent.")
+    return " ".join([*parts, "Single points may leave the frame."])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import get_args
 
-from mezzo.records import GRADIENTS, KindRange, RangesRecord
+from mezzo.records import GRADIENTS, KindRange, RangeKind, RangesRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Nothing, Span, Track
 from mezzo.report.colours import Style, format_style, kind_style
 from mezzo.report.ranges import judged_window, lost_shares, power
 
-_KINDS = ("activations", "activation gradients", "weight gradients", "weights", "updates")
+_KINDS = get_args(RangeKind)
 _LOWEST, _HIGHEST = -60, 48
 
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mezzo.report.charts.data import Line, Mark
+from mezzo.report.charts.data import AxisKind, Line, Mark
 from mezzo.report.colours import Style
 
 NAN = math.nan
 MOST_POINTS = 300
 """Positions in one chart: a point each 3 pixels at full width."""
 _FEWEST_POINTS = 60
+_WIDE_RATIO = 50
 _PAGE_POINTS = (
     3600  # of all lines and charts of a page: at some 45 bytes each, with both layouts, band and tooltip, 160 kB
 )
@@ -62,11 +63,22 @@ def band(series: Sequence[Sequence[float]], places: Sequence[range]) -> Band:
     return Band(mean=mean, low=low, high=high)
 
 
+def band_of_means(series: Sequence[Sequence[float]], places: Sequence[range]) -> Band:
+    """Return the same of the means of each series at each position: what is systematic, without the noise of single steps."""
+    means = [band([values], places).mean for values in series]
+    return band(means, positions(len(places), most=max(1, len(places))))
+
+
 def banded_line(name: str, style: Style, one: Band, *, marks: Sequence[Mark] = ()) -> Line:
     """Return the line of a band's mean, with the band if it is anywhere wider than its mean."""
     wide = any(low < high for low, high in zip(one.low, one.high, strict=True))
     low, high = (one.low, one.high) if wide else ((), ())
     return Line(name=name, style=style, y=one.mean, low=low, high=high, marks=marks)
+
+
+def axis_kind(values: Sequence[float]) -> AxisKind:
+    """Return ``log`` for positive values that span so much that a linear axis would hide the small ones."""
+    return "log" if min(values) > 0 and max(values) / min(values) > _WIDE_RATIO else "number"
 
 
 def broken_stretches(values: Sequence[float]) -> list[Stretch]:
@@ -92,11 +104,6 @@ def thinned(indices: Sequence[int], *, limit: int = MOST_POINTS) -> list[int]:
     if len(indices) <= limit:
         return list(indices)
     return [indices[k * (len(indices) - 1) // (limit - 1)] for k in range(limit)]
-
-
-def last_finite(values: Sequence[float]) -> float | None:
-    """Return the last finite value, or None without any."""
-    return next((v for v in reversed(values) if math.isfinite(v)), None)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

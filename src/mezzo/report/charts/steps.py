@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from mezzo.records import RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.charts import series
-from mezzo.report.charts.data import Axis, AxisKind, Chart, Drawn, Mark, Nothing
+from mezzo.report.charts.data import Axis, Chart, Drawn, Mark, Nothing
 from mezzo.report.colours import Style
 
 _MOST_SKIPS = 60
-_WIDE_RATIO = 50
 
 
 def scale_chart(runs: Sequence[RunRecord], *, styles: Mapping[str, Style]) -> Drawn:
@@ -116,7 +115,7 @@ def _one_line(
     values = [v for _, v in known]
     places = series.positions(len(known))
     band = series.band([values], places)
-    kind: AxisKind = "log" if min(values) > 0 and max(values) / min(values) > _WIDE_RATIO else "number"
+    kind = series.axis_kind(values)
     merged = len(places[0])
     note = f"Each point is the mean of {merged} steps; the band holds all of them." if merged > 1 else ""
     return Chart(
