@@ -37,9 +37,9 @@ def compare_answer(record: CompareRecord, sheet: Any) -> Answer:
     equal = [row for row in others if row.verdict == "equivalent"]
     if not others or record.shared_files:
         return Answer(tone="open" if not others else "bad", word="no verdict")
-    if equal and not record.shared_files:
+    if equal:
         best = max(equal, key=lambda row: (row.speedup_low or 0.0, -(row.memory_ratio or 9.9)))
-        return Answer(tone="good", word="equivalent", facts=_evidence(best))
+        return Answer(tone="good", word="equivalent", facts=_evidence(best, metric=sheet.metric_name))
     words = {row.verdict for row in others}
     if "undecided" in words:
         needed = [row.seeds_needed for row in others if row.verdict == "undecided" and row.seeds_needed]
@@ -50,11 +50,11 @@ def compare_answer(record: CompareRecord, sheet: Any) -> Answer:
     return Answer(tone="warn" if words == {"different"} else "bad", word=word)
 
 
-def _evidence(row: Row) -> list[Fact]:
+def _evidence(row: Row, *, metric: str) -> list[Fact]:
     name = fmt.clean(row.policy)
     facts = []
     loss = row.loss or next(iter(row.losses.values()), None)
-    for what, found in (("final loss", loss), ("metric", row.metric)):
+    for what, found in (("final loss", loss), (metric, row.metric)):
         if found is not None:
             show = fmt.share_change_text if found.scale == "ratio" else fmt.signed_text
             interval = fmt.interval_text(found.low, found.high, one=show)
