@@ -258,7 +258,9 @@ def run_line(record: RunRecord) -> RunLine:
 
 def final_loss_text(record: RunRecord) -> str:
     """Return the loss of the last step, or the last one of each of several losses."""
-    several = [f"{fmt.clean(loss.name)} {fmt.number_text(loss.values[-1])}" for loss in record.steps.losses]
+    several = [
+        f"{fmt.clean(loss.name)} {fmt.number_text(loss.values[-1])}" for loss in record.steps.losses if loss.values
+    ]
     return ", ".join(several) or fmt.number_text(record.steps.loss[-1] if record.steps.loss else None)
 
 

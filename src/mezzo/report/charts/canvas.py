@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -28,6 +28,7 @@ _OWN_SETTINGS = {
     "text.usetex": False,
 }
 _SETTINGS = ("axes", "figure", "font", "grid", "lines", "patch", "path", "savefig", "svg", "text", "xtick", "ytick")
+_FARTHEST = 1e100
 _SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -90,6 +91,7 @@ class Geometry:
 
 def drawn(chart: Chart, layout: Layout) -> Geometry:
     """Return ``chart`` as matplotlib places it in ``layout``."""
+    chart = _tamed(chart)
     with _settings():
         figure, axes = _figure(chart, layout)
         _limits(axes, chart)
@@ -120,6 +122,33 @@ def drawn(chart: Chart, layout: Layout) -> Geometry:
         bands=[_path(found.get(f"band-{number}", [])) for number in range(len(chart.lines))],
         place=place,
     )
+
+
+def _tamed(chart: Chart) -> Chart:
+    """Return ``chart`` with values whose differences and ratios are still numbers: a loss may be 1e308."""
+    low, high = (1 / _FARTHEST if chart.y_axis.kind == "log" else -_FARTHEST), _FARTHEST
+
+    def one(value: float) -> float:
+        return value if math.isnan(value) else min(max(value, low), high)
+
+    def end(value: float | None) -> float | None:
+        return None if value is None or math.isnan(value) else one(value)
+
+    lines = [
+        replace(
+            line,
+            y=[one(v) for v in line.y],
+            low=[one(v) for v in line.low],
+            high=[one(v) for v in line.high],
+            marks=[replace(mark, y=one(mark.y)) for mark in line.marks],
+        )
+        for line in chart.lines
+    ]
+    spans = [
+        replace(span, low=one(span.low), high=one(span.high)) if span.axis == "y" else span for span in chart.spans
+    ]
+    axis = replace(chart.y_axis, low=end(chart.y_axis.low), high=end(chart.y_axis.high))
+    return replace(chart, lines=lines, spans=spans, y_axis=axis)
 
 
 def labelled(chart: Chart) -> bool:
@@ -204,9 +233,9 @@ def _ends(axis: Axis, values: Sequence[float], *, margin: float) -> tuple[float,
 
 def _clamp(frame: tuple[float, float], *, is_log: bool) -> Callable[[float], float]:
     """Return what keeps a value within a frame's height of the frame: far points need many digits and are not seen."""
-    bottom, top = min(frame), max(frame)
+    bottom, top = float(min(frame)), float(max(frame))
     room = top / bottom if is_log else top - bottom
-    low, high = (bottom / room, top * room) if is_log else (bottom - room, top + room)
+    low, high = (max(bottom / room, 1e-300), min(top * room, 1e300)) if is_log else (bottom - room, top + room)
     return lambda value: value if math.isnan(value) else min(max(value, low), high)
 
 

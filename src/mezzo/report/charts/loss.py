@@ -168,8 +168,8 @@ def _loss_axis(values: Sequence[Sequence[float]]) -> tuple[Axis, float]:
     if highest <= 2 * high or high <= 0:
         return Axis(title="", kind=kind), highest
     if kind == "log":
-        top = high * (high / low) ** 0.12
-        return Axis(title="", kind=kind, low=low / (high / low) ** 0.05, high=top), top / (high / low) ** 0.05
+        ratio = high / low
+        return Axis(title="", kind=kind, low=low / ratio**0.05, high=high * ratio**0.12), high * ratio**0.07
     room = (high - low) or abs(high) or 1.0
     return Axis(title="", kind=kind, low=low - 0.05 * room, high=high + 0.15 * room), high + 0.09 * room
 
