@@ -27,7 +27,7 @@ from mezzo.records import (
 )
 from mezzo.report import formatting, sheets, text, verdicts
 from mezzo.report.charts.data import Chart
-from mezzo.report.colours import Style
+from mezzo.report.colours import Style, policy_style
 from mezzo.report.figures import compare_charts
 from mezzo.report.html import render_html
 from mezzo.report.views import VIEWS
@@ -347,6 +347,17 @@ policy    verdict   speed-up    ratio    95% interval        95% interval skips 
         "97.3% bf16, 2.7% fp32",
     ):
         assert words in shown
+
+
+def test_policies_have_the_colours_of_their_formats_in_the_terminal() -> None:
+    console = Console(file=io.StringIO(), width=100, color_system="truecolor", force_terminal=True)
+    text.render(build.compare_record(num_steps=10), console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for policy in ("fp32", "bf16", "fp16", "fp16-pure"):
+        colour = policy_style(policy).terminal
+        red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+        # Verdicts, reasons, memory and effective formats: a table each, its cells padded in the same colour.
+        assert len(re.findall(rf"\x1b\[38;2;{red};{green};{blue}m{policy} *\x1b\[0m", shown)) == 4, policy
 
 
 def test_text_of_a_run() -> None:

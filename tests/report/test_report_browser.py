@@ -60,6 +60,13 @@ def test_a_page_passes_the_checks_at_every_width_in_light_and_dark(
             assert page.requests() == [address]
 
 
+@pytest.mark.parametrize("width", [360, 640, 641, 760, 761, 860, 861, 1120, 2000])
+def test_pages_fit_between_the_widths_at_which_they_change(width: int, pages: dict[str, Path], page: Page) -> None:
+    for kind in ("long-names", "audit", "index"):
+        page.open(pages[kind].as_uri(), width=width)
+        assert page.value(CHECKS)["faults"] == [], kind
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_picture_and_control_has_a_name_for_a_screen_reader(
     kind: str, pages: dict[str, Path], page: Page

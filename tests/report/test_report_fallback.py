@@ -129,3 +129,14 @@ def test_names_cannot_drive_the_page_or_the_terminal() -> None:
     page = render_html(own)
     assert "\x1b" not in page + shown(own)
     assert "<b>" not in page.split("<h1")[1].split("</section>")[0]
+
+
+def test_containers_that_are_never_called_do_not_take_a_row_each() -> None:
+    modules = [
+        ModuleError(module=f"encoder.layers.{n}.attention", type="Attention", output=0.1 / (n + 1)) for n in range(2)
+    ]
+    tree = error_tree(record(modules=modules))
+    assert isinstance(tree, Tree)
+    (root,) = tree.roots
+    assert (root.name, root.path, root.open) == ("encoder.layers", "encoder.layers", True)
+    assert [node.name for node in root.children] == ["0.attention", "1.attention"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mezzo.records import AuditRecord, FallbackRecord, ModuleError
 from mezzo.report import formatting as fmt
@@ -14,6 +14,7 @@ from mezzo.report.colours import format_style
 from mezzo.report.fallback import error_text
 
 MOST_NODES = 250  # some 500 bytes of the page each
+_ALL_OPEN = 60  # nodes up to which the whole tree is unfolded
 _NEAR_SHARE = 1 / 8  # of the tolerance
 
 
@@ -145,7 +146,8 @@ def _nodes(
         inside.setdefault(path.rpartition(".")[0], []).append(path)
 
     def build(path: str) -> Node:
-        return node(path, [build(child) for child in inside.get(path, [])])
+        made = node(path, [build(child) for child in inside.get(path, [])])
+        return replace(made, open=len(known) <= _ALL_OPEN or "." not in path)
 
     return [build(path) for path in inside.get("", [])]
 
@@ -168,6 +170,10 @@ def error_tree(record: FallbackRecord) -> Drawn:
 
     def node(path: str, children: Sequence[Node]) -> Node:
         found = own.get(path)
+        if (
+            found is None and len(children) == 1
+        ):  # a container that is never called and holds one module is not a row of its own
+            return replace(children[0], name=f"{fmt.clean(path.rpartition('.')[2])}.{children[0].name}")
         tone, word = error_tone(found, record.tolerance)
         share = 0.0 if found is None else _bar_share(_largest(found), record.tolerance)
         return Node(
