@@ -84,7 +84,7 @@ def test_several_comparisons_are_one_table_in_the_terminal(records: list[Compare
 def test_several_comparisons_are_one_table_on_a_page(tmp_path: Path, records: list[CompareRecord]) -> None:
     write_together(records, tmp_path / "together.html")
     page = (tmp_path / "together.html").read_text(encoding="utf-8")
-    assert page.count('<table class="verdicts">') == 1
+    assert page.count('<table class="verdicts cards"') == 1
     assert page.count('<tr class="figures">') == 8
     assert page.count('<tr class="group">') == 2
     assert page.count("auto_cast off: Paddle casts nothing on a CPU") == 4

@@ -238,8 +238,6 @@ WRONG: list[Wrong] = [
         "--json takes one record; 2 were given",
         "type: mezzo report --json runs/old/record.json, and the same for each of the others",
     ),
-    ("report runs/old", "runs/old is a folder", "type: mezzo report runs/old/record.json"),
-    ("report runs", "runs is a folder", "type: mezzo report runs/old/record.json"),
     (
         "report runs/old/recrd.json",
         "there is no record 'runs/old/recrd.json'",

@@ -25,8 +25,10 @@ from mezzo.records import (
     SharedFile,
     Steps,
 )
-from mezzo.report import formatting, sampling, sheets, text, verdicts
-from mezzo.report.figures import compare_plots
+from mezzo.report import formatting, sheets, text, verdicts
+from mezzo.report.charts.data import Chart
+from mezzo.report.colours import Style, policy_style
+from mezzo.report.figures import compare_charts
 from mezzo.report.html import render_html
 from mezzo.report.views import VIEWS
 
@@ -90,41 +92,20 @@ def rendered(record: RunRecord | CompareRecord | DoctorRecord, *, width: int = 1
         (formatting.duration_text(200), "3 min 20 s"),
         (formatting.shortened("fp16:fp32_modules=head.*", length=20), "fp16:fp32...s=head.*"),
         (formatting.listed(["a", "b", "c"]), "a, b and c"),
+        (formatting.date_text("2026-11-22T12:48:40+00:00"), "2026-11-22 12:48 UTC"),
+        (formatting.date_text("2026-11-22T12:48:40+02:00"), "2026-11-22 12:48 +0200"),
+        (formatting.date_text("some day"), "some day"),
+        (formatting.clean_line("\tif x:\x1b[31m\u202e"), "    if x:\ufffd[31m\ufffd"),
+        (formatting.flops_text(0), "0"),
+        (formatting.flops_text(999), "999 FLOP"),
+        (formatting.flops_text(2_500_000), "2.50 MFLOP"),
+        (formatting.flops_text(3 * 10**12), "3.00 TFLOP"),
         (formatting.clean("a\x1b[31m\u202eb\nc"), "a\ufffd[31m\ufffdb c"),
         (formatting.clean("a\nb", keep_lines=True), "a\nb"),
     ],
 )
 def test_formatting(shown: str, expected: str) -> None:
     assert shown == expected
-
-
-# Sampling
-
-
-def test_sampling_keeps_spikes_nans_and_ends() -> None:
-    values = [1.0] * 50_000
-    values[777], values[40_001], values[31_234] = 99.0, -5.0, NAN
-    kept = sampling.kept_indices(values)
-    assert len(kept) <= sampling.SERIES_LIMIT
-    assert {0, 777, 31_234, 40_001, 49_999} <= set(kept)
-    assert kept == sorted(set(kept))
-
-
-def test_sampling_leaves_short_series_alone() -> None:
-    assert sampling.kept_indices([NAN, 1.0, 2.0]) == [0, 1, 2]
-    assert sampling.thinned(range(9), limit=3) == [0, 4, 8]
-
-
-def test_stretches_and_changes() -> None:
-    stretches = sampling.broken_stretches([NAN, 1.0, INF, -INF, 2.0, NAN])
-    assert [(s.start, s.stop, s.before) for s in stretches] == [(0, 1, None), (2, 4, 1.0), (5, 6, 2.0)]
-    assert sampling.changes([4.0, 4.0, 4.0, 2.0, 2.0]) == [0, 3, 4]
-    assert sampling.changes([]) == []
-
-
-def test_quantile_interpolates() -> None:
-    assert sampling.quantile([1.0, 2.0, 3.0, 5.0], 0.5) == 2.5
-    assert sampling.quantile([7.0], 0.95) == 7.0
 
 
 # Sheets
@@ -142,7 +123,7 @@ def test_verdict_line_word_for_word() -> None:
     line = verdicts.compare_sheet(build.compare_record()).lines[2]
     assert line == verdicts.VerdictLine(
         policy="fp16",
-        colour="#e8893a",
+        style=Style(family="fp16"),
         verdict="undecided",
         tone="open",
         step="24.9 ms",
@@ -243,10 +224,13 @@ def test_several_losses_have_a_column_and_a_plot_each() -> None:
     assert sheet.loss_heads == ["final loss of netD", "final loss of netG"]
     assert [loss.value for loss in sheet.lines[1].losses] == ["1.2", "0.7"]
     assert sheet.runs[0].final_loss == "netD 1.25, netG NaN"
-    plots = [plot for plot in compare_plots(record) if plot.name.startswith("loss")]
-    assert [(plot.name, plot.title) for plot in plots] == [("loss1", "Loss of netD"), ("loss2", "Loss of netG")]
-    lines = [plot.figure["data"][0] for plot in plots if plot.figure is not None]
-    assert [(line["x"], line["y"]) for line in lines] == [([1, 3], [1.5, 1.25]), ([2, 4], [0.5, None])]
+    charts = [c for c in compare_charts(record) if isinstance(c, Chart) and c.name.startswith("loss")]
+    assert [(c.name, c.title, c.y_axis.title) for c in charts] == [
+        ("loss1", "Loss of netD", "loss of netD"),
+        ("loss2", "Loss of netG", "loss of netG"),
+    ]
+    assert [(c.x, c.lines[0].y[0]) for c in charts] == [([1, 3], 1.5), ([2, 4], 0.5)]
+    assert [(mark.x, mark.text) for mark in charts[1].lines[0].marks] == [(4, "seed 0: NaN at step 4")]
     assert "final loss of netG" in render_html(record)
     assert "netG" in rendered(record)
 
@@ -365,6 +349,17 @@ policy    verdict   speed-up    ratio    95% interval        95% interval skips 
         assert words in shown
 
 
+def test_policies_have_the_colours_of_their_formats_in_the_terminal() -> None:
+    console = Console(file=io.StringIO(), width=100, color_system="truecolor", force_terminal=True)
+    text.render(build.compare_record(num_steps=10), console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for policy in ("fp32", "bf16", "fp16", "fp16-pure"):
+        colour = policy_style(policy).terminal
+        red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+        # Verdicts, reasons, memory and effective formats: a table each, its cells padded in the same colour.
+        assert len(re.findall(rf"\x1b\[38;2;{red};{green};{blue}m{policy} *\x1b\[0m", shown)) == 4, policy
+
+
 def test_text_of_a_run() -> None:
     shown = rendered(build.run_record(error="the loss was NaN", environment=build.environment()))
     assert shown.splitlines()[:6] == [
@@ -430,4 +425,4 @@ def test_the_note_below_shares_names_the_policies_that_were_emulated(
 def test_every_kind_of_record_has_a_view_and_a_template() -> None:
     kinds = {kind.model_fields["kind"].default for kind in get_args(get_args(Record)[0])}
     assert set(VIEWS) == kinds
-    assert {path.stem for path in TEMPLATES.glob("*.html")} == kinds | {"base", "parts", "together"}
+    assert {path.stem for path in TEMPLATES.glob("*.html")} == kinds | {"base", "parts", "together", "index"}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from markupsafe import escape
 from rich.console import Console
 from torch import Tensor, nn
 
 import mezzo
+import record_builders as build
 from helpers_audit import audited
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit import kernels, totals
@@ -20,9 +24,13 @@ from mezzo.observe.audit.operations import TracedOperation, understand, weights_
 from mezzo.observe.module_names import Names
 from mezzo.observe.trace import Noted
 from mezzo.observe.tracer import Tracer
-from mezzo.records import AuditRecord
-from mezzo.report.audit import audit_plots, audit_sheet, flops_text
+from mezzo.records import AuditRecord, Operation
+from mezzo.report import formatting as fmt
+from mezzo.report.audit import audit_sheet
+from mezzo.report.charts import modules
+from mezzo.report.charts.data import Bars, Node, Nothing, Tree
 from mezzo.report.html import render_html
+from mezzo.report.source import module_places, source_of
 from mezzo.report.text import render
 
 
@@ -46,41 +54,95 @@ def test_the_text_says_what_was_found_and_where(record: AuditRecord) -> None:
     assert "the model ran on cpu" in text
 
 
-def test_the_page_has_every_operation_and_one_plot(record: AuditRecord) -> None:
+def test_the_page_has_every_operation(record: AuditRecord) -> None:
     page = render_html(record)
     for operation in record.operations:
         assert operation.op in page
-    assert page.count('class="plot"') == 1
     assert "<b>" not in render_html(record.model_copy(update={"run": record.run.model_copy(update={"script": "<b>"})}))
 
 
-def test_the_plot_shows_the_flops_of_each_phase_by_format(record: AuditRecord) -> None:
-    (plot,) = audit_plots(record)
-    assert plot.figure is not None
-    drawn = {
-        (phase, bar["name"]): value
-        for bar in plot.figure["data"]
-        for phase, value in zip(bar["y"], bar["x"], strict=True)
-        if value
-    }
-    flops = {(p, f): float(f"{n / 1e9:.6g}") for p, own in record.flops_by_phase.items() for f, n in own.items()}
+def test_the_bars_show_the_flops_of_each_phase_by_format(record: AuditRecord) -> None:
+    bars = modules.phase_bars(record)
+    assert isinstance(bars, Bars)
+    drawn = {(row.name, part.name): part.text for row in bars.rows for part in row.parts}
+    flops = {(p, f): fmt.flops_text(n) for p, own in record.flops_by_phase.items() for f, n in own.items() if n}
     assert drawn == flops
-    assert {name for _, name in drawn} == {"bf16", "fp32"}
+    assert {part.style for row in bars.rows for part in row.parts} == {"bf16-0", "fp32-0"}
+    longest = max(sum(own.values()) for own in record.flops_by_phase.values())
+    whole = {p: pytest.approx(sum(own.values()) / longest) for p, own in record.flops_by_phase.items()}
+    assert {row.name: sum(part.share for part in row.parts) for row in bars.rows} == whole
+
+
+def flat(nodes: Sequence[Node]) -> Iterator[Node]:
+    for node in nodes:
+        yield node
+        yield from flat(node.children)
+
+
+def test_the_tree_sums_each_module_with_those_inside_it(record: AuditRecord) -> None:
+    tree = modules.module_tree(record, {})
+    assert isinstance(tree, Tree)
+    shown = {node.path: tuple(node.numbers) for node in flat(tree.roots)}
+    inside = {
+        path: [o for o in record.operations if o.module == path or o.module.startswith(f"{path}.")] for path in shown
+    }
+    casts = {
+        path: sum(c.count for c in record.casts if c.module == path or c.module.startswith(f"{path}."))
+        for path in shown
+    }
+    assert {o.module for o in record.operations} <= set(shown)
+    for path, own in inside.items():
+        flops, size = sum(o.flops for o in own), sum(o.bytes for o in own)
+        assert shown[path] == (fmt.flops_text(flops), fmt.bytes_text(size), str(casts[path]))
+
+
+def test_a_module_leads_to_its_source_line_with_its_text(record: AuditRecord) -> None:
+    source = source_of(record)
+    places = module_places(record, source)
+    wide = next(p for p in record.wide_products if p.line in source.keys)
+    key = source.keys[wide.line]
+    assert places[wide.module] == key
+    line = next(one for file in source.files for part in file.parts for one in part if one.key == key)
+    name, _, number = wide.line.rpartition(":")
+    assert line.number == int(number)
+    assert line.text == Path(name).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+    page = render_html(record)
+    assert f'href="#{key}"' in page
+    assert f'id="{key}"' in page
+    assert str(escape(line.text)) in page
 
 
 def test_an_audit_without_products_draws_nothing() -> None:
     empty = mezzo.audit(lambda: torch.ones(3).sum())
-    assert audit_plots(empty)[0].figure is None
+    assert isinstance(modules.phase_bars(empty), Nothing)
     assert "No matrix product or convolution ran." in render_html(empty)
     assert audit_sheet(empty).headline.endswith("no matrix product; 0 findings")
 
 
-@pytest.mark.parametrize(
-    ("flops", "text"),
-    [(0, "0"), (999, "999 FLOP"), (1000, "1.00 kFLOP"), (2_500_000, "2.50 MFLOP"), (3 * 10**12, "3.00 TFLOP")],
-)
-def test_flops_text(flops: int, text: str) -> None:
-    assert flops_text(flops) == text
+def test_a_tree_of_many_modules_keeps_the_largest_and_says_so() -> None:
+    operations = [
+        Operation(
+            op="mm",
+            module=f"layers.{n}.linear",
+            phase="forward",
+            inputs=["fp16"],
+            outputs=["fp16"],
+            format="fp16",
+            flops=n,
+            bytes=1,
+        )
+        for n in range(1, 401)
+    ]
+    record = AuditRecord(
+        run=build.run_record(), steps=[2], operations=operations, flops_by_phase={"forward": {"fp16": sum(range(401))}}
+    )
+    tree = modules.module_tree(record, {})
+    assert isinstance(tree, Tree)
+    paths = [node.path for node in flat(tree.roots)]
+    assert len(paths) == modules.MOST_NODES
+    assert {"layers", "layers.400.linear"} <= set(paths)
+    assert "layers.1.linear" not in paths
+    assert tree.note.startswith("The 250 largest of 801 are shown; record.json has all.")
 
 
 # --- kernels -------------------------------------------------------------------------------------

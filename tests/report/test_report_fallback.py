@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,9 @@ from rich.console import Console
 import record_builders as build
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, Verification
 from mezzo.report import text
-from mezzo.report.fallback import fallback_plots, fallback_sheet, tree_figure
+from mezzo.report.charts.data import Node, Nothing, Tree
+from mezzo.report.charts.modules import error_tree
+from mezzo.report.fallback import fallback_sheet
 from mezzo.report.html import render_html
 
 MODULES = [
@@ -89,32 +92,35 @@ def test_the_terminal_shows_what_was_found() -> None:
     assert "2 blocks.0.fault 0.0025 a.bias 32768 1 passes" in cells
 
 
-def test_the_tree_is_coloured_by_error() -> None:
-    figure = tree_figure(record())
-    assert figure is not None
-    trace = figure["data"][0]
-    nodes = dict(
-        zip(trace["ids"], zip(trace["parents"], trace["marker"]["colors"], trace["values"], strict=True), strict=True)
-    )
-    green, yellow, orange, red, grey = "#3fae8f", "#c9a227", "#e8893a", "#c0485f", "#98a1b0"
-    assert nodes == {
-        "blocks": ("", grey, 0),  # a list: never called, there for its place
-        "blocks.0": ("blocks", orange, 0),
-        "blocks.0.fault": ("blocks.0", red, 1),
-        "blocks.1": ("blocks", yellow, 1),
-        "head": ("", green, 1),
-        "odd": ("", grey, 1),
-    }
-    widths = dict(zip(trace["ids"], trace["marker"]["line"]["width"], strict=True))
-    assert [name for name, width in widths.items() if width > 1] == ["blocks.0.fault"]
-    assert dict(zip(trace["ids"], trace["text"], strict=True))["head"] == (
-        "Linear: output 0.0004, dgrad 0.0003, wgrad 0.0005, rounded 0.0005"
+def test_the_tree_shows_the_error_of_each_module() -> None:
+    tree = error_tree(record())
+    assert isinstance(tree, Tree)
+
+    def nodes(found: Sequence[Node], parent: str) -> list[tuple[str, str, str, str, tuple[str, ...]]]:
+        own = [(n.path, parent, n.tone, n.numbers[0], tuple(n.badges)) for n in found]
+        return own + [one for n in found for one in nodes(n.children, n.path)]
+
+    assert nodes(tree.roots, "") == [
+        ("blocks", "", "quiet", "", ()),  # a list: never called, there for its place
+        ("head", "", "good", "0.0005", ()),
+        ("odd", "", "quiet", "", ()),
+        ("blocks.0", "blocks", "bad", "0.03", ()),
+        ("blocks.1", "blocks", "warn", "0.005", ()),
+        ("blocks.0.fault", "blocks.0", "bad", "Infinity", ("kept in FP32",)),
+    ]
+    head = next(node for node in tree.roots if node.path == "head")
+    assert head.text == "Linear: output 0.0004, dgrad 0.0003, wgrad 0.0005, rounded 0.0005"
+    # 5e-4 on a logarithmic scale from 1e-5 to 1: 1.699 of 5 decades.
+    assert [part.share for part in head.bars] == [pytest.approx(1.69897 / 5)]
+    assert tree.words == (
+        "5 modules run by themselves in the lower precision; 2 of them make an error above the tolerance of 0.02; "
+        "kept in FP32: blocks.0.fault."
     )
 
 
 def test_without_modules_there_is_no_tree() -> None:
     own = record("not repeatable", modules=[], verifications=[])
-    assert fallback_plots(own)[0].figure is None
+    assert isinstance(error_tree(own), Nothing)
     assert "No module was run by itself." in render_html(own)
 
 
@@ -122,4 +128,15 @@ def test_names_cannot_drive_the_page_or_the_terminal() -> None:
     own = record(modules=[ModuleError(module="a\x1b[31m</script>", type="T", output=1.0)], reason="<b>\x1b[2J")
     page = render_html(own)
     assert "\x1b" not in page + shown(own)
-    assert "<b>" not in page.split("<h1>")[1].split("</section>")[0]
+    assert "<b>" not in page.split("<h1")[1].split("</section>")[0]
+
+
+def test_containers_that_are_never_called_do_not_take_a_row_each() -> None:
+    modules = [
+        ModuleError(module=f"encoder.layers.{n}.attention", type="Attention", output=0.1 / (n + 1)) for n in range(2)
+    ]
+    tree = error_tree(record(modules=modules))
+    assert isinstance(tree, Tree)
+    (root,) = tree.roots
+    assert (root.name, root.path, root.open) == ("encoder.layers", "encoder.layers", True)
+    assert [node.name for node in root.children] == ["0.attention", "1.attention"]

@@ -17,8 +17,10 @@ from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.policy import Policy
 from mezzo.records import RangesRecord
 from mezzo.report import text
+from mezzo.report.charts.data import Chart
+from mezzo.report.charts.ranges import exponents_chart, scales_chart
 from mezzo.report.html import render_html
-from mezzo.report.ranges import ranges_plots, ranges_sheet
+from mezzo.report.ranges import ranges_sheet
 
 LOUD, QUIET = 2.0**12, 2.0**-30
 
@@ -109,40 +111,40 @@ def test_the_terminal_says_it_all() -> None:
 def test_the_page_holds_every_tensor_and_scale() -> None:
     own = record([2.0**-5, 2.0**-26])
     page = render_html(own)
-    assert len(re.findall(r"<tr><th scope=\"row\">2\^-?\d+</th>", page)) == 65
-    row = re.search(r"<tr><th scope=\"row\">2\^1</th>(.*?)</tr>", page)
+    scales = page.split("<summary>Every scale")[1].split("</table>")[0]
+    assert len(re.findall(r"<tr><th scope=\"row\">2\^-?\d+</th>", scales)) == 65
+    row = re.search(r"<tr><th scope=\"row\">2\^1</th>(.*?)</tr>", scales)
     assert row is not None
     # At 2 the smaller one is exactly half of FP16's smallest subnormal: a tie, which goes to zero.
     assert row.group(1).startswith("<td>50.0% / 0%</td><td>0% / 0%</td>")
-    figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.S).group(1))  # type: ignore[union-attr]
-    assert list(figures) == ["exponents", "scales"]
+    charts = json.loads(re.search(r'id="chart-data">(.*?)</script>', page, re.S).group(1))  # type: ignore[union-attr]
+    assert list(charts) == ["exponents", "scales"]
 
 
 def test_the_histogram_stands_over_the_limits_of_the_formats() -> None:
-    figure = ranges_plots(record([0.5, 0.75, 2.0**-5, 0.0]))[0].figure
-    assert figure is not None
-    drawn = {trace["name"]: trace for trace in figure["data"] if trace.get("showlegend", True)}
-    gradients = drawn["weight gradients"]
-    heights = dict(zip(gradients["x"], gradients["y"], strict=True))
-    # Magnitudes of 2^-1 up to 2^0 stand at -0.5; zeros have no place on the axis.
-    assert {x: y for x, y in heights.items() if y} == {
-        -0.5: pytest.approx(2 / 3, abs=1e-5),
-        -4.5: pytest.approx(1 / 3, abs=1e-5),
-    }
-    fp16 = [trace for trace in figure["data"] if trace["name"] == "fp16"]
-    assert [trace["x"] for trace in fp16][1] == [max(-14, figure["layout"]["xaxis"]["range"][0]), 16]
+    chart = exponents_chart(record([0.5, 0.75, 2.0**-5, 0.0]))
+    assert isinstance(chart, Chart)
+    gradients = next(line for line in chart.lines if line.name == "weight gradients")
+    heights = dict(zip(chart.x, gradients.y, strict=True))
+    # A step from k to k + 1 holds the magnitudes from 2^k up to the next power; zeros have no place on the axis.
+    assert {x: y for x, y in heights.items() if y} == {-1: pytest.approx(2 / 3), -5: pytest.approx(1 / 3)}
+    tracks = {track.name: (track.low, track.middle, track.high) for track in chart.tracks}
+    assert tracks["fp16"] == (-24, -14, 16)
+    assert tracks["bf16"] == (-133, -126, 128)
+    assert [(span.low, span.high) for span in chart.spans] == [(-14, 16)]
+    assert "weight gradients from 2^-5 to 2^0, most at 2^-1" in chart.words
 
 
 def test_the_curves_hold_the_shares_of_the_record() -> None:
-    own = record([2.0**-5, 2.0**-26, 0.0, 0.0])
-    figure = ranges_plots(own)[1].figure
-    assert figure is not None
-    zeroed, over = (trace for trace in figure["data"] if trace["legendgroup"] == "fp16")
-    at = dict(zip(zeroed["x"], zeroed["y"], strict=True))
+    chart = scales_chart(record([2.0**-5, 2.0**-26, 0.0, 0.0]))
+    assert isinstance(chart, Chart)
+    zeroed, over = (line for line in chart.lines if (line.group or line.name) == "fp16")
+    at = dict(zip(chart.x, zeroed.y, strict=True))
     assert [at[1], at[2]] == [0.25, 0.0]
-    rising = dict(zip(over["x"], over["y"], strict=True))
+    rising = dict(zip(chart.x, over.y, strict=True))
     assert [rising[20], rising[21]] == [0.0, 0.25]
-    assert (figure["layout"]["shapes"][0]["x0"], figure["layout"]["shapes"][0]["x1"]) == (2, 20)
+    assert [(span.axis, span.low, span.high) for span in chart.spans] == [("x", 2, 20)]
+    assert "fp16 loses little from 2^2 to 2^20" in chart.words
 
 
 def test_names_are_text_and_a_failed_run_says_why() -> None:

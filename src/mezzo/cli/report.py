@@ -1,9 +1,10 @@
-"""``mezzo report``: existing records, as text and as pages."""
+"""``mezzo report``: existing records, as text and as pages; a folder as an index of all records below it."""
 
 from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import chain, count
 from pathlib import Path
@@ -15,12 +16,16 @@ from mezzo.cli import completion, options, results
 from mezzo.cli.folders import check_folder
 from mezzo.errors import UsageError
 
+_INDEX = "index.html"
+
 
 def report(
     records: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RECORD...", autocompletion=completion.record, help="record.json files written by any command."
+            metavar="RECORD...",
+            autocompletion=completion.record,
+            help="record.json files written by any command, or a folder such as runs/.",
         ),
     ],
     out: Annotated[
@@ -28,8 +33,47 @@ def report(
     ] = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the pages on this machine (127.0.0.1 only) until Ctrl-C.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port for --serve; 0 takes a free one.")
+    ] = 0,
 ) -> None:
-    """Show records in the terminal and write each as a self-contained HTML page; several comparisons also share one table."""
+    """Show records in the terminal and write each as a self-contained HTML page; of a folder, an index of all records in it."""
+    folders = [path for path in records if path.is_dir() and not (path / "record.json").is_file()]
+    if folders:
+        _refuse_mixed(records, folders, out=out, log_to=log_to, as_json=as_json)
+        page = _index(folders[0])
+    else:
+        page = _report(records, out=out, log_to=log_to, as_json=as_json)
+    if serve:
+        _serve(page, port=port, show=show)
+    elif show:
+        _open(page.resolve().as_uri())
+
+
+def _refuse_mixed(
+    records: Sequence[Path], folders: Sequence[Path], *, out: Path | None, log_to: Sequence[str] | None, as_json: bool
+) -> None:
+    folder = shlex.quote(str(folders[0]))
+    if len(records) > 1:
+        raise UsageError(
+            f"{folders[0]} is a folder, and {len(records)} paths were given; allowed: one folder, or records",
+            hint=f"type: mezzo report {folder}",
+        )
+    given = (("--out", out is not None), ("--log-to", bool(log_to)), ("--json", as_json))
+    for option, is_given in given:
+        if is_given:
+            raise UsageError(
+                f"{option} goes with records, and {folders[0]} is a folder, whose index is written into it",
+                hint=f"type: mezzo report {folder}",
+            )
+
+
+def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | None, as_json: bool) -> Path:
+    """Show ``records`` and write their pages; return the page to open: the one that has all, or the first."""
     from mezzo.records import CompareRecord, read_record
     from mezzo.report.html import write_html, write_together
     from mezzo.report.text import render, render_together
@@ -39,6 +83,7 @@ def report(
             f"--json takes one record; {len(records)} were given",
             hint=f"type: mezzo report --json {shlex.quote(str(records[0]))}, and the same for each of the others",
         )
+    records = [path / "record.json" if path.is_dir() else path for path in records]
     for path in records:
         _check(path)
     check_folder(out, "--out")
@@ -62,14 +107,76 @@ def report(
             screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)
     for path, (page, record) in zip(records, found, strict=True):
         results.track(record, path, page, log_to)
+    return folder / "together.html" if together else found[0][0]
+
+
+def _index(folder: Path) -> Path:
+    """Write the index of ``folder`` and the pages that are missing or older than their records; return the index."""
+    from mezzo.errors import RecordError
+    from mezzo.report import entries as lines
+    from mezzo.report.html import write_html, write_index
+    from mezzo.report.index import index_sheet
+    from mezzo.report.text import render_index
+
+    paths = lines.find_records(folder)
+    if not paths:
+        raise UsageError(
+            f"there is no record.json in {folder} or below it",
+            hint="pass the folder that mezzo commands write to, as in: mezzo report runs/",
+        )
+    check_folder(folder, "RECORD")
+    entries, drawn = [], 0
+    for path, record in lines.read_all(paths):
+        if not isinstance(record, RecordError) and lines.outdated(path):
+            write_html(record, lines.page_of(path))
+            drawn += 1
+        entries.append(lines.entry_of(path, record, folder))
+    sheet = index_sheet(entries, folder)
+    write_index(sheet, folder / _INDEX)
+    if drawn:
+        results.note(f"{drawn} of {len(paths)} pages were missing or older than their records, and were written")
+    with results.readers_may_go():
+        screen = results.console()
+        render_index(sheet, screen)
+        screen.print(f"index: {folder / _INDEX}", soft_wrap=True)
+    return folder / _INDEX
+
+
+def _open(address: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(address):
+        results.note(f"no browser could be started; open {address}")
+
+
+def _serve(page: Path, *, port: int, show: bool) -> None:
+    from mezzo.report.serve import address_of, serving
+
+    folder = page.resolve().parent
+    try:
+        with serving(folder, port=port) as server:
+            address = address_of(server) + ("" if page.name == _INDEX else page.name)
+            print(f"serving {folder} at {address} (Ctrl-C to stop)", flush=True)
+            if show:
+                _open(address)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                print()
+    except OSError as error:
+        raise UsageError(
+            f"--port {port} cannot be used: {error.strerror}", hint="leave --port out, which takes a free one"
+        ) from None
 
 
 def _pages(records: list[Path], out: Path | None) -> list[Path]:
     """Return the path of each record's page: beside the record, or in ``out`` under the name of the record's folder."""
+    from mezzo.report.entries import page_of
+
     pages: list[Path] = []
     for path in records:
         if out is None:
-            pages.append(path.with_name("report.html") if path.name == "record.json" else path.with_suffix(".html"))
+            pages.append(page_of(path))
         else:
             name = path.resolve().parent.name
             names = chain([name], (f"{name}-{number}" for number in count(2)))
@@ -81,8 +188,7 @@ def _check(path: Path) -> None:
     """Refuse a path that is not a file, and suggest the record that may have been meant."""
     if path.is_file():
         return
-    inside = sorted(path.glob("record.json")) or sorted(path.glob("*/record.json"))
     beside = [str(p) for folder in (path.parent, path.parent.parent) for p in sorted(folder.glob("*/record.json"))]
-    near = [str(p) for p in inside[-1:]] or get_close_matches(str(path), beside, n=1)
+    near = get_close_matches(str(path), beside, n=1)
     hint = f"type: mezzo report {shlex.quote(near[0])}" if near else "pass the record.json that a mezzo command wrote"
-    raise UsageError(f"{path} is a folder" if path.is_dir() else f"there is no record {str(path)!r}", hint=hint)
+    raise UsageError(f"there is no record {str(path)!r}", hint=hint)

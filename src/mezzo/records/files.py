@@ -65,29 +65,39 @@ def read_record(path: Path | str) -> AnyRecord:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-        data = json.loads(text)
     except OSError as error:
         raise RecordError(
             f"cannot read the record {str(path)!r}: {error.strerror}",
             hint="records are written by mezzo run and mezzo compare as record.json",
         ) from None
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
-        raise RecordError(
-            f"{str(path)!r} is not a record: {error}",
-            hint="pass the record.json that a mezzo command wrote",
-        ) from None
-    version = data.get("schema_version") if isinstance(data, dict) else None
+    except ValueError as error:
+        raise _not_a_record(path, str(error)) from None
+    try:
+        record = _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        _refuse_newer(path, _version_in(text, path))
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise _not_a_record(path, f"{place}: {first['msg']}") from None
+    _refuse_newer(path, record.schema_version)
+    return record
+
+
+def _not_a_record(path: Path | str, why: str) -> RecordError:
+    return RecordError(f"{str(path)!r} is not a record: {why}", hint="pass the record.json that a mezzo command wrote")
+
+
+def _version_in(text: str, path: Path | str) -> object:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:  # not JSON, or nested without end
+        raise _not_a_record(path, str(error)) from None
+    return data.get("schema_version") if isinstance(data, dict) else None
+
+
+def _refuse_newer(path: Path | str, version: object) -> None:
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise RecordError(
             f"{str(path)!r} has schema version {version}; this Mezzo reads up to {SCHEMA_VERSION}",
             hint="update mezzo: pip install --upgrade mezzo",
         )
-    try:
-        return _ADAPTER.validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise RecordError(
-            f"{str(path)!r} is not a record: {place}: {first['msg']}",
-            hint="pass the record.json that a mezzo command wrote",
-        ) from None

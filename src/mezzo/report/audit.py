@@ -1,4 +1,4 @@
-"""An audit as display strings and a plot: the findings first, then the tables behind them."""
+"""An audit as display strings: the findings first, then the tables behind them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,10 @@ from pathlib import PurePath
 from mezzo.records import AuditRecord, Product
 from mezzo.report import formatting as fmt
 from mezzo.report import sheets
-from mezzo.report.figures import Plot
 from mezzo.report.findings import FindingLine, finding_line
-from mezzo.report.plotting import Figure, base_layout, json_number
 from mezzo.report.sheets import Fact
 
-_PHASES = ("forward", "recompute", "dgrad", "wgrad", "optimizer")
-_COLOURS = {
-    "fp32": "#98a1b0",
-    "fp64": "#c0485f",
-    "tf32": "#c9a227",
-    "fp16": "#e8893a",
-    "bf16": "#4f86f7",
-    "e4m3": "#3fae8f",
-}
-_OTHER_COLOUR = "#a974e6"
+PHASES = ("forward", "recompute", "dgrad", "wgrad", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,38 +72,6 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
     )
 
 
-def audit_plots(record: AuditRecord) -> list[Plot]:
-    """Return the plot of an audit."""
-    figure = flops_figure(record)
-    caption = "FLOPs of matrix products and convolutions by phase, a colour for each format that they multiplied in."
-    if figure is None:
-        caption = "No matrix product or convolution ran."
-    return [Plot(name="flops", title="FLOPs by format", caption=caption, figure=figure)]
-
-
-def flops_figure(record: AuditRecord) -> Figure | None:
-    """Return the FLOPs of each phase as one bar, stacked by format; None without FLOPs."""
-    phases = [phase for phase in _PHASES if record.flops_by_phase.get(phase)]
-    if not phases:
-        return None
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": fmt.clean(form),
-            "y": phases,
-            "x": [json_number(record.flops_by_phase[phase].get(form, 0) / 1e9) for phase in phases],
-            "marker": {"color": _COLOURS.get(form, _OTHER_COLOUR)},
-            "hovertemplate": f"{fmt.clean(form)} %{{x}} GFLOP<extra></extra>",
-        }
-        for form in record.flops_by_format
-    ]
-    rows = {"autorange": "reversed", "showgrid": False, "fixedrange": True}
-    across = {"title": {"text": "GFLOP"}, "zeroline": True, "fixedrange": True}
-    layout = base_layout(height=120 + 44 * len(phases), xaxis=across, yaxis=rows)
-    return {"data": traces, "layout": layout | {"barmode": "stack", "bargap": 0.45}}
-
-
 def _headline(record: AuditRecord, script: str) -> str:
     if not record.steps:
         return f"No step of {script} was audited"
@@ -140,18 +97,18 @@ def _phases(record: AuditRecord) -> Grid:
     formats = list(record.flops_by_format)
     whole = sum(record.flops_by_format.values())
     rows = []
-    for phase in _PHASES:
+    for phase in PHASES:
         own = record.flops_by_phase.get(phase)
         if own:
             share = fmt.share_text(sum(own.values()) / whole)
-            rows.append((phase, *(flops_text(own.get(form, 0)) for form in formats), share))
+            rows.append((phase, *(fmt.flops_text(own.get(form, 0)) for form in formats), share))
     heads = ("phase", *map(fmt.clean, formats), "share")
     return Grid(heads=heads, rows=rows, numbers=tuple(range(1, len(heads))))
 
 
 def _wide(record: AuditRecord) -> Grid:
     rows = [
-        (fmt.clean(p.module), p.op, p.format, p.cause, fmt.clean(p.reason), flops_text(p.flops))
+        (fmt.clean(p.module), p.op, p.format, p.cause, fmt.clean(p.reason), fmt.flops_text(p.flops))
         for p in record.wide_products
     ]
     return Grid(heads=("module", "operation", "format", "cause", "reason", "FLOPs"), rows=rows, numbers=(5,))
@@ -193,7 +150,7 @@ def _products(products: Sequence[Product]) -> Grid:
             p.format,
             f"{f'{p.batch} x ' if p.batch > 1 else ''}{p.m} x {p.n} x {p.k}",
             "; ".join(p.problems) or f"ran {', '.join(map(fmt.clean, p.kernels))}",
-            flops_text(p.flops),
+            fmt.flops_text(p.flops),
         )
         for p in products
     ]
@@ -219,18 +176,10 @@ def _operations(record: AuditRecord) -> Grid:
             ", ".join(o.inputs),
             ", ".join(o.outputs),
             str(o.count),
-            flops_text(o.flops) if o.flops else "",
+            fmt.flops_text(o.flops) if o.flops else "",
             fmt.bytes_text(o.bytes),
         )
         for o in record.operations
     ]
     heads = ("module", "phase", "operation", "in", "out", "count", "FLOPs", "bytes")
     return Grid(heads=heads, rows=rows, numbers=(5, 6, 7))
-
-
-def flops_text(flops: int) -> str:
-    """Return a count of operations in its best decimal unit."""
-    for unit, size in (("TFLOP", 10**12), ("GFLOP", 10**9), ("MFLOP", 10**6), ("kFLOP", 10**3)):
-        if flops >= size:
-            return f"{fmt.three_digits(flops / size)} {unit}"
-    return f"{flops} FLOP" if flops else "0"

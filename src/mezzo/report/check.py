@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.records import AS_IS, Answer, CheckRecord, CheckStage, Gain, Row
-from mezzo.report import figures, sheets, terminal, verdicts
+from mezzo.report import answers, sheets, terminal, verdicts
 from mezzo.report import formatting as fmt
-from mezzo.report.figures import Plot
+from mezzo.report.answers import Answer as PageAnswer
 from mezzo.report.sheets import Fact
 from mezzo.report.verdicts import CompareSheet
 
@@ -86,9 +86,22 @@ def check_sheet(record: CheckRecord) -> CheckSheet:
     )
 
 
-def check_plots(record: CheckRecord) -> list[Plot]:
-    """Return the plots of the comparison."""
-    return [] if record.comparison is None else figures.compare_plots(record.comparison)
+def check_answer(record: CheckRecord, sheet: CheckSheet) -> PageAnswer:
+    """Return the answer that the page begins with: the decision, and the figures of the policy to use."""
+    row, facts = _row(record), []
+    if row is not None:
+        metric = "" if sheet.comparison is None else sheet.comparison.metric_name
+        facts = answers.evidence(row, metric=metric)
+    for gain in record.answer.gains:
+        if gain.kind == "bound":
+            facts.append(
+                Fact(
+                    what=f"speed on {fmt.clean(gain.device)}",
+                    value=f"at most {fmt.ratio_text(gain.times)}",
+                    reason="a ceiling, not a prediction",
+                )
+            )
+    return PageAnswer(tone=sheet.tone, word=record.answer.decision, facts=facts)
 
 
 def policy_title(policy: str) -> str:

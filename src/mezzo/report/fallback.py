@@ -1,8 +1,7 @@
-"""A fallback search as display strings, and a plot of the module tree coloured by error."""
+"""A fallback search as display strings."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -10,9 +9,7 @@ from pathlib import PurePath
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Verification
 from mezzo.report import formatting as fmt
 from mezzo.report import sheets
-from mezzo.report.audit import Grid, flops_text
-from mezzo.report.figures import Plot
-from mezzo.report.plotting import Figure, base_layout
+from mezzo.report.audit import Grid
 from mezzo.report.sheets import Fact
 
 _TONES: dict[FallbackVerdict, str] = {
@@ -22,10 +19,6 @@ _TONES: dict[FallbackVerdict, str] = {
     "not repeatable": "open",
     "fp32 fails": "bad",
 }
-_HEALTHY, _NEAR, _OVER, _LOST, _UNKNOWN = "#3fae8f", "#c9a227", "#e8893a", "#c0485f", "#98a1b0"
-_KEPT_LINE = "#4f86f7"
-_NEAR_SHARE = 1 / 8  # of the tolerance
-_MOST_DRAWN = 3000
 _NAMED = 6
 
 
@@ -77,79 +70,6 @@ def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
     )
 
 
-def fallback_plots(record: FallbackRecord) -> list[Plot]:
-    """Return the plot of the module tree."""
-    figure = tree_figure(record)
-    caption = (
-        f"Each module run by itself on its FP32 inputs in the lower precision. Green: less than an eighth of the tolerance of "
-        f"{record.tolerance:.2g}; yellow: up to the tolerance; orange: above; red: nothing is left of the values; grey: not run "
-        "by itself. A blue border: to be kept in FP32. A click on a module enlarges it."
-    )
-    if figure is None:
-        caption = "No module was run by itself."
-    return [Plot(name="tree", title="The module tree by error", caption=caption, figure=figure)]
-
-
-def tree_figure(record: FallbackRecord) -> Figure | None:
-    """Return the module tree, each module below its parent; None without modules."""
-    own = {m.module: m for m in record.modules[:_MOST_DRAWN] if not m.unnamed}
-    if not own:
-        return None
-    names = sorted({".".join(name.split(".")[: k + 1]) for name in own for k in range(len(name.split(".")))})
-    parents = ["".join(name.rpartition(".")[:1]) for name in names]
-    inner = set(parents)
-    kept = {m.module for m in own.values() if m.kept}
-    trace = {
-        "type": "icicle",
-        "ids": [fmt.clean(name) for name in names],
-        "labels": [fmt.clean(name.rpartition(".")[2]) for name in names],
-        "parents": [fmt.clean(parent) for parent in parents],
-        "values": [0 if name in inner else 1 for name in names],
-        "branchvalues": "remainder",
-        "tiling": {"orientation": "v"},
-        "sort": False,
-        "marker": {
-            "colors": [_colour(own.get(name), record.tolerance) for name in names],
-            "line": {
-                "color": [_KEPT_LINE if name in kept else "rgba(255,255,255,0.5)" for name in names],
-                "width": [4 if name in kept else 1 for name in names],
-            },
-        },
-        "text": [_hover(own.get(name)) for name in names],
-        "textinfo": "label",
-        "hovertemplate": "%{id}<br>%{text}<extra></extra>",
-    }
-    hidden = {"visible": False, "fixedrange": True}
-    depth = max(name.count(".") for name in names) + 1
-    layout = base_layout(height=90 + 70 * min(depth, 8), xaxis=hidden, yaxis=hidden)
-    return {"data": [trace], "layout": layout | {"showlegend": False}}
-
-
-def _colour(module: ModuleError | None, tolerance: float) -> str:
-    if module is None or module.reason:
-        return _UNKNOWN
-    error = _largest(module)
-    if error >= 1:
-        return _LOST
-    if error > tolerance:
-        return _OVER
-    return _NEAR if error > tolerance * _NEAR_SHARE else _HEALTHY
-
-
-def _largest(module: ModuleError) -> float:
-    errors = [e for e in (module.output, module.dgrad, module.wgrad, module.rounded) if e is not None]
-    return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)
-
-
-def _hover(module: ModuleError | None) -> str:
-    if module is None:
-        return "not called by itself"
-    if module.reason:
-        return fmt.clean(module.reason)
-    parts = (("output", module.output), ("dgrad", module.dgrad), ("wgrad", module.wgrad), ("rounded", module.rounded))
-    return fmt.clean(f"{module.type}: " + ", ".join(f"{w} {error_text(e)}" for w, e in parts if e is not None))
-
-
 def error_text(error: float | None) -> str:
     """Return a relative error with two significant digits."""
     return fmt.number_text(error, digits=2)
@@ -197,7 +117,7 @@ def _modules(modules: Sequence[ModuleError]) -> Grid:
             fmt.clean(m.module) + (" (the model)" if m.unnamed else ""),
             fmt.clean(m.type),
             *(error_text(e) for e in (m.output, m.dgrad, m.wgrad, None if m.reason else m.rounded)),
-            flops_text(m.flops),
+            fmt.flops_text(m.flops),
             "kept in FP32" if m.kept else fmt.clean(m.reason),
         )
         for m in modules

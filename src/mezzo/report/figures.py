@@ -1,123 +1,79 @@
-"""The plots of a record in reading order, each with a caption that explains it."""
+"""The charts of each kind of record, in reading order."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from mezzo.records import CompareRecord, Memory, RunRecord
-from mezzo.report import formatting as fmt
-from mezzo.report import sampling, sheets
-from mezzo.report.bars import Timed, memory_figure, time_figure
-from mezzo.report.curves import loss_figure, scale_figure
-from mezzo.report.plotting import POLICY_COLOURS, Figure, policy_colours
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plot:
-    """One plot with its heading and caption; no figure if there is nothing to draw."""
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure | None
+from mezzo.records import CheckRecord, CompareRecord, DiagnoseRecord, RunRecord
+from mezzo.report.charts import loss, memory, modules, ranges, steps, times
+from mezzo.report.charts.data import Drawn
+from mezzo.report.charts.times import Timed
+from mezzo.report.colours import Style, styles_of
 
 
-def compare_plots(record: CompareRecord) -> list[Plot]:
-    """Return the plots of a comparison in reading order."""
-    timed = [_timed(record, row.policy_shown, emulated=row.emulated) for row in record.rows]
-    memory = {row.policy_shown: row.memory for row in record.rows}
-    colours = compare_colours(record)
-    return _plots(record.runs, memory=memory, timed=timed, colours=colours)
-
-
-def run_plots(record: RunRecord) -> list[Plot]:
-    """Return the plots of one run."""
-    emulated = record.effective.emulated
-    timed = Timed(policy=record.policy_shown, times_ms=record.steps.time_ms, emulated=emulated)
-    colours = {record.policy_shown: POLICY_COLOURS[1]}
-    memory = {record.policy_shown: record.memory}
-    return _plots([record], memory=memory, timed=[timed], colours=colours)
-
-
-def compare_colours(record: CompareRecord) -> dict[str, str]:
-    """Return the colour of each policy of a comparison."""
-    named = [row.policy_shown for row in record.rows] + [run.policy_shown for run in record.runs]
-    return policy_colours(list(dict.fromkeys(named)))
-
-
-def _timed(record: CompareRecord, policy: str, *, emulated: bool) -> Timed:
-    runs = [run for run in record.runs if run.policy_shown == policy]
-    times = [time for run in runs for time in run.steps.time_ms]
-    return Timed(policy=policy, times_ms=times, emulated=emulated)
-
-
-def _plots(
-    runs: Sequence[RunRecord],
-    *,
-    memory: Mapping[str, Memory],
-    timed: Sequence[Timed],
-    colours: Mapping[str, str],
-) -> list[Plot]:
-    order = list(colours)
-    in_order = sorted(runs, key=lambda run: order.index(run.policy_shown))
-    scale = scale_figure(in_order, colours=colours)
-    bars = memory_figure(memory)
-    times = time_figure(timed, colours=colours)
-    return [
-        *_loss_plots(in_order, colours=colours),
-        Plot(name="scale", title="Loss scale and skipped steps", caption=_scale_caption(scale), figure=scale),
-        Plot(name="memory", title="Memory of a step, by kind", caption=_memory_caption(bars), figure=bars),
-        Plot(name="times", title="Time a step", caption=_time_caption(timed, times), figure=times),
-    ]
-
-
-def _loss_plots(runs: Sequence[RunRecord], *, colours: Mapping[str, str]) -> list[Plot]:
-    """Return a plot of the loss, or one of each loss if a script has several."""
-    names = list(dict.fromkeys(loss.name for run in runs for loss in run.steps.losses))
-    if not names:
-        figure = loss_figure(runs, colours=colours)
-        return [Plot(name="loss", title="Loss", caption=_loss_caption(runs, figure), figure=figure)]
-    drawn = [(name, loss_figure(runs, colours=colours, name=name)) for name in names]
-    return [
-        Plot(
-            name=f"loss{number}",
-            title=f"L{fmt.loss_title(name)[1:]}",
-            caption=_loss_caption(runs, figure),
-            figure=figure,
+def compare_charts(record: CompareRecord) -> list[Drawn]:
+    """Return the charts of a comparison in reading order."""
+    styles = compare_styles(record)
+    timed = [
+        Timed(
+            policy=row.policy_shown,
+            style=styles[row.policy_shown],
+            times_ms=[v for run in record.runs if run.policy == row.policy for v in run.steps.time_ms],
+            emulated=row.emulated,
         )
-        for number, (name, figure) in enumerate(drawn, start=1)
+        for row in record.rows
+    ]
+    return [
+        *loss.loss_charts(record.runs, styles=styles),
+        *loss.difference_charts(record, styles=styles),
+        steps.scale_chart(record.runs, styles=styles),
+        memory.memory_bars({row.policy_shown: row.memory for row in record.rows}, styles=styles),
+        times.time_boxes(timed),
     ]
 
 
-def _loss_caption(runs: Sequence[RunRecord], figure: Figure | None) -> str:
-    if figure is None:
-        return "No run recorded a loss."
-    parts = []
-    if figure["layout"]["showlegend"]:
-        parts.append("One line a run; a click on a policy hides or shows its runs.")
-    if any(sampling.broken_stretches(run.steps.loss) for run in runs):
-        parts.append("A cross marks where a loss stopped being finite.")
-    if "range" in figure["layout"]["yaxis"]:
-        parts.append("Lines may leave the frame; a double click shows all of them.")
-    return " ".join(parts)
+def check_charts(record: CheckRecord) -> list[Drawn]:
+    """Return the charts of the comparison behind a check."""
+    return [] if record.comparison is None else compare_charts(record.comparison)
 
 
-def _scale_caption(figure: Figure | None) -> str:
-    if figure is None:
-        return "No loss scale was used."
-    return "A triangle marks a skipped step: its gradients were not finite, so the update was left out."
+def compare_styles(record: CompareRecord) -> dict[str, Style]:
+    """Return the style of each policy of a comparison, in the order of its rows."""
+    return styles_of([*record.rows, *record.runs])
 
 
-def _memory_caption(figure: Figure | None) -> str:
-    if figure is None:
-        return "Memory was not measured."
-    return "Activations are what the forward pass keeps for the backward pass, cast copies of weights included."
+def run_charts(record: RunRecord) -> list[Drawn]:
+    """Return the charts of one run."""
+    styles = styles_of([record])
+    style = styles[record.policy_shown]
+    return [
+        *loss.loss_charts([record], styles=styles),
+        steps.scale_chart([record], styles=styles),
+        steps.norm_chart(record, style=style),
+        steps.time_chart(record, style=style),
+        memory.memory_bars({record.policy_shown: record.memory}, styles=styles),
+    ]
 
 
-def _time_caption(timed: Sequence[Timed], figure: Figure | None) -> str:
-    if figure is not None:
-        return "A box holds the middle half of all steps, its line is the median, the whiskers span 5% to 95%."
-    if any(t.emulated for t in timed):
-        return f"Not drawn; {sheets.NOT_FOR_GPU}."
-    return "No step was timed."
+def diagnose_charts(record: DiagnoseRecord) -> list[Drawn]:
+    """Return the steps of the run that was diagnosed."""
+    styles = styles_of([record.run])
+    charts = [*loss.loss_charts([record.run], styles=styles), steps.scale_chart([record.run], styles=styles)]
+    return [chart for chart in charts if chart.form != "nothing"]
+
+
+def charts_of(record: Any, *, places: Mapping[str, str]) -> list[Drawn]:
+    """Return the charts of a record of any kind; ``places`` has the anchor of the source line of each module that has one."""
+    if record.kind == "audit":
+        return modules.audit_charts(record, places)
+    makers: dict[str, Callable[[Any], list[Drawn]]] = {
+        "compare": compare_charts,
+        "check": check_charts,
+        "run": run_charts,
+        "diagnose": diagnose_charts,
+        "ranges": ranges.ranges_charts,
+        "fallback": modules.fallback_charts,
+    }
+    maker = makers.get(record.kind)
+    return maker(record) if maker else []

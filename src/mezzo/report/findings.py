@@ -22,6 +22,8 @@ class FindingLine:
     tone: str
     rows: list[tuple[str, str]]
     """A label and a text each."""
+    lines: list[str]
+    """The lines of code, as ``file:line``."""
 
 
 def finding_line(finding: Finding) -> FindingLine:
@@ -36,6 +38,7 @@ def finding_line(finding: Finding) -> FindingLine:
         weight=_weight(finding),
         tone=_TONES[finding.severity],
         rows=[(word, fmt.clean(text)) for word, text in rows if text],
+        lines=list(finding.lines),
     )
 
 

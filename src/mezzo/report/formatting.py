@@ -8,20 +8,35 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Callable, Sequence
+from datetime import datetime
 
 MISSING = "-"
 UNKNOWN = "unknown"
 """Shown for a size that was not measured."""
+LONGEST = 4000
+"""Characters of a text that a view shows."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LARGEST_PLAIN_EXPONENT = 16  # 65536 is read at a glance, 16777216 is not
 
 
-def clean(text: str, *, keep_lines: bool = False) -> str:
-    """Return ``text`` without control characters, which could control a terminal or hide part of a page."""
+def clean(text: str, *, keep_lines: bool = False, most: int = LONGEST) -> str:
+    """Return ``text`` without control characters, which could control a terminal or hide part of a page.
+
+    Longer texts than ``most`` characters are cut in the middle: a page must stay readable whatever a script prints.
+    """
+    if len(text) > most:
+        text = shortened(text, length=most)
+    if text.isascii() and text.isprintable() and "  " not in text:
+        return text.strip(" ")  # nearly every text, ten times as fast
     return "".join(
         c if c == "\n" and keep_lines else "\ufffd" if _controls(c) else c
         for c in (text if keep_lines else " ".join(text.split()))
     )
+
+
+def clean_line(text: str) -> str:
+    """Return a line of code without control characters, its indentation kept."""
+    return "".join("\ufffd" if _controls(c) else c for c in text.expandtabs(4))
 
 
 def _controls(character: str) -> bool:
@@ -140,6 +155,16 @@ def duration_text(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
+def date_text(date: str) -> str:
+    """Return an ISO date as ``2026-11-22 14:05 UTC``; another text as it is."""
+    try:
+        moment = datetime.fromisoformat(date)
+    except ValueError:
+        return date
+    zone = "" if moment.tzinfo is None else " UTC" if not moment.utcoffset() else f" {moment:%z}"
+    return f"{moment:%Y-%m-%d %H:%M}{zone}"
+
+
 def share_text(share: float) -> str:
     """Return a share of a whole in percent; a small share never reads as 0%, nor one below the whole as 100%."""
     percent = 100 * share
@@ -148,6 +173,14 @@ def share_text(share: float) -> str:
     if 99.9 < percent < 100:
         return ">99.9%"
     return f"{percent:.1f}%" if percent % 100 else f"{percent:.0f}%"
+
+
+def flops_text(flops: int) -> str:
+    """Return a count of operations in its best decimal unit."""
+    for unit, size in (("TFLOP", 10**12), ("GFLOP", 10**9), ("MFLOP", 10**6), ("kFLOP", 10**3)):
+        if flops >= size:
+            return f"{three_digits(flops / size)} {unit}"
+    return f"{flops} FLOP" if flops else "0"
 
 
 def scale_text(scale: float | None) -> str:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
 
-from mezzo.records import AnyRecord, CompareRecord
+from mezzo.records import AnyRecord, AuditRecord, CompareRecord
 from mezzo.records.files import write_whole
-from mezzo.report.figures import Plot
+from mezzo.report.answers import Answer
+from mezzo.report.charts.data import Chart, Drawn
+from mezzo.report.charts.svg import hover_data, svg
+from mezzo.report.charts.table import numbers_of
+from mezzo.report.colours import css_colours
+from mezzo.report.figures import charts_of
+from mezzo.report.index import IndexSheet
 from mezzo.report.next_steps import NextStep, next_steps
+from mezzo.report.source import Source, module_places, source_of
 from mezzo.report.together import together_sheet
 from mezzo.report.views import VIEWS
 
@@ -25,7 +31,10 @@ _JSON = {"allow_nan": False, "separators": (",", ":")}
 def render_html(record: AnyRecord) -> str:
     """Return ``record`` as one page."""
     view = VIEWS[record.kind]
-    return _page(record.kind, view.sheet(record), view.plots(record), next_steps(record))
+    sheet, source = view.sheet(record), source_of(record)
+    places = module_places(record, source) if isinstance(record, AuditRecord) else {}
+    charts = charts_of(record, places=places)
+    return _page(record.kind, sheet, charts, answer=view.answer(record, sheet), source=source, steps=next_steps(record))
 
 
 def write_html(record: AnyRecord, path: Path) -> None:
@@ -35,14 +44,39 @@ def write_html(record: AnyRecord, path: Path) -> None:
 
 def write_together(records: Sequence[CompareRecord], path: Path) -> None:
     """Write several comparisons as one page to ``path``, whole or not at all."""
-    write_whole(_page("together", together_sheet(records)), path)
+    write_whole(_page("together", together_sheet(records), answer=Answer(tone="quiet", word="together")), path)
 
 
-def _page(kind: str, sheet: Any, plots: Sequence[Plot] = (), steps: Sequence[NextStep] = ()) -> str:
-    drawn = {plot.name: plot.figure for plot in plots if plot.figure is not None}
-    library = _plotly_js() if drawn else ""
-    template = _environment().get_template(f"{kind}.html")
-    return template.render(kind=kind, sheet=sheet, plots=plots, drawn=drawn, library=library, next_steps=steps)
+def write_index(sheet: IndexSheet, path: Path) -> None:
+    """Write an index of records as a page to ``path``, whole or not at all."""
+    charts = [history.chart for history in sheet.histories if history.chart is not None]
+    write_whole(_page("index", sheet, charts, answer=Answer(tone="quiet", word="")), path)
+
+
+def _page(
+    kind: str,
+    sheet: Any,
+    charts: Iterable[Drawn] = (),
+    *,
+    answer: Answer,
+    source: Source | None = None,
+    steps: Sequence[NextStep] = (),
+) -> str:
+    charts = list(charts)
+    return render_template(
+        kind,
+        sheet=sheet,
+        charts=charts,
+        data={chart.name: hover_data(chart) for chart in charts if isinstance(chart, Chart)},
+        answer=answer,
+        source=source or Source(),
+        steps=steps,
+    )
+
+
+def render_template(kind: str, **values: Any) -> str:
+    """Return the page of ``kind`` with ``values``; a template that extends ``base.html`` needs those that ``_page`` gives."""
+    return _environment().get_template(f"{kind}.html").render(kind=kind, colours=Markup(css_colours()), **values)
 
 
 @cache
@@ -55,7 +89,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = _JSON  # tojson also escapes <, > and & for a script element
-    environment.filters["breakable"] = _breakable
+    environment.filters |= {"breakable": _breakable, "svg": svg, "numbers": numbers_of, "heads": _heads}
     return environment
 
 
@@ -64,8 +98,11 @@ def _breakable(policy: str) -> Markup:
     return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[:=+.,])", policy))
 
 
-@cache
-def _plotly_js() -> Markup:
-    # Read the file directly: importing plotly takes a second, and inlining its script does not need it.
-    script = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    return Markup(script.replace("</script", "<\\/script"))
+def _heads(heads: Sequence[str]) -> str:
+    """Return the heads of a table as CSS variables, from which narrow pages label the cells of each card."""
+    return ";".join(f'--h{place}:"{_css_text(head)}"' for place, head in enumerate(heads, 1) if head)
+
+
+def _css_text(text: str) -> str:
+    # Everything but letters, digits and spaces is written as a code, so that no text can end the string.
+    return "".join(c if c.isalnum() or c == " " else f"\\{ord(c):x} " for c in text)

@@ -1,26 +1,15 @@
-"""A script's ranges as display strings and plots: the initial loss scale comes first."""
+"""A script's ranges as display strings: the initial loss scale comes first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from mezzo.records import GRADIENTS, Casts, KindRange, RangesRecord, ScaleWindow, TensorRange, UpdateLoss
 from mezzo.report import formatting as fmt
 from mezzo.report import sheets
-from mezzo.report.figures import Plot
-from mezzo.report.plotting import Figure, base_layout, json_number
 from mezzo.report.sheets import Fact
 
-_KIND_COLOURS = {
-    "activations": "#4f86f7",
-    "activation gradients": "#e8893a",
-    "weight gradients": "#e0637c",
-    "weights": "#3fae8f",
-    "updates": "#a974e6",
-}
-_FORMAT_COLOURS = ("#8a93a3", "#46b3d1", "#c9a227", "#b0673f")
 _SHOWN = 10
 """Number of tensors that the terminal lists; the page has all."""
 
@@ -87,7 +76,7 @@ class RangesSheet:
 def ranges_sheet(record: RangesRecord) -> RangesSheet:
     """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.run.script).name)
-    window = _judged(record)
+    window = judged_window(record)
     tensors = [_tensor_line(t, record.format) for t in record.tensors]
     return RangesSheet(
         title=f"{script}: ranges",
@@ -111,34 +100,13 @@ def ranges_sheet(record: RangesRecord) -> RangesSheet:
     )
 
 
-def ranges_plots(record: RangesRecord) -> list[Plot]:
-    """Return the plots of ``record``."""
-    return [
-        Plot(
-            name="exponents",
-            title="Distribution of values",
-            caption="Share of the non-zero values of each kind by power of two. Below, what each format holds: the pale part with fewer "
-            "bits. A loss scale of 2^k moves both kinds of gradients k places to the right.",
-            figure=_exponents_figure(record),
-        ),
-        Plot(
-            name="scales",
-            title="What each loss scale loses",
-            caption="Share of all gradient values that become zero (falling lines) or overflow (rising lines) in a cast to each format.",
-            figure=_scales_figure(record),
-        ),
-    ]
-
-
-# --- words -----------------------------------------------------------------------------------------------------------------------
-
-
 def power(exponent: int | None) -> str:
     """Return a power of two as text."""
     return fmt.MISSING if exponent is None else f"2^{exponent}"
 
 
-def _judged(record: RangesRecord) -> ScaleWindow | None:
+def judged_window(record: RangesRecord) -> ScaleWindow | None:
+    """Return the scale window of the format that the policy's gradients have."""
     return next((w for w in record.windows if w.format == record.format), None)
 
 
@@ -276,7 +244,7 @@ def _tightest(record: RangesRecord) -> list[int]:
 
 def _scale_lines(record: RangesRecord) -> list[ScaleLine]:
     """Return the losses of every format at every scale of the record."""
-    curves = [_lost(record, w.format) for w in record.windows]
+    curves = [lost_shares(record, w.format) for w in record.windows]
     lines = []
     for place in range(len(curves[0][0]) if curves else 0):
         shares = [(zeroed[place], over[place]) for zeroed, over in curves]
@@ -285,7 +253,7 @@ def _scale_lines(record: RangesRecord) -> list[ScaleLine]:
     return lines
 
 
-def _lost(record: RangesRecord, form: str) -> tuple[list[float], list[float]]:
+def lost_shares(record: RangesRecord, form: str) -> tuple[list[float], list[float]]:
     """Return the shares of all gradient values that become zero and that overflow, for each scale."""
     kinds = [k for k in record.kinds if k.kind in GRADIENTS]
     casts: list[Casts] = [c for k in kinds for c in k.casts if c.format == form]
@@ -293,102 +261,3 @@ def _lost(record: RangesRecord, form: str) -> tuple[list[float], list[float]]:
     zeroed = [sum(column) / total for column in zip(*(c.zeroed for c in casts), strict=True)]
     over = [sum(column) / total for column in zip(*(c.overflowed for c in casts), strict=True)]
     return zeroed, over
-
-
-# --- plots -----------------------------------------------------------------------------------------------------------------------
-
-
-def _exponents_figure(record: RangesRecord) -> Figure | None:
-    kinds = [k for k in record.kinds if k.histogram.nonzero]
-    if not kinds:
-        return None
-    top = max(max(k.histogram.counts) / k.histogram.nonzero for k in kinds)
-    step = 0.09 * top
-    low = max(-60, min(k.histogram.first_exponent for k in kinds) - 2)
-    high = min(48, max([k.histogram.last_exponent for k in kinds] + [16]) + 3)
-    traces = [_kind_trace(kind) for kind in kinds]
-    for place, limits in enumerate(record.limits):
-        height = -step * (place + 1)
-        ends = (max(low, limits.smallest), max(low, limits.normal), min(high, limits.largest + 1))
-        colour = _FORMAT_COLOURS[place % len(_FORMAT_COLOURS)]
-        traces += [
-            _limit_trace(limits.format, ends[:2], height, colour, pale=True),
-            _limit_trace(limits.format, ends[1:], height, colour, pale=False),
-        ]
-    xaxis = {
-        "title": {"text": "magnitude"},
-        "tickprefix": "2<sup>",
-        "ticksuffix": "</sup>",
-        "range": [low, high],
-        "dtick": 8,
-    }
-    ticks = [-step * (place + 1) for place in range(len(record.limits))]
-    yaxis = {
-        "range": [-step * (len(record.limits) + 1), 1.05 * top],
-        "tickvals": ticks,
-        "ticktext": [fmt.clean(limits.format) for limits in record.limits],
-        "showgrid": False,
-        "fixedrange": True,
-    }
-    return {"data": traces, "layout": base_layout(height=430, xaxis=xaxis, yaxis=yaxis)}
-
-
-def _kind_trace(kind: KindRange) -> Figure:
-    own = kind.histogram
-    exponents = range(own.first_exponent, own.last_exponent + 1)
-    shares = [count / own.nonzero for count in own.counts]
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": kind.kind,
-        "x": [own.first_exponent - 0.5, *(e + 0.5 for e in exponents), own.last_exponent + 1.5],
-        "y": [0, *map(json_number, shares), 0],
-        "line": {"shape": "hvh", "width": 1.8, "color": _KIND_COLOURS[kind.kind]},
-        "hovertemplate": f"%{{y:.2%}} of the {kind.kind}<br>at 2<sup>%{{x:.0f}}</sup><extra></extra>",
-    }
-
-
-def _limit_trace(name: str, ends: Sequence[float], height: float, colour: str, *, pale: bool) -> Figure:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": fmt.clean(name),
-        "showlegend": False,
-        "x": [json_number(end) for end in ends],
-        "y": [json_number(height)] * 2,
-        "line": {"width": 9, "color": colour},
-        "opacity": 0.35 if pale else 0.95,
-        "hovertemplate": f"{fmt.clean(name)}, {'subnormal' if pale else 'normal'}<extra></extra>",
-    }
-
-
-def _scales_figure(record: RangesRecord) -> Figure | None:
-    if not any(k.kind in GRADIENTS for k in record.kinds):
-        return None
-    traces = []
-    for place, window in enumerate(record.windows):
-        zeroed, over = _lost(record, window.format)
-        scales = [record.first_scale + i for i in range(len(zeroed))]
-        colour = _FORMAT_COLOURS[place % len(_FORMAT_COLOURS)]
-        for shares, dash, what in ((zeroed, "solid", "become zero"), (over, "dot", "overflow")):
-            traces.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "name": fmt.clean(window.format),
-                    "legendgroup": window.format,
-                    "showlegend": dash == "solid",
-                    "x": scales,
-                    "y": [json_number(share) for share in shares],
-                    "line": {"width": 1.8, "color": colour, "dash": dash},
-                    "hovertemplate": f"scale 2<sup>%{{x}}</sup>: %{{y:.2%}} {what}<extra>{fmt.clean(window.format)}</extra>",
-                }
-            )
-    xaxis = {"title": {"text": "loss scale"}, "tickprefix": "2<sup>", "ticksuffix": "</sup>", "dtick": 8}
-    layout = base_layout(height=360, xaxis=xaxis, yaxis={"tickformat": ".0%", "rangemode": "tozero"})
-    judged = _judged(record)
-    if judged is not None and judged.lowest is not None and judged.highest is not None and not judged.empty:
-        ends = {"x0": judged.lowest, "x1": judged.highest, "y0": 0, "y1": 1, "yref": "paper"}
-        layout["shapes"] = [{"type": "rect", **ends, "fillcolor": "rgba(63,174,143,0.14)", "line": {"width": 0}}]
-        layout["xaxis"] |= {"range": [record.first_scale, record.first_scale + len(scales) - 1]}
-    return {"data": traces, "layout": layout}

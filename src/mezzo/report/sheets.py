@@ -13,11 +13,13 @@ from pathlib import PurePath
 
 from mezzo.records import DeviceReport, DoctorRecord, Environment, Memory, Reason, RunRecord
 from mezzo.report import formatting as fmt
+from mezzo.report.charts.series import quantile
+from mezzo.report.colours import format_style
 from mezzo.report.findings import FindingLine, finding_line
-from mezzo.report.sampling import quantile
 
 NOT_FOR_GPU = "emulated: says nothing about a GPU"
 _LEVEL_TONES = {"native": "good", "emulated": "warn", "impossible": "bad"}
+_LONGEST_WORD = 100_000  # of a command, which must stay whole to be pasted: a policy may name hundreds of modules
 _ENVIRONMENT_LABELS = {
     "date": "Date",
     "device": "Device",
@@ -52,7 +54,8 @@ class Share:
     format: str
     text: str
     percent: float
-    colour: str
+    style: str
+    """Name of the format's colour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,25 +124,20 @@ class DoctorSheet:
     command: str = ""
 
 
-# The first is grey, for the format that the baseline computes in.
-SHARE_COLOURS = ("#98a1b0", "#4f86f7", "#e8893a", "#3fae8f", "#a974e6", "#e0637c")
-
-
 def run_sheet(record: RunRecord) -> RunSheet:
     """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.script).name)
     policy = fmt.clean(record.policy_shown)
-    share_by_format = record.effective.share_by_format
     return RunSheet(
         title=f"{script} under {policy}",
         script=fmt.clean(record.script),
         policy=policy,
         headline=_run_headline(record, script=script, policy=policy),
         error=error_text(record),
-        facts=_run_facts(record),
+        facts=run_facts(record),
         explanation=explained(record),
         memory=memory_lines([(record.policy_shown, record.memory)]),
-        shares=shares(share_by_format, formats=sorted(share_by_format, key=share_by_format.__getitem__)),
+        shares=shares(record.effective.share_by_format),
         shares_note=shares_note(record),
         left_alone=facts(record.effective.left_alone),
         findings=[finding_line(finding) for finding in record.findings],
@@ -180,7 +178,9 @@ def name_meant(record: RunRecord) -> list[Fact]:
 
 def environment_facts(environment: Environment, *, framework: str = "") -> list[Fact]:
     """Return what is known of the machine and the versions, and the framework if it is not torch."""
-    known = [(k, getattr(environment, k)) for k in _ENVIRONMENT_LABELS]
+    known = [
+        (k, fmt.date_text(environment.date) if k == "date" else getattr(environment, k)) for k in _ENVIRONMENT_LABELS
+    ]
     facts = [Fact(what=_ENVIRONMENT_LABELS[k], value=fmt.clean(str(v))) for k, v in known if v is not None]
     other = framework.partition(" ")[0] not in ("", "torch")
     return [*facts[:-1], Fact(what="Framework", value=fmt.clean(framework)), facts[-1]] if other else facts
@@ -219,15 +219,15 @@ def memory_lines(measured: Sequence[tuple[str, Memory]]) -> list[MemoryLine]:
     ]
 
 
-def shares(share_by_format: Mapping[str, float], *, formats: Sequence[str]) -> list[Share]:
-    """Return the formats of ``share_by_format``, largest share first; ``formats`` fixes the colour of each on a page."""
+def shares(share_by_format: Mapping[str, float]) -> list[Share]:
+    """Return the formats of ``share_by_format``, largest share first."""
     order = sorted(share_by_format.items(), key=lambda item: -item[1])
     return [
         Share(
             format=fmt.clean(name),
             text=fmt.share_text(share),
             percent=round(100 * share, 2),
-            colour=SHARE_COLOURS[list(formats).index(name) % len(SHARE_COLOURS)],
+            style=format_style(name).name,
         )
         for name, share in order
     ]
@@ -278,14 +278,16 @@ def first_steps_text(*runs: RunRecord) -> str:
 
 def final_loss_text(record: RunRecord) -> str:
     """Return the loss of the last step, or the last one of each of several losses."""
-    several = [f"{fmt.clean(loss.name)} {fmt.number_text(loss.values[-1])}" for loss in record.steps.losses]
+    several = [
+        f"{fmt.clean(loss.name)} {fmt.number_text(loss.values[-1])}" for loss in record.steps.losses if loss.values
+    ]
     return ", ".join(several) or fmt.number_text(record.steps.loss[-1] if record.steps.loss else None)
 
 
 def command_text(command: Sequence[str], environment: Environment) -> str:
     """Return a command as a shell line, preceded by the environment variables that matter."""
     variables = [f"{fmt.clean(name)}={shlex.quote(fmt.clean(value))}" for name, value in environment.variables.items()]
-    return " ".join([*variables, shlex.join([fmt.clean(part) for part in command])])
+    return " ".join([*variables, shlex.join([fmt.clean(part, most=_LONGEST_WORD) for part in command])])
 
 
 def median_ms(times_ms: Sequence[float]) -> float | None:
@@ -320,7 +322,8 @@ def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
     return f"{script} trained {steps} under {policy}, to a loss of {final_loss_text(record)}"
 
 
-def _run_facts(record: RunRecord) -> list[Fact]:
+def run_facts(record: RunRecord) -> list[Fact]:
+    """Return the results of a run, one line each."""
     line, steps = run_line(record), record.steps
     broken = any(word in line.final_loss.split() for word in ("NaN", "Infinity", "-Infinity"))
     emulated = NOT_FOR_GPU if record.effective.emulated else ""

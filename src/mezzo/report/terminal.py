@@ -12,9 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.report.audit import AuditSheet, Grid
+from mezzo.report.colours import policy_style
 from mezzo.report.diagnose import DiagnoseSheet
 from mezzo.report.fallback import FallbackSheet
 from mezzo.report.findings import FindingLine
+from mezzo.report.index import IndexSheet
 from mezzo.report.next_steps import NextStep
 from mezzo.report.ranges import RangesSheet, TensorLine
 from mezzo.report.sheets import DoctorSheet, Fact, MemoryLine, RunSheet, Share
@@ -32,6 +34,7 @@ _STYLES = {
 _HEADING = "bold"
 _FAINT = "dim"
 _SHOWN_ROWS = 8
+_INDEX_ROWS = 40
 
 
 def print_framed(
@@ -73,7 +76,7 @@ def print_together(sheet: TogetherSheet, console: Console) -> None:
         for row in group.lines:
             line = row.line
             table.add_row(
-                Text(f" {line.policy}"),
+                _policy(line.policy, indent=" "),
                 Text(line.verdict, style=_STYLES[line.tone]),
                 _stack(line.step, line.speedup),
                 _stack(line.memory, line.memory_ratio),
@@ -90,6 +93,20 @@ def print_together(sheet: TogetherSheet, console: Console) -> None:
         _section(console, f"Left alone in {group.framework}", _fact_table(facts))
     console.print()
     _note(console, sheet.method)
+
+
+def print_index(sheet: IndexSheet, console: Console) -> None:
+    """Print an index of records, the newest first."""
+    _line(console, sheet.headline, style=_HEADING)
+    table = _table("date", "script", "command", "policies", "answer", "folder")
+    for one in sheet.entries[:_INDEX_ROWS]:
+        answer = Text(one.word, style=_STYLES[one.tone])
+        table.add_row(one.date, Text(one.script), one.kind, Text(one.policies), answer, Text(one.place))
+    console.print()
+    console.print(table)
+    more = len(sheet.entries) + sheet.left_out - _INDEX_ROWS
+    if more > 0:
+        _note(console, f"and {more} older records")
 
 
 def print_run(sheet: RunSheet, console: Console) -> None:
@@ -255,7 +272,7 @@ def verdict_table(sheet: CompareSheet) -> Table:
 
 def _verdict_cells(line: VerdictLine, compared: Sequence[Compared]) -> list[Text]:
     return [
-        Text(line.policy),
+        _policy(line.policy),
         Text(line.verdict, style=_STYLES[line.tone]),
         _stack(line.step, line.speedup, line.spread),
         _stack(line.memory, line.memory_ratio),
@@ -263,6 +280,11 @@ def _verdict_cells(line: VerdictLine, compared: Sequence[Compared]) -> list[Text
         Text(line.skipped),
         Text(line.final_scale),
     ]
+
+
+def _policy(name: str, *, indent: str = "") -> Text:
+    """Return a policy's name in the colour that its format has on every page."""
+    return Text(f"{indent}{name}", style=policy_style(name).terminal)
 
 
 def _stack(first: str, *below: str) -> Text:
@@ -275,7 +297,7 @@ def _stack(first: str, *below: str) -> Text:
 def _reason_table(lines: Sequence[VerdictLine]) -> Table:
     table = _table("", "", heads=False)
     for line in lines:
-        table.add_row(Text(line.policy, style=_STYLES[line.tone]), Text(line.reason))
+        table.add_row(_policy(line.policy), Text(line.reason))
     return table
 
 
@@ -301,7 +323,7 @@ def _memory_table(lines: Sequence[MemoryLine]) -> Table | None:
     for column in table.columns[1:]:
         column.justify = "right"
     for line in lines:
-        table.add_row(Text(line.policy), *(kind.value for kind in line.kinds), line.total)
+        table.add_row(_policy(line.policy), *(kind.value for kind in line.kinds), line.total)
     return table
 
 
@@ -312,7 +334,7 @@ def _share_lines(shares: Iterable[tuple[str, Sequence[Share]]]) -> Table | None:
     table = _table("", "", heads=False)
     for policy, parts in known:
         words = ", ".join(f"{part.text} {part.format}" for part in parts)
-        table.add_row(Text(policy), Text(words))
+        table.add_row(_policy(policy), Text(words))
     return table
 
 

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from mezzo.records import CompareRecord, Difference, Row, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report import sheets
-from mezzo.report.plotting import policy_colours
+from mezzo.report.colours import Style, styles_of
 from mezzo.report.sheets import Fact, MemoryLine, RunLine, Share
 
 EMULATED = "emulated"
@@ -39,8 +39,8 @@ class VerdictLine:
     """One row of the verdict table."""
 
     policy: str
-    colour: str
-    """The policy's colour in the plots."""
+    style: Style
+    """The policy's colour in charts and tables."""
     verdict: str
     tone: str
     step: str
@@ -101,7 +101,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
     policies = fmt.listed([fmt.clean(row.policy_shown) for row in record.rows] or ["no policy"])
     headline, details = _headline(record)
     names = list(dict.fromkeys(name for row in record.rows for name in row.losses))
-    colours = policy_colours([row.policy_shown for row in record.rows])
+    styles = styles_of(record.rows)
     return CompareSheet(
         title=f"{fmt.clean(PurePath(script).name) or 'comparison'}: {policies}",
         script=fmt.clean(script),
@@ -110,7 +110,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         method=_method(record),
         loss_heads=[f"final {fmt.loss_title(name)}" for name in names] or ["final loss"],
         metric_name=_metric_name(record),
-        lines=[_verdict_line(row, names, colour=colours[row.policy_shown]) for row in record.rows],
+        lines=[_verdict_line(row, names, style=styles[row.policy_shown]) for row in record.rows],
         memory=sheets.memory_lines([(row.policy_shown, row.memory) for row in record.rows]),
         effective=_effective(record),
         effective_note=sheets.shares_note(*record.runs),
@@ -234,12 +234,12 @@ def _metric_name(record: CompareRecord) -> str:
     return fmt.clean(names[0]) if names else "metric"
 
 
-def _verdict_line(row: Row, names: Sequence[str], *, colour: str) -> VerdictLine:
+def _verdict_line(row: Row, names: Sequence[str], *, style: Style) -> VerdictLine:
     is_baseline = row.verdict == "baseline"
     losses = [row.losses.get(name) for name in names] if names else [row.loss]
     return VerdictLine(
         policy=fmt.clean(row.policy_shown),
-        colour=colour,
+        style=style,
         verdict=verdict_text(row.verdict),
         tone=VERDICT_TONES[row.verdict],
         step=fmt.ms_text(row.step_ms),
@@ -270,12 +270,11 @@ def _compared(difference: Difference | None, *, alone: bool) -> Compared:
 
 
 def _effective(record: CompareRecord) -> list[EffectiveLine]:
-    formats = list(dict.fromkeys(name for row in record.rows for name in row.share_by_format))
     return [
         EffectiveLine(
             policy=fmt.clean(row.policy_shown),
             emulated=row.emulated,
-            shares=sheets.shares(row.share_by_format, formats=formats),
+            shares=sheets.shares(row.share_by_format),
             left_alone=_left_alone(runs_of(record, row.policy_shown)),
         )
         for row in record.rows

@@ -8,36 +8,32 @@ from typing import Any
 
 from rich.console import Console
 
-from mezzo.report import audit, check, diagnose, fallback, figures, ranges, sheets, terminal, verdicts
-from mezzo.report.figures import Plot
-
-
-def _no_plots(record: Any) -> list[Plot]:
-    return []
+from mezzo.report import answers, audit, check, diagnose, fallback, ranges, sheets, terminal, verdicts
+from mezzo.report.answers import Answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """How records of one kind are shown. The page's template is named after the kind."""
+    """How records of one kind are shown. The page's template is named after the kind; its charts are in ``mezzo.report.figures``."""
 
     sheet: Callable[[Any], Any]
     """From a record to its sentences and numbers as they are shown, with ``title``, ``headline``, ``environment`` and ``command``."""
     body: Callable[[Any, Console], None]
     """Prints a sheet's own tables to the terminal."""
-    plots: Callable[[Any], list[Plot]] = _no_plots
-    """From a record to the plots of its page."""
+    answer: Callable[[Any, Any], Answer]
+    """From a record and its sheet to the answer that the page begins with."""
     framed: bool = True
     """Whether the terminal shows headline, environment and command around the body; without, the body ends with what matters most."""
 
 
 VIEWS: dict[str, View] = {
-    "run": View(sheet=sheets.run_sheet, body=terminal.print_run, plots=figures.run_plots),
-    "compare": View(sheet=verdicts.compare_sheet, body=terminal.print_compare, plots=figures.compare_plots),
-    "check": View(sheet=check.check_sheet, body=check.print_check, plots=check.check_plots, framed=False),
-    "audit": View(sheet=audit.audit_sheet, body=terminal.print_audit, plots=audit.audit_plots),
-    "diagnose": View(sheet=diagnose.diagnose_sheet, body=terminal.print_diagnose),
-    "fallback": View(sheet=fallback.fallback_sheet, body=terminal.print_fallback, plots=fallback.fallback_plots),
-    "ranges": View(sheet=ranges.ranges_sheet, body=terminal.print_ranges, plots=ranges.ranges_plots),
-    "doctor": View(sheet=sheets.doctor_sheet, body=terminal.print_doctor),
+    "run": View(sheet=sheets.run_sheet, body=terminal.print_run, answer=answers.run_answer),
+    "compare": View(sheet=verdicts.compare_sheet, body=terminal.print_compare, answer=answers.compare_answer),
+    "check": View(sheet=check.check_sheet, body=check.print_check, answer=check.check_answer, framed=False),
+    "audit": View(sheet=audit.audit_sheet, body=terminal.print_audit, answer=answers.audit_answer),
+    "diagnose": View(sheet=diagnose.diagnose_sheet, body=terminal.print_diagnose, answer=answers.diagnose_answer),
+    "fallback": View(sheet=fallback.fallback_sheet, body=terminal.print_fallback, answer=answers.fallback_answer),
+    "ranges": View(sheet=ranges.ranges_sheet, body=terminal.print_ranges, answer=answers.ranges_answer),
+    "doctor": View(sheet=sheets.doctor_sheet, body=terminal.print_doctor, answer=answers.doctor_answer),
 }
 """By kind of record."""

@@ -1,0 +1,216 @@
+"""What a chart shows, as plain values: a test reads them point by point, and the canvas draws nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeAlias
+
+from mezzo.report.colours import Style
+
+AxisKind: TypeAlias = Literal["number", "log", "percent", "power", "ms", "signed", "change"]
+"""``power``: exponents of two; ``percent``: shares; ``signed`` and ``change``: differences, in a unit and in percent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """One event on a line: a cross where values stop being finite, a triangle at skipped steps."""
+
+    x: float
+    y: float
+    shape: Literal["cross", "triangle"]
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line over the chart's ``x``, with a band around it; NaN leaves a gap."""
+
+    name: str
+    style: Style
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    marks: Sequence[Mark] = ()
+    group: str = ""
+    """Lines of one group are hidden together, in every chart of a page; the line's name if empty."""
+    unnamed: bool = False
+    """Whether the line has no entry in the legend and no label at its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A shaded part of the frame."""
+
+    axis: Literal["x", "y"]
+    low: float
+    high: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Track:
+    """A range below the horizontal axis, such as what a format represents; its first part is pale."""
+
+    name: str
+    style: Style
+    low: float
+    middle: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One axis; without ends, they are those of the values."""
+
+    title: str
+    kind: AxisKind = "number"
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Lines over one axis, with the words that say what they show."""
+
+    form: ClassVar[str] = "chart"
+
+    name: str
+    title: str
+    words: str
+    """What the chart shows, with its numbers: read out by a screen reader, and shown below the title."""
+    note: str = ""
+    """How to read it."""
+    x: Sequence[float]
+    """One position for each entry of each line's values."""
+    last_x: float
+    """The last step behind the last position."""
+    x_axis: Axis
+    y_axis: Axis
+    lines: Sequence[Line]
+    spans: Sequence[Span] = ()
+    tracks: Sequence[Track] = ()
+    staircase: bool = False
+    zero: bool = False
+    """Whether a line marks zero."""
+    layered: bool = False
+    """Whether lines may lie on each other: then earlier ones are wider, and names stand at their ends."""
+    height: int = 320
+    point_words: str = "step"
+    """What one position is: a step, or a power of two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a bar."""
+
+    name: str
+    share: float
+    """Of the longest bar of the chart, from 0 to 1."""
+    text: str
+    style: str
+    """Name of its colour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One row of a bar chart."""
+
+    name: str
+    parts: Sequence[Part]
+    text: str
+    style: Style | None = None
+    """That of the policy, if the row is one."""
+    mark: float | None = None
+    """Place of a mark across the bar, as a share of the longest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """Bars below each other, each made of the same kinds of parts."""
+
+    form: ClassVar[str] = "bars"
+
+    name: str
+    title: str
+    words: str
+    note: str = ""
+    rows: Sequence[Bar]
+    legend: Sequence[Part] = ()
+    mark_text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """The spread of one policy's values, as shares of the axis from 0 to 1."""
+
+    name: str
+    style: Style
+    text: str
+    ends: tuple[float, float, float, float, float] | None
+    """The 5%, 25%, 50%, 75% and 95% quantiles; None where ``text`` says why there are none."""
+    numbers: Sequence[str] = ()
+    """The same as text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boxes:
+    """Spreads below each other over one axis that begins at zero."""
+
+    form: ClassVar[str] = "boxes"
+
+    name: str
+    title: str
+    words: str
+    note: str = ""
+    rows: Sequence[Box]
+    ticks: Sequence[tuple[float, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One module of a tree."""
+
+    name: str
+    path: str
+    bars: Sequence[Part]
+    text: str
+    numbers: Sequence[str] = ()
+    """One for each of the tree's heads."""
+    children: Sequence[Node] = ()
+    tone: str = ""
+    badges: Sequence[str] = ()
+    place: str = ""
+    """Key of the source line that it links to; empty without one."""
+    open: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """Modules below their parents."""
+
+    form: ClassVar[str] = "tree"
+
+    name: str
+    title: str
+    words: str
+    note: str = ""
+    heads: Sequence[str] = ()
+    roots: Sequence[Node]
+    legend: Sequence[Part] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing:
+    """A chart without anything to show, and why."""
+
+    form: ClassVar[str] = "nothing"
+
+    name: str
+    title: str
+    words: str
+    note: str = field(default="", init=False)
+
+
+Drawn: TypeAlias = Chart | Bars | Boxes | Tree | Nothing
+"""Anything that a page draws."""

@@ -1,0 +1,245 @@
+"""The modules of a model as a tree: what each computes in which format, and the error that each makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mezzo.records import AuditRecord, FallbackRecord, ModuleError
+from mezzo.report import formatting as fmt
+from mezzo.report.audit import PHASES
+from mezzo.report.charts.data import Bar, Bars, Drawn, Node, Nothing, Part, Tree
+from mezzo.report.colours import format_style
+from mezzo.report.fallback import error_text
+
+MOST_NODES = 250  # some 500 bytes of the page each
+_ALL_OPEN = 60  # nodes up to which the whole tree is unfolded
+_NEAR_SHARE = 1 / 8  # of the tolerance
+
+
+def audit_charts(record: AuditRecord, places: Mapping[str, str]) -> list[Drawn]:
+    """Return the charts of an audit; ``places`` has the key of the source line of each module that has one."""
+    return [phase_bars(record), module_tree(record, places)]
+
+
+def phase_bars(record: AuditRecord) -> Drawn:
+    """Return the FLOPs of each phase as one bar, divided by format."""
+    phases = [phase for phase in PHASES if record.flops_by_phase.get(phase)]
+    title = "FLOPs by phase and format"
+    if not phases:
+        return Nothing(name="flops", title=title, words="No matrix product or convolution ran.")
+    longest = max(sum(record.flops_by_phase[phase].values()) for phase in phases)
+    rows = []
+    for phase in phases:
+        own = record.flops_by_phase[phase]
+        rows.append(Bar(name=phase, parts=_format_parts(own, longest), text=fmt.flops_text(sum(own.values()))))
+    words = [f"{row.name} {row.text} ({', '.join(f'{p.text} in {p.name}' for p in row.parts)})" for row in rows]
+    return Bars(
+        name="flops",
+        title=title,
+        words=f"Matrix products and convolutions: {'; '.join(words)}.",
+        rows=rows,
+        legend=_format_legend(record),
+    )
+
+
+def _format_parts(flops: Mapping[str, int], longest: int) -> list[Part]:
+    order = sorted(flops.items(), key=lambda item: -item[1])
+    return [
+        Part(name=fmt.clean(form), share=n / longest, text=fmt.flops_text(n), style=format_style(form).name)
+        for form, n in order
+        if n
+    ]
+
+
+def _format_legend(record: AuditRecord) -> list[Part]:
+    return [Part(name=fmt.clean(f), share=0.0, text="", style=format_style(f).name) for f in record.flops_by_format]
+
+
+@dataclass(kw_only=True)
+class _Totals:
+    """What one module and those inside it do."""
+
+    flops: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+    casts: int = 0
+    findings: list[str] = field(default_factory=list)
+
+
+def module_tree(record: AuditRecord, places: Mapping[str, str]) -> Drawn:
+    """Return the FLOPs, bytes and casts of each module with those inside it, the largest first."""
+    title = "Module by module"
+    totals: dict[str, _Totals] = {}
+    for operation in record.operations:
+        for path in _paths(operation.module):
+            own = totals.setdefault(path, _Totals())
+            own.bytes += operation.bytes
+            if operation.flops:
+                own.flops[operation.format] = own.flops.get(operation.format, 0) + operation.flops
+    for cast in record.casts:
+        for path in _paths(cast.module):
+            totals.setdefault(path, _Totals()).casts += cast.count
+    for finding in record.findings:
+        for module in finding.modules:
+            if module in totals and finding.code not in totals[module].findings:
+                totals[module].findings.append(finding.code)
+    if not totals:
+        return Nothing(name="modules", title=title, words="No operation was recorded.")
+    longest = max(sum(own.flops.values()) for own in totals.values()) or 1
+
+    def node(path: str, children: Sequence[Node]) -> Node:
+        own = totals[path]
+        flops = sum(own.flops.values())
+        return Node(
+            name=fmt.clean(path.rpartition(".")[2]),
+            path=fmt.clean(path),
+            bars=_format_parts(own.flops, longest),
+            text=_mixed(own.flops),
+            numbers=(fmt.flops_text(flops), fmt.bytes_text(own.bytes), str(own.casts)),
+            children=children,
+            badges=own.findings,
+            place=places.get(path, ""),
+        )
+
+    def weight(path: str) -> tuple[int, int]:
+        return -sum(totals[path].flops.values()), -totals[path].bytes
+
+    first = sorted((path for path in totals if "." not in path), key=weight)
+    total = sum(sum(totals[path].flops.values()) for path in first) or 1
+    top = [f"{fmt.clean(path)} {fmt.share_text(sum(totals[path].flops.values()) / total)}" for path in first[:3]]
+    return Tree(
+        name="modules",
+        title=title,
+        words=f"{fmt.plural(len(totals), 'module')}; most of the FLOPs are in {', '.join(top)}.",
+        note=_shown_note(len(totals))
+        + "Each row includes the modules inside it; bytes are those of all operands and results.",
+        heads=("FLOPs", "bytes", "casts"),
+        roots=_nodes(totals, node, weight),
+        legend=_format_legend(record),
+    )
+
+
+def _mixed(flops: Mapping[str, int]) -> str:
+    """Return the FLOPs by format, if there is more than one."""
+    words = [f"{fmt.flops_text(n)} in {fmt.clean(form)}" for form, n in flops.items() if n]
+    return ", ".join(words) if len(words) > 1 else ""
+
+
+def _shown_note(count: int) -> str:
+    return f"The {MOST_NODES} largest of {count} are shown; record.json has all. " if count > MOST_NODES else ""
+
+
+def _paths(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+
+
+def _nodes(
+    paths: Mapping[str, object], node: Callable[[str, Sequence[Node]], Node], weight: Callable[[str], object]
+) -> list[Node]:
+    """Return the roots of the tree of ``paths``, each level in the order of ``weight``; the heaviest MOST_NODES are kept."""
+    kept = sorted(paths, key=weight)[:MOST_NODES]  # type: ignore[arg-type]
+    known = {path for name in kept for path in _paths(name)}
+    inside: dict[str, list[str]] = {}
+    for path in sorted(known, key=weight):  # type: ignore[arg-type]
+        inside.setdefault(path.rpartition(".")[0], []).append(path)
+
+    def build(path: str) -> Node:
+        made = node(path, [build(child) for child in inside.get(path, [])])
+        return replace(made, open=len(known) <= _ALL_OPEN or "." not in path)
+
+    return [build(path) for path in inside.get("", [])]
+
+
+# --- the error that each module makes ---------------------------------------------------------------
+
+
+def fallback_charts(record: FallbackRecord) -> list[Drawn]:
+    """Return the module tree of a fallback search."""
+    return [error_tree(record)]
+
+
+def error_tree(record: FallbackRecord) -> Drawn:
+    """Return the tree of modules with the error that each makes alone, below its parent."""
+    title = "Module by module"
+    own = {m.module: m for m in record.modules if not m.unnamed}
+    if not own:
+        return Nothing(name="tree", title=title, words="No module was run by itself.")
+    paths = {path: None for name in own for path in _paths(name)}
+
+    def node(path: str, children: Sequence[Node]) -> Node:
+        found = own.get(path)
+        if (
+            found is None and len(children) == 1
+        ):  # a container that is never called and holds one module is not a row of its own
+            return replace(children[0], name=f"{fmt.clean(path.rpartition('.')[2])}.{children[0].name}")
+        tone, word = error_tone(found, record.tolerance)
+        share = 0.0 if found is None else _bar_share(_largest(found), record.tolerance)
+        return Node(
+            name=fmt.clean(path.rpartition(".")[2]),
+            path=fmt.clean(path),
+            bars=[Part(name=word, share=share, text="", style=f"tone-{tone}")] if share else [],
+            text=_error_words(found),
+            numbers=(
+                "" if found is None or found.reason else error_text(_largest(found)),
+                fmt.flops_text(found.flops) if found else "",
+            ),
+            children=children,
+            tone=tone,
+            badges=("kept in FP32",) if found is not None and found.kept else (),
+        )
+
+    def weight(path: str) -> float:
+        below = [_largest(m) for name, m in own.items() if name == path or name.startswith(f"{path}.")]
+        return -max(below, default=0.0)
+
+    kept = [fmt.clean(m.module) for m in own.values() if m.kept]
+    over = sum(_largest(m) > record.tolerance for m in own.values())
+    words = (
+        f"{fmt.plural(len(own), 'module')} run by themselves in the lower precision; {over} of them make an error above the "
+        f"tolerance of {error_text(record.tolerance)}; kept in FP32: {', '.join(kept) or 'none'}."
+    )
+    return Tree(
+        name="tree",
+        title=title,
+        words=words,
+        note=f"{_shown_note(len(paths))}Each module ran on its FP32 inputs; the bar is the largest error of its outputs and gradients, "
+        "and is full where nothing is left of the values.",
+        heads=("largest error", "FLOPs"),
+        roots=_nodes(paths, node, weight),
+    )
+
+
+def _largest(module: ModuleError) -> float:
+    errors = [e for e in (module.output, module.dgrad, module.wgrad, module.rounded) if e is not None]
+    return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)
+
+
+def _bar_share(error: float, tolerance: float) -> float:
+    """Return the bar's length on a logarithmic scale: from a thousandth of the tolerance, or 1e-5, up to an error of 1."""
+    if error <= 0:
+        return 0.0
+    low = math.log10(max(1e-12, min(1e-5, tolerance / 1000)))
+    return max(0.02, min(1.0, 1 - math.log10(min(1.0, error)) / low))
+
+
+def error_tone(module: ModuleError | None, tolerance: float) -> tuple[str, str]:
+    """Return the tone of a module's error, and what it stands for."""
+    if module is None or module.reason:
+        return "quiet", "not run by itself"
+    error = _largest(module)
+    if error >= 1:
+        return "bad", "nothing is left of the values"
+    if error > tolerance:
+        return "bad", "above the tolerance"
+    return ("warn", "near the tolerance") if error > tolerance * _NEAR_SHARE else ("good", "small")
+
+
+def _error_words(module: ModuleError | None) -> str:
+    if module is None:
+        return "not called by itself"
+    if module.reason:
+        return fmt.clean(module.reason)
+    parts = (("output", module.output), ("dgrad", module.dgrad), ("wgrad", module.wgrad), ("rounded", module.rounded))
+    return fmt.clean(f"{module.type}: " + ", ".join(f"{w} {error_text(e)}" for w, e in parts if e is not None))

@@ -1,0 +1,133 @@
+"""Where the values of a script lie, by power of two, over what each format holds; and what each loss scale loses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import get_args
+
+from mezzo.records import GRADIENTS, KindRange, RangeKind, RangesRecord
+from mezzo.report import formatting as fmt
+from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Nothing, Span, Track
+from mezzo.report.colours import Style, format_style, kind_style
+from mezzo.report.ranges import judged_window, lost_shares, power
+
+_KINDS = get_args(RangeKind)
+_LOWEST, _HIGHEST = -60, 48
+
+
+def ranges_charts(record: RangesRecord) -> list[Drawn]:
+    """Return the charts of ``record`` in reading order."""
+    return [exponents_chart(record), scales_chart(record)]
+
+
+def exponents_chart(record: RangesRecord) -> Drawn:
+    """Return the share of the non-zero values of each kind by power of two."""
+    kinds = [kind for kind in record.kinds if kind.histogram.nonzero]
+    title = "Where the values lie"
+    if not kinds:
+        return Nothing(name="exponents", title=title, words="No value other than zero was recorded.")
+    low, high = _ends(record)
+    grid = range(low, high + 1)
+    judged = next((limits for limits in record.limits if limits.format == record.format), None)
+    spans = [] if judged is None else [Span(axis="x", low=judged.normal, high=judged.largest + 1, text=record.format)]
+    form = fmt.clean(record.format)
+    shaded = f" Shaded: the normal numbers of {form}." if spans else ""
+    return Chart(
+        name="exponents",
+        title=title,
+        words=f"Share of the non-zero values by power of two: {'; '.join(_kind_words(kind) for kind in kinds)}.",
+        note=f"A loss scale of 2^k moves both kinds of gradients k places to the right.{shaded} Bars below: what each format holds, "
+        "the pale part with fewer bits (subnormal numbers).",
+        x=list(grid),
+        last_x=high,
+        x_axis=Axis(title="magnitude", kind="power", low=low, high=high),
+        y_axis=Axis(title="share of the values", kind="percent", low=0.0),
+        lines=[_kind_line(kind, grid) for kind in kinds],
+        spans=spans,
+        tracks=[
+            Track(
+                name=fmt.clean(f.format),
+                style=format_style(f.format),
+                low=f.smallest,
+                middle=f.normal,
+                high=f.largest + 1,
+            )
+            for f in record.limits
+        ],
+        staircase=True,
+        height=330 + 22 * len(record.limits),
+        point_words="magnitude",
+    )
+
+
+def _ends(record: RangesRecord) -> tuple[int, int]:
+    kinds = [kind.histogram for kind in record.kinds if kind.histogram.nonzero]
+    low = max(_LOWEST, min(own.first_exponent for own in kinds) - 2)
+    return low, max(low + 1, min(_HIGHEST, max([own.last_exponent for own in kinds] + [16]) + 3))
+
+
+def _kind_style(name: str) -> Style:
+    return kind_style(_KINDS.index(name) if name in _KINDS else 0)
+
+
+def _kind_line(kind: KindRange, grid: range) -> Line:
+    own = kind.histogram
+    counted = {own.first_exponent + place: count for place, count in enumerate(own.counts)}
+    return Line(name=kind.kind, style=_kind_style(kind.kind), y=[counted.get(e, 0) / own.nonzero for e in grid])
+
+
+def _kind_words(kind: KindRange) -> str:
+    own = kind.histogram
+    peak = own.first_exponent + max(range(len(own.counts)), key=own.counts.__getitem__)
+    return f"{kind.kind} from {power(own.first_exponent)} to {power(own.last_exponent + 1)}, most at {power(peak)}"
+
+
+def scales_chart(record: RangesRecord) -> Drawn:
+    """Return the shares of all gradient values that become zero and that overflow, at each loss scale."""
+    title = "What each loss scale loses"
+    if not any(kind.kind in GRADIENTS for kind in record.kinds) or not record.windows:
+        return Nothing(name="scales", title=title, words="No gradient was recorded.")
+    lines: list[Line] = []
+    length = 0
+    for window in record.windows:
+        zeroed, over = lost_shares(record, window.format)
+        length = max(length, len(zeroed))
+        name, style = fmt.clean(window.format), format_style(window.format)
+        clash = sum(line.style.family == style.family for line in lines) // 2
+        style = Style(family=style.family, shade=clash % 3)
+        lines.append(Line(name=name, style=style, y=zeroed))
+        dotted = Style(family=style.family, shade=style.shade, dashes=2)
+        lines.append(Line(name=f"{name} overflow", group=name, unnamed=True, style=dotted, y=over))
+    judged = judged_window(record)
+    spans = []
+    if judged is not None and judged.lowest is not None and judged.highest is not None and not judged.empty:
+        spans.append(Span(axis="x", low=judged.lowest, high=judged.highest, text="scale window"))
+    return Chart(
+        name="scales",
+        title=title,
+        words=f"{_window_words(record)}.",
+        note="Unbroken lines: the share of all gradient values that become zero in a cast to the format. Dotted: the share that overflows."
+        + (f" Shaded: the scale window of {fmt.clean(record.format)}." if spans else ""),
+        x=[record.first_scale + k for k in range(length)],
+        last_x=record.first_scale + length - 1,
+        x_axis=Axis(title="loss scale", kind="power"),
+        y_axis=Axis(title="share of the gradients", kind="percent", low=0.0),
+        lines=[replace(line, y=[*line.y, *[math.nan] * (length - len(line.y))]) for line in lines],
+        spans=spans,
+        height=300,
+        point_words="scale",
+    )
+
+
+def _window_words(record: RangesRecord) -> str:
+    parts = []
+    for window in record.windows:
+        name = fmt.clean(window.format)
+        if window.lowest is None or window.highest is None:
+            parts.append(f"{name} has no gradient to scale")
+        elif window.empty:
+            parts.append(f"no scale fits {name}")
+        else:
+            parts.append(f"{name} loses little from {power(window.lowest)} to {power(window.highest)}")
+    return "; ".join(parts)

@@ -1,0 +1,232 @@
+"""A chart as SVG for the page, and the values that the page's script shows at a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from mezzo.report import formatting as fmt
+from mezzo.report.charts.canvas import LAYOUTS, TOP, TRACK, WIDE, Geometry, drawn, labelled
+from mezzo.report.charts.data import Chart, Line, Mark, Span
+
+_LABEL_SPACE = 16
+_MARKS = {"cross": "M-4-4L4 4M-4 4L4-4", "triangle": "M-4.5-5h9L0 3z"}
+
+
+def svg(chart: Chart) -> Markup:
+    """Return ``chart`` in both layouts; the page's style sheet shows one of them."""
+    return Markup("\n").join(_svg(chart, drawn(chart, layout)) for layout in LAYOUTS)
+
+
+def hover_data(chart: Chart) -> dict[str, Any]:
+    """Return the numbers behind ``chart`` for the page's script; None stands for a number that is not finite."""
+    lines = [
+        {
+            "name": line.name,
+            "group": group_of(line),
+            "style": line.style.name,
+            "y": _numbers(line.y),
+            **({"low": _numbers(line.low), "high": _numbers(line.high)} if line.low else {}),
+            **({"marks": [[_number(mark.x), mark.text] for mark in line.marks]} if line.marks else {}),
+        }
+        for line in chart.lines
+    ]
+    axes = {
+        "kind": chart.y_axis.kind,
+        "xKind": chart.x_axis.kind,
+        "words": chart.point_words,
+        "lastX": _number(chart.last_x),
+    }
+    return {"x": _numbers(chart.x), **axes, "lines": lines}
+
+
+def group_of(line: Line) -> str:
+    """Return the name under which the line is hidden."""
+    return line.group or line.name
+
+
+def _number(value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.4g}") if abs(value) < 1e5 and value != round(value) else value
+    return int(short) if short == round(short) and abs(short) < 1e15 else float(f"{short:.5g}")
+
+
+def _numbers(values: Sequence[float]) -> list[float | int | None]:
+    return [_number(v) for v in values]
+
+
+def _svg(chart: Chart, found: Geometry) -> Markup:
+    left, top, right, bottom = found.frame
+    name, layout = f"{chart.name}-{found.layout.name}", found.layout.name
+    x0, x1 = found.ends
+    head = Markup(
+        '<svg class="{}" viewBox="0 0 {} {}" role="img" aria-labelledby="title-{} words-{}" data-frame="{} {} {} {}" data-ends="{} {}">'
+    ).format(layout, found.layout.width, found.height, chart.name, chart.name, left, top, right, bottom, x0, x1)
+    inside = Markup('<clipPath id="clip-{}"><rect x="{}" y="{}" width="{}" height="{}"/></clipPath>').format(
+        name, left, top, right - left, bottom - top
+    )
+    shown = Markup('<g clip-path="url(#clip-{})"><g class="moves">{}</g></g>').format(
+        name, Markup("").join([*_spans(chart, found), *_lines(chart, found)])
+    )
+    below = _tracks(chart, found, name)
+    return (
+        head
+        + inside
+        + _axes(chart, found)
+        + shown
+        + below
+        + _marks(chart, found)
+        + _labels(chart, found)
+        + Markup("</svg>")
+    )
+
+
+def _axes(chart: Chart, found: Geometry) -> Markup:
+    left, _, right, bottom = found.frame
+    out = [
+        Markup(
+            '<path class="grid" d="M{} {:.1f}H{}"/><text class="tick" x="{}" y="{:.1f}" text-anchor="end">{}</text>'
+        ).format(left, tick.place - 4, right, left - 8, tick.place, tick.text)
+        for tick in found.y_ticks
+    ]
+    if chart.zero:
+        out.append(Markup('<path class="zero" d="M{} {:.1f}H{}"/>').format(left, found.place(0, 0)[1], right))
+    ticks = [
+        Markup('<text class="tick" x="{:.1f}" y="{}" text-anchor="middle">{}</text>').format(
+            tick.place, bottom + 18, tick.text
+        )
+        for tick in found.x_ticks
+    ]
+    out.append(Markup('<path class="axis" d="M{} {}H{}"/>').format(left, bottom, right))
+    out.append(Markup('<g class="x-ticks">{}</g>').format(Markup("").join(ticks)))
+    out.append(Markup('<text class="head" x="{}" y="{}">{}</text>').format(2, TOP - 13, chart.y_axis.title))
+    words = '<text class="head" x="{}" y="{}" text-anchor="end">{}</text>'
+    out.append(Markup(words).format(right, bottom + 35, chart.x_axis.title))
+    return Markup("").join(out)
+
+
+def _spans(chart: Chart, found: Geometry) -> list[Markup]:
+    return [_span(span, found) for span in chart.spans]
+
+
+def _span(span: Span, found: Geometry) -> Markup:
+    left, top, right, bottom = found.frame
+    if span.axis == "y":
+        bottom, top = (found.place(found.ends[0], v)[1] for v in (span.low, span.high))
+    else:
+        ends = [min(max(v, found.ends[0]), found.ends[1]) for v in (span.low, span.high)]
+        left, right = (found.place(v, 1.0)[0] for v in ends)
+    shape = '<rect class="span" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"/>'
+    return Markup(shape).format(left, top, right - left, bottom - top)
+
+
+def _lines(chart: Chart, found: Geometry) -> list[Markup]:
+    bands = [
+        Markup('<path class="band s-{}" data-group="{}" d="{}"/>').format(line.style.name, group_of(line), path)
+        for line, path in zip(chart.lines, found.bands, strict=True)
+        if path
+    ]
+    lines = [
+        Markup('<path class="line s-{} d{}" data-group="{}" stroke-width="{}" d="{}"/>').format(
+            line.style.name, line.style.dashes, group_of(line), width, path
+        )
+        for line, path, width in zip(chart.lines, found.lines, _widths(chart, found), strict=True)
+        if path
+    ]
+    return bands + lines
+
+
+def _widths(chart: Chart, found: Geometry) -> list[float]:
+    """Return the width of each line in pixels: of equal lines, the earlier one shows at both sides of the later one."""
+    if not chart.layered or len(chart.lines) == 1:
+        return [2.0] * len(chart.lines)
+    step = 1.3 if found.layout is WIDE else 0.9
+    return [round(1.4 + step * max(0, min(len(chart.lines), 4) - 1 - k), 1) for k in range(len(chart.lines))]
+
+
+def _tracks(chart: Chart, found: Geometry, name: str) -> Markup:
+    if not chart.tracks:
+        return Markup("")
+    left, _, right, bottom = found.frame
+    words, bars = [], []
+    for number, track in enumerate(chart.tracks):
+        y = bottom + 56 + TRACK * number
+        ends = [
+            found.place(min(max(v, found.ends[0]), found.ends[1]), 0)[0] for v in (track.low, track.middle, track.high)
+        ]
+        shape = '<rect class="track-part{} s-{}" x="{:.1f}" y="{}" width="{:.1f}" height="10"/>'
+        bars += [
+            Markup(shape).format(" pale", track.style.name, ends[0], y - 9, ends[1] - ends[0]),
+            Markup(shape).format("", track.style.name, ends[1], y - 9, ends[2] - ends[1]),
+        ]
+        words.append(
+            Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>').format(left - 8, y, track.name)
+        )
+    clip = Markup('<clipPath id="below-{}"><rect x="{}" y="{}" width="{}" height="{}"/></clipPath>').format(
+        name, left, bottom, right - left, found.height - bottom
+    )
+    moved = Markup('<g clip-path="url(#below-{})"><g class="moves">{}</g></g>').format(name, Markup("").join(bars))
+    return clip + Markup("").join(words) + moved
+
+
+def _marks(chart: Chart, found: Geometry) -> Markup:
+    return Markup("").join(_mark(mark, line, found) for line in chart.lines for mark in line.marks)
+
+
+def _mark(mark: Mark, line: Line, found: Geometry) -> Markup:
+    x, y = found.place(mark.x, mark.y)
+    words = '<path class="{} s-{}" data-group="{}" data-x="{:.1f}" data-y="{:.1f}" transform="translate({:.1f} {:.1f})" d="{}"/>'
+    return Markup(words).format(mark.shape, line.style.name, group_of(line), x, y, x, y, Markup(_MARKS[mark.shape]))
+
+
+def _labels(chart: Chart, found: Geometry) -> Markup:
+    if not labelled(chart):
+        return Markup("")
+    ends = [(line, _end(chart, line, found)) for line in chart.lines if not line.unnamed]
+    known = [(line, end) for line, end in ends if end is not None]
+    places = apart([y for _, y in known], low=found.frame[1] + 4, high=found.frame[3], space=_LABEL_SPACE)
+    x = found.frame[2] + 8
+    words = '<text class="end s-{}" data-group="{}" x="{}" y="{:.1f}">{}</text>'
+    out = [
+        Markup(words).format(
+            line.style.name,
+            group_of(line),
+            x,
+            y + 4,
+            escape(fmt.shortened(line.name, length=found.layout.label_length)),
+        )
+        for (line, _), y in zip(known, places, strict=True)
+    ]
+    return Markup('<g class="ends">{}</g>').format(Markup("").join(out))
+
+
+def _end(chart: Chart, line: Line, found: Geometry) -> float | None:
+    """Return the height of the line's end in pixels."""
+    last = next(((x, y) for x, y in zip(reversed(chart.x), reversed(line.y), strict=False) if math.isfinite(y)), None)
+    if last is None:
+        last = (line.marks[0].x, line.marks[0].y) if line.marks else None
+    return None if last is None else found.place(*last)[1]
+
+
+def apart(places: Sequence[float], *, low: float, high: float, space: float) -> list[float]:
+    """Return ``places`` moved as little as needed to lie ``space`` apart and between ``low`` and ``high``, in their order."""
+    order = sorted(range(len(places)), key=places.__getitem__)
+    groups: list[tuple[float, int]] = []  # labels that touch move together: their middle, and how many they are
+    for index in order:
+        middle, count = _inside(places[index], 1, low, high, space), 1
+        while groups and middle - groups[-1][0] < space * (count + groups[-1][1]) / 2:
+            other, more = groups.pop()
+            middle, count = (middle * count + other * more) / (count + more), count + more
+            middle = _inside(middle, count, low, high, space)
+        groups.append((middle, count))
+    moved = [middle + space * (k - (count - 1) / 2) for middle, count in groups for k in range(count)]
+    return [moved[order.index(index)] for index in range(len(places))]
+
+
+def _inside(middle: float, count: int, low: float, high: float, space: float) -> float:
+    half = space * (count - 1) / 2
+    return max(low + half, min(high - half, middle))

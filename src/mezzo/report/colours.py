@@ -1,0 +1,133 @@
+"""The colour of each policy and format: the same in every report and terminal table, whatever else is shown.
+
+A family is a format; its shades are the variants of one format, which dashes tell apart as well. On the page's light and dark
+paper every shade has a contrast of 4.5:1 or more, so that lines and words share it; the terminal's colour has 4.5:1 on black and on white.
+Hues are those that people with colour-blindness tell apart (after Okabe and Ito, Color Universal Design, 2008).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mezzo.records import Row, RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The colours of one format: a shade each for its plain form, with master weights and pure."""
+
+    light: tuple[str, ...]
+    dark: tuple[str, ...]
+    terminal: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How one policy or format is drawn: its family, its shade and its dashes."""
+
+    family: str
+    shade: int = 0
+    dashes: int = 0
+    """0 for an unbroken line; 1 to 3 for patterns."""
+
+    @property
+    def name(self) -> str:
+        """The name of the colour, as the page's style sheet has it."""
+        return f"{self.family}-{self.shade}"
+
+    @property
+    def terminal(self) -> str:
+        """The colour in the terminal."""
+        return FAMILIES[self.family].terminal
+
+
+FAMILIES: dict[str, Family] = {
+    "fp32": Family(light=("#626d7c", "#48505c", "#333841"), dark=("#98a2ae", "#c5cad2", "#7f8a9a"), terminal="#6a7687"),
+    "tf32": Family(light=("#866807", "#624d05", "#453604"), dark=("#c79b0a", "#f4c429", "#aa8409"), terminal="#917108"),
+    "bf16": Family(light=("#1268d8", "#0d4da0", "#093672"), dark=("#67a3f3", "#accdf8", "#3c89ef"), terminal="#1371eb"),
+    "fp16": Family(light=("#bc450a", "#8b3307", "#632405"), dark=("#f58147", "#fabd9e", "#ee580d"), terminal="#cc4b0b"),
+    "fp8": Family(light=("#0e7b5f", "#0a5a46", "#074032"), dark=("#14b68e", "#19e4b1", "#119c79"), terminal="#0f8568"),
+    "fp64": Family(light=("#cc2462", "#981b49", "#6c1334"), dark=("#e980a7", "#f3bbcf", "#e2598b"), terminal="#da2d6d"),
+    "other": Family(
+        light=("#9543d0", "#7229a5", "#511d75"), dark=("#bf8de2", "#dbc0ef", "#ad6edb"), terminal="#9d52d4"
+    ),
+}
+"""By format; ``other`` is for what computes in no format of its own, such as a script as it is."""
+KINDS = Family(
+    light=("#4a46c9", "#ba2f9e", "#637310", "#0b768c", "#755238"),
+    dark=("#9794e0", "#dd79c9", "#a2bd1b", "#12bcde", "#bb9172"),
+)
+"""For kinds of tensors and of memory, which no format may be taken for."""
+_ALL = {**FAMILIES, "kind": KINDS}
+_NUM_SHADES = 3
+_NUM_DASHES = 4
+_FORMATS = (
+    (r"bf(loat)?16|b16", "bf16"),
+    (r"fp8|float8|e4m3|e5m2", "fp8"),
+    (r"tf32", "tf32"),
+    (r"64|128", "fp64"),
+    (r"16|^o[123]$", "fp16"),
+    (r"32|^o0$|^no$", "fp32"),
+)
+_VARIANTS = ((r"master|^o2$", 1), (r"pure|true|^o3$", 2))
+
+
+def policy_style(policy: str) -> Style:
+    """Return how ``policy`` is drawn wherever it is alone or among policies that differ in format or variant."""
+    base, _, fields = policy.lower().partition(":")
+    family = next((name for pattern, name in _FORMATS if re.search(pattern, base)), "other")
+    shade = next((number for pattern, number in _VARIANTS if re.search(pattern, base)), 0)
+    shade = 0 if family in ("fp32", "other") else shade
+    return Style(family=family, shade=shade, dashes=3 if fields else shade)
+
+
+def policy_styles(policies: Sequence[str]) -> dict[str, Style]:
+    """Return the style of each of several policies; those that would be drawn alike get other shades and dashes."""
+    styles: dict[str, Style] = {}
+    for policy in dict.fromkeys(policies):
+        wanted = policy_style(policy)
+        others = (
+            Style(
+                family=wanted.family,
+                shade=(wanted.shade + step) % _NUM_SHADES,
+                dashes=(wanted.dashes + turn) % _NUM_DASHES,
+            )
+            for turn in range(_NUM_DASHES)
+            for step in range(_NUM_SHADES)
+        )
+        styles[policy] = next((style for style in others if style not in styles.values()), wanted)
+    return styles
+
+
+def kind_style(number: int) -> Style:
+    """Return the style of one of several kinds of tensors."""
+    return Style(family="kind", shade=number, dashes=0)
+
+
+def format_style(name: str) -> Style:
+    """Return the style of a number format, as an operand's."""
+    return Style(family=policy_style(name).family)
+
+
+def css_colours() -> str:
+    """Return the colours as CSS: a variable each for light, for dark and for paper, and a class that sets ``--c``."""
+    light = _variables(dark=False)
+    names = [f"{name}-{shade}" for name, family in _ALL.items() for shade in range(len(family.light))]
+    classes = "".join(f".s-{name}{{--c:var(--{name})}}" for name in names)
+    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{_variables(dark=True)}}}}}{classes}"
+
+
+def _variables(*, dark: bool) -> str:
+    return "".join(
+        f"--{name}-{shade}:{colour};"
+        for name, family in _ALL.items()
+        for shade, colour in enumerate(family.dark if dark else family.light)
+    )
+
+
+def styles_of(named: Sequence[Row | RunRecord]) -> dict[str, Style]:
+    """Return the style of each policy by the name that is shown; it follows from the policy's format, whatever its name."""
+    styles = policy_styles([one.policy for one in named])
+    return {one.policy_shown: styles[one.policy] for one in named}

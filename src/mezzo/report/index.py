@@ -1,0 +1,137 @@
+"""An index of records: one line each, the newest first, and the history of each script."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mezzo.report import formatting as fmt
+from mezzo.report.charts import series
+from mezzo.report.charts.data import Axis, Chart, Line
+from mezzo.report.colours import policy_styles
+from mezzo.report.sheets import Fact
+
+MOST_ROWS = 500  # some 600 bytes of the page each
+_MOST_HISTORIES = 6
+_MOST_POLICIES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One record as a line of the index."""
+
+    place: str
+    """Its folder below the index."""
+    link: str
+    """The page's address, relative to the index; empty without one."""
+    date: str
+    script: str
+    kind: str
+    policies: str
+    word: str
+    tone: str
+    headline: str
+    device: str
+    command: str = ""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Final loss by policy."""
+    when: str = ""
+    """What orders entries: the date as the record has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The records of one script, the oldest first."""
+
+    script: str
+    entries: list[Entry]
+    chart: Chart | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexSheet:
+    """The words and tables of an index, ready for any view."""
+
+    title: str
+    headline: str
+    facts: list[Fact]
+    entries: list[Entry]
+    """The newest first; at most MOST_ROWS."""
+    left_out: int
+    histories: list[History]
+    environment: list[Fact] = field(default_factory=list)
+    command: str = ""
+
+
+def index_sheet(entries: Sequence[Entry], folder: Path) -> IndexSheet:
+    """Return the index of ``entries``."""
+    ordered = sorted(entries, key=lambda one: (one.when, one.place), reverse=True)
+    shown = ordered[:MOST_ROWS]
+    scripts: dict[str, list[Entry]] = {}
+    for one in reversed(ordered):
+        if one.script != fmt.MISSING:
+            scripts.setdefault(one.script, []).append(one)
+    most = sorted(scripts.items(), key=lambda item: -len(item[1]))
+    several = [(script, own) for script, own in most if len(own) > 1][:_MOST_HISTORIES]
+    tones = [one.tone for one in entries]
+    facts = [
+        Fact(what="scripts", value=str(len(scripts))),
+        Fact(what="good", value=str(tones.count("good"))),
+        Fact(what="to look into", value=str(sum(tone in ("warn", "bad") for tone in tones))),
+        Fact(what="open", value=str(tones.count("open"))),
+    ]
+    name = fmt.clean(folder.resolve().name or str(folder))
+    return IndexSheet(
+        title=f"Runs in {name}",
+        headline=f"{fmt.plural(len(entries), 'record')} in {name}",
+        facts=facts,
+        entries=shown,
+        left_out=len(ordered) - len(shown),
+        histories=[_history(number, script, own) for number, (script, own) in enumerate(several, 1)],
+    )
+
+
+def _history(number: int, script: str, entries: Sequence[Entry]) -> History:
+    with_loss = [one for one in entries if one.losses]
+    kinds = [one.kind for one in with_loss]
+    kind_shown = max(
+        kinds, key=kinds.count, default=""
+    )  # a run's last step and a comparison's mean are not one history
+    known = [one for one in with_loss if one.kind == kind_shown]
+    policies = list(dict.fromkeys(policy for one in known for policy in one.losses))[:_MOST_POLICIES]
+    shown = list(entries[-MOST_ROWS // 10 :])
+    if len(known) < 2:
+        return History(script=script, entries=shown, chart=None)
+    styles = policy_styles(policies)
+    values = [v for one in known for v in one.losses.values()]
+    lines = [
+        Line(name=fmt.clean(p), style=styles[p], y=_joined([one.losses.get(p, math.nan) for one in known]))
+        for p in policies
+    ]
+    ends = ", ".join(f"{line.name} {fmt.number_text(line.y[-1])}" for line in lines if math.isfinite(line.y[-1]))
+    chart = Chart(
+        name=f"history{number}",
+        title=f"Final loss of {script} under mezzo {kind_shown}",
+        words=f"The final loss over {fmt.plural(len(known), 'record')}, from {known[0].date} to {known[-1].date}; now {ends}.",
+        x=list(range(1, len(known) + 1)),
+        last_x=len(known),
+        x_axis=Axis(title="record, by date"),
+        y_axis=Axis(title="final loss", kind=series.axis_kind(values)),
+        lines=lines,
+        layered=True,
+        height=220,
+        point_words="record",
+    )
+    return History(script=script, entries=shown, chart=chart)
+
+
+def _joined(values: Sequence[float]) -> list[float]:
+    """Return ``values`` with gaps between known ones filled by the one before: a policy that one record left out is still a line."""
+    known = [place for place, value in enumerate(values) if math.isfinite(value)]
+    filled: list[float] = []
+    for place, value in enumerate(values):
+        inside = bool(known) and known[0] < place < known[-1]
+        filled.append(filled[-1] if inside and not math.isfinite(value) else value)
+    return filled

@@ -1,0 +1,157 @@
+"""The lines of the script that a record names, with their text: read when the page is written, if the file is still what ran."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from mezzo.records import AnyRecord, AuditRecord, Finding, RunRecord
+from mezzo.report import formatting as fmt
+
+_AROUND = 3
+_MOST_LINES = 80
+_MOST_BYTES = 4_000_000
+_LONGEST_LINE = 200
+_PLACE = re.compile(r"(.+):(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceLine:
+    """One line of a file."""
+
+    number: int
+    text: str
+    key: str = ""
+    """Its anchor, if the record names the line."""
+    notes: list[str] = field(default_factory=list)
+    """What the record says of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """The named lines of one file, with those around them."""
+
+    name: str
+    parts: list[list[SourceLine]]
+    missing: str = ""
+    """Why there is no text; empty if there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """All lines that a record names."""
+
+    files: list[SourceFile] = field(default_factory=list)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """By ``file:line`` as the record has it, the anchor of the line."""
+
+
+def source_of(record: AnyRecord) -> Source:
+    """Return the lines that ``record`` names."""
+    run = getattr(record, "run", record)
+    if not isinstance(run, RunRecord):
+        return Source()
+    notes: dict[str, list[str]] = {}
+    for place, note in _named(record):
+        if _PLACE.fullmatch(place) and note not in notes.setdefault(place, []):
+            notes[place].append(note)
+    by_file: dict[str, dict[int, str]] = {}
+    keys: dict[str, str] = {}
+    for place in list(notes)[:_MOST_LINES]:
+        found = _PLACE.fullmatch(place)
+        assert found is not None
+        keys[place] = f"line-{len(keys) + 1}"
+        by_file.setdefault(found[1], {})[int(found[2])] = place
+    files = [_file(name, numbers, keys, notes, run) for name, numbers in by_file.items()]
+    return Source(files=files, keys=keys)
+
+
+def module_places(record: AuditRecord, source: Source) -> dict[str, str]:
+    """Return the anchor of a line for each module that one is known of."""
+    named = [(one.module, one.line) for one in record.wide_products]
+    named += [(one.module, one.line) for one in record.round_trips]
+    named += [(one.module, one.line) for one in record.casts]
+    known = [(module, source.keys[line]) for module, line in named if line in source.keys]
+    return dict(reversed(known))  # the first of each module counts
+
+
+def _named(record: AnyRecord) -> Iterator[tuple[str, str]]:
+    findings: list[Finding] = [*getattr(record, "findings", []), *getattr(getattr(record, "run", None), "findings", [])]
+    for finding in findings:
+        for line in finding.lines:
+            yield line, f"{finding.code}: {fmt.clean(finding.title)}"
+    if record.kind == "diagnose":
+        verdict = record.verdict.replace("_", " ")
+        yield record.line, f"{verdict}: {fmt.clean(record.op)}"
+        yield record.swallowed_by, "the fault is swallowed here"
+    if isinstance(record, AuditRecord):
+        for product in record.wide_products:
+            yield product.line, f"{product.op} in {product.format}: {fmt.clean(product.reason)}"
+        for trip in record.round_trips:
+            yield trip.line, f"cast and taken back: {trip.formats}"
+
+
+def _file(
+    name: str, numbers: Mapping[int, str], keys: Mapping[str, str], notes: Mapping[str, list[str]], run: RunRecord
+) -> SourceFile:
+    shown = fmt.clean(name)
+    text, missing = _text(name, run)
+    if missing:
+        bare = [
+            [SourceLine(number=n, text="", key=keys[place], notes=[fmt.clean(v) for v in notes[place]])]
+            for n, place in sorted(numbers.items())
+        ]
+        return SourceFile(name=shown, parts=bare, missing=missing)
+    lines = text.splitlines()
+    wanted = sorted(
+        {n for number in numbers for n in range(number - _AROUND, number + _AROUND + 1) if 1 <= n <= len(lines)}
+    )
+    parts: list[list[SourceLine]] = []
+    for number in wanted:
+        place = numbers.get(number, "")
+        words = fmt.shortened(fmt.clean_line(lines[number - 1]), length=_LONGEST_LINE)
+        line = SourceLine(
+            number=number, text=words, key=keys.get(place, ""), notes=[fmt.clean(v) for v in notes.get(place, [])]
+        )
+        if parts and parts[-1][-1].number == number - 1:
+            parts[-1].append(line)
+        else:
+            parts.append([line])
+    return SourceFile(name=shown, parts=parts)
+
+
+def _text(name: str, run: RunRecord) -> tuple[str, str]:
+    """Return the text of a file, or why it is not shown."""
+    folder = Path(run.environment.folder or ".")
+    path, script = folder / name, folder / run.script
+    try:
+        path, script = path.resolve(), script.resolve()
+        # A record may come from somebody else: it must not make a page show any file that it names.
+        inside = path.is_relative_to(script.parent) or path.is_relative_to(folder.resolve())
+        if path.suffix != ".py" or not (inside or {"site-packages", "dist-packages"} & set(path.parts)):
+            return "", "it is not a Python file of the script or of an installed package"
+        if path.stat().st_size > _MOST_BYTES:
+            return "", "the file is too large"
+        data = path.read_bytes()
+        if path == script and run.script_sha256:
+            unchanged = hashlib.sha256(data).hexdigest() == run.script_sha256
+        else:
+            unchanged = path.stat().st_mtime <= _ended_at_s(run)
+    except (OSError, ValueError):
+        return "", "the file cannot be read from here"
+    if not unchanged:
+        return "", "the file has changed since the run"
+    return data.decode("utf-8", errors="replace"), ""
+
+
+def _ended_at_s(run: RunRecord) -> float:
+    if run.started_at_s is not None:
+        return run.started_at_s + run.duration_s
+    try:
+        return datetime.fromisoformat(run.environment.date).timestamp()
+    except ValueError:
+        return 0.0

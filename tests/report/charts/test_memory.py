@@ -1,0 +1,75 @@
+"""Bars of memory and boxes of times."""
+
+from __future__ import annotations
+
+import pytest
+
+import record_builders as build
+from mezzo.records import Memory
+from mezzo.report import sheets
+from mezzo.report.charts.data import Bars, Boxes, Nothing
+from mezzo.report.charts.memory import memory_bars
+from mezzo.report.charts.table import numbers_of
+from mezzo.report.charts.times import Timed, time_boxes
+from mezzo.report.colours import policy_style, policy_styles
+from mezzo.report.figures import compare_charts
+
+GIB = 1024**3
+
+
+def test_bars_share_a_scale_and_show_the_allocator_peak() -> None:
+    memory = Memory(
+        parameters_bytes=GIB,
+        gradients_bytes=0,
+        optimizer_bytes=0,
+        activations_bytes=GIB // 2,
+        cuda_allocated_bytes=2 * GIB,
+    )
+    small = Memory(parameters_bytes=GIB // 4)
+    bars = memory_bars({"fp32": memory, "bf16": small}, styles=policy_styles(["fp32", "bf16"]))
+    assert isinstance(bars, Bars)
+    assert [part.name for part in bars.legend] == [*sheets.memory_kinds(memory)]
+    assert [[(p.name, p.share) for p in row.parts] for row in bars.rows] == [
+        [("parameters", 0.5), ("activations", 0.25)],
+        [("parameters", 0.125)],
+    ]
+    assert [(row.text, row.mark) for row in bars.rows] == [("1.50 GiB, peak 2.00 GiB", 1.0), ("unknown", None)]
+    table = numbers_of(bars)
+    assert table.rows[0] == ("fp32", "1.00 GiB", "-", "-", "512 MiB", "1.50 GiB, peak 2.00 GiB")
+
+
+def test_a_box_holds_the_quantiles_on_a_round_axis() -> None:
+    timed = [
+        Timed(policy="fp32", style=policy_style("fp32"), times_ms=[float(v) for v in range(1, 102)], emulated=False)
+    ]
+    boxes = time_boxes(timed)
+    assert isinstance(boxes, Boxes)
+    (row,) = boxes.rows
+    assert row.numbers == ["6.00 ms", "26.0 ms", "51.0 ms", "76.0 ms", "96.0 ms"]
+    assert row.ends == pytest.approx((0.06, 0.26, 0.51, 0.76, 0.96))
+    assert boxes.ticks == [
+        (0.0, "0 ms"),
+        (0.2, "20.0 ms"),
+        (0.4, "40.0 ms"),
+        (0.6, "60.0 ms"),
+        (0.8, "80.0 ms"),
+        (1.0, "100 ms"),
+    ]
+
+
+def test_emulated_policies_get_words_in_place_of_a_box() -> None:
+    boxes = next(chart for chart in compare_charts(build.emulated_record()) if chart.name == "times")
+    assert isinstance(boxes, Boxes)
+    assert [(row.name, row.ends is None) for row in boxes.rows] == [
+        ("fp32", False),
+        ("bf16", True),
+        ("fp16", True),
+        ("fp16-pure", True),
+    ]
+    assert {row.text for row in boxes.rows[1:]} == {"emulated: says nothing about a GPU"}
+
+
+def test_nothing_measured() -> None:
+    nothing = [memory_bars({"fp16": Memory()}, styles={}), time_boxes([])]
+    assert all(isinstance(chart, Nothing) for chart in nothing)
+    assert [chart.words for chart in nothing] == ["Memory was not measured.", "No step was timed."]
