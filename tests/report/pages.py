@@ -37,13 +37,6 @@ from mezzo.report.index import index_sheet
 LONG = "fp16:fp32_modules=encoder.layers.*.attention+head.*:init_scale=1024:growth_interval=100"
 
 
-class Step:
-    """A next step, as a page draws it."""
-
-    why = "fp16 is undecided after 3 seeds."
-    command = "mezzo compare --policies fp32,fp16 --seeds 7 train.py --epochs 3"
-
-
 def long_names() -> CompareRecord:
     """Return a comparison with a long policy, a long reason and an error without a space."""
     rows = build.compare_rows()
@@ -246,6 +239,7 @@ def write_pages(folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     records: dict[str, AnyRecord] = {
         "compare": build.compare_record(),
+        "check": build.check_record(patch="--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-<b>\n+x\n"),
         "long-names": long_names(),
         "emulated": build.emulated_record(),
         "large": build.compare_record(num_seeds=5, num_steps=10_000),
@@ -259,7 +253,7 @@ def write_pages(folder: Path) -> dict[str, Path]:
     }
     pages = {name: folder / name / "report.html" for name in records}
     for name, record in records.items():
-        write_html(record, pages[name], steps=[Step()])
+        write_html(record, pages[name])
     pages |= {"together": folder / "together.html", "index": folder / "index.html"}
     write_together([build.compare_record(), long_names()], pages["together"])
     entries = [entry_of(folder / name / "record.json", record, folder) for name, record in records.items()]

@@ -16,6 +16,7 @@ pytestmark = [
 CHECKS = (Path(__file__).parent / "checks.js").read_text(encoding="utf-8")
 KINDS = {  # with the number of charts that have lines
     "compare": 3,
+    "check": 3,
     "long-names": 3,
     "emulated": 3,
     "large": 3,

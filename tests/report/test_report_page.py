@@ -7,7 +7,6 @@ import json
 import math
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,12 +21,6 @@ from mezzo.report.html import render_html, write_html
 
 HOSTILE = "<script>alert(1)</script></script><!--%{x}<b>&amp;\x1b[31m\"'"
 MOST_BYTES = 400_000
-
-
-@dataclass(frozen=True)
-class NextStep:
-    why: str
-    command: str
 
 
 def data_in(page: str) -> dict[str, dict[str, Any]]:
@@ -103,16 +96,17 @@ def test_page_of_many_policies_and_losses_stays_small() -> None:
 
 
 def test_page_has_the_answer_before_the_charts_and_the_command_last() -> None:
-    page = render_html(
-        build.compare_record(), steps=[NextStep("More seeds decide.", "mezzo compare --seeds 7 train.py")]
+    record = build.compare_record().model_copy(
+        update={"command": ["mezzo", "compare", "--policies", "fp32,bf16", "examples/train.py"]}
     )
+    page = render_html(record)
     order = [
         '<section class="answer good"',
         "bf16 trains like fp32",
         "memory, bf16",
         "What to do next",
-        "More seeds decide.",
-        "mezzo compare --seeds 7 train.py",
+        "train with bf16",
+        "mezzo run --policy bf16 examples/train.py",
         'class="badge good">equivalent</span></td>',
         'data-chart="loss"',
         'data-chart="difference"',

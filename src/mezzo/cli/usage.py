@@ -61,7 +61,8 @@ def _unknown_option(name: str, context: Any) -> UsageError:
     near = get_close_matches(name.strip("-"), [option.strip("-") for option in options], n=1, cutoff=_NEAR)
     hint = f"{context.command_path} --help lists its options; the script's own options go after the script"
     if others:
-        hint = f"type: {shlex.join(['mezzo', others[0], *words[2:]])}"
+        other = min(others, key=lambda command: command == "check")  # which takes options of several others
+        hint = f"type: {shlex.join(['mezzo', other, *words[2:]])}"
     elif near:
         option = next(option for option in options if option.strip("-") == near[0])
         hint = f"type: {shlex.join([*words[:place], option + words[place].removeprefix(name), *words[place + 1 :]])}"
