@@ -116,7 +116,7 @@ def test_page_has_the_answer_before_the_charts_and_the_command_last() -> None:
         "Effective formats",
         "<details>\n<summary>What bf16 does",
         "<h2>Environment",
-        "mezzo compare --policies",
+        "mezzo compare --policies fp32,bf16 examples/train.py",
     ]
     places = [page.index(words) for words in order]
     assert places == sorted(places)
