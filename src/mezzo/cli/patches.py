@@ -13,6 +13,7 @@ from mezzo.cli.script import Script
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
+    from mezzo.launch.several.patched import PatchOutcome
     from mezzo.patching import Patch
     from mezzo.policy import Policy
     from mezzo.records import CheckRecord
@@ -81,10 +82,20 @@ def _tried(
     patch.write_diff(written)
     next_step = {
         "next_command": f"patch {shlex.quote(str(patch.path))} {shlex.quote(str(written))}",
-        "next_why": f"writes {policy} into {patch.path.name}; its trial: {told}",
+        "next_why": f"writes {policy} into {patch.path.name}; {_agreement(outcome)}",
     }
     answer = record.answer.model_copy(update=next_step)
     return record.model_copy(update={"answer": answer, "patch": patch.diff})
+
+
+def _agreement(outcome: PatchOutcome) -> str:
+    """Return what the trial of an offered patch showed."""
+    steps = 0 if outcome.patched is None else len(outcome.patched.steps)
+    if outcome.same_losses:
+        return f"tried for {steps} steps: every loss is the same, to the last bit, as under {outcome.tried_as}"
+    return (
+        f"tried for {steps} steps: losses agree within one rounding of the format with those under {outcome.tried_as}"
+    )
 
 
 def _request(script: Script, policy: Policy, place: Path) -> Request:
