@@ -1,0 +1,113 @@
+"""Facts about GPUs, by name: memory, bandwidth and peak rates by format, each row with its source. Imports no torch.
+
+Rates are for dense products with FP32 accumulation, which is how torch multiplies in lower formats unless told otherwise. ``gpus.csv`` holds
+the facts as their makers state them: rates in TFLOP/s (10^12), bandwidth in GB/s (10^9), memory as sold in GiB, of which the driver keeps some.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+
+from mezzo.devices import Device
+from mezzo.errors import UsageError, nearest
+
+_MAKERS = re.compile(r"nvidia|geforce|tesla|amd|radeon|instinct", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One kind of GPU. A rate is None where the GPU has no unit for the format."""
+
+    name: str
+    label: str
+    """Its maker's name for it."""
+    aliases: tuple[str, ...]
+    architecture: str
+    compute_capability: str
+    """``8.0``; of AMD's GPUs the architecture, ``gfx942``."""
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    fp32_flops_per_s: float
+    tf32_flops_per_s: float | None
+    fp16_flops_per_s: float | None
+    bf16_flops_per_s: float | None
+    fp8_flops_per_s: float | None
+    source: str
+    checked: str
+    """What the row was compared with."""
+
+    @property
+    def device(self) -> Device:
+        """The device that torch would report, which knows the formats that it computes in."""
+        if self.compute_capability.startswith("gfx"):
+            return Device(kind="cuda", name=self.label, architecture=self.compute_capability)
+        major, _, minor = self.compute_capability.partition(".")
+        return Device(kind="cuda", name=self.label, capability=(int(major), int(minor)))
+
+    def flops_per_s(self, format_name: str) -> float | None:
+        """Return the peak rate of products in a format, by the format's name; None where the GPU has no unit for it."""
+        name = "fp8" if format_name.startswith(("e4m3", "e5m2")) else format_name
+        rate: float | None = getattr(self, f"{name}_flops_per_s", None)
+        return rate
+
+
+def gpu_named(text: str) -> Gpu:
+    """Return the GPU that a person means by ``text``: case, spaces, dashes and the maker's name do not matter.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    found = find_gpu(text)
+    if found is None:
+        raise UsageError(
+            f"--gpu {text!r} is not a GPU that Mezzo has the facts of; {nearest(text.lower(), GPUS)}",
+            hint="type one of these names, as in --gpu a100-80gb",
+        )
+    return found
+
+
+def find_gpu(text: str) -> Gpu | None:
+    """Return the GPU of that name, as ``gpu_named`` does; None if there is none."""
+    return _BY_KEY.get(_key(text))
+
+
+def _key(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", _MAKERS.sub("", text).lower())
+
+
+def _gpu(row: Mapping[str, str]) -> Gpu:
+    def rate(format_name: str) -> float | None:
+        text = row[f"{format_name}_tflops"]
+        return float(text) * 1e12 if text else None
+
+    return Gpu(
+        name=row["name"],
+        label=row["label"],
+        aliases=tuple(filter(None, row["aliases"].split("|"))),
+        architecture=row["architecture"],
+        compute_capability=row["compute_capability"],
+        memory_bytes=int(float(row["memory_gib"]) * 2**30),
+        bandwidth_bytes_per_s=float(row["bandwidth_gb_per_s"]) * 1e9,
+        fp32_flops_per_s=float(row["fp32_tflops"]) * 1e12,
+        tf32_flops_per_s=rate("tf32"),
+        fp16_flops_per_s=rate("fp16"),
+        bf16_flops_per_s=rate("bf16"),
+        fp8_flops_per_s=rate("fp8"),
+        source=row["source"],
+        checked=row["checked"],
+    )
+
+
+def _read() -> dict[str, Gpu]:
+    text = (files("mezzo") / "gpus.csv").read_text(encoding="utf-8")
+    return {gpu.name: gpu for gpu in map(_gpu, csv.DictReader(text.splitlines()))}
+
+
+GPUS: dict[str, Gpu] = _read()
+"""By name."""
+
+_BY_KEY = {_key(text): gpu for gpu in GPUS.values() for text in (gpu.name, gpu.label, *gpu.aliases)}
