@@ -36,6 +36,10 @@ class Gpu:
     fp16_flops_per_s: float | None
     bf16_flops_per_s: float | None
     fp8_flops_per_s: float | None
+    multiprocessors: int
+    l2_bytes: int
+    power_w: float
+    """What the board may draw."""
     source: str
     checked: str
     """What the row was compared with."""
@@ -97,6 +101,9 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         fp16_flops_per_s=rate("fp16"),
         bf16_flops_per_s=rate("bf16"),
         fp8_flops_per_s=rate("fp8"),
+        multiprocessors=int(row["multiprocessors"]),
+        l2_bytes=int(float(row["l2_mib"]) * 2**20),
+        power_w=float(row["power_w"]),
         source=row["source"],
         checked=row["checked"],
     )

@@ -21,25 +21,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mezzo.formats import format_of
-from mezzo.measure.flops import COUNTS
-from mezzo.measure.predict.tape import Kind, MemoryBlock, Operation, Phase, Tape
+from mezzo.measure.predict.operations import operations_of
+from mezzo.measure.predict.tape import Kind, MemoryBlock, Phase, Tape
 
 aten: Any = torch.ops.aten
-_FREE = frozenset(
-    {
-        aten.detach,
-        aten.alias,
-        aten.lift_fresh,
-        aten._unsafe_view,
-        aten.empty,
-        aten.empty_like,
-        aten.empty_strided,
-        aten.new_empty,
-        aten.new_empty_strided,
-    }
-)
-"""Operations that compute nothing."""
 _BY_CUBLAS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 """Operations whose first call in a thread allocates cuBLAS' workspace; autograd has a thread of its own."""
 _COPIED_BY_CUDA = {aten.native_layer_norm: 1, aten.native_layer_norm_backward: 2}
@@ -65,6 +50,8 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._handles: set[Phase] = set()
+        self._modules: dict[int, str] = {}
+        """The module of each autograd node, by the node's sequence number."""
 
     def own(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Allocate storages that exist already, such as parameters."""
@@ -117,26 +104,16 @@ class Recorder(TorchDispatchMode):
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         for tensor in outputs:
             self._allocated(tensor)
-        packet = func.overloadpacket
-        if packet in _FREE or func.is_view or func.namespace == "prim":
-            return
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        written = outputs or [t for t in tree_leaves(args[:1]) if isinstance(t, Tensor)]  # a list operation in place
-        if all(_is_scalar(t) for t in (*inputs, *outputs)):
-            return
-        count = COUNTS.get(packet)
-        self.tape.operations.append(
-            Operation(
-                name=packet.__name__,
-                phase=self.phase,
-                module=self.module,
-                format=_format(inputs or outputs),
-                flops=count(result, *args) if count is not None else 0,
-                read_bytes=sum(map(_bytes, inputs)),
-                written_bytes=sum(map(_bytes, written)),
-                grouped=_is_depthwise(packet, args),
-            )
-        )
+        self.tape.operations += operations_of(func, args, kwargs, result, self.phase, self._module_of_node())
+
+    def _module_of_node(self) -> str:
+        """Return the module whose forward pass made the running backward node; the running module in the forward pass."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            if self.phase == "forward":
+                self._modules[torch._C._autograd._get_sequence_nr() - 1] = self.module
+            return self.module
+        return self._modules.get(node._sequence_nr(), "")
 
     def _allocated(self, tensor: Tensor) -> int | None:
         """Return the number of the tensor's block, allocated now if it is new; None for one that takes no memory."""
@@ -167,25 +144,3 @@ def _key(tensor: Tensor) -> int:
 
 def _is_scalar(tensor: Tensor) -> bool:
     return tensor.dim() == 0
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _format(tensors: list[Tensor]) -> str:
-    operand = next((t for t in tensors if t.is_floating_point()), None)
-    if operand is None:
-        return "other"
-    found = format_of(operand.dtype)
-    return found.name if found is not None else "other"
-
-
-def _is_depthwise(packet: Any, args: Any) -> bool:
-    if packet is aten.convolution:
-        weight, groups = args[1], args[8]
-    elif packet is aten.convolution_backward:
-        weight, groups = args[2], args[9]
-    else:
-        return False
-    return bool(groups > 1 and weight.shape[1] == 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mezzo.errors import UsageError
 
@@ -26,6 +26,20 @@ class MemoryBlock:
     kind: Kind
 
 
+class Shape(NamedTuple):
+    """The shape of ``products`` equal matrix products (rows, depth) x (depth, columns), or of a normalisation over the batch.
+
+    A convolution is the product that computes it, one a group; ``window`` is the size of its kernel. A normalisation has a row a
+    channel, a column an element of it, and no depth. All zeros for other operations.
+    """
+
+    products: int = 0
+    rows: int = 0
+    columns: int = 0
+    depth: int = 0
+    window: int = 0
+
+
 @dataclass(slots=True)
 class Operation:
     """One operation that computes, with what it costs on any device."""
@@ -39,8 +53,7 @@ class Operation:
     """Operations of products and convolutions; 0 for others."""
     read_bytes: int
     written_bytes: int
-    grouped: bool = False
-    """Whether it is a convolution with as many groups as channels, which does not use matrix units."""
+    shape: Shape = Shape()
 
 
 @dataclass
@@ -83,7 +96,7 @@ class Tape:
                     scaled(a.flops, b.flops),
                     scaled(a.read_bytes, b.read_bytes),
                     scaled(a.written_bytes, b.written_bytes),
-                    a.grouped,
+                    Shape(*map(scaled, a.shape, b.shape)),
                 )
                 for a, b in zip(self.operations, other.operations, strict=True)
             ],

@@ -1,0 +1,170 @@
+"""Seconds of a tape on one GPU: for each operation the longer of its arithmetic and its traffic, then all of them in a row.
+
+Written from first principles with a few constants (``constants``), which are fitted on public measurements::
+
+    arithmetic = flops / (peak of its unit x share reached x how full its tiles and waves are)
+    traffic    = bytes / (bandwidth x share reached)
+    operation  = (arithmetic^p + traffic^p)^(1/p) + latency
+
+- A product is cut into tiles of 128 x 64 results. The last wave of tiles leaves multiprocessors idle, edges of tiles are wasted,
+  and a short sum (small depth) does not hide the loads before it.
+- The unit is the matrix unit of the operands' format. FP32 runs in TF32 where the policy allows it. Depthwise convolutions do
+  not use matrix units.
+- A convolution of channels-first tensors on matrix units is preceded by copies to channels-last and followed by one back.
+- Batch normalisation reads its input twice forward, and input and gradient twice backward, except for what stays in the L2 cache
+  between the two passes: each multiprocessor works on a channel of its own.
+- What one operation writes and the next reads stays in the L2 cache if it is small.
+- A step takes no less than its launches on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mezzo.gpus import Gpu
+from mezzo.measure.predict.constants import Constants
+from mezzo.measure.predict.tape import Operation
+
+Array: TypeAlias = NDArray[np.float64]
+HALF_FORMATS = ("fp16", "bf16")
+_TILE_ROWS, _TILE_COLUMNS, _TILE_DEPTH = 128, 64, 32
+_L2_SPEED = 3.0
+"""Bandwidth of the L2 cache over that of memory."""
+_CONVOLUTIONS = ("convolution", "convolution_input_gradient", "convolution_weight_gradient")
+_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "native_batch_norm_backward")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Operations as columns: what a formula needs of them."""
+
+    flops: Array
+    moved_bytes: Array
+    products: Array
+    rows: Array
+    columns: Array
+    depth: Array
+    half: NDArray[np.bool_]
+    convolution: NDArray[np.bool_]
+    depthwise: NDArray[np.bool_]
+    grouped: NDArray[np.bool_]
+    winograd: NDArray[np.bool_]
+    norm_bytes: Array
+    """Bytes that a normalisation over the batch reads; 0 for others."""
+    norm_channel_bytes: Array
+    """The same of one channel."""
+    count: Array
+
+    @classmethod
+    def of(cls, operations: Sequence[Operation]) -> Columns:
+        """Return the columns of ``operations``, one entry each."""
+        shapes = np.array([op.shape for op in operations], dtype=np.float64).reshape(-1, 5)
+        products, rows, columns, depth, window = shapes.T
+        moved = np.array([op.read_bytes + op.written_bytes for op in operations], dtype=np.float64)
+        convolution = np.array([op.name in _CONVOLUTIONS for op in operations], dtype=bool)
+        norm = np.array([op.name in _NORMS for op in operations], dtype=bool)
+        read = np.where(norm, [float(op.read_bytes) for op in operations], 0.0)
+        grouped = convolution & (products > 1)
+        return cls(
+            flops=np.array([op.flops for op in operations], dtype=np.float64),
+            moved_bytes=moved,
+            products=products,
+            rows=rows,
+            columns=columns,
+            depth=depth,
+            half=np.array([op.format in HALF_FORMATS for op in operations], dtype=bool),
+            convolution=convolution,
+            depthwise=grouped & ((columns <= 1) | (depth <= window)),
+            grouped=grouped,
+            winograd=convolution & (window == 9),
+            norm_bytes=read,
+            norm_channel_bytes=np.divide(read, rows, out=np.zeros_like(read), where=rows > 0),
+            count=np.ones(len(operations)),
+        )
+
+    def merged(self) -> Columns:
+        """Return the columns with equal operations counted together."""
+        names = [name for name in self.__dataclass_fields__ if name != "count"]
+        table = np.stack([np.asarray(getattr(self, name), dtype=np.float64) for name in names], axis=1)
+        rows, index = np.unique(table, axis=0, return_inverse=True)
+        fields: dict[str, Any] = dict(zip(names, rows.T, strict=True))
+        for name in ("half", "convolution", "depthwise", "grouped", "winograd"):
+            fields[name] = fields[name].astype(bool)
+        return Columns(**fields, count=np.bincount(index.ravel(), weights=self.count))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds of each operation by what bounds it."""
+
+    arithmetic: Array
+    traffic: Array
+    total: Array
+
+
+def operation_bounds(ops: Columns, gpu: Gpu, constants: Constants, *, tf32: bool, channels_last: bool) -> Bounds:
+    """Return the seconds of each operation on ``gpu``.
+
+    Args:
+        ops: the operations.
+        gpu: the GPU.
+        constants: the shares that are reached.
+        tf32: whether FP32 products run in TF32.
+        channels_last: whether images are stored channels-last.
+    """
+    c = constants
+    arithmetic = _arithmetic(ops, gpu, c, tf32=tf32)
+    moved = ops.moved_bytes.copy()
+    on_units = ops.convolution & ~ops.depthwise & (ops.half | tf32)
+    if not channels_last:
+        moved = moved + np.where(on_units, c.layout_copies * 2 * ops.moved_bytes, 0.0)
+    kept = np.minimum(1.0, gpu.l2_bytes / np.maximum(1.0, ops.norm_channel_bytes * gpu.multiprocessors))
+    moved = moved + ops.norm_bytes * c.norm_passes * (1 - kept)
+    from_l2 = np.minimum(1.0, c.l2_share * gpu.l2_bytes / np.maximum(1.0, ops.moved_bytes))
+    moved = moved * (1 - from_l2 * (1 - 1 / _L2_SPEED))
+    traffic = moved / (gpu.bandwidth_bytes_per_s * c.bandwidth)
+    total = (arithmetic**c.overlap + traffic**c.overlap) ** (1 / c.overlap) + c.latency_s
+    return Bounds(arithmetic * ops.count, traffic * ops.count, total * ops.count)
+
+
+def _arithmetic(ops: Columns, gpu: Gpu, c: Constants, *, tf32: bool) -> Array:
+    fp32 = gpu.fp32_flops_per_s
+    half_peak = (gpu.fp16_flops_per_s or fp32) * c.half
+    single_peak = (gpu.tf32_flops_per_s or fp32) * c.tf32 if tf32 and gpu.tf32_flops_per_s else fp32 * c.fp32
+    peak = np.where(ops.half, half_peak, single_peak)
+    peak = np.where(ops.depthwise, fp32 * c.depthwise, peak)
+    peak = np.where(ops.grouped & ~ops.depthwise, peak * c.grouped, peak)
+    units = ops.flops / (peak * _fullness(ops, gpu, c))
+    narrow = np.clip(np.minimum(ops.rows, ops.columns), 16, 128)
+    loaded = ops.flops / 2 * np.where(ops.half, 2, 4) * (1 / 128 + 1 / narrow)
+    feeding = np.where(ops.depthwise, 0.0, loaded) / (gpu.multiprocessors * c.feed_bytes_per_s)
+    return (units**c.overlap + feeding**c.overlap) ** (1 / c.overlap)
+
+
+def _fullness(ops: Columns, gpu: Gpu, c: Constants) -> Array:
+    """Return how much of the units' work is wanted: edges of tiles, idle multiprocessors, short sums."""
+
+    def padded(size: Array, unit: int) -> Array:
+        return np.maximum(1.0, np.ceil(size / unit) * unit)
+
+    product = (ops.flops > 0) & ~ops.depthwise
+    rows, columns = np.maximum(ops.rows, ops.columns), np.minimum(ops.rows, ops.columns)
+    edges = rows * columns / (padded(rows, _TILE_ROWS) * padded(columns, _TILE_COLUMNS))
+    tiles = np.maximum(1.0, ops.products * np.ceil(rows / _TILE_ROWS) * np.ceil(columns / _TILE_COLUMNS))
+    split = np.maximum(1.0, np.minimum(gpu.multiprocessors / tiles, ops.depth / 512))
+    tiles = tiles * split
+    waves = tiles / (np.ceil(tiles / gpu.multiprocessors) * gpu.multiprocessors)
+    sums = ops.depth / (padded(ops.depth, _TILE_DEPTH) + c.depth_latency)
+    return np.where(product, np.maximum(1e-3, edges * waves * sums), 1.0)
+
+
+def step_seconds(ops: Columns, gpu: Gpu, constants: Constants, *, tf32: bool, channels_last: bool) -> float:
+    """Return the seconds of all operations, or of launching them, whichever is longer."""
+    bounds = operation_bounds(ops, gpu, constants, tf32=tf32, channels_last=channels_last)
+    device, host = float(bounds.total.sum()), float(ops.count.sum()) * constants.launch_s
+    return float((device**4 + host**4) ** 0.25)
