@@ -36,15 +36,14 @@ class Training:
     build: Callable[[], nn.Module]
     batch_of: Callable[[int], dict[str, Tensor]]
     loss_of: Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Any]]
-    num_classes: int
-    """Convolutional networks are one class of models, transformers of language another, of vision a third."""
     kind: str
+    """The class of models: convolutional, language transformer or vision transformer."""
 
 
 TIMM = {"resnet50v1.5": "resnet50", "resnext101-32x4d": "resnext101_32x4d", "efficientnet-b0": "efficientnet_b0"}
 GPT = {
     "gpt2_large": {"n_embd": 1280, "n_layer": 36, "n_head": 20, "n_positions": 1024},
-    "gpt3_xl": {"n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048},
+    "gpt3_xl": {"n_embd": 3072, "n_layer": 24, "n_head": 24, "n_positions": 2048},
     "gpt3_27": {"n_embd": 2560, "n_layer": 32, "n_head": 32, "n_positions": 2048},
 }
 VISION_TRANSFORMERS = ("vit", "deit", "swin", "mixer")
@@ -79,7 +78,7 @@ def _images(build: Callable[[], nn.Module], size: int, kind: str, loss_of: Calla
     def batch_of(n: int) -> dict[str, Tensor]:
         return {"x": torch.empty(n, 3, size, size), "y": torch.empty(n, dtype=torch.long)}
 
-    return Training(build, batch_of, loss_of, 1000, kind)
+    return Training(build, batch_of, loss_of, kind)
 
 
 def _class_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
@@ -106,7 +105,7 @@ def _language(model: str, length: int) -> Training:
             outputs = model(**inputs)
             return outputs.loss, outputs
 
-        return Training(build, batch_of, loss_of, 0, "language transformer")
+        return Training(build, batch_of, loss_of, "language transformer")
 
     if model in GPT:
         return of(lambda: tr.GPT2LMHeadModel(tr.GPT2Config(attn_implementation="eager", **GPT[model])), "labels")
@@ -131,10 +130,47 @@ def _language(model: str, length: int) -> Training:
         def batch_of(n: int) -> dict[str, Tensor]:
             return {**found.batch_of(n), "labels": torch.empty(n, dtype=torch.long)}
 
-        return Training(found.build, batch_of, found.loss_of, 2, found.kind)
+        return Training(found.build, batch_of, found.loss_of, found.kind)
     if "pretraining" in model:
-        return of(lambda: tr.BertForMaskedLM(config), "labels", masked=True)
+        return _pretraining(lambda: tr.BertForMaskedLM(config), length, ids)
     return of(lambda: tr.BertForMaskedLM(config), "labels", masked=True)
+
+
+def _pretraining(build: Callable[[], nn.Module], length: int, ids: Callable[[int], Tensor]) -> Training:
+    """The head runs on the masked tokens alone, of which a sequence has 20 in 128."""
+    masked = length * 20 // 128
+
+    def batch_of(n: int) -> dict[str, Tensor]:
+        places = torch.empty(n * masked, dtype=torch.long)
+        return {"input_ids": ids(n), "attention_mask": torch.empty(n, 1, 1, length), "at": places, "labels": places}
+
+    def loss_of(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+        hidden = model.bert(inputs["input_ids"], attention_mask=inputs["attention_mask"])[0]
+        scores = model.cls(hidden.flatten(0, 1).index_select(0, inputs["at"]))
+        return nn.functional.cross_entropy(scores.float(), inputs["labels"]), None
+
+    return Training(build, batch_of, loss_of, "language transformer")
+
+
+class BertAdam(torch.optim.Optimizer):
+    """Adam as BERT's FP32 scripts of the time ran it: one parameter after another, each clipped by itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-4})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+            p.grad.norm()
+            p.grad.mul_(0.5)
+            state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+            state["v"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+            update = state["m"] / (state["v"].sqrt() + 1e-6)
+            update += 0.01 * p
+            p.add_(-(1e-4 * update))
 
 
 class _Ssd(nn.Module):
@@ -256,6 +292,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adam": partial(torch.optim.Adam, lr=1e-4, foreach=True),
     "fused-adam": partial(torch.optim.Adam, lr=1e-4, fused=True),
+    "bert-adam": BertAdam,
     "rmsprop": partial(torch.optim.RMSprop, lr=0.1, momentum=0.9),
 }
 
@@ -288,6 +325,8 @@ def row_of(cells: Mapping[str, str]) -> tuple[Row, int, str]:
         precision = re.match(r"fp32|tf32|fp16|bf16", math).group()  # type: ignore[union-attr]
     optimizer = {"SGD-momentum": "sgd", "FusedAdam/BertAdam": "fused-adam", "FusedAdam": "fused-adam", "RMSprop": "rmsprop"}
     made = optimizer.get(cells["optimizer"], "none" if cells["optimizer"] in ("none (fwd+bwd)", "FusedLAMB") else "adam")
+    if cells["optimizer"] == "FusedAdam/BertAdam" and precision != "fp16-half":
+        made = "bert-adam"
     if "adafactor" in cells["notes"] or "8-bit" in cells["notes"]:
         raise NotBuilt("an optimizer that is not torch's")
     layout = {"nhwc": "nhwc", "nhwc(AMP)": "nhwc" if precision == "fp16" else "nchw"}.get(cells["layout"], "nchw")

@@ -32,6 +32,8 @@ class Gpu:
     memory_bytes: int
     bandwidth_bytes_per_s: float
     fp32_flops_per_s: float
+    fp32_matrix_flops_per_s: float | None
+    """FP32 in matrix units, which AMD's data-centre GPUs have."""
     tf32_flops_per_s: float | None
     fp16_flops_per_s: float | None
     bf16_flops_per_s: float | None
@@ -97,6 +99,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         memory_bytes=int(float(row["memory_gib"]) * 2**30),
         bandwidth_bytes_per_s=float(row["bandwidth_gb_per_s"]) * 1e9,
         fp32_flops_per_s=float(row["fp32_tflops"]) * 1e12,
+        fp32_matrix_flops_per_s=rate("fp32_matrix"),
         tf32_flops_per_s=rate("tf32"),
         fp16_flops_per_s=rate("fp16"),
         bf16_flops_per_s=rate("bf16"),

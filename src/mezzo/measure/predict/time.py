@@ -33,6 +33,12 @@ from mezzo.measure.predict.tape import Operation
 Array: TypeAlias = NDArray[np.float64]
 HALF_FORMATS = ("fp16", "bf16")
 _TILE_ROWS, _TILE_COLUMNS, _TILE_DEPTH = 128, 64, 32
+_SPLIT_DEPTH = 512
+"""Depth from which a product with few tiles is split along its sum."""
+_NARROW = ("7.0", "7.5", "8.0")
+"""Compute capabilities with 64 FP32 lanes a multiprocessor; later ones have 128."""
+_GROUP_COLUMNS = 16
+"""Channels of a group that a grouped convolution computes together."""
 _L2_SPEED = 3.0
 """Bandwidth of the L2 cache over that of memory."""
 _CONVOLUTIONS = ("convolution", "convolution_input_gradient", "convolution_weight_gradient")
@@ -99,6 +105,40 @@ class Columns:
 
 
 @dataclass(frozen=True)
+class Card:
+    """A GPU as the formulas need it, under one policy and layout; each field a number, or one for each operation."""
+
+    half_flops_per_s: Any
+    single_flops_per_s: Any
+    """Of FP32 operands, in TF32 or FP32's matrix units where there are any and they may be used."""
+    single_in_tf32: Any
+    simd_flops_per_s: Any
+    bandwidth_bytes_per_s: Any
+    l2_bytes: Any
+    multiprocessors: Any
+    clock_hz: Any
+    channels_last: Any
+
+    @classmethod
+    def of(cls, gpu: Gpu, *, tf32: bool, channels_last: bool) -> Card:
+        """Return the card of ``gpu``, with TF32 allowed or not and images stored channels-last or not."""
+        in_tf32 = tf32 and gpu.tf32_flops_per_s is not None
+        single = gpu.tf32_flops_per_s if in_tf32 else gpu.fp32_matrix_flops_per_s or gpu.fp32_flops_per_s
+        lanes = 64 if gpu.compute_capability in _NARROW or gpu.compute_capability.startswith("gfx") else 128
+        return cls(
+            half_flops_per_s=gpu.fp16_flops_per_s or gpu.fp32_flops_per_s,
+            single_flops_per_s=single,
+            single_in_tf32=in_tf32,
+            simd_flops_per_s=gpu.fp32_flops_per_s,
+            bandwidth_bytes_per_s=gpu.bandwidth_bytes_per_s,
+            l2_bytes=gpu.l2_bytes,
+            multiprocessors=gpu.multiprocessors,
+            clock_hz=gpu.fp32_flops_per_s / (2 * lanes * gpu.multiprocessors),
+            channels_last=channels_last,
+        )
+
+
+@dataclass(frozen=True)
 class Bounds:
     """Seconds of each operation by what bounds it."""
 
@@ -107,46 +147,44 @@ class Bounds:
     total: Array
 
 
-def operation_bounds(ops: Columns, gpu: Gpu, constants: Constants, *, tf32: bool, channels_last: bool) -> Bounds:
-    """Return the seconds of each operation on ``gpu``.
-
-    Args:
-        ops: the operations.
-        gpu: the GPU.
-        constants: the shares that are reached.
-        tf32: whether FP32 products run in TF32.
-        channels_last: whether images are stored channels-last.
-    """
+def operation_bounds(ops: Columns, card: Card, constants: Constants) -> Bounds:
+    """Return the seconds of each operation."""
     c = constants
-    arithmetic = _arithmetic(ops, gpu, c, tf32=tf32)
-    moved = ops.moved_bytes.copy()
-    on_units = ops.convolution & ~ops.depthwise & (ops.half | tf32)
-    if not channels_last:
-        moved = moved + np.where(on_units, c.layout_copies * 2 * ops.moved_bytes, 0.0)
-    kept = np.minimum(1.0, gpu.l2_bytes / np.maximum(1.0, ops.norm_channel_bytes * gpu.multiprocessors))
-    moved = moved + ops.norm_bytes * c.norm_passes * (1 - kept)
-    from_l2 = np.minimum(1.0, c.l2_share * gpu.l2_bytes / np.maximum(1.0, ops.moved_bytes))
-    moved = moved * (1 - from_l2 * (1 - 1 / _L2_SPEED))
-    traffic = moved / (gpu.bandwidth_bytes_per_s * c.bandwidth)
+    arithmetic = _arithmetic(ops, card, c)
+    traffic = _traffic(ops, card, c)
     total = (arithmetic**c.overlap + traffic**c.overlap) ** (1 / c.overlap) + c.latency_s
     return Bounds(arithmetic * ops.count, traffic * ops.count, total * ops.count)
 
 
-def _arithmetic(ops: Columns, gpu: Gpu, c: Constants, *, tf32: bool) -> Array:
-    fp32 = gpu.fp32_flops_per_s
-    half_peak = (gpu.fp16_flops_per_s or fp32) * c.half
-    single_peak = (gpu.tf32_flops_per_s or fp32) * c.tf32 if tf32 and gpu.tf32_flops_per_s else fp32 * c.fp32
-    peak = np.where(ops.half, half_peak, single_peak)
-    peak = np.where(ops.depthwise, fp32 * c.depthwise, peak)
-    peak = np.where(ops.grouped & ~ops.depthwise, peak * c.grouped, peak)
-    units = ops.flops / (peak * _fullness(ops, gpu, c))
+def _traffic(ops: Columns, card: Card, c: Constants) -> Array:
+    first = np.logical_not(card.channels_last)
+    copied = ops.convolution & ~ops.depthwise & ops.half & first
+    moved = ops.moved_bytes * (1 + np.where(copied, 2 * c.layout_copies, 0.0))
+    kept = np.minimum(1.0, card.l2_bytes / np.maximum(1.0, ops.norm_channel_bytes * card.multiprocessors))
+    moved = moved + ops.norm_bytes * c.norm_passes * (1 - kept)
+    from_l2 = np.minimum(1.0, c.l2_share * card.l2_bytes / np.maximum(1.0, ops.moved_bytes))
+    moved = moved * (1 - from_l2 * (1 - 1 / _L2_SPEED))
+    bandwidth = card.bandwidth_bytes_per_s * c.bandwidth
+    by_channel = np.where((ops.norm_bytes > 0) & first, ops.rows * c.block_bytes * card.clock_hz, np.inf)
+    result: Array = moved / np.minimum(bandwidth, by_channel)
+    return result
+
+
+def _arithmetic(ops: Columns, card: Card, c: Constants) -> Array:
+    single = card.single_flops_per_s * np.where(card.single_in_tf32, c.tf32, c.fp32)
+    winograd = np.maximum(single, card.simd_flops_per_s * c.fp32 * c.winograd)
+    peak = np.where(ops.half, card.half_flops_per_s * c.half, np.where(ops.winograd, winograd, single))
+    peak = np.where(ops.grouped, peak * c.grouped, peak)
+    peak = np.where(ops.depthwise, card.simd_flops_per_s * c.depthwise, peak)
+    units = ops.flops / (peak * _fullness(ops, card, c))
     narrow = np.clip(np.minimum(ops.rows, ops.columns), 16, 128)
     loaded = ops.flops / 2 * np.where(ops.half, 2, 4) * (1 / 128 + 1 / narrow)
-    feeding = np.where(ops.depthwise, 0.0, loaded) / (gpu.multiprocessors * c.feed_bytes_per_s)
-    return (units**c.overlap + feeding**c.overlap) ** (1 / c.overlap)
+    feeding = np.where(ops.depthwise, 0.0, loaded) / (card.multiprocessors * card.clock_hz * c.feed_bytes)
+    result: Array = (units**c.overlap + feeding**c.overlap) ** (1 / c.overlap)
+    return result
 
 
-def _fullness(ops: Columns, gpu: Gpu, c: Constants) -> Array:
+def _fullness(ops: Columns, card: Card, c: Constants) -> Array:
     """Return how much of the units' work is wanted: edges of tiles, idle multiprocessors, short sums."""
 
     def padded(size: Array, unit: int) -> Array:
@@ -155,16 +193,20 @@ def _fullness(ops: Columns, gpu: Gpu, c: Constants) -> Array:
     product = (ops.flops > 0) & ~ops.depthwise
     rows, columns = np.maximum(ops.rows, ops.columns), np.minimum(ops.rows, ops.columns)
     edges = rows * columns / (padded(rows, _TILE_ROWS) * padded(columns, _TILE_COLUMNS))
+    edges = np.where(ops.grouped, columns / padded(columns, _GROUP_COLUMNS), edges)
     tiles = np.maximum(1.0, ops.products * np.ceil(rows / _TILE_ROWS) * np.ceil(columns / _TILE_COLUMNS))
-    split = np.maximum(1.0, np.minimum(gpu.multiprocessors / tiles, ops.depth / 512))
-    tiles = tiles * split
-    waves = tiles / (np.ceil(tiles / gpu.multiprocessors) * gpu.multiprocessors)
+    tiles = tiles * np.maximum(1.0, np.minimum(card.multiprocessors / tiles, ops.depth / _SPLIT_DEPTH))
+    waves = tiles / (np.ceil(tiles / card.multiprocessors) * card.multiprocessors)
     sums = ops.depth / (padded(ops.depth, _TILE_DEPTH) + c.depth_latency)
     return np.where(product, np.maximum(1e-3, edges * waves * sums), 1.0)
 
 
-def step_seconds(ops: Columns, gpu: Gpu, constants: Constants, *, tf32: bool, channels_last: bool) -> float:
+def step_seconds(ops: Columns, card: Card, constants: Constants) -> float:
     """Return the seconds of all operations, or of launching them, whichever is longer."""
-    bounds = operation_bounds(ops, gpu, constants, tf32=tf32, channels_last=channels_last)
-    device, host = float(bounds.total.sum()), float(ops.count.sum()) * constants.launch_s
-    return float((device**4 + host**4) ** 0.25)
+    device = float(operation_bounds(ops, card, constants).total.sum())
+    return longer_of(device, float(ops.count.sum()) * constants.launch_s)
+
+
+def longer_of(device_s: Any, host_s: Any) -> Any:
+    """Return about the longer of two times, without a corner where they are equal."""
+    return (device_s**4 + host_s**4) ** 0.25

@@ -45,7 +45,7 @@ def record_training(
         zero_grad: where gradients are set to None.
         steps: how many steps to record.
     """
-    model = build()
+    model = _built(build)
     model.train()
     recorder = Recorder(batch=batch)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -87,14 +87,23 @@ def record_training(
     return recorder.tape
 
 
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build the model without memory for its weights; with it where its constructor reads numbers."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except (RuntimeError, NotImplementedError):
+        return build()
+
+
 def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
     """Replace the model's parameters and buffers by fake ones; tied weights stay tied."""
     made: dict[int, Any] = {}
 
     def faked(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            with torch.no_grad():
-                copy = fake.from_tensor(tensor.detach())
+            with fake, torch.no_grad():
+                copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             made[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
         found: Tensor = made[id(tensor)]
         return found
