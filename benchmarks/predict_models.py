@@ -8,9 +8,12 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,31 @@ GPT = {
 VISION_TRANSFORMERS = ("vit", "deit", "swin", "mixer")
 
 
+def imported(library: str) -> Any:
+    """Return a library of models; torchvision's wheel lacks its operators beside a torch of another build, so they are declared.
+
+    Raises:
+        NotBuilt: it is not installed.
+    """
+    place = find_spec("torchvision")
+    if place is not None and place.origin is not None and "torchvision" not in sys.modules:
+        try:
+            return import_module(library)
+        except (ImportError, RuntimeError):
+            for name in [name for name in sys.modules if name.split(".")[0] in ("torchvision", "timm")]:
+                del sys.modules[name]
+            text = Path(place.origin).with_name("_meta_registrations.py").read_text(encoding="utf-8")
+            for name in sorted({"nms", "qnms", *re.findall(r'register_(?:meta|fake)\("(?:torchvision::)?(\w+)"\)', text)}):
+                _OPERATORS.define(f"{name}() -> ()")
+    try:
+        return import_module(library)
+    except ImportError:
+        raise NotBuilt(f"{library} is not installed") from None
+
+
+_OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
+
+
 def training(model: str, size: str) -> Training:
     """Return the training of a row's model at an image or sequence size."""
     if model in GPT or model.startswith(("bert", "opt")):
@@ -63,8 +91,7 @@ def training(model: str, size: str) -> Training:
         raise NotBuilt("a mixture of experts, whose products depend on the data")
     if model.startswith("llama"):
         raise NotBuilt("eight GPUs with FSDP")
-    import timm
-    import timm.layers
+    timm = imported("timm")
 
     timm.layers.set_fused_attn(False)
     name = TIMM.get(model, model)
@@ -178,9 +205,7 @@ class _Ssd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        import torchvision
-
-        backbone = torchvision.models.resnet50()
+        backbone = imported("torchvision").models.resnet50()
         first = backbone.layer3[0]
         first.conv1.stride = first.conv2.stride = first.downsample[0].stride = (1, 1)
         self.backbone = nn.Sequential(*list(backbone.children())[:7])
@@ -245,8 +270,13 @@ class Row:
         low, high = (self._recorded(n, cache) for n in BATCHES)
         return low.at_batch(high, batch)
 
+    @property
+    def recorded(self) -> Row:
+        """The row whose tape this one shares: TF32 runs what FP32 runs."""
+        return replace(self, precision={"tf32": "fp32"}.get(self.precision, self.precision))
+
     def _recorded(self, batch: int, cache: Path | None) -> Tape:
-        one = Row(self.model, self.size, {"tf32": "fp32"}.get(self.precision, self.precision), self.layout, self.optimizer)
+        one = self.recorded
         path = None
         if cache is not None:
             path = cache / (hashlib.sha256(repr((one, batch)).encode()).hexdigest()[:16] + ".pickle")

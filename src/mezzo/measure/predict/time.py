@@ -164,7 +164,8 @@ def _traffic(ops: Columns, card: Card, c: Constants) -> Array:
     moved = moved + ops.norm_bytes * c.norm_passes * (1 - kept)
     from_l2 = np.minimum(1.0, c.l2_share * card.l2_bytes / np.maximum(1.0, ops.moved_bytes))
     moved = moved * (1 - from_l2 * (1 - 1 / _L2_SPEED))
-    bandwidth = card.bandwidth_bytes_per_s * c.bandwidth
+    memory, issue = card.bandwidth_bytes_per_s * c.bandwidth, card.multiprocessors * card.clock_hz * c.issue_bytes
+    bandwidth = (memory**-2 + issue**-2) ** -0.5
     by_channel = np.where((ops.norm_bytes > 0) & first, ops.rows * c.block_bytes * card.clock_hz, np.inf)
     result: Array = moved / np.minimum(bandwidth, by_channel)
     return result
