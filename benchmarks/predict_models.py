@@ -8,18 +8,17 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mezzo.errors import UsageError
+from mezzo.measure.predict.libraries import imported
 from mezzo.measure.predict.tape import Operation, Tape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
@@ -52,29 +51,16 @@ GPT = {
 VISION_TRANSFORMERS = ("vit", "deit", "swin", "mixer")
 
 
-def imported(library: str) -> Any:
-    """Return a library of models; torchvision's wheel lacks its operators beside a torch of another build, so they are declared.
+def installed(library: str) -> Any:
+    """Return a library of models.
 
     Raises:
         NotBuilt: it is not installed.
     """
-    place = find_spec("torchvision")
-    if place is not None and place.origin is not None and "torchvision" not in sys.modules:
-        try:
-            return import_module(library)
-        except (ImportError, RuntimeError):
-            for name in [name for name in sys.modules if name.split(".")[0] in ("torchvision", "timm")]:
-                del sys.modules[name]
-            text = Path(place.origin).with_name("_meta_registrations.py").read_text(encoding="utf-8")
-            for name in sorted({"nms", "qnms", *re.findall(r'register_(?:meta|fake)\("(?:torchvision::)?(\w+)"\)', text)}):
-                _OPERATORS.define(f"{name}() -> ()")
     try:
-        return import_module(library)
-    except ImportError:
-        raise NotBuilt(f"{library} is not installed") from None
-
-
-_OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
+        return imported(library)
+    except UsageError as error:
+        raise NotBuilt(str(error).splitlines()[0]) from None
 
 
 def training(model: str, size: str) -> Training:
@@ -91,7 +77,7 @@ def training(model: str, size: str) -> Training:
         raise NotBuilt("a mixture of experts, whose products depend on the data")
     if model.startswith("llama"):
         raise NotBuilt("eight GPUs with FSDP")
-    timm = imported("timm")
+    timm = installed("timm")
 
     timm.layers.set_fused_attn(False)
     name = TIMM.get(model, model)
@@ -114,7 +100,7 @@ def _class_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor,
 
 
 def _language(model: str, length: int) -> Training:
-    import transformers as tr
+    tr = installed("transformers")
 
     def ids(n: int) -> Tensor:
         return torch.empty(n, length, dtype=torch.long)
@@ -187,6 +173,7 @@ class BertAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update each parameter by itself."""
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             state = self.state[p]
             if not state:
@@ -205,7 +192,7 @@ class _Ssd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        backbone = imported("torchvision").models.resnet50()
+        backbone = installed("torchvision").models.resnet50()
         first = backbone.layer3[0]
         first.conv1.stride = first.conv2.stride = first.downsample[0].stride = (1, 1)
         self.backbone = nn.Sequential(*list(backbone.children())[:7])
@@ -353,8 +340,15 @@ def row_of(cells: Mapping[str, str]) -> tuple[Row, int, str]:
         precision = "fp16-half" if "bert" in model else "fp16"
     else:
         precision = re.match(r"fp32|tf32|fp16|bf16", math).group()  # type: ignore[union-attr]
-    optimizer = {"SGD-momentum": "sgd", "FusedAdam/BertAdam": "fused-adam", "FusedAdam": "fused-adam", "RMSprop": "rmsprop"}
-    made = optimizer.get(cells["optimizer"], "none" if cells["optimizer"] in ("none (fwd+bwd)", "FusedLAMB") else "adam")
+    optimizer = {
+        "SGD-momentum": "sgd",
+        "FusedAdam/BertAdam": "fused-adam",
+        "FusedAdam": "fused-adam",
+        "RMSprop": "rmsprop",
+    }
+    made = optimizer.get(
+        cells["optimizer"], "none" if cells["optimizer"] in ("none (fwd+bwd)", "FusedLAMB") else "adam"
+    )
     if cells["optimizer"] == "FusedAdam/BertAdam" and precision != "fp16-half":
         made = "bert-adam"
     if "adafactor" in cells["notes"] or "8-bit" in cells["notes"]:

@@ -1,7 +1,8 @@
 """Facts about GPUs, by name: memory, bandwidth and peak rates by format, each row with its source. Imports no torch.
 
-Rates are for dense products with FP32 accumulation, which is how torch multiplies in lower formats unless told otherwise. ``gpus.csv`` holds
-the facts as their makers state them: rates in TFLOP/s (10^12), bandwidth in GB/s (10^9), memory as sold in GiB, of which the driver keeps some.
+Rates are for dense products with FP32 accumulation, which is how torch multiplies in lower formats unless told otherwise.
+``gpus.csv`` has the facts as their makers state them: rates in TFLOP/s (10^12), bandwidth in GB/s (10^9), and memory as sold, in
+GiB, of which the driver keeps some.
 """
 
 from __future__ import annotations

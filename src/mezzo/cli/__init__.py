@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
-from mezzo.cli import audit, compare, diagnose, doctor, fallback, ranges, report, run
+from mezzo.cli import audit, compare, diagnose, doctor, fallback, predict, ranges, report, run
 from mezzo.cli.usage import usage_error
 from mezzo.cli.words import WORDS
 from mezzo.errors import MezzoError
@@ -33,6 +33,7 @@ app.command("audit", context_settings=_SCRIPT)(audit.audit)
 app.command("diagnose", context_settings=_SCRIPT)(diagnose.diagnose)
 app.command("ranges", context_settings=_SCRIPT)(ranges.ranges)
 app.command("fallback", context_settings=_SCRIPT)(fallback.fallback)
+app.command("predict", context_settings=_SCRIPT)(predict.predict)
 app.command("report")(report.report)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])

@@ -6,9 +6,10 @@ A roofline (Williams, Waterman and Patterson, CACM 52, 2009) of the whole step, 
     memory time    2 x the bytes of the four kinds / bandwidth: each is written once and read once
     step time      the larger of the two, at least
 
-The bound is the ratio of the two step times, or that of the bytes, whichever is larger: traffic beyond the counted bytes only draws the ratio of
-times towards that of the bytes. It assumes that kernels reach the same share of the peak under both policies, and that everything else (launches,
-casts, the optimizer's arithmetic, the input pipeline) takes no time. So it is a ceiling, never an estimate. A pure function; imports no torch.
+The bound is the ratio of the two step times, or that of the bytes, whichever is larger: traffic beyond the counted bytes only
+draws the ratio of times towards that of the bytes. It assumes that kernels reach the same share of the peak under both policies,
+and that everything else (launches, casts, the optimizer's arithmetic, the input pipeline) takes no time. So it is a ceiling, never
+an estimate. A pure function; imports no torch.
 """
 
 from __future__ import annotations

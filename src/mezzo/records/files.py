@@ -18,12 +18,20 @@ from mezzo.records.compare import CompareRecord
 from mezzo.records.diagnose import DiagnoseRecord
 from mezzo.records.doctor import DoctorRecord
 from mezzo.records.fallback import FallbackRecord
+from mezzo.records.predict import PredictRecord
 from mezzo.records.ranges import RangesRecord
 from mezzo.records.run import RunRecord
 from mezzo.records.values import SCHEMA_VERSION
 
 AnyRecord: TypeAlias = (
-    RunRecord | CompareRecord | DoctorRecord | RangesRecord | AuditRecord | DiagnoseRecord | FallbackRecord
+    RunRecord
+    | CompareRecord
+    | DoctorRecord
+    | RangesRecord
+    | AuditRecord
+    | DiagnoseRecord
+    | FallbackRecord
+    | PredictRecord
 )
 
 Record = Annotated[AnyRecord, Field(discriminator="kind")]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mezzo.report import audit, diagnose, fallback, figures, ranges, sheets, terminal, verdicts
+from mezzo.report import audit, diagnose, fallback, figures, predict, ranges, sheets, terminal, verdicts
 from mezzo.report.figures import Plot
 
 
@@ -35,6 +35,7 @@ VIEWS: dict[str, View] = {
     "diagnose": View(sheet=diagnose.diagnose_sheet, body=terminal.print_diagnose),
     "fallback": View(sheet=fallback.fallback_sheet, body=terminal.print_fallback, plots=fallback.fallback_plots),
     "ranges": View(sheet=ranges.ranges_sheet, body=terminal.print_ranges, plots=ranges.ranges_plots),
+    "predict": View(sheet=predict.predict_sheet, body=terminal.print_predict),
     "doctor": View(sheet=sheets.doctor_sheet, body=terminal.print_doctor),
 }
 """By kind of record."""

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
@@ -19,6 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo.errors import UsageError, nearest
+from mezzo.formats import BF16, FP16
+from mezzo.measure.predict.libraries import imported
+from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.training import record_training
+from mezzo.policy import Policy
 
 LIBRARIES = ("timm", "torchvision", "transformers")
 _IMAGE, _SEQUENCE = 224, 128
@@ -62,26 +66,16 @@ def named_model(text: str, *, image: int | None = None, sequence: int | None = N
     return _of_images(text, library, name, image or _IMAGE)
 
 
-def _imported(library: str) -> Any:
-    try:
-        return import_module(library)
-    except (ImportError, RuntimeError) as error:
-        raise UsageError(
-            f"--model {library}:… needs the package {library}, which cannot be imported: {str(error).splitlines()[0]}",
-            hint=f"pip install {library}, in the version that belongs to your torch",
-        ) from None
-
-
 def _of_images(text: str, library: str, name: str, size: int) -> NamedModel:
     if library == "timm":
-        timm = _imported("timm")
+        timm = imported("timm")
         known, build = timm.list_models(), partial(timm.create_model, name)
     else:
-        models = _imported("torchvision").models
+        models = imported("torchvision").models
         known = models.list_models(module=models)
         build = partial(models.get_model, name, weights=None)
     if name not in known:
-        raise UsageError(f"{library} has no model {name!r}", hint=nearest(name, known))
+        raise UsageError(f"{library} has no model {name!r}", hint=nearest(name, known, listed=[*known[:2], "…"]))
     return NamedModel(text, "images", f"{size}x{size}", build, partial(_images, size), _class_loss)
 
 
@@ -111,7 +105,7 @@ def _of_transformers(text: str, name: str, image: int | None, sequence: int | No
     if key is None:
         raise UsageError(f"Mezzo has no configuration of {name!r}", hint=nearest(name, known))
     fact = known[key]
-    transformers = _imported("transformers")
+    transformers = imported("transformers")
     config = transformers.AutoConfig.for_model(fact["type"], **fact["config"])
     heads = {
         "masked": transformers.AutoModelForMaskedLM,
@@ -141,3 +135,38 @@ def _tokens(length: int, n: int) -> dict[str, Tensor]:
 def _own_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     outputs = model(**inputs)
     return outputs.loss, outputs
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "adafactor": torch.optim.Adafactor,
+}
+"""With torch's defaults, which matter to neither time nor memory; SGD with momentum."""
+
+
+def tape_of(model: NamedModel, policy: str, batch: int, *, optimizer: str, channels_last: bool) -> Tape:
+    """Return the tape of ``model``'s training under ``policy``: autocast, or the whole model cast for ``-pure``."""
+    compute, _, pure = policy.partition("-")
+    dtype = {form.name: form.dtype for form in (FP16, BF16)}[compute] if pure else None
+
+    def build() -> nn.Module:
+        made = model.build().to(dtype)
+        return made.to(memory_format=torch.channels_last) if channels_last else made  # type: ignore[call-overload]
+
+    def prepared(tensor: Tensor) -> Tensor:
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        return tensor.contiguous(memory_format=torch.channels_last) if channels_last and tensor.dim() == 4 else tensor
+
+    return record_training(
+        build,
+        lambda n: {name: prepared(tensor) for name, tensor in model.batch_of(n).items()},
+        model.loss_of,
+        batch=batch,
+        optimizer=OPTIMIZERS[optimizer],
+        policy=None if dtype is not None else Policy.parse(policy),
+    )

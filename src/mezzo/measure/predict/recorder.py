@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,10 +129,10 @@ class Recorder(TorchDispatchMode):
         self.tape.blocks.append(MemoryBlock(size, _KIND_OF_PHASE[self.phase]))
         self.tape.events.append(number)
         self._numbers[key] = number
-        self._references[key] = weakref.ref(storage, lambda _, key=key: self._freed(key))
+        self._references[key] = weakref.ref(storage, partial(self._freed, key))
         return number
 
-    def _freed(self, key: int) -> None:
+    def _freed(self, key: int, _: object = None) -> None:
         number = self._numbers.pop(key, None)
         self._references.pop(key, None)
         if number is not None:
@@ -139,7 +140,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_scalar(tensor: Tensor) -> bool:

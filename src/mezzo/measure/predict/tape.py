@@ -40,6 +40,9 @@ class Shape(NamedTuple):
     window: int = 0
 
 
+_NO_SHAPE = Shape()
+
+
 @dataclass(slots=True)
 class Operation:
     """One operation that computes, with what it costs on any device."""
@@ -53,7 +56,7 @@ class Operation:
     """Operations of products and convolutions; 0 for others."""
     read_bytes: int
     written_bytes: int
-    shape: Shape = Shape()
+    shape: Shape = _NO_SHAPE
 
 
 @dataclass

@@ -99,9 +99,9 @@ class Columns:
         table = np.stack([np.asarray(getattr(self, name), dtype=np.float64) for name in names], axis=1)
         rows, index = np.unique(table, axis=0, return_inverse=True)
         fields: dict[str, Any] = dict(zip(names, rows.T, strict=True))
-        for name in ("half", "convolution", "depthwise", "grouped", "winograd"):
-            fields[name] = fields[name].astype(bool)
-        return Columns(**fields, count=np.bincount(index.ravel(), weights=self.count))
+        for name in names:
+            fields[name] = fields[name].astype(getattr(self, name).dtype)
+        return Columns(**fields, count=np.bincount(index.ravel(), weights=self.count).astype(np.float64))
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,8 @@ def _fullness(ops: Columns, card: Card, c: Constants) -> Array:
     """Return how much of the units' work is wanted: edges of tiles, idle multiprocessors, short sums."""
 
     def padded(size: Array, unit: int) -> Array:
-        return np.maximum(1.0, np.ceil(size / unit) * unit)
+        found: Array = np.maximum(1.0, np.ceil(size / unit) * unit)
+        return found
 
     product = (ops.flops > 0) & ~ops.depthwise
     rows, columns = np.maximum(ops.rows, ops.columns), np.minimum(ops.rows, ops.columns)
@@ -199,13 +200,14 @@ def _fullness(ops: Columns, card: Card, c: Constants) -> Array:
     tiles = tiles * np.maximum(1.0, np.minimum(card.multiprocessors / tiles, ops.depth / _SPLIT_DEPTH))
     waves = tiles / (np.ceil(tiles / card.multiprocessors) * card.multiprocessors)
     sums = ops.depth / (padded(ops.depth, _TILE_DEPTH) + c.depth_latency)
-    return np.where(product, np.maximum(1e-3, edges * waves * sums), 1.0)
+    result: Array = np.where(product, np.maximum(1e-3, edges * waves * sums), 1.0)
+    return result
 
 
 def step_seconds(ops: Columns, card: Card, constants: Constants) -> float:
     """Return the seconds of all operations, or of launching them, whichever is longer."""
     device = float(operation_bounds(ops, card, constants).total.sum())
-    return longer_of(device, float(ops.count.sum()) * constants.launch_s)
+    return float(longer_of(device, float(ops.count.sum()) * constants.launch_s))
 
 
 def longer_of(device_s: Any, host_s: Any) -> Any:
