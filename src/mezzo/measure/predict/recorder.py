@@ -112,7 +112,8 @@ class Recorder(TorchDispatchMode):
         node: Any = torch._C._current_autograd_node()
         if node is None:
             if self.phase == "forward":
-                self._modules[torch._C._autograd._get_sequence_nr() - 1] = self.module
+                # The first operation after a node is made is the node's own; others, without nodes, may follow.
+                self._modules.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.module)
             return self.module
         return self._modules.get(node._sequence_nr(), "")
 

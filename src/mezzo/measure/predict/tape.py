@@ -71,6 +71,8 @@ class Tape:
     """Operations of the last step."""
     step_starts: list[int] = field(default_factory=list)
     """Index into ``events`` at which each step begins."""
+    backward_starts: list[int] = field(default_factory=list)
+    """The same for each backward pass."""
 
     def at_batch(self, other: Tape, batch: int) -> Tape:
         """Return the tape of the same training at ``batch``, from this tape and ``other`` at another batch size.
@@ -104,6 +106,7 @@ class Tape:
                 for a, b in zip(self.operations, other.operations, strict=True)
             ],
             step_starts=self.step_starts,
+            backward_starts=self.backward_starts,
         )
 
 

@@ -53,6 +53,7 @@ def record_training(
     region = _region(policy)
     with recorder:
         _setup(model, recorder)
+        recorder.phase = "optimizer"  # some optimizers make their state at once
         made = optimizer(model.parameters())
         for group in made.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
@@ -73,6 +74,7 @@ def record_training(
                 if zero_grad == "before_backward":
                     made.zero_grad()
                 recorder.phase = "backward"
+                recorder.tape.backward_starts.append(len(recorder.tape.events))
                 loss.backward()
             del loss, outputs
             recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
