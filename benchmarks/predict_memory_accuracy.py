@@ -2,7 +2,8 @@
 
 FILE has the columns of one of the gpu_memory_*.csv files. Each row is traced with its own model, batch and optimizer, and replayed
 through the simulated allocator under the memory of its card. Nothing is fitted. ``wrongly fits`` is the share of jobs that
-were promised to fit under a cap and did not, over all promises to fit; only tables that record caps have it.
+were promised to fit under a cap, with the headroom that ``mezzo predict`` keeps, and did not, over all such promises; only tables that
+record caps have it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.measure.predict.memory import DRIVER_BYTES, predict_memory
+from mezzo.measure.predict.plan import HEADROOM
 from mezzo.measure.predict.training import ZeroGrad, record_training
 from predict_models import NotBuilt, installed
 
@@ -74,7 +76,7 @@ CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bigcode/gpt_bigcode-santacoder": (
         "GPTBigCodeForCausalLM",
         "GPTBigCodeConfig",
-        {"vocab_size": 49280, "n_positions": 4096, "n_embd": 2048, "n_layer": 24, "n_head": 16, "use_cache": False},
+        {"vocab_size": 49280, "n_positions": 2048, "n_embd": 2048, "n_layer": 24, "n_head": 16, "use_cache": False},
     ),
 }
 ZERO_GRAD: dict[str, ZeroGrad] = {
@@ -132,6 +134,12 @@ def _loss_alone(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor,
     return _token_loss(model, inputs)[0], None  # a trainer's loop keeps no outputs
 
 
+def _loss_in_bf16(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+    """Return the loss as transformers 4.48, which the rows name, computed it for this model."""
+    logits = model(input_ids=inputs["input_ids"]).logits[:, :-1].contiguous()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten()), None
+
+
 def xmem_row(cells: Mapping[str, str]) -> Found:
     """Predict a row of gpu_memory_xmem.csv: what NVML counted above an idle process."""
     if cells["real_oom"] == "1":
@@ -161,8 +169,9 @@ def xmem_row(cells: Mapping[str, str]) -> Found:
         if oom not in ("0", "1") or share > 0.94:
             continue
         fits = predict_memory(tape, limit_bytes=int(share * total)).fits
-        found.promises += fits
-        found.broken += fits and oom == "1"
+        promised = predict_memory(tape, limit_bytes=int(share * total * (1 - HEADROOM))).fits
+        found.promises += promised
+        found.broken += promised and oom == "1"
         found.right.append(fits == (oom == "0"))
     return found
 
@@ -184,10 +193,12 @@ def fms_row(cells: Mapping[str, str]) -> Found:
     if not cells["sequence"].endswith(" packed") or cells["torch_dtype"] != "bfloat16" or cells["bf16_amp"]:
         raise NotBuilt("sequences of lengths that are not stated, or autocast in the trainer")
     length = int(cells["sequence"].split()[0])
+    if "bigcode" in cells["model"]:
+        length = min(length, 2048)  # its positions
     tape = record_training(
         build,
         partial(_tokens, length),
-        _loss_alone,
+        _loss_in_bf16 if "bigcode" in cells["model"] else _loss_alone,
         batch=int(cells["batch_per_gpu"]),
         optimizer=torch.optim.AdamW,
         zero_grad="after_step",

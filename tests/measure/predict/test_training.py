@@ -26,9 +26,7 @@ def _loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     return outputs.float().sum(), None
 
 
-def _tape(
-    build: Callable[[], nn.Module], *shape: int, batch: int = 4, policy: str = "fp32", **options: Any
-) -> Tape:
+def _tape(build: Callable[[], nn.Module], *shape: int, batch: int = 4, policy: str = "fp32", **options: Any) -> Tape:
     return record_training(
         build,
         lambda n: {"x": torch.empty(n, *shape)},
@@ -45,7 +43,9 @@ def _mlp() -> nn.Module:
 
 
 def _cnn() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1, groups=8))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1, groups=8)
+    )
 
 
 # Batch 4. Products: 4x8x16, 4x16x2 forward; both weight gradients, and the input gradient of the second alone.
@@ -142,7 +142,11 @@ class _Residual(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
         self.block = nn.Sequential(
-            nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(16, 16, 1),
+            nn.BatchNorm2d(16),
         )
         self.last = nn.Linear(16, 10)
 
