@@ -47,6 +47,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.tape = Tape(batch=batch)
         self.phase: Phase = "setup"
+        self.recording = True
+        """Whether operations count; storages that are known are freed in any case."""
         self.module = ""
         self._numbers: dict[int, int] = {}
         self._references: dict[int, Any] = {}
@@ -75,11 +77,12 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and record it."""
-        if func is aten.add.Tensor and self.phase == "backward" and self._engine_adds():
+        if func is aten.add.Tensor and self.recording and self.phase == "backward" and self._engine_adds():
             result = args[0]
         else:
             result = func(*self._as_cuda_takes(func, args), **(kwargs or {}))
-        self._record(func, args, kwargs, result)
+        if self.recording:
+            self._record(func, args, kwargs, result)
         return result
 
     def _as_cuda_takes(self, func: Any, args: Any) -> Any:

@@ -50,7 +50,7 @@ def record_training(
     recorder = Recorder(batch=batch)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     _make_fake(model, fake)
-    region = _region(policy)
+    region = region_of(policy)
     with recorder:
         _setup(model, recorder)
         recorder.phase = "optimizer"  # some optimizers make their state at once
@@ -67,7 +67,7 @@ def record_training(
             if zero_grad == "before_forward":
                 made.zero_grad()
             recorder.phase = "forward"
-            with fake, cuda_operators(), _modules_named(model, recorder):
+            with fake, cuda_operators(), modules_named(model, recorder):
                 with region():
                     loss, outputs = loss_of(model, inputs)
                 kept = outputs
@@ -80,13 +80,17 @@ def record_training(
             recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
             recorder.phase = "optimizer"
             made.step()
-            state = [t for t in tree_leaves([dict(s) for s in made.state.values()]) if isinstance(t, Tensor)]
-            recorder.label(state, "optimizer")
+            recorder.label(optimizer_state(made), "optimizer")
             if zero_grad == "after_step":
                 made.zero_grad()
             del inputs
     del kept
     return recorder.tape
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors that ``optimizer`` keeps."""
+    return [t for t in tree_leaves([dict(s) for s in optimizer.state.values()]) if isinstance(t, Tensor)]
 
 
 def _built(build: Callable[[], nn.Module]) -> nn.Module:
@@ -127,7 +131,8 @@ def _setup(model: nn.Module, recorder: Recorder) -> None:
     recorder.own((b for b in model._buffers.values() if b is not None), "buffers")
 
 
-def _region(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]]:
+def region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what opens the region of ``policy``, its casts applied natively."""
     if policy is None or not policy.lowers:
         return nullcontext
     casting = Casting.of(policy.replace(arithmetic="native"), "cpu")
@@ -135,7 +140,7 @@ def _region(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]]:
 
 
 @contextmanager
-def _modules_named(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def modules_named(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Keep the name of the running module in ``recorder``."""
     handles = []
     outer: list[str] = []
@@ -148,7 +153,8 @@ def _modules_named(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         return enter
 
     def leave(*_: Any) -> None:
-        recorder.module = outer.pop()
+        if outer:  # the outermost call may have begun before its module was named
+            recorder.module = outer.pop()
 
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(entering(name)))
