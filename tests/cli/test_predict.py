@@ -67,3 +67,9 @@ def test_bad_words(words: str, message: str, capsys: pytest.CaptureFixture[str],
     model = [] if "--model" in words else ["--model", "transformers:tiny"]
     assert cli.main(["predict", *model, *words.split(), "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--model", "transformers:tiny", "train.py"]], ids=["neither", "both"])
+def test_a_script_or_a_model(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["predict", "--out", str(tmp_path), *words]) == 2
+    assert "predict needs a script or a model, and not both" in capsys.readouterr().err

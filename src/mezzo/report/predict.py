@@ -61,14 +61,17 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
 
 
 def _headline(record: PredictRecord) -> str:
+    what = f"Batch {record.batch} of {fmt.clean(record.model)}"
+    if record.unit == "steps":
+        what = f"A step of {fmt.clean(record.model)}"
     possible = [one for one in record.predictions if one.possible]
     if not possible:
         return f"None of these GPUs can run {fmt.clean(record.model)} so"
     best = max(possible, key=lambda one: one.throughput if one.fits else 0.0)
     if not best.fits:
-        return f"Batch {record.batch} of {fmt.clean(record.model)} fits none of these GPUs"
+        return f"{what} fits none of these GPUs"
     return (
-        f"Batch {record.batch} of {fmt.clean(record.model)} runs fastest on {fmt.clean(best.gpu)} in {fmt.clean(best.policy)}: "
+        f"{what} runs fastest on {fmt.clean(best.gpu)} in {fmt.clean(best.policy)}: "
         f"about {_rate(best.throughput)} {fmt.clean(record.unit)}/s"
     )
 

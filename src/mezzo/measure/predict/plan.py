@@ -61,6 +61,11 @@ class Tapes:
         return cls(one, other)
 
 
+def to_record(policies: Sequence[str]) -> list[str]:
+    """Return the policies whose tapes predictions for ``policies`` need; FP32's is the baseline of all."""
+    return list(dict.fromkeys(["fp32", *map(recorded_as, policies)]))
+
+
 def recorded_as(policy: str) -> str:
     """Return the policy whose tape ``policy`` shares: TF32 runs what FP32 runs."""
     return "fp32" if policy == "tf32" else policy

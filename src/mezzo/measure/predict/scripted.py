@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import pickle
 import runpy
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from mezzo.errors import UsageError
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.tape import Tape
@@ -189,6 +192,36 @@ def record_script(script: str, arguments: list[str], policy: Policy) -> Tape | N
     finally:
         sys.argv, sys.path[:] = argv, path
     return watch.tape if watch.num_steps >= _STEPS else None
+
+
+def tape_of_script(script: str, arguments: list[str], policy: str) -> Tape:
+    """Return the tape of ``script`` under ``policy``, recorded in a process of its own.
+
+    Raises:
+        UsageError: the policy casts the model itself, there is no such file, or the script failed or ended before its second
+            step.
+    """
+    if "-" in policy:
+        raise UsageError(f"{policy} cannot be predicted for a script", hint="predict fp32, tf32, fp16 or bf16")
+    if not Path(script).is_file():
+        raise UsageError(f"there is no script {script!r}", hint="check the path")
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "tape"
+        words = [sys.executable, "-m", __name__, str(place), policy, script, *arguments]
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if not place.exists():
+            last = "\n".join(done.stdout.splitlines()[-4:])
+            raise UsageError(
+                f"{script} cannot be traced without numbers; it ended with:\n{last}",
+                hint="predict its model by name with --model, or keep what reads numbers out of the first two steps",
+            )
+        tape: Tape | None = pickle.loads(place.read_bytes())
+    if tape is None:
+        raise UsageError(
+            f"{script} ended before its second optimizer step on a model in training mode: there is no step to predict",
+            hint="name the script that trains, with the arguments that make it train",
+        )
+    return tape
 
 
 def main(words: list[str]) -> None:
