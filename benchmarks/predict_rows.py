@@ -36,6 +36,7 @@ PRIOR = {
     "winograd": 0.2,
     "block_bytes": 0.4,
     "issue_bytes": 0.5,
+    "waiting": 0.3,
     "old_libraries": 0.1,
 }
 """How far each constant may be expected to lie from where the fit begins: the standard deviation of its logarithm."""

@@ -118,6 +118,8 @@ class Card:
     multiprocessors: Any
     clock_hz: Any
     channels_last: Any
+    waits_for_loads: Any
+    """Whether there are no asynchronous copies into shared memory, which came with compute capability 8.0."""
 
     @classmethod
     def of(cls, gpu: Gpu, *, tf32: bool, channels_last: bool) -> Card:
@@ -135,6 +137,7 @@ class Card:
             multiprocessors=gpu.multiprocessors,
             clock_hz=gpu.fp32_flops_per_s / (2 * lanes * gpu.multiprocessors),
             channels_last=channels_last,
+            waits_for_loads=gpu.compute_capability in ("7.0", "7.5"),
         )
 
 
@@ -174,7 +177,8 @@ def _traffic(ops: Columns, card: Card, c: Constants) -> Array:
 def _arithmetic(ops: Columns, card: Card, c: Constants) -> Array:
     single = card.single_flops_per_s * np.where(card.single_in_tf32, c.tf32, c.fp32)
     winograd = np.maximum(single, card.simd_flops_per_s * c.fp32 * c.winograd)
-    peak = np.where(ops.half, card.half_flops_per_s * c.half, np.where(ops.winograd, winograd, single))
+    half = card.half_flops_per_s * c.half * np.where(card.waits_for_loads, c.waiting, 1.0)
+    peak = np.where(ops.half, half, np.where(ops.winograd, winograd, single))
     peak = np.where(ops.grouped, peak * c.grouped, peak)
     peak = np.where(ops.depthwise, card.simd_flops_per_s * c.depthwise, peak)
     units = ops.flops / (peak * _fullness(ops, card, c))
