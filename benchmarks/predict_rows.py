@@ -37,6 +37,7 @@ PRIOR = {
     "block_bytes": 0.4,
     "issue_bytes": 0.5,
     "waiting": 0.3,
+    "full_clock_w": 0.2,
     "old_libraries": 0.1,
 }
 """How far each constant may be expected to lie from where the fit begins: the standard deviation of its logarithm."""

@@ -118,6 +118,8 @@ class Card:
     multiprocessors: Any
     clock_hz: Any
     channels_last: Any
+    power_w: Any
+    """Of the board, for each multiprocessor and GHz."""
     waits_for_loads: Any
     """Whether there are no asynchronous copies into shared memory, which came with compute capability 8.0."""
 
@@ -137,6 +139,7 @@ class Card:
             multiprocessors=gpu.multiprocessors,
             clock_hz=gpu.fp32_flops_per_s / (2 * lanes * gpu.multiprocessors),
             channels_last=channels_last,
+            power_w=gpu.power_w / (gpu.fp32_flops_per_s / (2 * lanes) / 1e9),
             waits_for_loads=gpu.compute_capability in ("7.0", "7.5"),
         )
 
@@ -159,17 +162,22 @@ def operation_bounds(ops: Columns, card: Card, constants: Constants) -> Bounds:
     return Bounds(arithmetic * ops.count, traffic * ops.count, total * ops.count)
 
 
+def _kept_clock(card: Card, c: Constants) -> Any:
+    """Return the share of the stated clock that the board's power allows: power grows with about the clock's 2.5th power."""
+    return np.minimum(1.0, card.power_w / c.full_clock_w) ** 0.4
+
+
 def _traffic(ops: Columns, card: Card, c: Constants) -> Array:
-    first = np.logical_not(card.channels_last)
+    first, clock = np.logical_not(card.channels_last), _kept_clock(card, c)
     copied = ops.convolution & ~ops.depthwise & ops.half & first
     moved = ops.moved_bytes * (1 + np.where(copied, 2 * c.layout_copies, 0.0))
     kept = np.minimum(1.0, card.l2_bytes / np.maximum(1.0, ops.norm_channel_bytes * card.multiprocessors))
     moved = moved + ops.norm_bytes * c.norm_passes * (1 - kept)
     from_l2 = np.minimum(1.0, c.l2_share * card.l2_bytes / np.maximum(1.0, ops.moved_bytes))
     moved = moved * (1 - from_l2 * (1 - 1 / _L2_SPEED))
-    memory, issue = card.bandwidth_bytes_per_s * c.bandwidth, card.multiprocessors * card.clock_hz * c.issue_bytes
+    memory, issue = card.bandwidth_bytes_per_s * c.bandwidth, card.multiprocessors * card.clock_hz * clock * c.issue_bytes
     bandwidth = (memory**-2 + issue**-2) ** -0.5
-    by_channel = np.where((ops.norm_bytes > 0) & first, ops.rows * c.block_bytes * card.clock_hz, np.inf)
+    by_channel = np.where((ops.norm_bytes > 0) & first, ops.rows * c.block_bytes * card.clock_hz * clock, np.inf)
     result: Array = moved / np.minimum(bandwidth, by_channel)
     return result
 
@@ -185,6 +193,7 @@ def _arithmetic(ops: Columns, card: Card, c: Constants) -> Array:
     narrow = np.clip(np.minimum(ops.rows, ops.columns), 16, 128)
     loaded = ops.flops / 2 * np.where(ops.half, 2, 4) * (1 / 128 + 1 / narrow)
     feeding = np.where(ops.depthwise, 0.0, loaded) / (card.multiprocessors * card.clock_hz * c.feed_bytes)
+    units, feeding = units / _kept_clock(card, c), feeding / _kept_clock(card, c)
     result: Array = (units**c.overlap + feeding**c.overlap) ** (1 / c.overlap)
     return result
 
