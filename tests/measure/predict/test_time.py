@@ -31,6 +31,8 @@ IDEAL = Constants(
     depth_latency=0,
     latency_s=0,
     launch_s=0,
+    full_clock_w=1e-9,
+    waiting=1,
 )
 
 
@@ -80,6 +82,19 @@ def test_seconds_of_one_operation(operation: Operation, gpu: object, tf32: bool,
 def test_clock_and_matrix_units_of_a_card() -> None:
     assert Card.of(V100, tf32=False, channels_last=False).clock_hz == pytest.approx(1.53e9, rel=0.01)
     assert Card.of(MI210, tf32=False, channels_last=False).single_flops_per_s == 45.3e12
+
+
+def test_a_board_without_the_power_keeps_a_lower_clock() -> None:
+    # The L4 has 72 W for 58 multiprocessors at 2.04 GHz: 0.608 W each a GHz. A quarter of the wanted power halves the clock.
+    one = Columns.of([_operation("fp32", flops=FLOPS, shape=Shape(1, 58 * 128, 64, 256))])
+    card = Card.of(gpu_named("l4"), tf32=False, channels_last=True)
+    assert card.power_w == pytest.approx(72 / (58 * 2.041), rel=1e-3)
+    fast, slow = (
+        operation_bounds(one, card, dataclasses.replace(IDEAL, full_clock_w=watts)).total[0]
+        for watts in (card.power_w, 4 * card.power_w)
+    )
+    assert fast == pytest.approx(FLOPS / 30.3e12)
+    assert slow == pytest.approx(2 * fast)
 
 
 def test_channels_first_convolutions_in_16_bits_are_copied() -> None:

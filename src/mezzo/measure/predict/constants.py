@@ -48,7 +48,7 @@ class Constants:
     """From the end of one kernel to the start of the next."""
     launch_s: float = 6e-6
     """Host time of one kernel; assumed, not fitted: the rows have large batches."""
-    full_clock_w: float = 1.5
+    full_clock_w: float = 2.2
     """Board power for each multiprocessor and GHz below which the clock falls."""
     waiting: float = 0.8
     """Rate of 16-bit products where loads into shared memory are not asynchronous, over that where they are."""

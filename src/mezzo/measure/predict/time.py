@@ -14,6 +14,8 @@ Written from first principles with a few constants (``constants``), which are fi
 - Batch normalisation reads its input twice forward, and input and gradient twice backward, except for what stays in the L2 cache
   between the two passes: each multiprocessor works on a channel of its own.
 - What one operation writes and the next reads stays in the L2 cache if it is small.
+- A board whose power is small for its multiprocessors and clock keeps a lower clock: power grows with about its square.
+- Before compute capability 8.0, loads into shared memory are not asynchronous, and 16-bit products wait for them.
 - A step takes no less than its launches on the host.
 """
 
@@ -163,8 +165,8 @@ def operation_bounds(ops: Columns, card: Card, constants: Constants) -> Bounds:
 
 
 def _kept_clock(card: Card, c: Constants) -> Any:
-    """Return the share of the stated clock that the board's power allows: power grows with about the clock's 2.5th power."""
-    return np.minimum(1.0, card.power_w / c.full_clock_w) ** 0.4
+    """Return the share of the stated clock that the board's power allows: power grows with about the square of the clock."""
+    return np.minimum(1.0, card.power_w / c.full_clock_w) ** 0.5
 
 
 def _traffic(ops: Columns, card: Card, c: Constants) -> Array:
@@ -175,7 +177,10 @@ def _traffic(ops: Columns, card: Card, c: Constants) -> Array:
     moved = moved + ops.norm_bytes * c.norm_passes * (1 - kept)
     from_l2 = np.minimum(1.0, c.l2_share * card.l2_bytes / np.maximum(1.0, ops.moved_bytes))
     moved = moved * (1 - from_l2 * (1 - 1 / _L2_SPEED))
-    memory, issue = card.bandwidth_bytes_per_s * c.bandwidth, card.multiprocessors * card.clock_hz * clock * c.issue_bytes
+    memory, issue = (
+        card.bandwidth_bytes_per_s * c.bandwidth,
+        card.multiprocessors * card.clock_hz * clock * c.issue_bytes,
+    )
     bandwidth = (memory**-2 + issue**-2) ** -0.5
     by_channel = np.where((ops.norm_bytes > 0) & first, ops.rows * c.block_bytes * card.clock_hz * clock, np.inf)
     result: Array = moved / np.minimum(bandwidth, by_channel)
