@@ -21,7 +21,7 @@ class Prediction(Value):
 
     gpu: str
     policy: str
-    possible: bool = True
+    possible: bool
     reason: str = ""
     """Why it is not possible, or what the policy becomes on this GPU."""
     validated: bool = False

@@ -99,6 +99,7 @@ def predict(
     made = Prediction(
         gpu=gpu.name,
         policy=policy,
+        possible=True,
         reason="" if policy != "tf32" or has_tf32 else f"{gpu.label} has no TF32: this is FP32",
         validated=known.covers(gpu.architecture, "fp16" if policy.startswith("fp16") else policy),
         step_ms=step.seconds * 1e3,

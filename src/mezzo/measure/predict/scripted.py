@@ -30,10 +30,8 @@ from mezzo.errors import UsageError
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.tape import Tape
-from mezzo.measure.predict.training import modules_named, optimizer_state, region_of
+from mezzo.measure.predict.training import STEPS, modules_named, optimizer_state, region_of
 from mezzo.policy import Policy
-
-_STEPS = 2
 
 
 class _Enough(BaseException):
@@ -128,7 +126,7 @@ class ScriptRecorder:
             return
         self.recorder.label(optimizer_state(optimizer), "optimizer")
         self.recorder.recording = False
-        if self.num_steps == _STEPS:
+        if self.num_steps == STEPS:
             raise _Enough
 
 
@@ -191,7 +189,7 @@ def record_script(script: str, arguments: list[str], policy: Policy) -> Tape | N
         pass
     finally:
         sys.argv, sys.path[:] = argv, path
-    return watch.tape if watch.num_steps >= _STEPS else None
+    return watch.tape if watch.num_steps >= STEPS else None
 
 
 def tape_of_script(script: str, arguments: list[str], policy: str) -> Tape:

@@ -19,7 +19,7 @@ from mezzo.policy import Policy
 
 ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
 """Where the loop sets gradients to None."""
-_STEPS = 2  # the optimizer's state is made in the first step, so the second has the peak
+STEPS = 2  # the optimizer's state is made in the first step, so the second has the peak
 
 
 def record_training(
@@ -31,7 +31,7 @@ def record_training(
     optimizer: Callable[[Any], torch.optim.Optimizer],
     policy: Policy | None = None,
     zero_grad: ZeroGrad = "before_forward",
-    steps: int = _STEPS,
+    steps: int = STEPS,
 ) -> Tape:
     """Return the tape of a training on fake tensors.
 
