@@ -73,3 +73,17 @@ def test_bad_words(words: str, message: str, capsys: pytest.CaptureFixture[str],
 def test_a_script_or_a_model(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["predict", "--out", str(tmp_path), *words]) == 2
     assert "predict needs a script or a model, and not both" in capsys.readouterr().err
+
+
+def test_a_model_that_refuses_its_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    broken = {
+        "tiny": {
+            **TINY["tiny"],
+            "config": {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "activation_function": "no"},
+        }
+    }
+    monkeypatch.setattr(named, "configurations", lambda: broken)
+    assert cli.main(["predict", "--model", "transformers:tiny", "--out", str(tmp_path)]) in (1, 2)
+    assert "one step of transformers:tiny cannot be traced without numbers in fp32" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import typer
 from mezzo.cli import options, results
 from mezzo.cli.folders import new_folder
 from mezzo.cli.words import typed
-from mezzo.errors import UsageError, nearest
+from mezzo.errors import MezzoError, UsageError, nearest
 
 if TYPE_CHECKING:
     from mezzo.measure.predict.plan import Tapes
@@ -121,7 +121,16 @@ def _of_model(
     for policy in plan.to_record(policies):
         results.note(f"tracing {model} in {policy}")
         tape_of = partial(named.tape_of, found, policy, optimizer=optimizer, channels_last=channels_last)
-        tapes[policy] = plan.Tapes.record(tape_of, batch)
+        try:
+            tapes[policy] = plan.Tapes.record(tape_of, batch)
+        except MezzoError:
+            raise
+        except Exception as error:  # a library's constructors and forward passes raise what they like
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise UsageError(
+                f"one step of {model} cannot be traced without numbers in {policy}: {why}",
+                hint="check --image and --sequence; a model whose control flow depends on its data cannot be predicted",
+            ) from error
     return _Traced(model, found.size, found.unit, batch, optimizer, tapes, [])
 
 

@@ -99,6 +99,7 @@ def test_what_is_impossible(gpu: str, policy: str, why: str) -> None:
         (("fp16", 0.9, 0.9, 1.0), "Not worth it: 0.90 times TF32's speed, with 100% of FP32's memory."),
         (("tf32", 4.0, 1.0, 1.0), "Worth it: 4 times as fast as FP32."),
         (("fp32", 1.0, 0.25, 1.0), "Strict FP32: TF32 is 4 times as fast."),
+        (("fp32", 1.0, 0.99, 1.0), "The baseline: TF32 is no faster here."),
         (("fp32", 1.0, None, 1.0), "The baseline."),
     ],
 )

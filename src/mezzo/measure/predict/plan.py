@@ -135,7 +135,9 @@ def impossible(gpu: Gpu, policy: str) -> str:
 def verdict(policy: str, over_fp32: float, over_tf32: float | None, memory_share: float) -> str:
     """Return in one sentence whether ``policy`` is worth it."""
     if policy == "fp32":
-        return "The baseline." if over_tf32 is None else f"Strict FP32: TF32 is {1 / over_tf32:.2g} times as fast."
+        if over_tf32 is None or over_tf32 * _EVEN > 1:
+            return "The baseline." if over_tf32 is None else "The baseline: TF32 is no faster here."
+        return f"Strict FP32: TF32 is {1 / over_tf32:.2g} times as fast."
     against = "TF32" if over_tf32 is not None and policy != "tf32" else "FP32"
     gain = over_tf32 if against == "TF32" and over_tf32 is not None else over_fp32
     memory = "" if policy == "tf32" else f", with {memory_share:.0%} of FP32's memory"
