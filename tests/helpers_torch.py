@@ -1,13 +1,24 @@
-"""torch's own test tables, beside which other tests can go on: importing them forbids the process to set flags of ``torch.backends``."""
+"""torch's own test tables, beside which other tests can go on.
+
+Importing them forbids the process to set flags of ``torch.backends``, and sets environment variables such as ``NO_COLOR``.
+"""
 
 from __future__ import annotations
 
+import os
+
 import torch
-import torch.testing._internal.common_utils  # what forbids it, once
+
+_ENVIRONMENT = dict(os.environ)
+
+import torch.testing._internal.common_utils  # noqa: E402 - what does both, once
 
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 from torch.testing._internal.autocast_test_lists import AutocastTestLists  # noqa: E402
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+
+os.environ.clear()
+os.environ.update(_ENVIRONMENT)
 
 __all__ = ["AutocastTestLists", "op_db"]

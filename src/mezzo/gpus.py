@@ -33,10 +33,16 @@ class Gpu:
     memory_bytes: int
     bandwidth_bytes_per_s: float
     fp32_flops_per_s: float
+    fp32_matrix_flops_per_s: float | None
+    """FP32 in matrix units, which AMD's data-centre GPUs have."""
     tf32_flops_per_s: float | None
     fp16_flops_per_s: float | None
     bf16_flops_per_s: float | None
     fp8_flops_per_s: float | None
+    multiprocessors: int
+    l2_bytes: int
+    power_w: float
+    """What the board may draw."""
     source: str
     checked: str
     """What the row was compared with."""
@@ -56,7 +62,7 @@ class Gpu:
         return rate
 
 
-def gpu_named(text: str) -> Gpu:
+def gpu_named(text: str, *, option: str = "--gpu") -> Gpu:
     """Return the GPU that a person means by ``text``: case, spaces, dashes and the maker's name do not matter.
 
     Raises:
@@ -65,8 +71,8 @@ def gpu_named(text: str) -> Gpu:
     found = find_gpu(text)
     if found is None:
         raise UsageError(
-            f"--gpu {text!r} is not a GPU that Mezzo has the facts of; {nearest(text.lower(), GPUS)}",
-            hint="type one of these names, as in --gpu a100-80gb",
+            f"{option} {text!r} is not a GPU that Mezzo has the facts of; {nearest(text.lower(), GPUS)}",
+            hint=f"type one of these names, as in {option} a100-80gb",
         )
     return found
 
@@ -94,10 +100,14 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         memory_bytes=int(float(row["memory_gib"]) * 2**30),
         bandwidth_bytes_per_s=float(row["bandwidth_gb_per_s"]) * 1e9,
         fp32_flops_per_s=float(row["fp32_tflops"]) * 1e12,
+        fp32_matrix_flops_per_s=rate("fp32_matrix"),
         tf32_flops_per_s=rate("tf32"),
         fp16_flops_per_s=rate("fp16"),
         bf16_flops_per_s=rate("bf16"),
         fp8_flops_per_s=rate("fp8"),
+        multiprocessors=int(row["multiprocessors"]),
+        l2_bytes=int(float(row["l2_mib"]) * 2**20),
+        power_w=float(row["power_w"]),
         source=row["source"],
         checked=row["checked"],
     )

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
-from mezzo.cli import audit, check, compare, diagnose, doctor, fallback, ranges, report, run
+from mezzo.cli import audit, check, compare, diagnose, doctor, fallback, predict, ranges, report, run
 from mezzo.cli.completion import ScriptCommand
 from mezzo.cli.usage import usage_error
 from mezzo.cli.words import WORDS
@@ -35,6 +35,7 @@ app.command("audit", cls=ScriptCommand, context_settings=_SCRIPT)(audit.audit)
 app.command("diagnose", cls=ScriptCommand, context_settings=_SCRIPT)(diagnose.diagnose)
 app.command("ranges", cls=ScriptCommand, context_settings=_SCRIPT)(ranges.ranges)
 app.command("fallback", cls=ScriptCommand, context_settings=_SCRIPT)(fallback.fallback)
+app.command("predict", cls=ScriptCommand, context_settings=_SCRIPT)(predict.predict)
 app.command("report")(report.report)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])

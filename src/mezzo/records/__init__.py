@@ -51,6 +51,9 @@ from mezzo.records.files import read_record as read_record
 from mezzo.records.files import write_record as write_record
 from mezzo.records.findings import Finding as Finding
 from mezzo.records.findings import Severity as Severity
+from mezzo.records.predict import ModuleShare as ModuleShare
+from mezzo.records.predict import Prediction as Prediction
+from mezzo.records.predict import PredictRecord as PredictRecord
 from mezzo.records.ranges import GRADIENTS as GRADIENTS
 from mezzo.records.ranges import Casts as Casts
 from mezzo.records.ranges import FormatLimits as FormatLimits

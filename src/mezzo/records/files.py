@@ -19,6 +19,7 @@ from mezzo.records.compare import CompareRecord
 from mezzo.records.diagnose import DiagnoseRecord
 from mezzo.records.doctor import DoctorRecord
 from mezzo.records.fallback import FallbackRecord
+from mezzo.records.predict import PredictRecord
 from mezzo.records.ranges import RangesRecord
 from mezzo.records.run import RunRecord
 from mezzo.records.values import SCHEMA_VERSION
@@ -32,6 +33,7 @@ AnyRecord: TypeAlias = (
     | AuditRecord
     | DiagnoseRecord
     | FallbackRecord
+    | PredictRecord
 )
 
 Record = Annotated[AnyRecord, Field(discriminator="kind")]

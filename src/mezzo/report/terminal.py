@@ -18,6 +18,7 @@ from mezzo.report.fallback import FallbackSheet
 from mezzo.report.findings import FindingLine
 from mezzo.report.index import IndexSheet
 from mezzo.report.next_steps import NextStep
+from mezzo.report.predict import PredictSheet
 from mezzo.report.ranges import RangesSheet, TensorLine
 from mezzo.report.sheets import DoctorSheet, Fact, MemoryLine, RunSheet, Share
 from mezzo.report.together import TogetherSheet
@@ -250,6 +251,27 @@ def print_doctor(sheet: DoctorSheet, console: Console) -> None:
         _section(console, f"{device.name} ({device.details})", table)
     _section(console, "TF32", _fact_table(sheet.tf32))
     _section(console, "Advice", _fact_table(sheet.advice))
+
+
+def print_predict(sheet: PredictSheet, console: Console) -> None:
+    """Print the body of a predict record."""
+    table = _table(
+        "GPU",
+        "policy",
+        f"{sheet.unit}/s\n(band)",
+        "step",
+        "allocated\nreserved\ndevice",
+        "largest\nbatch",
+        "over FP32\n/ TF32",
+    )
+    for line in sheet.lines:
+        memory = line.memory.replace(" / ", "\n")
+        rate = f"{line.throughput}\n({line.band})"
+        table.add_row(line.gpu, line.policy, rate, line.step, memory, line.largest, line.speed_ups)
+    _section(console, "By GPU and policy", table)
+    facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.bound, reason=line.verdict) for line in sheet.lines]
+    _section(console, "What bounds it, and is it worth it", _fact_table(facts))
+    _section(console, "Assumed", _fact_table(sheet.assumptions))
 
 
 def verdict_table(sheet: CompareSheet) -> Table:

@@ -1,0 +1,55 @@
+"""Import of libraries of models, whose operators need not run: a step is traced without numbers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mezzo.errors import UsageError
+
+
+def imported(library: str) -> Any:
+    """Return a library of models.
+
+    torchvision's wheel lacks its operators beside a torch of another build, and timm and transformers import torchvision if
+    it is there; so the operators are declared.
+
+    Raises:
+        UsageError: the library is not installed, or cannot be imported.
+    """
+    _declare_operators()
+    try:
+        return import_module(library)
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"--model {library}:… needs the package {library}, which cannot be imported: {str(error).splitlines()[0]}",
+            hint=f"pip install {library}, in the version that belongs to your torch",
+        ) from None
+
+
+def _declare_operators() -> None:
+    place = find_spec("torchvision") if "torchvision" not in sys.modules else None
+    if place is None or place.origin is None:
+        return
+    try:
+        import_module("torchvision")
+        return
+    except (ImportError, RuntimeError):
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+    text = Path(place.origin).with_name("_meta_registrations.py").read_text(encoding="utf-8")
+    declared = re.findall(r'register_(?:meta|fake)\("(?:torchvision::)?(\w+)"\)', text)
+    for name in sorted({"nms", "qnms", *declared}):
+        if not hasattr(torch.ops.torchvision, name):
+            _OPERATORS.define(f"{name}() -> ()")
+
+
+_OPERATORS = torch.library.Library(
+    "torchvision", "FRAGMENT"
+)  # an operator lives as long as the library that declared it

@@ -1,0 +1,172 @@
+"""Models by name, built from their architecture alone: ``timm:resnet50``, ``torchvision:vgg16``, ``transformers:gpt2``.
+
+Nothing is downloaded. Names of transformers are those of ``models.json``, which has the facts that differ from the
+configuration's defaults.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mezzo.errors import UsageError, nearest
+from mezzo.formats import BF16, FP16
+from mezzo.measure.predict.libraries import imported
+from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.training import record_training
+from mezzo.policy import Policy
+
+LIBRARIES = ("timm", "torchvision", "transformers")
+_IMAGE, _SEQUENCE = 224, 128
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model, its inputs and its loss."""
+
+    name: str
+    unit: str
+    """What throughput counts: ``images`` or ``sequences``."""
+    size: str
+    """The size of one input, such as ``224x224`` or ``128 tokens``."""
+    build: Callable[[], nn.Module]
+    batch_of: Callable[[int], dict[str, Tensor]]
+    loss_of: Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Any]]
+
+
+def named_model(text: str, *, image: int | None = None, sequence: int | None = None) -> NamedModel:
+    """Return the model that ``text`` names.
+
+    Args:
+        text: ``library:name``.
+        image: height and width of images; None for 224.
+        sequence: tokens of a sequence; None for 128.
+
+    Raises:
+        UsageError: there is no such library or model, or the size does not belong to it.
+    """
+    library, _, name = text.partition(":")
+    if library not in LIBRARIES or not name:
+        raise UsageError(
+            f"--model {text!r} does not name a library and a model",
+            hint="write timm:resnet50, torchvision:vgg16 or transformers:gpt2",
+        )
+    if library == "transformers":
+        return _of_transformers(text, name, image, sequence)
+    if sequence is not None:
+        raise UsageError(f"--sequence {sequence} does not belong to {text}, a model of images", hint="leave it out")
+    return _of_images(text, library, name, image or _IMAGE)
+
+
+def _of_images(text: str, library: str, name: str, size: int) -> NamedModel:
+    if library == "timm":
+        timm = imported("timm")
+        known, build = timm.list_models(), partial(timm.create_model, name)
+    else:
+        models = imported("torchvision").models
+        known = models.list_models(module=models)
+        build = partial(models.get_model, name, weights=None)
+    if name not in known:
+        raise UsageError(f"{library} has no model {name!r}", hint=nearest(name, known, listed=[*known[:2], "…"]))
+    return NamedModel(text, "images", f"{size}x{size}", build, partial(_images, size), _class_loss)
+
+
+def _images(size: int, n: int) -> dict[str, Tensor]:
+    return {"x": torch.empty(n, 3, size, size), "y": torch.empty(n, dtype=torch.long)}
+
+
+def _class_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+    outputs = model(inputs["x"])
+    if isinstance(outputs, tuple):  # networks with auxiliary heads return them beside the output
+        losses = [F.cross_entropy(o, inputs["y"]) for o in outputs if isinstance(o, Tensor)]
+        return torch.stack(losses).sum(), outputs
+    return F.cross_entropy(outputs, inputs["y"]), outputs
+
+
+def configurations() -> dict[str, dict[str, Any]]:
+    """Return the facts of the transformers that are known by name."""
+    text = (files("mezzo.measure.predict") / "models.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found
+
+
+def _of_transformers(text: str, name: str, image: int | None, sequence: int | None) -> NamedModel:
+    known = configurations()
+    by_end = {key.split("/")[-1].lower(): key for key in known}
+    key = name if name in known else by_end.get(name.split("/")[-1].lower())
+    if key is None:
+        raise UsageError(f"Mezzo has no configuration of {name!r}", hint=nearest(name, known))
+    fact = known[key]
+    transformers = imported("transformers")
+    config = transformers.AutoConfig.for_model(fact["type"], **fact["config"])
+    heads = {
+        "masked": transformers.AutoModelForMaskedLM,
+        "causal": transformers.AutoModelForCausalLM,
+        "sequence": transformers.AutoModelForSeq2SeqLM,
+        "image": transformers.AutoModelForImageClassification,
+    }
+    build = partial(heads[fact["task"]].from_config, config)
+    if fact["task"] == "image":
+        size = image or config.image_size
+        return NamedModel(text, "images", f"{size}x{size}", build, partial(_pixels, size), _own_loss)
+    length = sequence or _SEQUENCE
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and length > most:
+        raise UsageError(f"--sequence {length} is longer than the {most} positions of {name}", hint="shorten it")
+    return NamedModel(text, "sequences", f"{length} tokens", build, partial(_tokens, length), _own_loss)
+
+
+def _pixels(size: int, n: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.empty(n, 3, size, size), "labels": torch.empty(n, dtype=torch.long)}
+
+
+def _tokens(length: int, n: int) -> dict[str, Tensor]:
+    return {name: torch.empty(n, length, dtype=torch.long) for name in ("input_ids", "labels")}
+
+
+def _own_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+    outputs = model(**inputs)
+    return outputs.loss, outputs
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "adafactor": torch.optim.Adafactor,
+}
+"""With torch's defaults, which matter to neither time nor memory; SGD with momentum."""
+
+
+def tape_of(model: NamedModel, policy: str, batch: int, *, optimizer: str, channels_last: bool) -> Tape:
+    """Return the tape of ``model``'s training under ``policy``: autocast, or the whole model cast for ``-pure``."""
+    compute, _, pure = policy.partition("-")
+    dtype = {form.name: form.dtype for form in (FP16, BF16)}[compute] if pure else None
+
+    def build() -> nn.Module:
+        made = model.build().to(dtype)
+        return made.to(memory_format=torch.channels_last) if channels_last else made  # type: ignore[call-overload]
+
+    def prepared(tensor: Tensor) -> Tensor:
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        return tensor.contiguous(memory_format=torch.channels_last) if channels_last and tensor.dim() == 4 else tensor
+
+    return record_training(
+        build,
+        lambda n: {name: prepared(tensor) for name, tensor in model.batch_of(n).items()},
+        model.loss_of,
+        batch=batch,
+        optimizer=OPTIMIZERS[optimizer],
+        policy=None if dtype is not None else Policy.parse(policy),
+    )

@@ -1,0 +1,151 @@
+"""Record a training on fake tensors as a tape: every storage that comes and goes, and every operation that computes.
+
+Fake tensors have shapes and no numbers, so a step of a model with billions of weights takes seconds and no memory. They claim
+to lie on the CPU, because torch's CPU build cannot differentiate fake CUDA tensors (it aborts). What differs on a GPU is
+replaced: ``cuda_operators`` has dropout and attention, and two things happen here.
+
+- With a dispatch mode on, autograd adds gradients out of place, where it would add them in place. The engine's own additions,
+  those outside every node, therefore return their first operand.
+- A storage is freed when its last tensor dies. The storage's Python object lives as long as the storage, so a weak reference
+  to it tells when.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mezzo.measure.predict.operations import operations_of
+from mezzo.measure.predict.tape import Kind, MemoryBlock, Phase, Tape
+
+aten: Any = torch.ops.aten
+_BY_CUBLAS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+"""Operations whose first call in a thread allocates cuBLAS' workspace; autograd has a thread of its own."""
+_COPIED_BY_CUDA = {aten.native_layer_norm: 1, aten.native_layer_norm_backward: 2}
+"""How many of the first operands CUDA's kernel wants contiguous."""
+_KIND_OF_PHASE: dict[Phase, Kind] = {
+    "setup": "parameters",
+    "inputs": "inputs",
+    "forward": "activations",
+    "backward": "temporaries",
+    "optimizer": "temporaries",
+}
+
+
+class Recorder(TorchDispatchMode):
+    """A dispatch mode that writes a tape."""
+
+    def __init__(self, *, batch: int) -> None:
+        """Start an empty tape."""
+        super().__init__()
+        self.tape = Tape(batch=batch)
+        self.phase: Phase = "setup"
+        self.recording = True
+        """Whether operations count; storages that are known are freed in any case."""
+        self.module = ""
+        self._numbers: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self._handles: set[Phase] = set()
+        self._modules: dict[int, str] = {}
+        """The module of each autograd node, by the node's sequence number."""
+
+    def own(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+        """Allocate storages that exist already, such as parameters."""
+        for tensor in tensors:
+            number = self._allocated(tensor)
+            if number is not None:
+                self.tape.blocks[number].kind = kind
+
+    def label(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+        """Say what the storages of ``tensors`` turned out to be: gradients, or the optimizer's state."""
+        for tensor in tensors:
+            number = self._numbers.get(_key(tensor))
+            if number is not None:
+                self.tape.blocks[number].kind = kind
+
+    def step_begins(self) -> None:
+        """Begin a step; the tape keeps the operations of the last one."""
+        self.tape.step_starts.append(len(self.tape.events))
+        self.tape.operations = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run one operation and record it."""
+        if func is aten.add.Tensor and self.recording and self.phase == "backward" and self._engine_adds():
+            result = args[0]
+        else:
+            result = func(*self._as_cuda_takes(func, args), **(kwargs or {}))
+        if self.recording:
+            self._record(func, args, kwargs, result)
+        return result
+
+    def _as_cuda_takes(self, func: Any, args: Any) -> Any:
+        # CUDA's layer norm copies operands that are not contiguous, and its result is contiguous; meta kernels keep strides.
+        num_copied = _COPIED_BY_CUDA.get(func.overloadpacket, 0)
+        return (*map(self._contiguous, args[:num_copied]), *args[num_copied:])
+
+    def _contiguous(self, tensor: Tensor) -> Tensor:
+        if tensor.is_contiguous():
+            return tensor
+        copy = tensor.contiguous()
+        self._allocated(copy)
+        return copy
+
+    def _engine_adds(self) -> bool:
+        return torch._C._current_autograd_node() is None and not torch.is_grad_enabled()
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if func.overloadpacket in _BY_CUBLAS and self.phase not in self._handles:
+            self._handles.add(self.phase)
+            self.tape.events.append(len(self.tape.blocks))
+            self.tape.blocks.append(MemoryBlock(0, "workspaces"))
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        for tensor in outputs:
+            self._allocated(tensor)
+        self.tape.operations += operations_of(func, args, kwargs, result, self.phase, self._module_of_node())
+
+    def _module_of_node(self) -> str:
+        """Return the module whose forward pass made the running backward node; the running module in the forward pass."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            if self.phase == "forward":
+                # The first operation after a node is made is the node's own; others, without nodes, may follow.
+                self._modules.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.module)
+            return self.module
+        return self._modules.get(node._sequence_nr(), "")
+
+    def _allocated(self, tensor: Tensor) -> int | None:
+        """Return the number of the tensor's block, allocated now if it is new; None for one that takes no memory."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._numbers:
+            return self._numbers[key]
+        size = storage.nbytes()
+        if size == 0 or (_is_scalar(tensor) and self.phase == "optimizer"):  # step counters lie on the host
+            return None
+        number = len(self.tape.blocks)
+        self.tape.blocks.append(MemoryBlock(size, _KIND_OF_PHASE[self.phase]))
+        self.tape.events.append(number)
+        self._numbers[key] = number
+        self._references[key] = weakref.ref(storage, partial(self._freed, key))
+        return number
+
+    def _freed(self, key: int, _: object = None) -> None:
+        number = self._numbers.pop(key, None)
+        self._references.pop(key, None)
+        if number is not None:
+            self.tape.events.append(~number)
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_scalar(tensor: Tensor) -> bool:
+    return tensor.dim() == 0

@@ -1,0 +1,130 @@
+"""What one training does to a GPU, as data: blocks of memory in the order they come and go, and operations with their cost.
+
+A *tape* has no tensors. It is recorded once (``recorder``) and then read by pure functions: replayed through an allocator, and
+priced on a GPU. Two tapes of the same steps at different batch sizes give every other batch size, because the size of each block
+and the cost of each operation is a constant plus a multiple of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from mezzo.errors import UsageError
+
+Kind = Literal["parameters", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs", "workspaces"]
+"""``workspaces`` are cuBLAS', whose size depends on the GPU: their blocks have size 0."""
+Phase = Literal["setup", "inputs", "forward", "backward", "optimizer"]
+
+
+@dataclass(slots=True)
+class MemoryBlock:
+    """One tensor's storage."""
+
+    size_bytes: int
+    kind: Kind
+
+
+class Shape(NamedTuple):
+    """The shape of ``products`` equal matrix products (rows, depth) x (depth, columns), or of a normalisation over the batch.
+
+    A convolution is the product that computes it, one a group; ``window`` is the size of its kernel. A normalisation has a row a
+    channel, a column an element of it, and no depth. All zeros for other operations.
+    """
+
+    products: int = 0
+    rows: int = 0
+    columns: int = 0
+    depth: int = 0
+    window: int = 0
+
+
+_NO_SHAPE = Shape()
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operation that computes, with what it costs on any device."""
+
+    name: str
+    phase: Phase
+    module: str
+    format: str
+    """The format of its operands."""
+    flops: int
+    """Operations of products and convolutions; 0 for others."""
+    read_bytes: int
+    written_bytes: int
+    shape: Shape = _NO_SHAPE
+
+
+@dataclass
+class Tape:
+    """The setup of a training and a few of its steps."""
+
+    batch: int
+    blocks: list[MemoryBlock] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    """In order: ``n`` allocates block n, ``~n`` frees it."""
+    operations: list[Operation] = field(default_factory=list)
+    """Operations of the last step."""
+    step_starts: list[int] = field(default_factory=list)
+    """Index into ``events`` at which each step begins."""
+    backward_starts: list[int] = field(default_factory=list)
+    """The same for each backward pass."""
+
+    def at_batch(self, other: Tape, batch: int) -> Tape:
+        """Return the tape of the same training at ``batch``, from this tape and ``other`` at another batch size.
+
+        Raises:
+            UsageError: the two tapes differ in more than sizes.
+        """
+        check_same_steps(self, other)
+
+        def scaled(low: int, high: int) -> int:
+            return low + round((high - low) * (batch - self.batch) / (other.batch - self.batch))
+
+        return Tape(
+            batch=batch,
+            blocks=[
+                MemoryBlock(scaled(a.size_bytes, b.size_bytes), a.kind)
+                for a, b in zip(self.blocks, other.blocks, strict=True)
+            ],
+            events=self.events,
+            operations=[
+                Operation(
+                    a.name,
+                    a.phase,
+                    a.module,
+                    a.format,
+                    scaled(a.flops, b.flops),
+                    scaled(a.read_bytes, b.read_bytes),
+                    scaled(a.written_bytes, b.written_bytes),
+                    Shape(*map(scaled, a.shape, b.shape)),
+                )
+                for a, b in zip(self.operations, other.operations, strict=True)
+            ],
+            step_starts=self.step_starts,
+            backward_starts=self.backward_starts,
+        )
+
+
+def check_same_steps(one: Tape, other: Tape) -> None:
+    """Raise UsageError unless the tapes have the same blocks and operations in the same order."""
+    same = (
+        one.events == other.events
+        and [block.kind for block in one.blocks] == [block.kind for block in other.blocks]
+        and names(one.operations) == names(other.operations)
+    )
+    if not same or one.batch == other.batch:
+        raise UsageError(
+            f"the step at batch {one.batch} and the step at batch {other.batch} run different operations, so other batch "
+            "sizes do not follow from them",
+            hint="name the batch size to predict",
+        )
+
+
+def names(operations: Sequence[Operation]) -> list[str]:
+    """Return the names of ``operations``."""
+    return [operation.name for operation in operations]

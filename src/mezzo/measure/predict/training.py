@@ -1,0 +1,171 @@
+"""Record a model's training as a tape: setup, then steps in the order of the usual loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mezzo.engine.casting import Casting
+from mezzo.measure.predict.cuda_operators import cuda_operators
+from mezzo.measure.predict.recorder import Recorder
+from mezzo.measure.predict.tape import Tape
+from mezzo.policy import Policy
+
+ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
+"""Where the loop sets gradients to None."""
+STEPS = 2  # the optimizer's state is made in the first step, so the second has the peak
+
+
+def record_training(
+    build: Callable[[], nn.Module],
+    batch_of: Callable[[int], Mapping[str, Tensor]],
+    loss_of: Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Any]],
+    *,
+    batch: int,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    policy: Policy | None = None,
+    zero_grad: ZeroGrad = "before_forward",
+    steps: int = STEPS,
+) -> Tape:
+    """Return the tape of a training on fake tensors.
+
+    Args:
+        build: makes the model.
+        batch_of: makes the inputs for a batch size; called inside a fake-tensor mode.
+        loss_of: returns the loss and what the loop's names keep until they are bound again, such as the model's outputs.
+        batch: the batch size.
+        optimizer: makes the optimizer from parameters.
+        policy: the precision; None for FP32.
+        zero_grad: where gradients are set to None.
+        steps: how many steps to record.
+    """
+    model = _built(build)
+    model.train()
+    recorder = Recorder(batch=batch)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    _make_fake(model, fake)
+    region = region_of(policy)
+    with recorder:
+        _setup(model, recorder)
+        recorder.phase = "optimizer"  # some optimizers make their state at once
+        made = optimizer(model.parameters())
+        for group in made.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True  # what torch chooses on a GPU
+        kept: Any = None
+        for _ in range(steps):
+            recorder.step_begins()
+            recorder.phase = "inputs"
+            with fake:
+                inputs = batch_of(batch)
+            if zero_grad == "before_forward":
+                made.zero_grad()
+            recorder.phase = "forward"
+            with fake, cuda_operators(), modules_named(model, recorder):
+                with region():
+                    loss, outputs = loss_of(model, inputs)
+                kept = outputs
+                if zero_grad == "before_backward":
+                    made.zero_grad()
+                recorder.phase = "backward"
+                recorder.tape.backward_starts.append(len(recorder.tape.events))
+                loss.backward()
+            del loss, outputs
+            recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
+            recorder.phase = "optimizer"
+            made.step()
+            recorder.label(optimizer_state(made), "optimizer")
+            if zero_grad == "after_step":
+                made.zero_grad()
+            del inputs
+    del kept
+    return recorder.tape
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors that ``optimizer`` keeps."""
+    return [t for t in tree_leaves([dict(s) for s in optimizer.state.values()]) if isinstance(t, Tensor)]
+
+
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build the model without memory for its weights; with it where its constructor reads numbers."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except (RuntimeError, NotImplementedError):
+        return build()
+
+
+def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
+    """Replace the model's parameters and buffers by fake ones; tied weights stay tied."""
+    made: dict[int, Any] = {}
+
+    def faked(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            with fake, torch.no_grad():
+                copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            made[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+        found: Tensor = made[id(tensor)]
+        return found
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = faked(parameter)  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = faked(buffer)
+
+
+def _setup(model: nn.Module, recorder: Recorder) -> None:
+    # The order of Module.to: children first, then a module's own parameters and buffers.
+    for child in model.children():
+        _setup(child, recorder)
+    recorder.own((p for p in model._parameters.values() if p is not None), "parameters")
+    recorder.own((b for b in model._buffers.values() if b is not None), "buffers")
+
+
+def region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what opens the region of ``policy``, its casts applied natively."""
+    if policy is None or not policy.lowers:
+        return nullcontext
+    casting = Casting.of(policy.replace(arithmetic="native"), "cpu")
+    return casting.region
+
+
+@contextmanager
+def modules_named(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Keep the name of the running module in ``recorder``."""
+    handles = []
+    outer: list[str] = []
+
+    def entering(name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            outer.append(recorder.module)
+            recorder.module = name
+
+        return enter
+
+    def leave(*_: Any) -> None:
+        if outer:  # the outermost call may have begun before its module was named
+            recorder.module = outer.pop()
+
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(entering(name)))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def zeros_like_batch(inputs: Mapping[str, Tensor]) -> Any:
+    """Return copies of ``inputs`` without numbers."""
+    return tree_map(torch.empty_like, dict(inputs))

@@ -1,0 +1,151 @@
+"""Predictions as display strings: one line for each GPU and policy, the verdict last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mezzo.records import Prediction, PredictRecord
+from mezzo.report import formatting as fmt
+from mezzo.report import sheets
+from mezzo.report.answers import Answer
+from mezzo.report.sheets import Fact
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictLine:
+    """One GPU under one policy."""
+
+    gpu: str
+    policy: str
+    throughput: str
+    band: str
+    step: str
+    memory: str
+    largest: str
+    speed_ups: str
+    bound: str
+    verdict: str
+    modules: list[Fact]
+    kinds: list[Fact]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictSheet:
+    """The words and tables of a predict record, ready for any view."""
+
+    title: str
+    model: str
+    headline: str
+    details: str
+    unit: str
+    lines: list[PredictLine]
+    assumptions: list[Fact]
+    environment: list[Fact]
+    command: str
+
+
+def predict_sheet(record: PredictRecord) -> PredictSheet:
+    """Return the sheet of ``record``."""
+    return PredictSheet(
+        title=f"{fmt.clean(record.model)}: prediction",
+        model=fmt.clean(record.model),
+        headline=_headline(record),
+        details=f"{fmt.clean(record.input)}, {fmt.clean(record.optimizer)}. Predicted, not measured. The band holds 8 of 10 measured "
+        f"trainings on GPU architectures that were left out of the fit; the largest batch leaves {record.headroom:.0%} "
+        "of the memory free.",
+        unit=fmt.clean(record.unit),
+        lines=[_line(one) for one in record.predictions],
+        assumptions=sheets.facts(record.assumptions),
+        environment=sheets.environment_facts(record.environment),
+        command=sheets.command_text(record.command, record.environment),
+    )
+
+
+def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Answer:
+    """Return the answer that the page begins with: the fastest GPU that the batch fits."""
+    best = record.best
+    if best is None:
+        return Answer(tone="bad", word="does not fit")
+    facts = [
+        Fact(
+            what=f"{sheet.unit}/s",
+            value=_rate(best.throughput),
+            reason=f"{_rate(best.throughput_low)} to {_rate(best.throughput_high)}",
+        ),
+        Fact(
+            what="memory, device",
+            value=fmt.bytes_text(best.device_bytes),
+            reason=f"{fmt.bytes_text(best.allocated_bytes)} allocated",
+        ),
+        Fact(
+            what="over FP32", value=fmt.ratio_text(best.over_fp32), reason=f"over TF32 {fmt.ratio_text(best.over_tf32)}"
+        ),
+    ]
+    if best.largest_batch is not None:
+        facts.append(
+            Fact(what="largest batch", value=str(best.largest_batch), reason=f"leaves {record.headroom:.0%} free")
+        )
+    return Answer(tone="quiet", word="predicted", facts=facts)
+
+
+def _headline(record: PredictRecord) -> str:
+    what = f"Batch {record.batch} of {fmt.clean(record.model)}"
+    if record.unit == "steps":
+        what = f"A step of {fmt.clean(record.model)}"
+    possible = [one for one in record.predictions if one.possible]
+    if not possible:
+        return f"None of these GPUs can run {fmt.clean(record.model)} so"
+    best = record.best
+    if best is None:
+        return f"{what} fits none of these GPUs"
+    return (
+        f"{what} runs fastest on {fmt.clean(best.gpu)} in {fmt.clean(best.policy)}: "
+        f"about {_rate(best.throughput)} {fmt.clean(record.unit)}/s"
+    )
+
+
+def _line(one: Prediction) -> PredictLine:
+    if not one.possible:
+        missing = fmt.MISSING
+        return PredictLine(
+            gpu=fmt.clean(one.gpu),
+            policy=fmt.clean(one.policy),
+            throughput=missing,
+            band=missing,
+            step=missing,
+            memory=missing,
+            largest=missing,
+            speed_ups=missing,
+            bound=missing,
+            verdict=f"{fmt.clean(one.reason)}.",
+            modules=[],
+            kinds=[],
+        )
+    bound = max(one.bounds, key=lambda kind: one.bounds[kind])
+    notes = [
+        one.verdict,
+        f"{one.reason}." if one.reason else "",
+        "" if one.validated else "Not validated: no measured rows.",
+    ]
+    notes.insert(0, "" if one.fits else "Does not fit.")
+    return PredictLine(
+        gpu=fmt.clean(one.gpu),
+        policy=fmt.clean(one.policy),
+        throughput=_rate(one.throughput),
+        band=f"{_rate(one.throughput_low)} to {_rate(one.throughput_high)}",
+        step=fmt.ms_text(one.step_ms),
+        memory=" / ".join(fmt.bytes_text(n) for n in (one.allocated_bytes, one.reserved_bytes, one.device_bytes)),
+        largest=fmt.MISSING if one.largest_batch is None else str(one.largest_batch),
+        speed_ups=f"{fmt.ratio_text(one.over_fp32)} / {fmt.ratio_text(one.over_tf32)}",
+        bound=f"{bound} {fmt.share_text(one.bounds[bound])}",
+        verdict=fmt.clean(" ".join(filter(None, notes))),
+        modules=[
+            Fact(what=fmt.clean(m.module), value=fmt.share_text(m.share), reason=f"mostly {m.bound}")
+            for m in one.modules
+        ],
+        kinds=[Fact(what=k, value=fmt.bytes_text(n), reason="") for k, n in sorted(one.memory_bytes.items())],
+    )
+
+
+def _rate(value: float) -> str:
+    return fmt.three_digits(value) if value < 1000 else f"{value:.0f}"

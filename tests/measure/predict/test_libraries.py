@@ -1,0 +1,30 @@
+"""Libraries of models, whose own operators need not run here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from mezzo.errors import UsageError
+from mezzo.measure.predict.libraries import imported
+from mezzo.measure.predict.named import named_model
+
+
+def test_a_library_that_is_not_installed_is_named() -> None:
+    with pytest.raises(UsageError, match="needs the package no_such_library"):
+        imported("no_such_library")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("timm:resnet50", 25_557_032), ("torchvision:resnet50", 25_557_032), ("torchvision:vgg16", 138_357_544)],
+)
+def test_models_of_images(name: str, parameters: int) -> None:
+    library = name.partition(":")[0]
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: it does not belong to the development environment")
+    with torch.device("meta"):
+        model = named_model(name).build()
+    assert sum(p.numel() for p in model.parameters()) == parameters

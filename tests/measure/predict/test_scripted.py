@@ -1,0 +1,111 @@
+"""Scripts that are traced as they are: what their tapes hold, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mezzo.errors import UsageError
+from mezzo.measure.predict.memory import bytes_by_kind
+from mezzo.measure.predict.scripted import record_script, tape_of_script
+from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.training import record_training
+from mezzo.policy import Policy
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
+loader = torch.utils.data.DataLoader(data, batch_size=int(sys.argv[1]), shuffle=True)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)).to("cpu")
+optimizer = torch.optim.AdamW(model.parameters())
+total = 0.0
+for epoch in range(100):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        if torch.isnan(loss):
+            raise SystemExit("the loss is not a number")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        total += loss.item()
+        assert epoch == 0, "the script was not stopped"
+"""
+
+
+def _written(folder: Path, text: str) -> str:
+    path = folder / "train.py"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def _called(policy: str) -> Tape:
+    def loss(model: nn.Module, inputs: Any) -> tuple[Tensor, Any]:
+        return nn.functional.cross_entropy(model(inputs["x"]), inputs["y"]), None
+
+    return record_training(
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)),
+        lambda n: {"x": torch.empty(n, 8), "y": torch.empty(n, dtype=torch.long)},
+        loss,
+        batch=4,
+        optimizer=partial(torch.optim.AdamW),
+        policy=Policy.parse(policy),
+    )
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16"])
+def test_a_script_has_the_tape_of_its_model(policy: str, tmp_path: Path) -> None:
+    tape = record_script(_written(tmp_path, SCRIPT), ["4"], Policy.parse(policy))
+    wanted = _called(policy)
+    assert tape is not None
+
+    def products(one: Tape) -> list[tuple[Any, ...]]:
+        return [(op.name, op.phase, op.module, op.format, op.shape) for op in one.operations if op.flops]
+
+    assert products(tape) == products(wanted)
+    found, other = (bytes_by_kind(one, until=one.backward_starts[-1] - 1) for one in (tape, wanted))
+    for kind in ("parameters", "optimizer"):
+        assert found[kind] == other[kind]
+    assert abs(found["activations"] - other["activations"]) <= 8  # the script's loss is alive
+
+
+def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
+    path = _written(tmp_path, SCRIPT)
+    flops = [
+        sum(op.flops for op in tape.operations)
+        for n in ("4", "8")
+        if (tape := record_script(path, [n], Policy.parse("fp32")))
+    ]
+    assert flops[1] == 2 * flops[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print('hello')", "ended before its second optimizer step"),
+        ("raise ValueError('no data')", "ValueError: no data"),
+    ],
+)
+def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        tape_of_script(_written(tmp_path, text), [], "fp32")
+
+
+@pytest.mark.parametrize(
+    ("script", "policy", "message"),
+    [
+        ("nowhere.py", "fp32", "there is no script 'nowhere.py'"),
+        ("x.py", "fp16-pure", "cannot be predicted for a script"),
+    ],
+)
+def test_what_is_refused(script: str, policy: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        tape_of_script(script, [], policy)

@@ -1,0 +1,178 @@
+"""Seconds of single operations, against the formulas worked out by hand, and what must hold whatever the constants."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mezzo.gpus import gpu_named
+from mezzo.measure.predict.constants import Constants, family, fitted
+from mezzo.measure.predict.tape import Operation, Shape
+from mezzo.measure.predict.time import Card, Columns, operation_bounds, step_seconds
+
+V100, A100, MI210 = gpu_named("v100-16gb"), gpu_named("a100-80gb"), gpu_named("mi210")
+IDEAL = Constants(
+    half=1,
+    tf32=1,
+    fp32=1,
+    depthwise=0.5,
+    grouped=1,
+    winograd=1,
+    bandwidth=1,
+    issue_bytes=1e9,
+    block_bytes=1e9,
+    feed_bytes=1e9,
+    layout_copies=0,
+    norm_passes=0,
+    l2_share=0,
+    overlap=60,  # the longer of the two
+    depth_latency=0,
+    latency_s=0,
+    launch_s=0,
+    full_clock_w=1e-9,
+    waiting=1,
+)
+
+
+NO_SHAPE = Shape()
+
+
+def _operation(form: str, *, flops: int = 0, moved: int = 0, shape: Shape = NO_SHAPE, name: str = "mm") -> Operation:
+    return Operation(name, "forward", "", form, flops, moved, 0, shape)
+
+
+# 80 x 1 tiles of 128 x 64 on the V100's 80 multiprocessors: nothing is wasted.
+FULL = Shape(1, 80 * 128, 64, 4096)
+SHORT = Shape(1, 80 * 128, 64, 256)
+FLOPS = 2 * 80 * 128 * 64 * 4096
+
+
+@pytest.mark.parametrize(
+    ("operation", "gpu", "tf32", "seconds"),
+    [
+        (_operation("fp32", flops=FLOPS, shape=FULL), V100, False, FLOPS / 15.7e12),
+        (_operation("fp16", flops=FLOPS, shape=FULL), V100, False, FLOPS / 125e12),
+        (_operation("fp32", flops=FLOPS, shape=FULL), V100, True, FLOPS / 15.7e12),  # no TF32 there
+        (_operation("fp32", flops=FLOPS, shape=FULL), A100, True, FLOPS / 156e12),  # the sum is split over all 108
+        (_operation("fp32", flops=FLOPS, shape=SHORT), A100, False, FLOPS / (19.5e12 * 80 / 108)),  # 28 are idle
+        (
+            _operation("fp16", flops=FLOPS // 2, shape=Shape(1, 80 * 128, 32, 4096)),
+            V100,
+            False,
+            FLOPS / 125e12,
+        ),  # half a tile
+        (_operation("fp16", moved=9 * 10**11, name="add"), V100, False, 1.0),
+        (
+            _operation("fp32", flops=FLOPS, shape=Shape(64, 9, 1, 1, 1), name="convolution"),
+            V100,
+            False,
+            FLOPS / 7.85e12,
+        ),
+    ],
+    ids=["fp32", "fp16", "no TF32", "TF32", "strict FP32", "edge", "traffic", "depthwise"],
+)
+def test_seconds_of_one_operation(operation: Operation, gpu: object, tf32: bool, seconds: float) -> None:
+    card = Card.of(gpu, tf32=tf32, channels_last=True)  # type: ignore[arg-type]
+    found = operation_bounds(Columns.of([operation]), card, IDEAL).total[0]
+    assert found == pytest.approx(seconds, rel=1e-6)
+
+
+def test_clock_and_matrix_units_of_a_card() -> None:
+    assert Card.of(V100, tf32=False, channels_last=False).clock_hz == pytest.approx(1.53e9, rel=0.01)
+    assert Card.of(MI210, tf32=False, channels_last=False).single_flops_per_s == 45.3e12
+
+
+def test_a_board_without_the_power_keeps_a_lower_clock() -> None:
+    # The L4 has 72 W for 58 multiprocessors at 2.04 GHz: 0.608 W each a GHz. A quarter of the wanted power halves the clock.
+    one = Columns.of([_operation("fp32", flops=FLOPS, shape=Shape(1, 58 * 128, 64, 256))])
+    card = Card.of(gpu_named("l4"), tf32=False, channels_last=True)
+    assert card.power_w == pytest.approx(72 / (58 * 2.041), rel=1e-3)
+    fast, slow = (
+        operation_bounds(one, card, dataclasses.replace(IDEAL, full_clock_w=watts)).total[0]
+        for watts in (card.power_w, 4 * card.power_w)
+    )
+    assert fast == pytest.approx(FLOPS / 30.3e12)
+    assert slow == pytest.approx(2 * fast)
+
+
+def test_channels_first_convolutions_in_16_bits_are_copied() -> None:
+    one = Columns.of([_operation("fp16", moved=9 * 10**8, shape=Shape(1, 1, 1, 1, 9), name="convolution")])
+    constants = dataclasses.replace(IDEAL, layout_copies=0.5)
+    last, first = (
+        operation_bounds(one, Card.of(V100, tf32=False, channels_last=layout), constants).total[0]
+        for layout in (True, False)
+    )
+    assert (last, first) == (pytest.approx(1e-3), pytest.approx(2e-3))
+
+
+def test_normalisation_reads_twice_unless_the_cache_holds_its_channels() -> None:
+    constants = dataclasses.replace(IDEAL, norm_passes=1.0)
+    card = Card.of(V100, tf32=False, channels_last=True)
+
+    def seconds(channels: int) -> float:
+        moved = 9 * 10**8
+        one = _operation(
+            "fp32", moved=moved, shape=Shape(1, channels, moved // 4 // channels, 0), name="native_batch_norm"
+        )
+        return float(operation_bounds(Columns.of([one]), card, constants).total[0])
+
+    assert seconds(10) == pytest.approx(2e-3, rel=0.01)
+    assert seconds(100_000) == pytest.approx(1e-3)
+
+
+def test_launching_bounds_a_step_of_small_operations() -> None:
+    ops = Columns.of([_operation("fp32", moved=4, name="add")] * 1000)
+    constants = dataclasses.replace(IDEAL, launch_s=5e-6)
+    assert step_seconds(ops, Card.of(A100, tf32=False, channels_last=True), constants) == pytest.approx(5e-3)
+
+
+def test_merged_columns_cost_the_same() -> None:
+    ops = [_operation("fp16", flops=FLOPS, shape=FULL), _operation("fp32", moved=10**6, name="add")] * 3
+    card = Card.of(A100, tf32=True, channels_last=False)
+    whole, merged = Columns.of(ops), Columns.of(ops).merged()
+    assert len(merged.flops) == 2
+    assert step_seconds(merged, card, Constants()) == pytest.approx(step_seconds(whole, card, Constants()))
+
+
+def test_shipped_constants_are_physical() -> None:
+    found = fitted()
+    shares = [getattr(found.constants, name) for name in ("half", "tf32", "fp32", "bandwidth", "l2_share")]
+    assert all(0 < share <= 1 for share in shares)
+    assert all(value > 0 for value in dataclasses.astuple(found.constants))
+    assert found.low < 1 < found.high
+    assert found.num_rows > 300
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("Ampere GA102", "GA10x"),
+        ("Ampere GA104", "GA10x"),
+        ("Ampere GA100", "GA100"),
+        ("Ada AD102", "Ada"),
+        ("Hopper", "Hopper"),
+    ],
+)
+def test_families(architecture: str, name: str) -> None:
+    assert family(architecture) == name
+
+
+def test_what_was_measured_is_validated() -> None:
+    found = fitted()
+    assert found.covers("Hopper", "fp16")
+    assert not found.covers("Hopper", "bf16")
+    assert not found.covers("Blackwell", "fp16")
+
+
+def test_faster_memory_and_arithmetic_are_never_slower() -> None:
+    rng = np.random.default_rng(0)
+    ops = Columns.of(
+        [_operation("fp16", flops=int(f), moved=int(b), shape=FULL) for f, b in rng.integers(1, 10**10, (50, 2))]
+    )
+    faster = dataclasses.replace(V100, bandwidth_bytes_per_s=2e12, fp16_flops_per_s=300e12)
+    slow, fast = (
+        step_seconds(ops, Card.of(g, tf32=False, channels_last=True), fitted().constants) for g in (V100, faster)
+    )
+    assert fast < slow
