@@ -19,6 +19,7 @@ from mezzo.records import (
     Gain,
     Memory,
     Metric,
+    PredictRecord,
     Reason,
     Row,
     RunRecord,
@@ -347,3 +348,43 @@ def doctor_record() -> DoctorRecord:
             )
         ],
     )
+
+
+def predict_record(**fields: object) -> PredictRecord:
+    """Return predictions for ResNet-50 on two GPUs, of which one cannot compute BF16."""
+    possible = {
+        "possible": True,
+        "validated": True,
+        "step_ms": 103.6,
+        "throughput": 2471.0,
+        "throughput_low": 1980.0,
+        "throughput_high": 2902.0,
+        "bounds": {"arithmetic": 0.3, "bandwidth": 0.68, "launch": 0.02},
+        "modules": [{"module": "layer1.0.conv1", "share": 0.11, "bound": "bandwidth"}],
+        "allocated_bytes": 11 * 2**30,
+        "reserved_bytes": 12 * 2**30,
+        "device_bytes": 13 * 2**30,
+        "memory_bytes": {"activations": 10 * 2**30, "parameters": 2**30},
+        "fits": True,
+        "largest_batch": 1480,
+        "over_fp32": 3.8,
+        "over_tf32": 2.1,
+        "verdict": "Worth it.",
+    }
+    known: dict[str, object] = {
+        "environment": environment(),
+        "command": ["mezzo", "predict", "--model", "timm:resnet50"],
+        "model": "timm:resnet50",
+        "input": "224 x 224",
+        "unit": "images",
+        "batch": 256,
+        "optimizer": "sgd",
+        "channels_last": True,
+        "headroom": 0.13,
+        "predictions": [
+            {"gpu": "a100-80gb", "policy": "bf16", **possible},
+            {"gpu": "t4", "policy": "bf16", "possible": False, "reason": "T4 has no units for BF16"},
+        ],
+        "assumptions": [Reason(what="layout", value="channels-last", reason="as asked for")],
+    }
+    return PredictRecord.model_validate(known | fields)

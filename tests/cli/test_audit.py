@@ -56,7 +56,7 @@ def test_a_plain_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "A101  no mixed precision" in capsys.readouterr().out
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "no mixed precision" in page
-    assert 'data-chart="flops"' in page
+    assert 'id="title-flops"' in page
 
 
 def test_json_of_several_steps_under_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def test_a_prediction_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     ]
     assert sum(record.predictions[0].bounds.values()) == pytest.approx(1)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "Where the time goes" in page
+    assert "Where the time and the memory go" in page
     assert "16 tokens, adamw" in page
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.console import Console
+
 from mezzo.records import Prediction, PredictRecord
 from mezzo.report import formatting as fmt
-from mezzo.report import sheets
+from mezzo.report import sheets, terminal
 from mezzo.report.answers import Answer
 from mezzo.report.sheets import Fact
 
@@ -149,3 +151,27 @@ def _line(one: Prediction) -> PredictLine:
 
 def _rate(value: float) -> str:
     return fmt.three_digits(value) if value < 1000 else f"{value:.0f}"
+
+
+# --- the terminal --------------------------------------------------------------------------------------------------------------
+
+
+def print_predict(sheet: PredictSheet, console: Console) -> None:
+    """Print the body of a predict record."""
+    table = terminal.plain_table(
+        "GPU",
+        "policy",
+        f"{sheet.unit}/s\n(band)",
+        "step",
+        "allocated\nreserved\ndevice",
+        "largest\nbatch",
+        "over FP32\n/ TF32",
+    )
+    for line in sheet.lines:
+        memory = line.memory.replace(" / ", "\n")
+        rate = f"{line.throughput}\n({line.band})"
+        table.add_row(line.gpu, line.policy, rate, line.step, memory, line.largest, line.speed_ups)
+    terminal.section(console, "By GPU and policy", table)
+    facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.bound, reason=line.verdict) for line in sheet.lines]
+    terminal.section(console, "What bounds it, and is it worth it", terminal.fact_table(facts))
+    terminal.section(console, "Assumed", terminal.fact_table(sheet.assumptions))

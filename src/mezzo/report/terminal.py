@@ -18,7 +18,6 @@ from mezzo.report.fallback import FallbackSheet
 from mezzo.report.findings import FindingLine
 from mezzo.report.index import IndexSheet
 from mezzo.report.next_steps import NextStep
-from mezzo.report.predict import PredictSheet
 from mezzo.report.ranges import RangesSheet, TensorLine
 from mezzo.report.sheets import DoctorSheet, Fact, MemoryLine, RunSheet, Share
 from mezzo.report.together import TogetherSheet
@@ -49,7 +48,7 @@ def print_framed(
     """Print the frame that every kind of record shares around the ``body`` of its own kind; ``files`` says where they are."""
     _line(console, sheet.headline, style=_HEADING)
     body(sheet, console)
-    _section(console, "Environment", _fact_table(sheet.environment))
+    section(console, "Environment", fact_table(sheet.environment))
     _command(console, sheet.command)
     print_ending(console, files=files, steps=steps)
 
@@ -65,7 +64,7 @@ def print_together(sheet: TogetherSheet, console: Console) -> None:
     """Print several comparisons as one table."""
     console.print()
     _line(console, sheet.headline, style=_HEADING)
-    table = _table(
+    table = plain_table(
         "policy", "verdict", "step\nspeed-up", "memory\nratio", "final loss\ndifference", "metric\ndifference", "skips"
     )
     table.columns[1].no_wrap = True
@@ -91,7 +90,7 @@ def print_together(sheet: TogetherSheet, console: Console) -> None:
     for group in sheet.groups:
         reasons = [(row.line.policy, text) for row in group.lines for text in row.left_alone]
         facts = [Fact(what=policy, value=text) for policy, text in dict.fromkeys(reasons)]
-        _section(console, f"Left alone in {group.framework}", _fact_table(facts))
+        section(console, f"Left alone in {group.framework}", fact_table(facts))
     console.print()
     _note(console, sheet.method)
 
@@ -99,7 +98,8 @@ def print_together(sheet: TogetherSheet, console: Console) -> None:
 def print_index(sheet: IndexSheet, console: Console) -> None:
     """Print an index of records, the newest first."""
     _line(console, sheet.headline, style=_HEADING)
-    table = _table("date", "script", "command", "policies", "answer", "folder")
+    table = plain_table("date", "script", "command", "policies", "answer", "folder")
+    table.columns[0].no_wrap = True
     for one in sheet.entries[:_INDEX_ROWS]:
         answer = Text(one.word, style=_STYLES[one.tone])
         table.add_row(one.date, Text(one.script), one.kind, Text(one.policies), answer, Text(one.place))
@@ -113,13 +113,13 @@ def print_index(sheet: IndexSheet, console: Console) -> None:
 def print_run(sheet: RunSheet, console: Console) -> None:
     """Print the body of a run."""
     _error(console, sheet.error)
-    _section(console, "Result", _fact_table(sheet.facts))
+    section(console, "Result", fact_table(sheet.facts))
     _findings(sheet.findings, console)
-    _section(console, "Policy", _fact_table(sheet.explanation))
-    _section(console, "Memory of a step", _memory_table(sheet.memory))
-    _section(console, "Effective formats", _share_lines([(sheet.policy, sheet.shares)]))
+    section(console, "Policy", fact_table(sheet.explanation))
+    section(console, "Memory of a step", _memory_table(sheet.memory))
+    section(console, "Effective formats", _share_lines([(sheet.policy, sheet.shares)]))
     _note(console, sheet.shares_note)
-    _section(console, "Left alone", _fact_table(sheet.left_alone))
+    section(console, "Left alone", fact_table(sheet.left_alone))
 
 
 def print_compare(sheet: CompareSheet, console: Console) -> None:
@@ -131,9 +131,9 @@ def print_compare(sheet: CompareSheet, console: Console) -> None:
         console.print(body)
     console.print()
     _note(console, sheet.method)
-    _section(console, "Memory of a step", _memory_table(sheet.memory))
+    section(console, "Memory of a step", _memory_table(sheet.memory))
     shares = [(line.policy, line.shares) for line in sheet.effective]
-    _section(console, "Effective formats", _share_lines(shares))
+    section(console, "Effective formats", _share_lines(shares))
     _note(console, sheet.effective_note)
 
 
@@ -141,13 +141,13 @@ def print_audit(sheet: AuditSheet, console: Console) -> None:
     """Print the body of an audit."""
     _error(console, sheet.error)
     _findings(sheet.findings, console)
-    _section(console, "Product FLOPs by phase and format", _grid(sheet.phases))
-    _section(console, "Products in FP32 or wider", _grid(sheet.wide, shown=_SHOWN_ROWS))
-    _section(console, "Casts", _grid(sheet.casts, shown=_SHOWN_ROWS))
-    _section(console, "Round-trip casts", _grid(sheet.trips, shown=_SHOWN_ROWS))
-    _section(console, "Shapes that miss Tensor Cores", _grid(sheet.problems, shown=_SHOWN_ROWS))
-    _section(console, "Kernels of products", _grid(sheet.kernels, shown=_SHOWN_ROWS))
-    _section(console, "Notes", _fact_table(sheet.notes))
+    section(console, "Product FLOPs by phase and format", _grid(sheet.phases))
+    section(console, "Products in FP32 or wider", _grid(sheet.wide, shown=_SHOWN_ROWS))
+    section(console, "Casts", _grid(sheet.casts, shown=_SHOWN_ROWS))
+    section(console, "Round-trip casts", _grid(sheet.trips, shown=_SHOWN_ROWS))
+    section(console, "Shapes that miss Tensor Cores", _grid(sheet.problems, shown=_SHOWN_ROWS))
+    section(console, "Kernels of products", _grid(sheet.kernels, shown=_SHOWN_ROWS))
+    section(console, "Notes", fact_table(sheet.notes))
 
 
 def _findings(findings: Sequence[FindingLine], console: Console) -> None:
@@ -155,13 +155,13 @@ def _findings(findings: Sequence[FindingLine], console: Console) -> None:
         console.print()
         _line(console, f"{finding.code}  {finding.title}  ({finding.weight})", style=_STYLES[finding.tone])
         rows = [Fact(what=w, value=v) for w, v in finding.rows]
-        console.print(Padding(_fact_table(rows) or "", (0, 0, 0, 2)))
+        console.print(Padding(fact_table(rows) or "", (0, 0, 0, 2)))
 
 
 def _grid(grid: Grid, *, shown: int = 1000) -> Table | None:
     if not grid.rows:
         return None
-    table = _table(*grid.heads)
+    table = plain_table(*grid.heads)
     for place in grid.numbers:
         table.columns[place].justify = "right"
     for row in grid.rows[:shown]:
@@ -178,18 +178,18 @@ def print_diagnose(sheet: DiagnoseSheet, console: Console) -> None:
     if sheet.detail:
         _line(console, sheet.detail)
     _error(console, sheet.error)
-    _section(console, "Where", _fact_table(sheet.place))
+    section(console, "Where", fact_table(sheet.place))
     lines = ("do", sheet.fix), ("write", sheet.fix_line), ("", sheet.fix_note)
     fix = [Fact(what=what, value=value) for what, value in lines]
-    _section(console, "Fix", _fact_table([fact for fact in fix if fact.value]))
+    section(console, "Fix", fact_table([fact for fact in fix if fact.value]))
     _findings(sheet.findings, console)
-    _section(console, "What the operation read", _fact_table(sheet.operands))
+    section(console, "What the operation read", fact_table(sheet.operands))
     if sheet.trend:
-        trend = _table("step", "loss", "gradient norm", "loss scale after it", "")
+        trend = plain_table("step", "loss", "gradient norm", "loss scale after it", "")
         for line in sheet.trend:
             trend.add_row(line.step, line.loss, line.norm, line.scale, Text(line.note, style=_STYLES[line.tone]))
-        _section(console, "Steps up to the last one that was not finite", trend)
-    _section(console, "How it was found", _fact_table([*sheet.passes, *sheet.notes]))
+        section(console, "Steps up to the last one that was not finite", trend)
+    section(console, "How it was found", fact_table([*sheet.passes, *sheet.notes]))
     if sheet.normal:
         _note(console, sheet.normal)
 
@@ -198,11 +198,11 @@ def print_fallback(sheet: FallbackSheet, console: Console) -> None:
     """Print the body of a fallback search."""
     _line(console, f"{sheet.verdict}: {sheet.reason}", style=_STYLES[sheet.tone])
     _error(console, sheet.error)
-    _section(console, "Result", _fact_table(sheet.facts))
-    _section(console, "Modules on their own, most suspect first", _grid(sheet.modules, shown=_SHOWN_ROWS))
-    _section(console, "Verifications", _grid(sheet.verifications))
-    _section(console, "Not judged", _fact_table(sheet.ignored[:_SHOWN_ROWS]))
-    _section(console, "Notes", _fact_table(sheet.notes))
+    section(console, "Result", fact_table(sheet.facts))
+    section(console, "Modules on their own, most suspect first", _grid(sheet.modules, shown=_SHOWN_ROWS))
+    section(console, "Verifications", _grid(sheet.verifications))
+    section(console, "Not judged", fact_table(sheet.ignored[:_SHOWN_ROWS]))
+    section(console, "Notes", fact_table(sheet.notes))
 
 
 def print_ranges(sheet: RangesSheet, console: Console) -> None:
@@ -210,24 +210,24 @@ def print_ranges(sheet: RangesSheet, console: Console) -> None:
     if sheet.details:
         _line(console, sheet.details)
     _error(console, sheet.error)
-    windows = _table("format", "scale window", "begin with", "zero at\nscale 1", "zero\nthere", "why")
+    windows = plain_table("format", "scale window", "begin with", "zero at\nscale 1", "zero\nthere", "why")
     for line in sheet.windows:
         window = Text(line.window, style=_STYLES[line.tone])
         windows.add_row(Text(line.format), window, line.begin, line.unscaled, line.lost, Text(line.reason))
-    _section(console, "Loss scale by format", windows)
+    section(console, "Loss scale by format", windows)
     _note(console, sheet.method)
-    _section(console, "Consequences", _fact_table(sheet.notes))
-    _section(console, f"The tensors at both ends of the {sheet.format} window", _fact_table(sheet.ends))
-    _section(console, "Distribution of values", _range_table(sheet.kinds, sheet.format, windows=False))
-    _section(console, "Gradients that need the largest scale", _range_table(sheet.tightest, sheet.format))
-    _section(console, "Weight updates without master weights", _fact_table(sheet.updates))
+    section(console, "Consequences", fact_table(sheet.notes))
+    section(console, f"The tensors at both ends of the {sheet.format} window", fact_table(sheet.ends))
+    section(console, "Distribution of values", _range_table(sheet.kinds, sheet.format, windows=False))
+    section(console, "Gradients that need the largest scale", _range_table(sheet.tightest, sheet.format))
+    section(console, "Weight updates without master weights", fact_table(sheet.updates))
 
 
 def _range_table(lines: Sequence[TensorLine], form: str, *, windows: bool = True) -> Table | None:
     if not lines:
         return None
     heads = ["tensor", "kind", "values", "zeros", "magnitudes", *([f"window in {form}"] if windows else []), ""]
-    table = _table(*heads)
+    table = plain_table(*heads)
     for column in table.columns[2:4]:
         column.justify = "right"
     for line in lines:
@@ -247,36 +247,15 @@ def _range_table(lines: Sequence[TensorLine], form: str, *, windows: bool = True
 def print_doctor(sheet: DoctorSheet, console: Console) -> None:
     """Print the body of a doctor record."""
     for device in sheet.devices:
-        table = _fact_table(device.formats, heads=("format", "level", "reason"))
-        _section(console, f"{device.name} ({device.details})", table)
-    _section(console, "TF32", _fact_table(sheet.tf32))
-    _section(console, "Advice", _fact_table(sheet.advice))
-
-
-def print_predict(sheet: PredictSheet, console: Console) -> None:
-    """Print the body of a predict record."""
-    table = _table(
-        "GPU",
-        "policy",
-        f"{sheet.unit}/s\n(band)",
-        "step",
-        "allocated\nreserved\ndevice",
-        "largest\nbatch",
-        "over FP32\n/ TF32",
-    )
-    for line in sheet.lines:
-        memory = line.memory.replace(" / ", "\n")
-        rate = f"{line.throughput}\n({line.band})"
-        table.add_row(line.gpu, line.policy, rate, line.step, memory, line.largest, line.speed_ups)
-    _section(console, "By GPU and policy", table)
-    facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.bound, reason=line.verdict) for line in sheet.lines]
-    _section(console, "What bounds it, and is it worth it", _fact_table(facts))
-    _section(console, "Assumed", _fact_table(sheet.assumptions))
+        table = fact_table(device.formats, heads=("format", "level", "reason"))
+        section(console, f"{device.name} ({device.details})", table)
+    section(console, "TF32", fact_table(sheet.tf32))
+    section(console, "Advice", fact_table(sheet.advice))
 
 
 def verdict_table(sheet: CompareSheet) -> Table:
     """Return the table of verdicts, one row a policy."""
-    table = _table("policy", "verdict", "step\nspeed-up", "memory\nratio")
+    table = plain_table("policy", "verdict", "step\nspeed-up", "memory\nratio")
     heads = [*sheet.loss_heads, *([sheet.metric_name] if sheet.metric_name else [])]
     if len(heads) > 1:
         table.padding = (0, 0)  # otherwise a second interval does not fit into 100 columns
@@ -317,17 +296,18 @@ def _stack(first: str, *below: str) -> Text:
 
 
 def _reason_table(lines: Sequence[VerdictLine]) -> Table:
-    table = _table("", "", heads=False)
+    table = plain_table("", "", heads=False)
     for line in lines:
         table.add_row(_policy(line.policy), Text(line.reason))
     return table
 
 
-def _fact_table(facts: Sequence[Fact], *, heads: Sequence[str] = ()) -> Table | None:
+def fact_table(facts: Sequence[Fact], *, heads: Sequence[str] = ()) -> Table | None:
+    """Return facts as a table; None without any."""
     if not facts:
         return None
     columns = heads or ("", "", "")[: 3 if any(f.reason for f in facts) else 2]
-    table = _table(*columns, heads=bool(heads))
+    table = plain_table(*columns, heads=bool(heads))
     for fact in facts:
         cells = [
             Text(fact.what, style="" if heads else _FAINT),
@@ -341,7 +321,7 @@ def _memory_table(lines: Sequence[MemoryLine]) -> Table | None:
     if not lines:
         return None
     heads = [kind.what.replace(" ", "\n") for kind in lines[0].kinds]
-    table = _table("policy", *heads, "total of\nthe four")
+    table = plain_table("policy", *heads, "total of\nthe four")
     for column in table.columns[1:]:
         column.justify = "right"
     for line in lines:
@@ -353,14 +333,15 @@ def _share_lines(shares: Iterable[tuple[str, Sequence[Share]]]) -> Table | None:
     known = [(policy, parts) for policy, parts in shares if parts]
     if not known:
         return None
-    table = _table("", "", heads=False)
+    table = plain_table("", "", heads=False)
     for policy, parts in known:
         words = ", ".join(f"{part.text} {part.format}" for part in parts)
         table.add_row(_policy(policy), Text(words))
     return table
 
 
-def _table(*columns: str, heads: bool = True) -> Table:
+def plain_table(*columns: str, heads: bool = True) -> Table:
+    """Return a table without lines between its rows."""
     table = Table(
         box=box.SIMPLE_HEAD if heads else None,
         show_header=heads,
@@ -375,7 +356,8 @@ def _table(*columns: str, heads: bool = True) -> Table:
     return table
 
 
-def _section(console: Console, title: str, body: Table | None) -> None:
+def section(console: Console, title: str, body: Table | None) -> None:
+    """Print a heading and a table; nothing if there is no table."""
     if body is None:
         return
     console.print()

@@ -34,7 +34,7 @@ VIEWS: dict[str, View] = {
     "diagnose": View(sheet=diagnose.diagnose_sheet, body=terminal.print_diagnose, answer=answers.diagnose_answer),
     "fallback": View(sheet=fallback.fallback_sheet, body=terminal.print_fallback, answer=answers.fallback_answer),
     "ranges": View(sheet=ranges.ranges_sheet, body=terminal.print_ranges, answer=answers.ranges_answer),
-    "predict": View(sheet=predict.predict_sheet, body=terminal.print_predict, answer=predict.predict_answer),
+    "predict": View(sheet=predict.predict_sheet, body=predict.print_predict, answer=predict.predict_answer),
     "doctor": View(sheet=sheets.doctor_sheet, body=terminal.print_doctor, answer=answers.doctor_answer),
 }
 """By kind of record."""
