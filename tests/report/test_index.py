@@ -43,7 +43,10 @@ def test_records_are_found_but_not_those_of_a_commands_own_runs(tmp_path: Path) 
     assert found == ["a/deep/record.json", "b/record.json", "compare/record.json"]
 
 
-def test_an_index_says_what_each_record_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_says_what_each_record_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")  # parallel test processes have another width
     records = {
         "one": build.compare_record(num_steps=10),
         "two": run_at(5),
