@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeGuard
@@ -385,6 +386,12 @@ def test_no_constant_is_defined_twice() -> None:
 def test_the_tests_mirror_the_source() -> None:
     tests = [path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")]
     assert strangers([test for test in tests if not test.startswith(OTHER_TESTS)], SOURCES) == []
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """Pytest imports test files by their names, whatever their folders."""
+    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 # --- 10. plain English ---------------------------------------------------------------------------

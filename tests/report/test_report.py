@@ -349,7 +349,8 @@ policy    verdict   speed-up    ratio    95% interval        95% interval skips 
         assert words in shown
 
 
-def test_policies_have_the_colours_of_their_formats_in_the_terminal() -> None:
+def test_policies_have_the_colours_of_their_formats_in_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)  # torch's own test modules set it for the whole process
     console = Console(file=io.StringIO(), width=100, color_system="truecolor", force_terminal=True)
     text.render(build.compare_record(num_steps=10), console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
