@@ -61,6 +61,7 @@ def test_there_is_no_report_before_the_first(tmp_path: Path) -> None:
 
 def test_a_training_does_not_end_because_its_folder_is_gone(tmp_path: Path) -> None:
     reports_to(tmp_path / "gone" / "x.progress")(Latest(1))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 _WHY = "--write-patch: the change to the script itself, tried before it is offered"
 _LEAST_LIMIT_S = 120.0
 """A trial runs twice, whatever is left of the budget."""
-_TRIED_STEPS = 20
-"""As many as a trial compares: more would only take longer, above all in FP16 on a CPU."""
 
 
 def with_patch(
@@ -99,8 +97,11 @@ def _agreement(outcome: PatchOutcome) -> str:
 
 
 def _request(script: Script, policy: Policy, place: Path) -> Request:
+    from mezzo.launch.several.patched import COMPARED_STEPS
+
     request = script.request(policy, folder=place, seed=0)
-    return request.model_copy(update={"stop_after_steps": _TRIED_STEPS if request.framework == "torch" else None})
+    # More steps than are compared would only take longer, above all in FP16 on a CPU.
+    return request.model_copy(update={"stop_after_steps": COMPARED_STEPS if request.framework == "torch" else None})
 
 
 def _without(record: CheckRecord, why: str) -> CheckRecord:

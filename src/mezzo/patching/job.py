@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mezzo.formats import FORMATS
@@ -142,8 +142,3 @@ def _root(stmt: ast.stmt) -> str:
 def _lines(region: Region) -> str:
     first, last = first_line(region.first), last_line(region.last)
     return f"line {first}" if first == last else f"lines {first} to {last}"
-
-
-def lines_of(stmts: Sequence[ast.stmt]) -> str:
-    """Return the lines of statements, for a reason."""
-    return "line " + ", ".join(str(s.lineno) for s in stmts)

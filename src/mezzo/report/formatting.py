@@ -129,11 +129,6 @@ def byte_scale(num_bytes: int) -> tuple[float, int]:
     return value, exponent
 
 
-def byte_unit(exponent: int) -> str:
-    """Return the name of 1024 to the ``exponent`` bytes."""
-    return _BYTE_UNITS[exponent]
-
-
 def ms_text(time_ms: float | None) -> str:
     """Return a duration that was measured in milliseconds."""
     if time_ms is None:

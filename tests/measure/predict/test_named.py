@@ -33,7 +33,8 @@ def test_parameters_of_known_models(name: str, millions: float) -> None:
 
 def test_every_configuration_is_one_of_transformers() -> None:
     for fact in configurations().values():
-        transformers.AutoConfig.for_model(fact["type"], **fact["config"])
+        made = transformers.AutoConfig.for_model(fact["type"], **fact["config"])
+        assert {name: getattr(made, name) for name in fact["config"]} == fact["config"]
 
 
 def test_the_owner_of_a_model_may_be_left_out() -> None:

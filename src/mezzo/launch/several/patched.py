@@ -24,6 +24,7 @@ from mezzo.formats import BF16, FORMATS
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
+from mezzo.launch.several.compared_runs import named_arguments
 from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy
 from mezzo.records import Reason, RunRecord
@@ -178,7 +179,7 @@ class _Trial:
         self._folder.mkdir(parents=True, exist_ok=True)
         update |= {
             "record_path": str(self._folder / f"{name}.json"),
-            "arguments": tuple(argument.replace(RUN_NAME, name) for argument in self._request.arguments),
+            "arguments": named_arguments(self._request.arguments, name),
             "seed": self._request.seed or 0,
             "compared_since_s": self._since_s,
             "output_to_stderr": False,

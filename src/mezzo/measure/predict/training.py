@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casting import Casting
 from mezzo.measure.predict.cuda_operators import cuda_operators
@@ -164,8 +164,3 @@ def modules_named(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def zeros_like_batch(inputs: Mapping[str, Tensor]) -> Any:
-    """Return copies of ``inputs`` without numbers."""
-    return tree_map(torch.empty_like, dict(inputs))
