@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from mezzo.cli import app
 from paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -79,6 +81,30 @@ def test_options_exist(page: Path) -> None:
 
 
 OTHERS = ROOT / "docs" / "public-scripts.md"  # it names other people's files
+
+
+def options_after_the_script(text: str) -> list[str]:
+    """Return the commands whose own options stand where the script's belong."""
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    found = []
+    for line in re.findall(r"mezzo [a-z]+ [^`\n]*", text):
+        name, script, after = line.split()[1], *line.partition(".py ")[1:]
+        if script and name in commands:
+            own = {option for parameter in commands[name].params for option in parameter.opts}
+            found += [line for word in after.split() if word.partition("=")[0] in own]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_options_of_a_command_stand_before_the_script(page: Path) -> None:
+    assert options_after_the_script(page.read_text(encoding="utf-8")) == []
+
+
+def test_an_option_after_the_script_is_found() -> None:
+    assert options_after_the_script("`mezzo predict train.py --gpus t4`") == ["mezzo predict train.py --gpus t4"]
+    assert options_after_the_script("`mezzo predict --gpus t4 train.py --lr 0.1`") == []
+
+
 NAMING = [p for p in PAGES if p.parent.name in ("docs", "design", ROOT.name) and p != OTHERS] + [ROOT / "CHANGELOG.md"]
 YOURS = {"train.py", "policy.toml", "record.json", "report.html", "script.py", "runs", "mezzo.pt", "float8/config.py"}
 """Files of a reader's own, and of torchao."""
