@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -24,6 +27,7 @@ from mezzo.records import (
     ScaleName,
     SharedFile,
     Steps,
+    write_record,
 )
 from mezzo.report import formatting, sheets, text, verdicts
 from mezzo.report.charts.data import Chart
@@ -349,11 +353,14 @@ policy    verdict   speed-up    ratio    95% interval        95% interval skips 
         assert words in shown
 
 
-def test_policies_have_the_colours_of_their_formats_in_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)  # torch's own test modules set it for the whole process
-    console = Console(file=io.StringIO(), width=100, color_system="truecolor", force_terminal=True)
-    text.render(build.compare_record(num_steps=10), console)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+def test_policies_have_the_colours_of_their_formats_in_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_record(build.compare_record(num_steps=10), path)
+    # A process of its own: rich keeps a style's codes for the first terminal that it drew the style on.
+    wanted = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color", "COLUMNS": "100"}
+    surroundings = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | wanted
+    command = [sys.executable, "-m", "mezzo", "report", str(path)]
+    shown = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=True).stdout
     for policy in ("fp32", "bf16", "fp16", "fp16-pure"):
         colour = policy_style(policy).terminal
         red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
