@@ -22,8 +22,8 @@ import mezzo
 from helpers_launch import children_in_this_process
 from mezzo import ScriptError, SessionError, cli
 from mezzo.records import DiagnoseRecord, read_record
-from mezzo.report.diagnose import diagnose_sheet
 from mezzo.report.html import render_html
+from mezzo.report.sheets.diagnose import diagnose_sheet
 from mezzo.report.text import render
 from paths import FAULTS, SCRIPTS
 

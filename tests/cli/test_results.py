@@ -22,7 +22,7 @@ from mezzo.launch.request import Request, policy_text
 from mezzo.measure.variables import variables_that_matter
 from mezzo.policy import Policy
 from mezzo.records import Environment, RunRecord, read_record, write_record
-from mezzo.report.sheets import command_text
+from mezzo.report.sheets.shared import command_text
 from paths import SCRIPTS
 from record_builders import compare_record, run_record
 

@@ -25,13 +25,13 @@ from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, RunRecord
 from mezzo.report import text
-from mezzo.report.audit import audit_sheet
-from mezzo.report.diagnose import diagnose_sheet
-from mezzo.report.fallback import fallback_sheet
 from mezzo.report.html import render_html
 from mezzo.report.next_steps import next_steps
-from mezzo.report.ranges import ranges_sheet
-from mezzo.report.sheets import run_sheet
+from mezzo.report.sheets.audit import audit_sheet
+from mezzo.report.sheets.diagnose import diagnose_sheet
+from mezzo.report.sheets.fallback import fallback_sheet
+from mezzo.report.sheets.ranges import ranges_sheet
+from mezzo.report.sheets.run import run_sheet
 
 ROWS, WIDTH, INNER = 16, 4, 8
 PRODUCT_FLOPS = 2 * ROWS * (WIDTH * INNER + INNER)  # of the forward pass

@@ -30,9 +30,9 @@ from mezzo.records import (
     Verification,
     WideProduct,
 )
-from mezzo.report.entries import entry_of
 from mezzo.report.html import write_html, write_index, write_together
-from mezzo.report.index import index_sheet
+from mezzo.report.index.entries import entry_of
+from mezzo.report.index.sheet import index_sheet
 
 LONG = "fp16:fp32_modules=encoder.layers.*.attention+head.*:init_scale=1024:growth_interval=100"
 

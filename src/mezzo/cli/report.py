@@ -113,9 +113,9 @@ def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | No
 def _index(folder: Path) -> Path:
     """Write the index of ``folder`` and the pages that are missing or older than their records; return the index."""
     from mezzo.errors import RecordError
-    from mezzo.report import entries as lines
     from mezzo.report.html import write_html, write_index
-    from mezzo.report.index import index_sheet
+    from mezzo.report.index import entries as lines
+    from mezzo.report.index.sheet import index_sheet
     from mezzo.report.text import render_index
 
     paths = lines.find_records(folder)
@@ -150,7 +150,7 @@ def _open(address: str) -> None:
 
 
 def _serve(page: Path, *, port: int, show: bool) -> None:
-    from mezzo.report.serve import address_of, serving
+    from mezzo.report.index.serve import address_of, serving
 
     folder = page.resolve().parent
     try:
@@ -171,7 +171,7 @@ def _serve(page: Path, *, port: int, show: bool) -> None:
 
 def _pages(records: list[Path], out: Path | None) -> list[Path]:
     """Return the path of each record's page: beside the record, or in ``out`` under the name of the record's folder."""
-    from mezzo.report.entries import page_of
+    from mezzo.report.index.entries import page_of
 
     pages: list[Path] = []
     for path in records:

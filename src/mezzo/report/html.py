@@ -13,16 +13,16 @@ from markupsafe import Markup, escape
 
 from mezzo.records import AnyRecord, AuditRecord, CompareRecord
 from mezzo.records.files import write_whole
-from mezzo.report.answers import Answer
 from mezzo.report.charts.data import Chart, Drawn
 from mezzo.report.charts.svg import hover_data, svg
 from mezzo.report.charts.table import numbers_of
 from mezzo.report.colours import css_colours
 from mezzo.report.figures import charts_of
-from mezzo.report.index import IndexSheet
+from mezzo.report.index.sheet import IndexSheet
 from mezzo.report.next_steps import NextStep, next_steps
+from mezzo.report.sheets.answers import Answer
+from mezzo.report.sheets.together import together_sheet
 from mezzo.report.source import Source, module_places, source_of
-from mezzo.report.together import together_sheet
 from mezzo.report.views import VIEWS
 
 _JSON = {"allow_nan": False, "separators": (",", ":")}

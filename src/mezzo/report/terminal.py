@@ -11,17 +11,19 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.report.audit import AuditSheet, Grid
 from mezzo.report.colours import policy_style
-from mezzo.report.diagnose import DiagnoseSheet
-from mezzo.report.fallback import FallbackSheet
-from mezzo.report.findings import FindingLine
-from mezzo.report.index import IndexSheet
+from mezzo.report.index.sheet import IndexSheet
 from mezzo.report.next_steps import NextStep
-from mezzo.report.ranges import RangesSheet, TensorLine
-from mezzo.report.sheets import DoctorSheet, Fact, MemoryLine, RunSheet, Share
-from mezzo.report.together import TogetherSheet
-from mezzo.report.verdicts import Compared, CompareSheet, VerdictLine
+from mezzo.report.sheets.audit import AuditSheet, Grid
+from mezzo.report.sheets.compare import Compared, CompareSheet, VerdictLine
+from mezzo.report.sheets.diagnose import DiagnoseSheet
+from mezzo.report.sheets.doctor import DoctorSheet
+from mezzo.report.sheets.fallback import FallbackSheet
+from mezzo.report.sheets.findings import FindingLine
+from mezzo.report.sheets.ranges import RangesSheet, TensorLine
+from mezzo.report.sheets.run import RunSheet
+from mezzo.report.sheets.shared import Fact, MemoryLine, Share
+from mezzo.report.sheets.together import TogetherSheet
 
 _STYLES = {
     "good": "bold green",

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from mezzo.records import AnyRecord, CompareRecord
-from mezzo.report.index import IndexSheet
+from mezzo.report.index.sheet import IndexSheet
 from mezzo.report.next_steps import next_steps
+from mezzo.report.sheets.together import together_sheet
 from mezzo.report.terminal import print_ending, print_framed, print_index, print_together
-from mezzo.report.together import together_sheet
 from mezzo.report.views import VIEWS
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from mezzo.report import answers, audit, check, diagnose, fallback, predict, ranges, sheets, terminal, verdicts
-from mezzo.report.answers import Answer
+from mezzo.report import terminal
+from mezzo.report.sheets import answers, audit, check, compare, diagnose, doctor, fallback, predict, ranges, run
+from mezzo.report.sheets.answers import Answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +28,14 @@ class View:
 
 
 VIEWS: dict[str, View] = {
-    "run": View(sheet=sheets.run_sheet, body=terminal.print_run, answer=answers.run_answer),
-    "compare": View(sheet=verdicts.compare_sheet, body=terminal.print_compare, answer=answers.compare_answer),
+    "run": View(sheet=run.run_sheet, body=terminal.print_run, answer=answers.run_answer),
+    "compare": View(sheet=compare.compare_sheet, body=terminal.print_compare, answer=answers.compare_answer),
     "check": View(sheet=check.check_sheet, body=check.print_check, answer=check.check_answer, framed=False),
     "audit": View(sheet=audit.audit_sheet, body=terminal.print_audit, answer=answers.audit_answer),
     "diagnose": View(sheet=diagnose.diagnose_sheet, body=terminal.print_diagnose, answer=answers.diagnose_answer),
     "fallback": View(sheet=fallback.fallback_sheet, body=terminal.print_fallback, answer=answers.fallback_answer),
     "ranges": View(sheet=ranges.ranges_sheet, body=terminal.print_ranges, answer=answers.ranges_answer),
     "predict": View(sheet=predict.predict_sheet, body=predict.print_predict, answer=predict.predict_answer),
-    "doctor": View(sheet=sheets.doctor_sheet, body=terminal.print_doctor, answer=answers.doctor_answer),
+    "doctor": View(sheet=doctor.doctor_sheet, body=terminal.print_doctor, answer=answers.doctor_answer),
 }
 """By kind of record."""

@@ -26,7 +26,7 @@ from mezzo.observe.nonfinite.verdict import Role, ScriptRun, diagnosis, known, t
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Operand, RunRecord, Steps
-from mezzo.report.diagnose import diagnose_sheet
+from mezzo.report.sheets.diagnose import diagnose_sheet
 from record_builders import environment
 
 RANGE, SCALE, INVALID, SILENT = "range_overflow", "scale_overflow", "invalid_operation", "silent_saturation"

@@ -6,13 +6,13 @@ import pytest
 
 import record_builders as build
 from mezzo.records import Memory
-from mezzo.report import sheets
 from mezzo.report.charts.data import Bars, Boxes, Nothing
 from mezzo.report.charts.memory import memory_bars
 from mezzo.report.charts.table import numbers_of
 from mezzo.report.charts.times import Timed, time_boxes
 from mezzo.report.colours import policy_style, policy_styles
 from mezzo.report.figures import compare_charts
+from mezzo.report.sheets import shared
 
 GIB = 1024**3
 
@@ -28,7 +28,7 @@ def test_bars_share_a_scale_and_show_the_allocator_peak() -> None:
     small = Memory(parameters_bytes=GIB // 4)
     bars = memory_bars({"fp32": memory, "bf16": small}, styles=policy_styles(["fp32", "bf16"]))
     assert isinstance(bars, Bars)
-    assert [part.name for part in bars.legend] == [*sheets.memory_kinds(memory)]
+    assert [part.name for part in bars.legend] == [*shared.memory_kinds(memory)]
     assert [[(p.name, p.share) for p in row.parts] for row in bars.rows] == [
         [("parameters", 0.5), ("activations", 0.25)],
         [("parameters", 0.125)],

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 from mezzo.records import Memory
 from mezzo.report import formatting as fmt
-from mezzo.report import sheets
 from mezzo.report.charts.data import Bar, Bars, Drawn, Nothing, Part
 from mezzo.report.colours import Style
+from mezzo.report.sheets import shared
 
 
 def memory_bars(memory: Mapping[str, Memory], *, styles: Mapping[str, Style]) -> Drawn:
     """Return the bytes of each kind as one bar a policy."""
     title = "Memory of a step, by kind"
-    known = {p: m for p, m in memory.items() if any(sheets.memory_kinds(m).values()) or sheets.memory_peaks(m)}
+    known = {p: m for p, m in memory.items() if any(shared.memory_kinds(m).values()) or shared.memory_peaks(m)}
     if not known:
         return Nothing(name="memory", title=title, words="Memory was not measured.")
     longest = max(max(_known_bytes(m), m.cuda_allocated_bytes or 0) for m in known.values())
     rows = [_bar(policy, own, longest=longest, style=styles.get(policy)) for policy, own in known.items()]
-    kinds = [*sheets.memory_kinds(Memory())]
+    kinds = [*shared.memory_kinds(Memory())]
     parts = [f"{row.name} {row.text}{_most(own)}" for row, own in zip(rows, known.values(), strict=True)]
     return Bars(
         name="memory",
@@ -33,18 +33,18 @@ def memory_bars(memory: Mapping[str, Memory], *, styles: Mapping[str, Style]) ->
 
 
 def _most(memory: Memory) -> str:
-    size, kind = max((size or 0, kind) for kind, size in sheets.memory_kinds(memory).items())
+    size, kind = max((size or 0, kind) for kind, size in shared.memory_kinds(memory).items())
     return f", most of it {kind}" if size else ""
 
 
 def _known_bytes(memory: Memory) -> int:
-    return sum(size or 0 for size in sheets.memory_kinds(memory).values())
+    return sum(size or 0 for size in shared.memory_kinds(memory).values())
 
 
 def _bar(policy: str, memory: Memory, *, longest: int, style: Style | None) -> Bar:
     parts = [
         Part(name=kind, share=size / longest, text=fmt.bytes_text(size), style=f"kind-{number}")
-        for number, (kind, size) in enumerate(sheets.memory_kinds(memory).items())
+        for number, (kind, size) in enumerate(shared.memory_kinds(memory).items())
         if size
     ]
     peak = memory.cuda_allocated_bytes

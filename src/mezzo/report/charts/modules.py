@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from mezzo.records import AuditRecord, FallbackRecord, ModuleError
 from mezzo.report import formatting as fmt
-from mezzo.report.audit import PHASES
 from mezzo.report.charts.data import Bar, Bars, Drawn, Node, Nothing, Part, Tree
 from mezzo.report.colours import format_style
-from mezzo.report.fallback import error_text
+from mezzo.report.sheets.audit import PHASES
+from mezzo.report.sheets.fallback import error_text
 
 MOST_NODES = 250  # some 500 bytes of the page each
 _ALL_OPEN = 60  # nodes up to which the whole tree is unfolded

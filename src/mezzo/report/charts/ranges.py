@@ -10,7 +10,7 @@ from mezzo.records import GRADIENTS, KindRange, RangeKind, RangesRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Nothing, Span, Track
 from mezzo.report.colours import Style, format_style, kind_style
-from mezzo.report.ranges import judged_window, lost_shares, power
+from mezzo.report.sheets.ranges import judged_window, lost_shares, power
 
 _KINDS = get_args(RangeKind)
 _LOWEST, _HIGHEST = -60, 48

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from mezzo.report.audit import Grid
 from mezzo.report.charts import series
 from mezzo.report.charts.canvas import tick_text
 from mezzo.report.charts.data import AxisKind, Bars, Boxes, Chart, Drawn
 from mezzo.report.formatting import MISSING, number_text
+from mezzo.report.sheets.audit import Grid
 
 _MOST_ROWS = 12
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mezzo.report import formatting as fmt
-from mezzo.report import sheets
 from mezzo.report.charts.data import Box, Boxes, Drawn, Nothing
 from mezzo.report.charts.series import quantile
 from mezzo.report.colours import Style
+from mezzo.report.sheets import shared
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -31,7 +31,7 @@ def time_boxes(timed: Sequence[Timed]) -> Drawn:
     known = {t.policy: sorted(v for v in t.times_ms if math.isfinite(v)) for t in timed}
     if not any(known[t.policy] for t in timed if not t.emulated):
         emulated = any(t.emulated for t in timed)
-        words = f"Not drawn; {sheets.NOT_FOR_GPU}." if emulated else "No step was timed."
+        words = f"Not drawn; {shared.NOT_FOR_GPU}." if emulated else "No step was timed."
         return Nothing(name="times", title=title, words=words)
     ends = {t.policy: _ends(known[t.policy]) for t in timed if not t.emulated and known[t.policy]}
     step, top = _axis(max(own[-1] for own in ends.values()))
@@ -55,7 +55,7 @@ def _ends(ordered: Sequence[float]) -> tuple[float, float, float, float, float]:
 def _row(timed: Timed, ends: tuple[float, ...] | None, *, top: float) -> Box:
     name = fmt.clean(timed.policy)
     if ends is None:
-        return Box(name=name, style=timed.style, text=sheets.NOT_FOR_GPU, ends=None)
+        return Box(name=name, style=timed.style, text=shared.NOT_FOR_GPU, ends=None)
     a, b, c, d, e = (end / top for end in ends)
     numbers = [fmt.ms_text(end) for end in ends]
     return Box(name=name, style=timed.style, text=numbers[2], ends=(a, b, c, d, e), numbers=numbers)

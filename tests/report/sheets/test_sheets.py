@@ -29,11 +29,13 @@ from mezzo.records import (
     Steps,
     write_record,
 )
-from mezzo.report import formatting, sheets, text, verdicts
+from mezzo.report import formatting, text
 from mezzo.report.charts.data import Chart
 from mezzo.report.colours import Style, policy_style
 from mezzo.report.figures import compare_charts
 from mezzo.report.html import render_html
+from mezzo.report.sheets import compare, doctor, shared
+from mezzo.report.sheets.run import run_sheet
 from mezzo.report.views import VIEWS
 
 NAN, INF = float("nan"), float("inf")
@@ -116,7 +118,7 @@ def test_formatting(shown: str, expected: str) -> None:
 
 
 def test_compare_sheet_says_the_verdict_first() -> None:
-    sheet = verdicts.compare_sheet(build.compare_record())
+    sheet = compare.compare_sheet(build.compare_record())
     assert sheet.headline == "bf16 trains like fp32, 1.61x as fast (1.57x to 1.66x)."
     assert sheet.details == "fp16-pure diverged. fp16 is undecided."
     assert sheet.title == "train.py: fp32, bf16, fp16 and fp16-pure"
@@ -124,8 +126,8 @@ def test_compare_sheet_says_the_verdict_first() -> None:
 
 
 def test_verdict_line_word_for_word() -> None:
-    line = verdicts.compare_sheet(build.compare_record()).lines[2]
-    assert line == verdicts.VerdictLine(
+    line = compare.compare_sheet(build.compare_record()).lines[2]
+    assert line == compare.VerdictLine(
         policy="fp16",
         style=Style(family="fp16"),
         verdict="undecided",
@@ -135,8 +137,8 @@ def test_verdict_line_word_for_word() -> None:
         spread="1.61x to 1.70x",
         memory="1.99 GiB",
         memory_ratio="0.813x",
-        losses=[verdicts.Compared(value="0.4012", difference="+0.0091", interval="-0.012 to +0.031")],
-        metric=verdicts.Compared(value="0.9098", difference="-0.0012", interval="-0.0052 to +0.0028"),
+        losses=[compare.Compared(value="0.4012", difference="+0.0091", interval="-0.012 to +0.031")],
+        metric=compare.Compared(value="0.9098", difference="-0.0012", interval="-0.0052 to +0.0028"),
         skipped="3",
         final_scale="8192",
         reason="the loss differs by +0.0091 (-0.0124 to +0.0306), across the margin of 0.02",
@@ -160,13 +162,13 @@ def test_verdict_line_word_for_word() -> None:
 def test_headline(changes: dict[str, object], expected: str) -> None:
     rows = build.compare_rows()
     rows[1] = rows[1].model_copy(update=changes)
-    assert verdicts.compare_sheet(build.compare_record(rows=rows)).headline == expected
+    assert compare.compare_sheet(build.compare_record(rows=rows)).headline == expected
 
 
 def test_headline_of_several_equivalent_policies() -> None:
     rows = build.compare_rows()
     rows[2] = rows[2].model_copy(update={"verdict": "equivalent"})
-    headline = verdicts.compare_sheet(build.compare_record(rows=rows)).headline
+    headline = compare.compare_sheet(build.compare_record(rows=rows)).headline
     assert headline == "bf16 and fp16 train like fp32; fp16 is fastest, 1.66x as fast (1.61x to 1.70x)."
 
 
@@ -184,7 +186,7 @@ def test_a_headline_of_native_and_emulated_policies(changes: dict[str, object], 
     rows = build.compare_rows()
     rows[1] = rows[1].model_copy(update=changes)
     rows[2] = rows[2].model_copy(update={"verdict": "equivalent", "emulated": True})
-    headline = verdicts.compare_sheet(build.compare_record(rows=rows)).headline
+    headline = compare.compare_sheet(build.compare_record(rows=rows)).headline
     assert headline == f"bf16 and fp16 train like fp32; {clause}; no speed is claimed for emulated formats."
 
 
@@ -195,7 +197,7 @@ def test_a_headline_names_what_went_wrong() -> None:
         build.row("fp16", "failed", num_failed=1),
         build.row("fp8", "failed", num_failed=3),
     ]
-    sheet = verdicts.compare_sheet(build.compare_record(rows=rows))
+    sheet = compare.compare_sheet(build.compare_record(rows=rows))
     assert sheet.details == "bf16-pure stopped learning. fp16 failed in 1 of 3 runs. fp8 failed."
     assert [(line.verdict, line.tone) for line in sheet.lines[1:]] == [
         ("stopped learning", "bad"),
@@ -206,7 +208,7 @@ def test_a_headline_names_what_went_wrong() -> None:
 def test_runs_that_share_a_file_come_before_any_verdict() -> None:
     shared = SharedFile(path="/out/last.pt", written_by="fp32 with seed 0", read_by="bf16 with seed 0")
     record = build.compare_record(shared_files=[shared])
-    sheet = verdicts.compare_sheet(record)
+    sheet = compare.compare_sheet(record)
     assert sheet.headline == "The runs are not independent, so no verdict holds."
     assert sheet.details == (
         "The run of bf16 with seed 0 read /out/last.pt, which the run of fp32 with seed 0 had written. Give each run a path "
@@ -224,7 +226,7 @@ def test_several_losses_have_a_column_and_a_plot_each() -> None:
     losses = [Loss(name="netD", steps=[1, 3], values=[1.5, 1.25]), Loss(name="netG", steps=[2, 4], values=[0.5, NAN])]
     runs = [build.run_record("fp32", steps=Steps(loss=[1.5, 0.5, 1.25, NAN], losses=losses))]
     record = build.compare_record(rows=rows, runs=runs)
-    sheet = verdicts.compare_sheet(record)
+    sheet = compare.compare_sheet(record)
     assert sheet.loss_heads == ["final loss of netD", "final loss of netG"]
     assert [loss.value for loss in sheet.lines[1].losses] == ["1.2", "0.7"]
     assert sheet.runs[0].final_loss == "netD 1.25, netG NaN"
@@ -254,7 +256,7 @@ def test_several_losses_have_a_column_and_a_plot_each() -> None:
 )
 def test_a_difference_is_shown_on_its_scale(scale: ScaleName, difference: float, shown: str) -> None:
     values = {"value": 1.0, "baseline": 1.0, "margin": 0.02, "low": difference, "high": difference}
-    compared = verdicts._compared(Difference(scale=scale, difference=difference, **values), alone=False)
+    compared = compare._compared(Difference(scale=scale, difference=difference, **values), alone=False)
     assert (compared.difference, compared.interval) == (shown, f"{shown} to {shown}")
 
 
@@ -263,19 +265,19 @@ def test_single_seed_has_no_interval() -> None:
     assert rows[1].loss is not None
     loss = rows[1].loss.model_copy(update={"low": NAN, "high": NAN})
     rows[1] = rows[1].model_copy(update={"loss": loss})
-    line = verdicts.compare_sheet(build.compare_record(rows=rows)).lines[1]
+    line = compare.compare_sheet(build.compare_record(rows=rows)).lines[1]
     assert line.losses[0].interval == "no interval"
 
 
 def test_comparison_without_rows_or_runs_is_shown() -> None:
     record = build.compare_record(rows=[], runs=[])
-    assert verdicts.compare_sheet(record).headline.startswith("Only the baseline ran")
+    assert compare.compare_sheet(record).headline.startswith("Only the baseline ran")
     assert "Only the baseline ran" in render_html(record)
     assert "Only the baseline ran" in rendered(record)
 
 
 def test_run_sheet_word_for_word() -> None:
-    sheet = sheets.run_sheet(build.run_record())
+    sheet = run_sheet(build.run_record())
     assert sheet.headline == "train.py trained 200 steps under fp16, to a loss of 0.3677"
     assert [(f.what, f.value) for f in sheet.facts] == [
         ("steps", "200"),
@@ -303,14 +305,14 @@ def test_run_sheet_word_for_word() -> None:
     ],
 )
 def test_run_that_did_not_train(fields: dict[str, object], headline: str, error: str) -> None:
-    sheet = sheets.run_sheet(build.run_record(**fields))
+    sheet = run_sheet(build.run_record(**fields))
     assert (sheet.headline, sheet.error) == (headline, error)
 
 
 def test_memory_lines_share_their_kinds_and_never_show_zeros_for_no_measurement() -> None:
     measured = Memory(parameters_bytes=1024, gradients_bytes=1024, optimizer_bytes=0, activations_bytes=512)
     part = Memory(parameters_bytes=1024, optimizer_bytes=0, cuda_allocated_bytes=2048)
-    lines = sheets.memory_lines([("fp32", measured), ("bf16", part), ("fp16", Memory())])
+    lines = shared.memory_lines([("fp32", measured), ("bf16", part), ("fp16", Memory())])
     assert [kind.value for kind in lines[0].kinds] == ["1.00 KiB", "1.00 KiB", "0 B", "512 B", "unknown"]
     assert [kind.value for kind in lines[1].kinds] == ["1.00 KiB", "unknown", "0 B", "unknown", "2.00 KiB"]
     assert [kind.value for kind in lines[2].kinds] == ["unknown"] * 5
@@ -318,7 +320,7 @@ def test_memory_lines_share_their_kinds_and_never_show_zeros_for_no_measurement(
 
 
 def test_doctor_sheet() -> None:
-    sheet = sheets.doctor_sheet(build.doctor_record())
+    sheet = doctor.doctor_sheet(build.doctor_record())
     assert sheet.headline == "NVIDIA H100 80GB HBM3 computes natively in fp16"
     assert sheet.devices[1].details == "cuda, compute capability 9.0, 80.0 GiB"
     levels = [(f.value, f.tone) for f in sheet.devices[0].formats]
@@ -327,7 +329,7 @@ def test_doctor_sheet() -> None:
 
 def test_emulated_rows_never_show_a_speed() -> None:
     record = build.emulated_record()
-    lines = verdicts.compare_sheet(record).lines
+    lines = compare.compare_sheet(record).lines
     assert [(line.speedup, line.spread) for line in lines[1:]] == [("emulated", "")] * 3
     for shown in (rendered(record), render_html(record)):
         assert not re.search(r"9\.8\d?x", shown)
@@ -427,7 +429,7 @@ def test_the_note_below_shares_names_the_policies_that_were_emulated(
         run(policy, [1.0], effective=Effective(flops_by_format={name: 8}, emulated=emulated, counted_on_step=step))
         for policy, (name, emulated, step) in formats.items()
     ]
-    assert sheets.shares_note(*runs) == expected
+    assert shared.shares_note(*runs) == expected
 
 
 def test_every_kind_of_record_has_a_view_and_a_template() -> None:

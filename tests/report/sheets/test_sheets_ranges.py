@@ -20,7 +20,7 @@ from mezzo.report import text
 from mezzo.report.charts.data import Chart
 from mezzo.report.charts.ranges import exponents_chart, scales_chart
 from mezzo.report.html import render_html
-from mezzo.report.ranges import ranges_sheet
+from mezzo.report.sheets.ranges import ranges_sheet
 
 LOUD, QUIET = 2.0**12, 2.0**-30
 

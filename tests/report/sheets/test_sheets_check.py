@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from mezzo.records import Answer, CheckRecord, Reason
-from mezzo.report.check import check_sheet, policy_title
 from mezzo.report.html import render_html
+from mezzo.report.sheets.check import check_sheet, policy_title
 from mezzo.report.text import render
 from record_builders import check_record, run_record
 

@@ -16,9 +16,9 @@ import record_builders as build
 from mezzo import cli
 from mezzo.errors import RecordError
 from mezzo.records import RunRecord, Steps, write_record
-from mezzo.report.entries import entry_of, find_records, outdated, page_of, read_all
 from mezzo.report.html import write_index
-from mezzo.report.index import MOST_ROWS, index_sheet
+from mezzo.report.index.entries import entry_of, find_records, outdated, page_of, read_all
+from mezzo.report.index.sheet import MOST_ROWS, index_sheet
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\"'&\u202e%{x}"
 DOZENS = 1000

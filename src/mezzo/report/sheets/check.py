@@ -13,11 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.records import AS_IS, Answer, CheckRecord, CheckStage, Gain, Row
-from mezzo.report import answers, sheets, terminal, verdicts
 from mezzo.report import formatting as fmt
-from mezzo.report.answers import Answer as PageAnswer
-from mezzo.report.sheets import Fact
-from mezzo.report.verdicts import CompareSheet
+from mezzo.report import terminal
+from mezzo.report.sheets import answers, compare, shared
+from mezzo.report.sheets.answers import Answer as PageAnswer
+from mezzo.report.sheets.compare import CompareSheet
+from mezzo.report.sheets.shared import Fact
 
 _TONES = {"use": "good", "stay": "quiet", "undecided": "open", "failed": "bad"}
 _BORDERS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
@@ -76,13 +77,13 @@ def check_sheet(record: CheckRecord) -> CheckSheet:
         next_command=fmt.clean(answer.next_command),
         next_why=fmt.clean(answer.next_why),
         others=_others(answer),
-        comparison=None if comparison is None else verdicts.compare_sheet(comparison),
+        comparison=None if comparison is None else compare.compare_sheet(comparison),
         stages=[_stage(stage) for stage in record.stages],
-        offered=sheets.facts(record.offered),
-        notes=sheets.facts(record.notes),
+        offered=shared.facts(record.offered),
+        notes=shared.facts(record.notes),
         patch=fmt.clean(record.patch, keep_lines=True),
-        environment=sheets.environment_facts(record.environment),
-        command=sheets.command_text(record.command, record.environment),
+        environment=shared.environment_facts(record.environment),
+        command=shared.command_text(record.command, record.environment),
     )
 
 
@@ -197,9 +198,9 @@ def _others(answer: Answer) -> list[Fact]:
     return [
         Fact(
             what=fmt.clean(other.what),
-            value=verdicts.verdict_text(other.value),
+            value=compare.verdict_text(other.value),
             reason=fmt.clean(other.reason),
-            tone=verdicts.VERDICT_TONES.get(other.value, ""),
+            tone=compare.VERDICT_TONES.get(other.value, ""),
         )
         for other in answer.others
     ]

@@ -7,8 +7,8 @@ from pathlib import PurePath
 
 from mezzo.records import GRADIENTS, Casts, KindRange, RangesRecord, ScaleWindow, TensorRange, UpdateLoss
 from mezzo.report import formatting as fmt
-from mezzo.report import sheets
-from mezzo.report.sheets import Fact
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.shared import Fact
 
 _SHOWN = 10
 """Number of tensors that the terminal lists; the page has all."""
@@ -83,7 +83,7 @@ def ranges_sheet(record: RangesRecord) -> RangesSheet:
         script=fmt.clean(record.run.script),
         headline=_headline(record, window, script),
         details=_details(record, window),
-        error=sheets.error_text(record.run),
+        error=shared.error_text(record.run),
         format=fmt.clean(record.format),
         windows=[_window_line(w, record.little) for w in record.windows],
         ends=_ends(window),
@@ -93,10 +93,10 @@ def ranges_sheet(record: RangesRecord) -> RangesSheet:
         tightest=[tensors[i] for i in _tightest(record)[:_SHOWN]],
         formats=[fmt.clean(w.format) for w in record.windows],
         scales=_scale_lines(record),
-        notes=sheets.facts(record.notes),
+        notes=shared.facts(record.notes),
         method=_method(record),
-        environment=sheets.environment_facts(record.run.environment),
-        command=sheets.command_text(record.run.command, record.run.environment),
+        environment=shared.environment_facts(record.run.environment),
+        command=shared.command_text(record.run.command, record.run.environment),
     )
 
 
@@ -112,7 +112,7 @@ def judged_window(record: RangesRecord) -> ScaleWindow | None:
 
 def _headline(record: RangesRecord, window: ScaleWindow | None, script: str) -> str:
     form = fmt.clean(record.format)
-    if sheets.error_text(record.run) and not record.steps_watched:
+    if shared.error_text(record.run) and not record.steps_watched:
         return f"{script} failed before a step could be watched"
     if window is None or window.lowest is None:
         if any(t.kind in GRADIENTS and t.kept_fp32 and t.histogram.nonzero for t in record.tensors):

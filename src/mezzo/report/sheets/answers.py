@@ -17,8 +17,8 @@ from mezzo.records import (
     RunRecord,
 )
 from mezzo.report import formatting as fmt
-from mezzo.report import sheets
-from mezzo.report.sheets import Fact
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.shared import Fact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def _change(ratio: float) -> str:
 
 def run_answer(record: RunRecord, sheet: Any) -> Answer:
     """Return the answer of a run: what it reached."""
-    if sheets.error_text(record):
+    if shared.error_text(record):
         return Answer(tone="bad", word="failed", facts=sheet.facts)
     if record.changed_nothing:
         return Answer(tone="warn", word="nothing changed", facts=sheet.facts)
@@ -106,7 +106,7 @@ def audit_answer(record: AuditRecord, sheet: Any) -> Answer:
         ),
         Fact(what="memory traffic", value=fmt.bytes_text(record.bytes), reason="operands and results, no cache"),
     ]
-    failed = bool(sheets.error_text(record.run))
+    failed = bool(shared.error_text(record.run))
     if failed or not record.steps:
         return Answer(tone="bad", word="failed" if failed else "no step", facts=facts if record.steps else [])
     count = len(record.findings)
@@ -135,8 +135,8 @@ def ranges_answer(record: RangesRecord, sheet: Any) -> Answer:
         Fact(what=f"{line.format}: begin with", value=line.begin, reason=f"window {line.window}") for line in lines
     ]
     own = next((line for line in lines if line.format == fmt.clean(record.format)), None)
-    if own is None or sheets.error_text(record.run):
-        failed = bool(sheets.error_text(record.run))
+    if own is None or shared.error_text(record.run):
+        failed = bool(shared.error_text(record.run))
         return Answer(tone="bad" if failed else "open", word="failed" if failed else "no gradient", facts=facts)
     words = {"good": "a scale fits", "bad": "no scale fits"}
     return Answer(tone=own.tone, word=words.get(own.tone, "no gradient"), facts=facts)

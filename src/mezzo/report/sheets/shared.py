@@ -1,24 +1,20 @@
-"""Records as display strings: all words of a view, built once for the terminal and the page.
+"""What the sheets of several kinds of record say: the environment, memory, formats, a run as a row.
 
-A sheet holds no markup. Text that came from a script or a model passes ``clean`` here; the views escape it for their
-medium.
+A sheet has no markup. Text that came from a script or a model passes ``clean`` here; the views escape it for their medium.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import PurePath
+from dataclasses import dataclass
 
-from mezzo.records import DeviceReport, DoctorRecord, Environment, Memory, Reason, RunRecord
+from mezzo.records import Environment, Memory, Reason, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.charts.series import quantile
 from mezzo.report.colours import format_style
-from mezzo.report.findings import FindingLine, finding_line
 
 NOT_FOR_GPU = "emulated: says nothing about a GPU"
-_LEVEL_TONES = {"native": "good", "emulated": "warn", "impossible": "bad"}
 _LONGEST_WORD = 100_000  # of a command, which must stay whole to be pasted: a policy may name hundreds of modules
 _ENVIRONMENT_LABELS = {
     "date": "Date",
@@ -80,82 +76,6 @@ class RunLine:
     duration: str
     outcome: str
     failed: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSheet:
-    """The words and tables of one run, ready for any view."""
-
-    title: str
-    script: str
-    policy: str
-    headline: str
-    error: str
-    facts: list[Fact]
-    explanation: list[Fact]
-    memory: list[MemoryLine]
-    shares: list[Share]
-    shares_note: str
-    left_alone: list[Fact]
-    findings: list[FindingLine]
-    environment: list[Fact]
-    command: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceSheet:
-    """The words and tables of one device, ready for any view."""
-
-    name: str
-    details: str
-    formats: list[Fact]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorSheet:
-    """The words and tables of a machine, ready for any view."""
-
-    title: str
-    headline: str
-    devices: list[DeviceSheet]
-    tf32: list[Fact] = field(default_factory=list)
-    advice: list[Fact] = field(default_factory=list)
-    environment: list[Fact] = field(default_factory=list)
-    command: str = ""
-
-
-def run_sheet(record: RunRecord) -> RunSheet:
-    """Return the sheet of ``record``."""
-    script = fmt.clean(PurePath(record.script).name)
-    policy = fmt.clean(record.policy_shown)
-    return RunSheet(
-        title=f"{script} under {policy}",
-        script=fmt.clean(record.script),
-        policy=policy,
-        headline=_run_headline(record, script=script, policy=policy),
-        error=error_text(record),
-        facts=run_facts(record),
-        explanation=explained(record),
-        memory=memory_lines([(record.policy_shown, record.memory)]),
-        shares=shares(record.effective.share_by_format),
-        shares_note=shares_note(record),
-        left_alone=facts(record.effective.left_alone),
-        findings=[finding_line(finding) for finding in record.findings],
-        environment=environment_facts(record.environment, framework=record.framework),
-        command=command_text(record.command, record.environment),
-    )
-
-
-def doctor_sheet(record: DoctorRecord) -> DoctorSheet:
-    """Return the sheet of ``record``."""
-    return DoctorSheet(
-        title="What this machine can do",
-        headline=_doctor_headline(record.devices),
-        devices=[_device_sheet(device) for device in record.devices],
-        tf32=facts(record.tf32),
-        advice=facts(record.advice),
-        environment=environment_facts(record.environment),
-    )
 
 
 def facts(reasons: Sequence[Reason]) -> list[Fact]:
@@ -307,67 +227,3 @@ def ran_text(record: RunRecord) -> str:
     """Return what the operations that were counted ran in."""
     shares = [f"{share:.0%} {fmt.clean(name)}" for name, share in record.effective.share_by_format.items()]
     return f"{fmt.listed(shares)} ran" if shares else "no operation ran below 32 bits"
-
-
-def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
-    steps = fmt.plural(len(record.steps), "step")
-    if record.first_steps is not None:
-        steps = f"its first {steps}"
-    if error_text(record):
-        return f"{script} failed under {policy} after {steps}"
-    if not record.steps.loss:
-        return f"{script} ran under {policy}; no training step was seen"
-    if record.changed_nothing:
-        return f"{script} trained {steps}; {policy} changed nothing: {ran_text(record)}, to a loss of {final_loss_text(record)}"
-    return f"{script} trained {steps} under {policy}, to a loss of {final_loss_text(record)}"
-
-
-def run_facts(record: RunRecord) -> list[Fact]:
-    """Return the results of a run, one line each."""
-    line, steps = run_line(record), record.steps
-    broken = any(word in line.final_loss.split() for word in ("NaN", "Infinity", "-Infinity"))
-    emulated = NOT_FOR_GPU if record.effective.emulated else ""
-    rows = [
-        Fact(what="steps", value=line.steps),
-        Fact(what="final loss", value=line.final_loss, tone="bad" if broken else ""),
-        Fact(what="skipped steps", value=line.skipped, tone="warn" if steps.num_skipped else ""),
-        Fact(what="final loss scale", value=line.final_scale),
-        Fact(what="time a step", value=fmt.ms_text(median_ms(steps.time_ms)), reason=emulated),
-        Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes)),
-        Fact(what="duration", value=line.duration),
-    ]
-    if record.metric is not None and record.metric.values:
-        value = fmt.number_text(record.metric.values[-1])
-        rows.insert(2, Fact(what=fmt.clean(record.metric.name), value=value))
-    return rows
-
-
-def _doctor_headline(devices: Sequence[DeviceReport]) -> str:
-    if not devices:
-        return "No device was found"
-    # The headline is about the accelerator if there is one; the table lists the processor too.
-    best = next((d for d in devices if d.kind != "cpu"), devices[0])
-    native = [fmt.clean(f.format) for f in best.formats if f.level == "native"]
-    name = fmt.clean(best.name)
-    return f"{name} computes natively in {fmt.listed(native or ['no known format'])}"
-
-
-def _device_sheet(device: DeviceReport) -> DeviceSheet:
-    details = [device.kind]
-    if device.compute_capability is not None:
-        details.append(f"compute capability {device.compute_capability}")
-    if device.memory_bytes is not None:
-        details.append(fmt.bytes_text(device.memory_bytes))
-    return DeviceSheet(
-        name=fmt.clean(device.name),
-        details=fmt.clean(", ".join(details)),
-        formats=[
-            Fact(
-                what=fmt.clean(f.format),
-                value=f.level,
-                reason=fmt.clean(f.reason),
-                tone=_LEVEL_TONES[f.level],
-            )
-            for f in device.formats
-        ],
-    )

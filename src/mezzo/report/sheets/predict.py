@@ -8,9 +8,10 @@ from rich.console import Console
 
 from mezzo.records import Prediction, PredictRecord
 from mezzo.report import formatting as fmt
-from mezzo.report import sheets, terminal
-from mezzo.report.answers import Answer
-from mezzo.report.sheets import Fact
+from mezzo.report import terminal
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.answers import Answer
+from mezzo.report.sheets.shared import Fact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,9 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         "of the memory free.",
         unit=fmt.clean(record.unit),
         lines=[_line(one) for one in record.predictions],
-        assumptions=sheets.facts(record.assumptions),
-        environment=sheets.environment_facts(record.environment),
-        command=sheets.command_text(record.command, record.environment),
+        assumptions=shared.facts(record.assumptions),
+        environment=shared.environment_facts(record.environment),
+        command=shared.command_text(record.command, record.environment),
     )
 
 

@@ -8,9 +8,9 @@ from pathlib import PurePath
 
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Verification
 from mezzo.report import formatting as fmt
-from mezzo.report import sheets
-from mezzo.report.audit import Grid
-from mezzo.report.sheets import Fact
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.audit import Grid
+from mezzo.report.sheets.shared import Fact
 
 _TONES: dict[FallbackVerdict, str] = {
     "found": "warn",
@@ -63,10 +63,10 @@ def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
         facts=_facts(record),
         modules=_modules(record.modules),
         verifications=_verifications(record.verifications),
-        ignored=sheets.facts(record.ignored),
-        notes=sheets.facts(record.notes),
-        environment=sheets.environment_facts(record.run.environment),
-        command=sheets.command_text(record.run.command, record.run.environment),
+        ignored=shared.facts(record.ignored),
+        notes=shared.facts(record.notes),
+        environment=shared.environment_facts(record.run.environment),
+        command=shared.command_text(record.run.command, record.run.environment),
     )
 
 

@@ -8,9 +8,9 @@ from pathlib import PurePath
 
 from mezzo.records import CompareRecord
 from mezzo.report import formatting as fmt
-from mezzo.report import sheets, verdicts
-from mezzo.report.sheets import Fact
-from mezzo.report.verdicts import VerdictLine
+from mezzo.report.sheets import compare, shared
+from mezzo.report.sheets.compare import VerdictLine
+from mezzo.report.sheets.shared import Fact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +59,23 @@ def together_sheet(records: Sequence[CompareRecord]) -> TogetherSheet:
             "groups are of different runs, one after the other."
         ),
         groups=groups,
-        environment=sheets.environment_facts(records[-1].environment),
+        environment=shared.environment_facts(records[-1].environment),
     )
 
 
 def _group(record: CompareRecord) -> ComparedScript:
-    sheet = verdicts.compare_sheet(record)
+    sheet = compare.compare_sheet(record)
     gpu = record.environment.gpu
     return ComparedScript(
         script=fmt.clean(PurePath(sheet.script).name),
-        framework=fmt.clean(verdicts.framework_of(record)),
+        framework=fmt.clean(compare.framework_of(record)),
         device=fmt.clean(gpu or record.environment.device),
         metric_name=sheet.metric_name,
         lines=[
             TogetherLine(
                 line=line,
                 formats=", ".join(f"{part.text} {part.format}" for part in effective.shares)
-                + (f" ({verdicts.EMULATED})" if effective.emulated else ""),
+                + (f" ({compare.EMULATED})" if effective.emulated else ""),
                 left_alone=[f"{fact.what} {fact.value}: {fact.reason}" for fact in effective.left_alone],
             )
             for line, effective in zip(sheet.lines, sheet.effective, strict=True)
@@ -85,7 +85,7 @@ def _group(record: CompareRecord) -> ComparedScript:
 
 def _headline(groups: Sequence[ComparedScript]) -> str:
     judged = [line.line.verdict for group in groups for line in group.lines if line.line.verdict != "baseline"]
-    known = [verdicts.verdict_text(verdict) for verdict in verdicts.VERDICT_TONES]
+    known = [compare.verdict_text(verdict) for verdict in compare.VERDICT_TONES]
     counts = [(verdict, judged.count(verdict)) for verdict in known if verdict in judged]
     words = [f"{count} {verdict}" for verdict, count in counts]
     rows = fmt.plural(len(judged), "row")

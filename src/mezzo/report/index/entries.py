@@ -12,7 +12,7 @@ from urllib.parse import quote
 from mezzo.errors import RecordError
 from mezzo.records import AnyRecord, CompareRecord, Environment, RunRecord, read_record
 from mezzo.report import formatting as fmt
-from mezzo.report.index import Entry
+from mezzo.report.index.sheet import Entry
 from mezzo.report.views import VIEWS
 
 RECORD, PAGE = "record.json", "report.html"

@@ -17,7 +17,7 @@ import pytest
 import record_builders as build
 from mezzo import cli
 from mezzo.records import write_record
-from mezzo.report.serve import HOST, serving
+from mezzo.report.index.serve import HOST, serving
 
 SECRET = "secret"
 

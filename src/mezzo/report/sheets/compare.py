@@ -9,9 +9,9 @@ from pathlib import PurePath
 
 from mezzo.records import CompareRecord, Difference, Row, RunRecord
 from mezzo.report import formatting as fmt
-from mezzo.report import sheets
 from mezzo.report.colours import Style, styles_of
-from mezzo.report.sheets import Fact, MemoryLine, RunLine, Share
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.shared import Fact, MemoryLine, RunLine, Share
 
 EMULATED = "emulated"
 VERDICT_TONES = {
@@ -111,13 +111,13 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         loss_heads=[f"final {fmt.loss_title(name)}" for name in names] or ["final loss"],
         metric_name=_metric_name(record),
         lines=[_verdict_line(row, names, style=styles[row.policy_shown]) for row in record.rows],
-        memory=sheets.memory_lines([(row.policy_shown, row.memory) for row in record.rows]),
+        memory=shared.memory_lines([(row.policy_shown, row.memory) for row in record.rows]),
         effective=_effective(record),
-        effective_note=sheets.shares_note(*record.runs),
-        runs=[sheets.run_line(run) for run in record.runs],
+        effective_note=shared.shares_note(*record.runs),
+        runs=[shared.run_line(run) for run in record.runs],
         explanations=_explanations(record),
-        environment=sheets.environment_facts(record.environment, framework=framework_of(record)),
-        command=sheets.command_text(record.command, record.environment),
+        environment=shared.environment_facts(record.environment, framework=framework_of(record)),
+        command=shared.command_text(record.command, record.environment),
     )
 
 
@@ -209,7 +209,7 @@ def _method(record: CompareRecord) -> str:
     num_seeds = max((row.num_runs for row in record.rows), default=0)
     baseline = fmt.clean(record.baseline_shown)
     percent = fmt.number_text(100 * record.margin)
-    first = sheets.first_steps_text(*record.runs)
+    first = shared.first_steps_text(*record.runs)
     stopped = f" Every run was {first}: the verdicts are on these steps only." if first else ""
     return (
         "Equivalent means that the difference is shown (two one-sided tests, 5% in all) to lie within a margin: "
@@ -274,7 +274,7 @@ def _effective(record: CompareRecord) -> list[EffectiveLine]:
         EffectiveLine(
             policy=fmt.clean(row.policy_shown),
             emulated=row.emulated,
-            shares=sheets.shares(row.share_by_format),
+            shares=shared.shares(row.share_by_format),
             left_alone=_left_alone(runs_of(record, row.policy_shown)),
         )
         for row in record.rows
@@ -282,7 +282,7 @@ def _effective(record: CompareRecord) -> list[EffectiveLine]:
 
 
 def _left_alone(runs: Sequence[RunRecord]) -> list[Fact]:
-    found = [fact for run in runs for fact in sheets.facts(run.effective.left_alone)]
+    found = [fact for run in runs for fact in shared.facts(run.effective.left_alone)]
     return list(dict.fromkeys(found))  # every seed says the same
 
 
@@ -290,6 +290,6 @@ def _explanations(record: CompareRecord) -> list[Explanation]:
     found: dict[str, Explanation] = {}
     for run in record.runs:
         if run.explanation and run.policy_shown not in found:
-            lines = sheets.explained(run)
+            lines = shared.explained(run)
             found[run.policy_shown] = Explanation(policy=fmt.clean(run.policy_shown), facts=lines)
     return list(found.values())

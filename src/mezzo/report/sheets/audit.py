@@ -8,9 +8,9 @@ from pathlib import PurePath
 
 from mezzo.records import AuditRecord, Product
 from mezzo.report import formatting as fmt
-from mezzo.report import sheets
-from mezzo.report.findings import FindingLine, finding_line
-from mezzo.report.sheets import Fact
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.findings import FindingLine, finding_line
+from mezzo.report.sheets.shared import Fact
 
 PHASES = ("forward", "recompute", "dgrad", "wgrad", "optimizer")
 
@@ -62,13 +62,13 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
         kernels=_kernels(record),
         operations=_operations(record),
         notes=[
-            *sheets.name_meant(record.run),
+            *shared.name_meant(record.run),
             *_lowered(record),
-            *sheets.facts(record.run.effective.left_alone),
-            *sheets.facts(record.notes),
+            *shared.facts(record.run.effective.left_alone),
+            *shared.facts(record.notes),
         ],
-        environment=sheets.environment_facts(record.run.environment),
-        command=sheets.command_text(record.run.command, record.run.environment),
+        environment=shared.environment_facts(record.run.environment),
+        command=shared.command_text(record.run.command, record.run.environment),
     )
 
 

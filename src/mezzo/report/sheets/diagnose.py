@@ -8,9 +8,9 @@ from pathlib import PurePath
 
 from mezzo.records import DiagnoseRecord, Operand, Pass, TrendStep
 from mezzo.report import formatting as fmt
-from mezzo.report import sheets
-from mezzo.report.findings import FindingLine, finding_line
-from mezzo.report.sheets import Fact
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.findings import FindingLine, finding_line
+from mezzo.report.sheets.shared import Fact
 
 TITLES = {
     "healthy": "healthy",
@@ -81,7 +81,7 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
         else _TONES.get(record.verdict, "bad"),
         meaning=_meaning(record),
         detail="" if record.verdict == "unfinished" else fmt.clean(record.detail),
-        error=sheets.error_text(record.run) if record.run.error and record.verdict != "unfinished" else "",
+        error=shared.error_text(record.run) if record.run.error and record.verdict != "unfinished" else "",
         place=_place(record),
         fix=fmt.clean(record.fix),
         fix_line=fmt.clean(record.fix_line),
@@ -89,11 +89,11 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
         operands=[_operand(number, operand) for number, operand in enumerate(record.operands, 1)],
         trend=[_step(step, bad=step.step in record.bad_steps) for step in record.trend],
         passes=[_pass(number, seen, record) for number, seen in enumerate(record.passes, 1)],
-        notes=[*_skips(record), *_ran_in(record), *sheets.facts(record.notes)],
+        notes=[*_skips(record), *_ran_in(record), *shared.facts(record.notes)],
         normal=_NORMAL if record.num_skipped else "",
         findings=[finding_line(finding) for finding in record.run.findings],
-        environment=sheets.environment_facts(record.run.environment),
-        command=sheets.command_text(record.run.command, record.run.environment),
+        environment=shared.environment_facts(record.run.environment),
+        command=shared.command_text(record.run.command, record.run.environment),
     )
 
 
@@ -117,7 +117,7 @@ def _untried(record: DiagnoseRecord) -> str:
     if not record.run.changed_nothing:
         return ""
     policy = fmt.clean(record.run.policy_shown)
-    return f"but this says nothing of {policy}, which changed nothing: {sheets.ran_text(record.run)}"
+    return f"but this says nothing of {policy}, which changed nothing: {shared.ran_text(record.run)}"
 
 
 def _ran_in(record: DiagnoseRecord) -> list[Fact]:
@@ -126,7 +126,7 @@ def _ran_in(record: DiagnoseRecord) -> list[Fact]:
     why = "share of the FLOPs of matrix products and convolutions, in the steps whose operations were inspected"
     shares = [f"{share:.0%} {fmt.clean(name)}" for name, share in effective.share_by_format.items()]
     ran = [Fact(what="ran in", value=fmt.listed(shares), reason=why)] if shares else []
-    return [*ran, *sheets.facts(effective.left_alone)]
+    return [*ran, *shared.facts(effective.left_alone)]
 
 
 def _headline(record: DiagnoseRecord, script: str) -> str:

@@ -11,7 +11,7 @@ from mezzo.report import formatting as fmt
 from mezzo.report.charts import series
 from mezzo.report.charts.data import Axis, Chart, Line
 from mezzo.report.colours import policy_styles
-from mezzo.report.sheets import Fact
+from mezzo.report.sheets.shared import Fact
 
 MOST_ROWS = 500  # some 600 bytes of the page each
 _MOST_HISTORIES = 6

@@ -14,8 +14,8 @@ from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, 
 from mezzo.report import text
 from mezzo.report.charts.data import Node, Nothing, Tree
 from mezzo.report.charts.modules import error_tree
-from mezzo.report.fallback import fallback_sheet
 from mezzo.report.html import render_html
+from mezzo.report.sheets.fallback import fallback_sheet
 
 MODULES = [
     ModuleError(module="blocks.0.fault", type="Tiny", output=0.0, rounded=math.inf, kept=True),

@@ -26,10 +26,10 @@ from mezzo.observe.trace import Noted
 from mezzo.observe.tracer import Tracer
 from mezzo.records import AuditRecord, Operation
 from mezzo.report import formatting as fmt
-from mezzo.report.audit import audit_sheet
 from mezzo.report.charts import modules
 from mezzo.report.charts.data import Bars, Node, Nothing, Tree
 from mezzo.report.html import render_html
+from mezzo.report.sheets.audit import audit_sheet
 from mezzo.report.source import module_places, source_of
 from mezzo.report.text import render
 

@@ -1,0 +1,89 @@
+"""One run as display strings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from mezzo.records import RunRecord
+from mezzo.report import formatting as fmt
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.findings import FindingLine, finding_line
+from mezzo.report.sheets.shared import Fact, MemoryLine, Share
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSheet:
+    """The words and tables of one run, ready for any view."""
+
+    title: str
+    script: str
+    policy: str
+    headline: str
+    error: str
+    facts: list[Fact]
+    explanation: list[Fact]
+    memory: list[MemoryLine]
+    shares: list[Share]
+    shares_note: str
+    left_alone: list[Fact]
+    findings: list[FindingLine]
+    environment: list[Fact]
+    command: str
+
+
+def run_sheet(record: RunRecord) -> RunSheet:
+    """Return the sheet of ``record``."""
+    script = fmt.clean(PurePath(record.script).name)
+    policy = fmt.clean(record.policy_shown)
+    return RunSheet(
+        title=f"{script} under {policy}",
+        script=fmt.clean(record.script),
+        policy=policy,
+        headline=_run_headline(record, script=script, policy=policy),
+        error=shared.error_text(record),
+        facts=run_facts(record),
+        explanation=shared.explained(record),
+        memory=shared.memory_lines([(record.policy_shown, record.memory)]),
+        shares=shared.shares(record.effective.share_by_format),
+        shares_note=shared.shares_note(record),
+        left_alone=shared.facts(record.effective.left_alone),
+        findings=[finding_line(finding) for finding in record.findings],
+        environment=shared.environment_facts(record.environment, framework=record.framework),
+        command=shared.command_text(record.command, record.environment),
+    )
+
+
+def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
+    steps = fmt.plural(len(record.steps), "step")
+    if record.first_steps is not None:
+        steps = f"its first {steps}"
+    if shared.error_text(record):
+        return f"{script} failed under {policy} after {steps}"
+    if not record.steps.loss:
+        return f"{script} ran under {policy}; no training step was seen"
+    loss = shared.final_loss_text(record)
+    if record.changed_nothing:
+        ran = shared.ran_text(record)
+        return f"{script} trained {steps}; {policy} changed nothing: {ran}, to a loss of {loss}"
+    return f"{script} trained {steps} under {policy}, to a loss of {loss}"
+
+
+def run_facts(record: RunRecord) -> list[Fact]:
+    """Return the results of a run, one line each."""
+    line, steps = shared.run_line(record), record.steps
+    broken = any(word in line.final_loss.split() for word in ("NaN", "Infinity", "-Infinity"))
+    emulated = shared.NOT_FOR_GPU if record.effective.emulated else ""
+    rows = [
+        Fact(what="steps", value=line.steps),
+        Fact(what="final loss", value=line.final_loss, tone="bad" if broken else ""),
+        Fact(what="skipped steps", value=line.skipped, tone="warn" if steps.num_skipped else ""),
+        Fact(what="final loss scale", value=line.final_scale),
+        Fact(what="time a step", value=fmt.ms_text(shared.median_ms(steps.time_ms)), reason=emulated),
+        Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes)),
+        Fact(what="duration", value=line.duration),
+    ]
+    if record.metric is not None and record.metric.values:
+        value = fmt.number_text(record.metric.values[-1])
+        rows.insert(2, Fact(what=fmt.clean(record.metric.name), value=value))
+    return rows
