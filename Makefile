@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 MUTANTS ?= --count 120
 
-.PHONY: demo mutants test test-slow test-cuda-build test-frameworks demo-frameworks check bench readme clean
+.PHONY: demo mutants test test-slow test-cuda-build test-frameworks demo-frameworks check bench docs readme clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 $(READY): pyproject.toml constraints.txt
@@ -76,6 +76,10 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# The site, in build/docs. A broken link or a page outside the tree of contents is an error.
+docs: $(READY)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html --fresh-env docs build/docs
 
 # The README's recorded session, its picture and its table of figures. Times in the table are those of the last make bench.
 readme: $(READY)
