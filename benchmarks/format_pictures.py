@@ -26,7 +26,7 @@ from matplotlib import pyplot as plt  # noqa: E402  (the backend comes first)
 from matplotlib.axes import Axes  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-IMAGES = ROOT / "docs" / "images"
+REACH, UPDATES, GRADIENT_VALUES = (f"docs/images/formats-{name}.svg" for name in ("reach", "updates", "gradients"))
 SHOWN = (FP32, TF32, BF16, FP16, E5M2, E4M3)
 NAMES = {"e5m2": "FP8 E5M2", "e4m3": "FP8 E4M3"}
 
@@ -110,18 +110,18 @@ def save(name: str, draw: Callable[[Axes], None], *, height: float) -> None:
     draw(axes)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
-    figure.savefig(IMAGES / name, metadata={"Date": None})
+    figure.savefig(ROOT / name, metadata={"Date": None})
     plt.close(figure)
-    print(f"docs/images/{name}")
+    print(name)
 
 
 def main() -> None:
     """Write the three pictures."""
-    save("formats-reach.svg", draw_reach, height=2.6)
-    save("formats-updates.svg", draw_small_updates, height=2.8)
+    save(REACH, draw_reach, height=2.6)
+    save(UPDATES, draw_small_updates, height=2.8)
     with tempfile.TemporaryDirectory() as folder:
         record = ranges_of_digits(Path(folder) / "ranges")
-    save("formats-gradients.svg", lambda axes: draw_gradients(axes, record), height=2.8)
+    save(GRADIENT_VALUES, lambda axes: draw_gradients(axes, record), height=2.8)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ copyright = author
 version = release = version_of("mezzo")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["zh-CN"]
 myst_heading_anchors = 4
 nitpicky = False
 autodoc_member_order = "bysource"
@@ -38,6 +37,7 @@ CONTENTS: dict[str, list[str]] = {
     "Results": ["report", "records", "tracking", "notebook", "agents", "findings/README"],
     "Trust": ["benchmarks", "public-scripts"],
     "Reference": ["glossary"],
+    "中文": ["zh-CN/start", "zh-CN/choosing-a-policy", "zh-CN/troubleshooting", "zh-CN/glossary"],
     "Inside Mezzo": [],
 }
 """By section, the pages in reading order; the pages of design/ and of the findings are added from their folders."""

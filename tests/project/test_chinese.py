@@ -1,0 +1,67 @@
+"""The Chinese pages say what the English ones say: the same commands, figures and links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from paths import ROOT
+
+PAIRS = [
+    (ROOT / "README.zh-CN.md", ROOT / "README.md"),
+    *((ROOT / "docs/zh-CN" / name, ROOT / "docs" / name) for name in ("choosing-a-policy.md", "troubleshooting.md")),
+    (ROOT / "docs/zh-CN/start.md", ROOT / "docs/tutorial.md"),
+]
+NOT_IN_THE_TUTORIAL = {"mezzo check examples/digits.py"}
+
+
+def commands(page: Path) -> list[str]:
+    """Return the lines of a page that are typed into a shell, without their comments."""
+    text = page.read_text(encoding="utf-8")
+    typed = re.findall(r"^(?:    |\$ )((?:mezzo|make|pip|git|source|python) ?.*)$", text, re.M)
+    return [re.sub(r"\s+#.*", "", line).strip() for line in typed]
+
+
+def figures(page: Path) -> list[str]:
+    """Return the numbers of a README's table of figures, line by line and sorted within a line."""
+    table = page.read_text(encoding="utf-8").split("`python -m benchmarks` |\n|---|---|---|\n")[1].split("<!--")[0]
+    return [" ".join(sorted(re.findall(r"\d+(?:[.,]\d+)*", row))) for row in table.splitlines()]
+
+
+@pytest.mark.parametrize(("chinese", "english"), PAIRS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_are_those_of_the_english_page(chinese: Path, english: Path) -> None:
+    assert commands(chinese) != []
+    assert set(commands(chinese)) - set(commands(english)) <= NOT_IN_THE_TUTORIAL
+
+
+@pytest.mark.parametrize(("chinese", "english"), PAIRS[:3], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_command_of_the_english_page_is_missing(chinese: Path, english: Path) -> None:
+    assert set(commands(english)) - set(commands(chinese)) == set()
+
+
+@pytest.mark.parametrize(("chinese", "english"), PAIRS[:3], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_has_the_sections_and_commands_in_tables_of_the_english_page(chinese: Path, english: Path) -> None:
+    counts = [
+        (
+            len(re.findall(r"^## ", text, re.M)),
+            sorted(re.findall(r"`(mezzo [^`]+)`", "\n".join(re.findall(r"^\|.*", text, re.M)))),
+        )
+        for text in (page.read_text(encoding="utf-8") for page in (chinese, english))
+    ]
+    if english.name == "troubleshooting.md":  # its table of contents has no commands, and Chinese needs none
+        counts = [(sections, []) for sections, _ in counts]
+    assert counts[0] == counts[1]
+
+
+def test_the_figures_are_those_of_the_english_readme() -> None:
+    assert figures(PAIRS[0][0]) == figures(PAIRS[0][1])
+    assert len(figures(PAIRS[0][0])) == 8
+
+
+def test_every_term_of_the_chinese_glossary_is_in_the_english_one() -> None:
+    english = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    rows = (ROOT / "docs/zh-CN/glossary.md").read_text(encoding="utf-8").split("|---|---|---|\n")[1].splitlines()
+    terms = [row.split("|")[1].strip() for row in rows]
+    assert [term for term in terms if f"| {term.removeprefix('FP8 ')} |" not in english] == []
