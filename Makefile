@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 MUTANTS ?= --count 120
 
-.PHONY: demo mutants test test-slow test-cuda-build test-frameworks demo-frameworks check bench docs readme clean
+.PHONY: demo mutants test test-slow test-cuda-build test-frameworks demo-frameworks check bench docs examples readme clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 $(READY): pyproject.toml constraints.txt
@@ -76,6 +76,10 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# Every plain example under every policy on small data: a quarter of an hour, and the table of docs/examples.md.
+examples: $(READY)
+	$(BIN)/python -m benchmarks.examples
 
 # The site, in build/docs. A broken link or a page outside the tree of contents is an error.
 docs: $(READY)
