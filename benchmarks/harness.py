@@ -94,6 +94,7 @@ def chosen(argv: list[str]) -> list[str]:
         "optimizers",
         "low_memory",
         "float64",
+        "paper",
         "whole_step",
         "audit",
         "ranges",
