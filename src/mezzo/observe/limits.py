@@ -6,3 +6,13 @@ HEADROOM = 2
 """Doublings between a suggested loss scale and the largest one that fits: gradients vary by about that much between batches."""
 ROUNDOFFS = 40
 """Tolerated error of a gradient, in unit roundoffs: a hundred healthy layers in a row stay below it."""
+LOST_BELOW = 0.1
+"""Relative error from which a gradient is wrong because values became too small."""
+SHARE_BELOW = 0.25
+"""Share of all gradient elements that must be wrong: a key's bias or a word that never occurs has a gradient of next to nothing."""
+FADED = 2.0**-10
+"""Share of the largest gradient so far below which a gradient is what is left of a training that is over."""
+WEIGHTY = 0.1
+"""Share of a result's norm from which what vanished in it is to blame: what vanished elsewhere is rounding."""
+HARMLESS_LISTED = 3
+"""Harmless values that a diagnosis names."""

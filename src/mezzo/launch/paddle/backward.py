@@ -49,11 +49,15 @@ class BackwardPasses:
                 self._hook_parameters()
                 self._inverse = run.scale.inverse
                 grad_tensors = self._scaled(tensors, grad_tensors)
+            if run.observer is not None:
+                run.observer.scaled(tensors, list(grad_tensors or []) or [None] * len(tensors))
             before, local.depth, local.in_backward = local.depth, 1, True  # recomputed code is under the policy
             try:
                 return original(tensors, grad_tensors, *args, **kwargs)
             finally:
                 local.depth, local.in_backward, self._inverse = before, False, None
+                if run.observer is not None:
+                    run.observer.backward_ended()
 
         return backward
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import paddle
 
-from mezzo.formats import FORMATS, TF32
+from mezzo.formats import TF32
 from mezzo.frameworks import paddleops
 from mezzo.launch.paddle.state import PaddleRun
+from mezzo.launch.paddle.surveys import format_name
 from mezzo.launch.patches import Patches
 
 Count = Callable[[Any, tuple[Any, ...], dict[str, Any]], float]
-_FORMAT_NAMES = {f.dtype_name: f.name for f in reversed(FORMATS.values())}  # float32 is fp32, not tf32
 
 
 class Operations:
@@ -68,7 +68,7 @@ class Operations:
                 needed = _operands_that_need_gradients(op, args, kwargs)
                 if needed and paddle.is_grad_enabled():
                     self._add(int(count(result, args, kwargs)) * (1 + needed), self._format(result, rounded=rounds))
-            return run.round(result) if rounds else result
+            return run.round_result(result) if rounds else result
 
         return call
 
@@ -83,8 +83,7 @@ class Operations:
             return policy.storage.name
         if policy is not None and policy.compute == "tf32" and device is not None and device.kind == "cuda":
             return TF32.name
-        dtype = str(_tensors([result])[0].dtype).removeprefix("paddle.")
-        return _FORMAT_NAMES.get(dtype, dtype)
+        return format_name(_tensors([result])[0])
 
 
 def _tensors(values: Any) -> list[Any]:

@@ -108,6 +108,8 @@ class Updates:
         if made:
             run.round_weights(parameters_of(optimizer))
         run.update_made(optimizer)
+        if run.observer is not None:
+            run.observer.update_ended(optimizer)
         for watcher in run.watchers:
             watcher()
 

@@ -1,0 +1,15 @@
+"""Choose the observer of a Paddle run for a request: one row per kind."""
+
+from __future__ import annotations
+
+from mezzo.launch.paddle.observing import StepObserver
+from mezzo.launch.paddle.state import PaddleRun
+from mezzo.observe.settings import AnySettings, DiagnoseSettings
+
+
+def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
+    """Return the observer that ``settings`` ask for; only its module is imported."""
+    assert isinstance(settings, DiagnoseSettings)
+    from mezzo.launch.paddle.nonfinite import NonFinite
+
+    return NonFinite(settings, run)
