@@ -58,6 +58,8 @@ class Source:
     parameter: bool = False
     share: float = 0.0
     """Which part of the result's norm vanished."""
+    because: tuple[Source, ...] = ()
+    """What was lost before in what the operation reads."""
     stopped: dict[str, None] = field(default_factory=dict)
     """Operations that give finite results of it."""
 
@@ -270,8 +272,11 @@ class LostValues:
         received = [self._gradients[id(r)] for r in operation.results if id(r) in self._gradients]
         read = [*received, *(t for t in operation.operands if t.is_floating_point())] if found is None else received
         wide = None if found is None else found.largest
-        narrow = found is not None or operation.rounds
-        self._add(operation, "made", wide, read=read, backward=True, fmt=self.format.name if narrow else FP32.name)
+        fmt = self.format.name if found is not None or operation.rounds else FP32.name
+        source = self._add(operation, "made", wide, read=read, backward=True, fmt=fmt)
+        if found is None:
+            of_results = [self.causes.get(id(t), ()) for t in (*operation.operands, *operation.results)]
+            source.because = tuple(dict.fromkeys(s for causes in of_results for s in causes if s.kind == "made"))
 
     def _vanished(self, operation: TapedOperation, found: Survey, *, name: str = "", backward: bool = False) -> None:
         source = self._add(operation, "vanished", found.vanished, name=name, backward=backward, fmt=self.format.name)

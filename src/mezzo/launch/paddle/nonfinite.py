@@ -189,7 +189,11 @@ class NonFinite(StepObserver):
         suspects = seen.lost if loss_bad and seen.lost else seen.in_backward
         chosen = [source for source in suspects if source.kind != "constant"] or suspects
         source = min(chosen, key=lambda s: s.index, default=None)
-        return None if source is None else Located(step=step, source=_values(source, names))
+        if source is None:
+            return None
+        earlier = next(iter(source.because), None)
+        symptom = None if earlier is None else _values(source, names)
+        return Located(step=step, source=_values(earlier or source, names), symptom=symptom)
 
     def _quiet(self, seen: _Inspected, step: int, names: LayerNames) -> Located | None:
         """Return where values left the format and made finite gradients wrong."""
