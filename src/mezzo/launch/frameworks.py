@@ -32,7 +32,7 @@ TITLES: dict[Framework, str] = {"torch": "PyTorch", "keras": "Keras", "paddle": 
 """The frameworks' names in sentences."""
 
 OBSERVED: dict[str, tuple[Framework, ...]] = {
-    "audit": ("torch",),
+    "audit": ("torch", "paddle"),
     "diagnose": ("torch", "paddle"),
     "ranges": ("torch",),
     "fallback": ("torch",),

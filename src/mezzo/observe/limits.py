@@ -16,3 +16,5 @@ WEIGHTY = 0.1
 """Share of a result's norm from which what vanished in it is to blame: what vanished elsewhere is rounding."""
 HARMLESS_LISTED = 3
 """Harmless values that a diagnosis names."""
+TENSOR_CORE_MULTIPLE = 8
+"""Elements of 16 bits that a Tensor Core's kernels load at once: 16 bytes."""

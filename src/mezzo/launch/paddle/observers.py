@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.state import PaddleRun
-from mezzo.observe.settings import AnySettings, DiagnoseSettings
+from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings
 
 
 def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
     """Return the observer that ``settings`` ask for; only its module is imported."""
-    assert isinstance(settings, DiagnoseSettings)
-    from mezzo.launch.paddle.nonfinite import NonFinite
+    if isinstance(settings, DiagnoseSettings):
+        from mezzo.launch.paddle.nonfinite import NonFinite
 
-    return NonFinite(settings, run)
+        return NonFinite(settings, run)
+    assert isinstance(settings, AuditSettings)
+    from mezzo.launch.paddle.audit import Audit
+
+    return Audit(settings, run)

@@ -62,6 +62,8 @@ class ThreadState(threading.local):
     kept = 0
     """Number of open layers or regions that stay in FP32."""
     in_backward = False
+    own_work = False
+    """Whether Mezzo itself computes: norms, scales and records."""
 
 
 class UpdateSteps(PlainSteps):
@@ -183,7 +185,7 @@ class PaddleRun:
                 "weights", "fp32", "the script's parameters stay its own, as masters: paddle.amp.decorate casts them"
             )
             return
-        with paddle.no_grad():
+        with paddle.no_grad(), self.own_work():
             for parameter in parameters:
                 if parameter.dtype == paddle.float32 and parameter.trainable:
                     paddle.assign(self.round(parameter.detach()), parameter)
@@ -200,6 +202,15 @@ class PaddleRun:
             yield
         finally:
             self.local.kept -= 1
+
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Run code of Mezzo's own inside, which observers do not count."""
+        before, self.local.own_work = self.local.own_work, True
+        try:
+            yield
+        finally:
+            self.local.own_work = before
 
     def note_left_alone(self, what: str, value: str, reason: str) -> None:
         """Record something that the policy left alone."""
@@ -236,9 +247,11 @@ class PaddleRun:
         for loss in losses:
             if loss.size != 1 or (self.in_closure and self.steps.has_loss()):
                 continue
-            value = loss.detach().astype(FP32.dtype_name).reshape([])
+            with self.own_work():
+                value = loss.detach().astype(FP32.dtype_name).reshape([])
             if self.script_scaler is not None:
-                value = value / self.script_scaler._scale.reshape([])
+                with self.own_work():
+                    value = value / self.script_scaler._scale.reshape([])
             elif not len(self.steps) and not self.steps.has_loss() and not bool(value.isfinite()):
                 raise NonFiniteLossError(
                     f"the loss is {float(value)} before the first update",
@@ -259,7 +272,8 @@ class PaddleRun:
         if norm is None:
             return False
         self._norms.append(norm)
-        skip = self.scale.checks and not bool(norm.isfinite())
+        with self.own_work():
+            skip = self.scale.checks and not bool(norm.isfinite())
         self._found |= skip
         return skip
 

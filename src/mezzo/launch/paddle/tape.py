@@ -103,6 +103,10 @@ class Tape:
         self._run, self._listener = run, listener
         self.on = False
         """Whether operations are recorded now."""
+        self.everything = False
+        """Whether code without gradients is recorded, too."""
+        self.keeps = True
+        """Whether the operations are kept, with their tensors."""
         self.operations: list[TapedOperation] = []
         self.roots: list[Any] = []
         """The layers called from outside any layer, in order of their first call."""
@@ -155,9 +159,15 @@ class Tape:
         return call
 
     def _records(self) -> bool:
-        if not self.on or self._running is not None or threading.get_ident() != self._thread:
+        if (
+            not self.on
+            or self._running is not None
+            or threading.get_ident() != self._thread
+            or self._run.local.own_work
+        ):
             return False
-        return bool(paddle.in_dynamic_mode() and (paddle.is_grad_enabled() or self._run.local.in_backward))
+        wanted = self.everything or self._run.local.in_backward or paddle.is_grad_enabled()
+        return bool(wanted and paddle.in_dynamic_mode())
 
     def _recorded(
         self, name: str, function: Callable[..., Any], original: Callable[..., Any], args: Any, kwargs: Any
@@ -171,7 +181,7 @@ class Tape:
             args=args,
             kwargs=kwargs,
             backward=self._run.local.in_backward and not paddle.is_grad_enabled(),
-            random=paddle.get_rng_state() if name in _RANDOM else None,
+            random=paddle.get_rng_state() if self.keeps and name in _RANDOM else None,
         )
         self._running = operation
         try:
@@ -180,7 +190,8 @@ class Tape:
             self._running = None
         operation.result = args[0] if name == "setitem_" else result
         operation.results = tensors([operation.result])
-        self.operations.append(operation)
+        if self.keeps:
+            self.operations.append(operation)
         with self.paused():
             self._listener.finished(operation)
         return result

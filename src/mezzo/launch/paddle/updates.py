@@ -75,7 +75,9 @@ class Updates:
             self._run.optimizers.add(optimizer)
             if isinstance(optimizer, paddle.optimizer.LBFGS):
                 return self._by_closure(original, optimizer, args, kwargs)
-            skip = self._run.updated(_norm(optimizer))
+            with self._run.own_work():
+                norm = _norm(optimizer)
+            skip = self._run.updated(norm)
             made, skipped = self._made.get(optimizer, (0, 0))
             self._made[optimizer] = (made + 1, skipped + skip)
             self._stepping = True
@@ -100,7 +102,9 @@ class Updates:
             return original(optimizer, *args, **kwargs)
         finally:
             self._stepping = run.in_closure = False
-            run.updated(_norm(optimizer))
+            with run.own_work():
+                norm = _norm(optimizer)
+            run.updated(norm)
             self._after(optimizer, made=True)
 
     def _after(self, optimizer: Any, *, made: bool) -> None:
