@@ -34,7 +34,7 @@ TITLES: dict[Framework, str] = {"torch": "PyTorch", "keras": "Keras", "paddle": 
 OBSERVED: dict[str, tuple[Framework, ...]] = {
     "audit": ("torch", "paddle"),
     "diagnose": ("torch", "paddle"),
-    "ranges": ("torch",),
+    "ranges": ("torch", "paddle"),
     "fallback": ("torch",),
 }
 """The frameworks in which each kind of observer works."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.state import PaddleRun
-from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings
+from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, RangesSettings
 
 
 def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
@@ -13,6 +13,10 @@ def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
         from mezzo.launch.paddle.nonfinite import NonFinite
 
         return NonFinite(settings, run)
+    if isinstance(settings, RangesSettings):
+        from mezzo.launch.paddle.ranges import Ranges
+
+        return Ranges(settings, run)
     assert isinstance(settings, AuditSettings)
     from mezzo.launch.paddle.audit import Audit
 
