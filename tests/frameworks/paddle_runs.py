@@ -76,7 +76,7 @@ def batches(count: int) -> list[tuple[Any, Any]]:
 def observed(code: Callable[[], Any], policy: str, settings: AnySettings) -> tuple[Any, RunRecord]:
     """Run ``code`` under an observer, as the process of a script does; return the observer and the run's record."""
     chosen = None if policy == AS_IS else Policy.parse(policy)
-    error = None
+    error: MezzoError | None = None
     paddle.seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -87,7 +87,7 @@ def observed(code: Callable[[], Any], policy: str, settings: AnySettings) -> tup
             except StopScript:
                 pass
             except MezzoError as raised:
-                error = raised.message
+                error = raised
     run = RunRecord(
         command=["mezzo"],
         script="train.py",
@@ -96,8 +96,8 @@ def observed(code: Callable[[], Any], policy: str, settings: AnySettings) -> tup
         policy=policy,
         environment=environment_without_torch(),
         steps=told.steps(),
-        exit_code=0 if error is None else 1,
-        error=error,
+        exit_code=0 if error is None else error.exit_code,
+        error=None if error is None else error.message,
     )
     return told.observer, run
 

@@ -35,7 +35,7 @@ OBSERVED: dict[str, tuple[Framework, ...]] = {
     "audit": ("torch", "paddle"),
     "diagnose": ("torch", "paddle"),
     "ranges": ("torch", "paddle"),
-    "fallback": ("torch",),
+    "fallback": ("torch", "paddle"),
 }
 """The frameworks in which each kind of observer works."""
 

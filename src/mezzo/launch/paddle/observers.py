@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.state import PaddleRun
-from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, RangesSettings
+from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
 
 
 def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
@@ -17,7 +17,10 @@ def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
         from mezzo.launch.paddle.ranges import Ranges
 
         return Ranges(settings, run)
-    assert isinstance(settings, AuditSettings)
+    if isinstance(settings, FallbackSettings):
+        from mezzo.launch.paddle.fallback import Fallback
+
+        return Fallback(settings, run)
     from mezzo.launch.paddle.audit import Audit
 
     return Audit(settings, run)

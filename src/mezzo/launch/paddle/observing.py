@@ -113,6 +113,9 @@ class StepObserver(ABC):
     def scaler_met(self, scaler: Any) -> None:  # noqa: B027 - most observers have nothing to do here
         """Record that the script's own GradScaler is about to scale a loss."""
 
+    def closure_met(self, optimizer: str) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Record that an optimizer of this class evaluates the loss itself."""
+
     def static_graph(self, what: str) -> NoReturn:
         """Refuse a static graph.
 

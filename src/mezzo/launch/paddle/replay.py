@@ -12,7 +12,7 @@ them is not weighed. Cost: two or three more forward and backward passes, in obs
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,7 +74,7 @@ def gradients(
     Raises:
         NotRepeated: an operation cannot run again, or the loss is another one.
     """
-    twins = _Twins(weights, fmt, limits)
+    twins = Twins(weights, fmt, limits)
     before = paddle.get_rng_state()
     try:
         for operation in _needed(operations, passes):
@@ -99,7 +99,7 @@ def _needed(operations: Sequence[TapedOperation], passes: Sequence[Pass]) -> lis
     return found[::-1]
 
 
-def _of_pass(one: Pass, twins: _Twins, weights: Sequence[Any], *, check: bool) -> dict[int, Any]:
+def _of_pass(one: Pass, twins: Twins, weights: Sequence[Any], *, check: bool) -> dict[int, Any]:
     losses = [twins.of(loss) for loss in one.losses]
     for loss, again in zip(one.losses, losses, strict=True):
         if check and not np.allclose(array_of(loss), array_of(again), rtol=_SAME, atol=0.0, equal_nan=True):
@@ -118,11 +118,27 @@ def _together(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
     return total
 
 
-class _Twins:
+class Twins:
     """The tensors of a replay, by those of the step."""
 
-    def __init__(self, weights: Sequence[Any], fmt: Format, limits: Limits) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Any],
+        fmt: Format,
+        limits: Limits,
+        *,
+        rounds: Callable[[TapedOperation], bool] | None = None,
+    ) -> None:
+        """Begin a replay.
+
+        Args:
+            weights: tensors whose gradients will be wanted.
+            fmt: the format to round to.
+            limits: which ends of its range are kept.
+            rounds: tells which operations are rounded; None for those that the policy of the run rounds.
+        """
         self._round = _rounding(fmt, limits)
+        self._rounds = rounds or (lambda operation: operation.rounds)
         self._kept: dict[int, tuple[Any, Any]] = {}
         for weight in weights:
             leaf = weight.detach()
@@ -144,11 +160,12 @@ class _Twins:
             (lambda t: self.of(t).clone() if writes and self.of(t).stop_gradient else self.of(t)) if writes else self.of
         )
         args, kwargs = _mapped(operation.args, read), _mapped(operation.kwargs, read)
-        if operation.rounds:
+        rounds = self._rounds(operation)
+        if rounds:
             args, kwargs = _mapped(args, self._rounded), _mapped(kwargs, self._rounded)
         result = operation.function(*args, **kwargs)
         found = tensors([args[0] if operation.name == "setitem_" else result])
-        if operation.rounds:
+        if rounds:
             found = [self._rounded(t) for t in found]
         for actual, twin in zip(operation.results, found, strict=True):
             self._kept[id(actual)] = actual, twin

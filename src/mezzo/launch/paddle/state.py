@@ -50,6 +50,9 @@ class PaddleObserver(Protocol):
     def scaler_met(self, scaler: Any) -> None:
         """Record that the script's own GradScaler is about to scale a loss."""
 
+    def closure_met(self, optimizer: str) -> None:
+        """Record that an optimizer of this class evaluates the loss itself."""
+
     def static_graph(self, what: str) -> None:
         """Refuse a static graph."""
 
@@ -131,6 +134,8 @@ class PaddleRun:
         self.round_result = self.round
         """The same for the results of operations, which an observer tells apart from their operands."""
         self.observer: PaddleObserver | None = None
+        self.holds_updates = False
+        """Whether optimizers leave the weights as they are."""
         self.keeps: tuple[str, ...] = () if policy is None else policy.fp32_modules
         """Name patterns of the layers that stay in FP32."""
 

@@ -82,7 +82,7 @@ class Updates:
             self._made[optimizer] = (made + 1, skipped + skip)
             self._stepping = True
             try:
-                return ([], []) if skip else original(optimizer, *args, **kwargs)
+                return ([], []) if skip or self._run.holds_updates else original(optimizer, *args, **kwargs)
             finally:
                 self._stepping = False
                 self._after(optimizer, made=not skip)
@@ -97,6 +97,8 @@ class Updates:
                 "LBFGS", "not skipped", "it evaluates the loss as often as it likes: an overflow in it is not undone"
             )
         run.close_update()
+        if run.observer is not None:
+            run.observer.closure_met(type(optimizer).__name__)
         self._stepping = run.in_closure = True
         try:
             return original(optimizer, *args, **kwargs)
