@@ -18,3 +18,7 @@ HARMLESS_LISTED = 3
 """Harmless values that a diagnosis names."""
 TENSOR_CORE_MULTIPLE = 8
 """Elements of 16 bits that a Tensor Core's kernels load at once: 16 bytes."""
+WIDE = (FP32.name, TF32.name, FP64.name)
+"""Formats in which a product does not run in mixed precision."""
+FITTING = 0.9
+"""Share of modules whose gradients the loss scale of single runs fits, so that an outlier still shows as one."""

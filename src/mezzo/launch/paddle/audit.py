@@ -28,6 +28,7 @@ from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.paddle.surveys import format_name
 from mezzo.launch.paddle.tape import Tape, TapedOperation
 from mezzo.launch.patches import Patches
+from mezzo.observe.limits import WIDE
 from mezzo.observe.settings import AuditSettings
 from mezzo.policy import PRESETS
 from mezzo.records import AuditRecord, CastTotal, Cause, Effective, Phase, Reason, RunRecord
@@ -149,7 +150,7 @@ class Audit(StepObserver):
             self._fresh_rows += [(layer, of_gradient(row, shape, weight=weight)) for weight in needing]
 
     def _cause(self, operation: TapedOperation, fmt: str) -> tuple[Cause, str] | None:
-        if fmt not in audited.WIDE:
+        if fmt not in WIDE:
             return None
         if fmt == FP64.name:
             return "float64", "its operands are FP64, and FP64 is never cast"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from mezzo.formats import FORMATS
-from mezzo.launch.paddle.audited import WIDE, Audited
-from mezzo.observe.limits import MOST_LISTED
+from mezzo.launch.paddle.audited import Audited
+from mezzo.observe.limits import MOST_LISTED, WIDE
 from mezzo.records import Finding
 
 _SMALL = 0.01

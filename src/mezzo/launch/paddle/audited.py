@@ -12,10 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from mezzo.formats import FP32, FP64, TF32
 from mezzo.records import CastTotal, Cause, Operation, Phase, Product, WideProduct
 
-WIDE = (FP32.name, TF32.name, FP64.name)
 OF_GRADIENT = "_grad"
 """Suffix of a product that gives the gradient of another."""
 T = TypeVar("T")

@@ -23,10 +23,8 @@ from mezzo.launch.paddle.replay import KEPT, NONE, Twins
 from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import TapedOperation, tensors
 from mezzo.observe.fallback.evidence import LocalError, fitting_scale
+from mezzo.observe.limits import FITTING
 from mezzo.policy import Policy
-
-_FITTING = 0.9
-"""Share of the layers whose gradients the loss scale of these runs fits, so that an outlier still shows as one."""
 
 
 @dataclass(eq=False)
@@ -102,7 +100,7 @@ class _Bench:
         tops = [_largest(g for g in call.gradients if g is not None) for call in calls]
         finite = sorted(top for top in tops if 0 < top < math.inf)
         if self._policy.loss_scale == "dynamic" and finite:
-            self._scale = fitting_scale(finite[int(_FITTING * (len(finite) - 1))], self._scale)
+            self._scale = fitting_scale(finite[int(FITTING * (len(finite) - 1))], self._scale)
 
     def local(self, call: Call, name: str) -> LocalError:
         """Return the error of one layer."""
