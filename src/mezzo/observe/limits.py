@@ -1,5 +1,7 @@
 """Limits that several kinds of observation share. Imports no torch."""
 
+from mezzo.formats import FP32, FP64, TF32
+
 MOST_LISTED = 12
 """Most modules or lines that a finding lists."""
 HEADROOM = 2
