@@ -11,6 +11,7 @@ import pytest
 from paddle_runs import AS_IS, fit, numbers, observed, paddle
 
 from mezzo.formats import BF16, FP16
+from mezzo.launch.paddle.lost_values import LostValues
 from mezzo.launch.paddle.nonfinite import NonFinite
 from mezzo.launch.paddle.replay import KEPT, NO_UPPER, NONE, gradients, rounded_within
 from mezzo.launch.paddle.rounding import round_to_fp16
@@ -305,6 +306,19 @@ def test_a_mask_beyond_the_format_is_harmless() -> None:
     found = diagnosed(attentive, "fp16-master")
     assert found.verdict == "healthy"
     assert [note.what for note in found.notes] == ["harmless"]
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16", AS_IS])
+def test_no_operation_of_mezzos_own_is_recorded(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: set[str] = set()
+
+    def finished(self: LostValues, operation: Any) -> None:
+        names.add(operation.name)
+
+    monkeypatch.setattr(LostValues, "finished", finished)
+    observed(planted(lambda step: healthily), policy, DiagnoseSettings(steps=(1, 2)))
+    assert {"linear", "tanh"} <= names
+    assert not names & {"empty_like", "full_like", "squared_l2_norm", "add_n", "isfinite", "cast", "isnan"}
 
 
 # --- replays ------------------------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ class LostValues:
         return self.causes[id(tensor)]
 
     def _judge(self, operation: TapedOperation, result: Any, raw: Survey | None, known: list[Source]) -> None:
-        if not result.is_floating_point():
+        if not result.is_floating_point() or operation.name.startswith("empty"):  # that is memory, and no value yet
             return
         if raw is not None and raw.overflows and not known:
             self.causes[id(result)] = (self._lost(operation, raw, read=operation.operands),)

@@ -252,17 +252,25 @@ class PaddleRun:
         for loss in losses:
             if loss.size != 1 or (self.in_closure and self.steps.has_loss()):
                 continue
-            with self.own_work():
-                value = loss.detach().astype(FP32.dtype_name).reshape([])
+            value = self._loss_value(loss)
+            self.steps.loss(value)
+
+    def _loss_value(self, loss: Any) -> Any:
+        """Return a loss without the script's own scale.
+
+        Raises:
+            NonFiniteLossError: it is the very first one, and not finite.
+        """
+        with self.own_work():
+            value = loss.detach().astype(FP32.dtype_name).reshape([])
             if self.script_scaler is not None:
-                with self.own_work():
-                    value = value / self.script_scaler._scale.reshape([])
-            elif not len(self.steps) and not self.steps.has_loss() and not bool(value.isfinite()):
+                return value / self.script_scaler._scale.reshape([])
+            if not len(self.steps) and not self.steps.has_loss() and not bool(value.isfinite()):
                 raise NonFiniteLossError(
                     f"the loss is {float(value)} before the first update",
                     hint="no loss scale can help: check the data and the forward pass; compare with --policy fp32",
                 )
-            self.steps.loss(value)
+            return value
 
     def updated(self, norm: Any | None) -> bool:
         """Record an update with gradients of this norm; return whether to skip it.
