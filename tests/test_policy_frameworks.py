@@ -11,6 +11,8 @@ import pytest
 from mezzo import Policy, PolicyError
 from mezzo.explain import Choice
 from mezzo.frameworks import keras, paddle
+from mezzo.frameworks.paddlelines import in_paddle
+from mezzo.observe.nonfinite import fixes
 
 KERAS = {
     "float32": "fp32",
@@ -79,3 +81,45 @@ def test_explaining_imports_neither_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+KEEP = 'policy = "fp16:fp32_modules=big"'
+IN_PADDLE = [
+    # a line of a diagnosis, the policy of the run, and what a Paddle script has to say
+    (KEEP, "fp16", f"with paddle.amp.auto_cast(enable=False):  # {KEEP}"),
+    ('policy = "bf16"', "fp16", 'paddle.amp.auto_cast(dtype="bfloat16")  # policy = "bf16"'),
+    (
+        'policy = "fp16:fp32=linear"',
+        "fp16",
+        'paddle.amp.auto_cast(custom_black_list=["matmul_v2"])  # policy = "fp16:fp32=linear"',
+    ),
+    (
+        'policy = "fp16:init_scale=1024"',
+        "fp16",
+        'scaler = paddle.amp.GradScaler(init_loss_scaling=1024.0)  # policy = "fp16:init_scale=1024"',
+    ),
+    (
+        "scaler = torch.amp.GradScaler(init_scale=64.0)",
+        "as-is",
+        "scaler = paddle.amp.GradScaler(init_loss_scaling=64.0)",
+    ),
+    (
+        "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler",
+        "as-is",
+        'paddle.amp.auto_cast(dtype="bfloat16")  # and no GradScaler',
+    ),
+    ("x = x.float()  # before this line", "fp16", 'x = x.astype("float32")  # before this line'),
+    ("y = torch.log(x.clamp_min(1e-6))", "fp16", "y = paddle.log(x.clip(min=1e-6))"),
+    ("clip_grad_norm_(parameters, 1.0)", "fp16", "paddle.nn.utils.clip_grad_norm_(parameters, 1.0)"),
+]
+
+
+@pytest.mark.parametrize(("line", "before", "expected"), IN_PADDLE)
+def test_a_line_to_write_in_paddles_terms(line: str, before: str, expected: str) -> None:
+    assert in_paddle(line, before=before) == expected
+
+
+@pytest.mark.parametrize("line", [line for _, _, line in fixes._INVALID])
+def test_no_line_for_paddle_names_torch(line: str) -> None:
+    assert "torch" not in in_paddle(line, before="fp16")
+    assert "clamp" not in in_paddle(line, before="fp16")

@@ -14,9 +14,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its import: a compiler cache that is not there
     paddle: Any = importlib.import_module("paddle")
 
+from mezzo.errors import MezzoError
 from mezzo.launch.paddle import training
+from mezzo.measure.environment import environment_without_torch
+from mezzo.observe.settings import AnySettings
+from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
-from mezzo.records import Effective, Memory, Reason, Steps
+from mezzo.records import Effective, Memory, Reason, RunRecord, Steps
 
 AS_IS = "as-is"
 
@@ -67,3 +71,41 @@ def batches(count: int) -> list[tuple[Any, Any]]:
     labels = draw.integers(0, 3, (count, 8))
     images = draw.standard_normal((count, 8, 1, 4, 4)) + labels[:, :, None, None, None]
     return [(paddle.to_tensor(x.astype(np.float32)), paddle.to_tensor(y)) for x, y in zip(images, labels, strict=True)]
+
+
+def observed(code: Callable[[], Any], policy: str, settings: AnySettings) -> tuple[Any, RunRecord]:
+    """Run ``code`` under an observer, as the process of a script does; return the observer and the run's record."""
+    chosen = None if policy == AS_IS else Policy.parse(policy)
+    error: MezzoError | None = None
+    paddle.seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with training(chosen, seed=0, observe=settings) as told:
+            try:
+                code()
+                told.close_update()
+            except StopScript:
+                pass
+            except MezzoError as raised:
+                error = raised
+    run = RunRecord(
+        command=["mezzo"],
+        script="train.py",
+        script_sha256="",
+        framework=told.framework,
+        policy=policy,
+        environment=environment_without_torch(),
+        steps=told.steps(),
+        exit_code=0 if error is None else error.exit_code,
+        error=None if error is None else error.message,
+    )
+    return told.observer, run
+
+
+def fit(loss_of: Callable[[int], Any], parameters: list[Any], *, steps: int = 6) -> None:
+    """Train ``steps`` steps by plain gradient descent."""
+    optimizer = paddle.optimizer.SGD(1e-2, parameters=parameters)
+    for step in range(1, steps + 1):
+        loss_of(step).backward()
+        optimizer.step()
+        optimizer.clear_grad()

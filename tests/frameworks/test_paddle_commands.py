@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FIT = ROOT / "tests/frameworks/scripts/paddle_fit.py"
+FRAGILE = ROOT / "tests/frameworks/scripts/paddle_fragile.py"
 DIGITS = ROOT / "examples/paddle_digits.py"
 
 
@@ -59,3 +60,37 @@ def test_what_cannot_be_done_ends_with_a_sentence(tmp_path: Path, policy: str, e
     done = mezzo("run", "--policy", policy, "--out", tmp_path, FIT)
     assert done.returncode == exit_code
     assert message in done.stderr
+
+
+def test_diagnose_names_the_layer_and_tries_the_fix(tmp_path: Path) -> None:
+    done = mezzo("diagnose", "--out", tmp_path, FRAGILE)
+    assert done.returncode == 1, done.stderr
+    found = record_in(tmp_path)
+    place = [found[key] for key in ("verdict", "module", "op", "phase", "step", "format", "largest")]
+    assert place == ["range_overflow", "big", "cast", "forward", 6, "fp16", 300000.0]
+    assert found["line"].endswith("paddle_fragile.py:20")
+    assert found["fix_tried"]
+    assert found["fix_line"] == 'with paddle.amp.auto_cast(enable=False):  # policy = "fp16:fp32_modules=big"'
+    assert "mezzo run --policy fp16:fp32_modules=big" in done.stdout
+
+
+STATIC = {
+    "program": ("paddle.enable_static()\n", "paddle.enable_static()"),
+    "traced": (
+        "net = paddle.jit.to_static(paddle.nn.Linear(2, 1))\nnet(paddle.ones([1, 2])).sum().backward()\n",
+        "paddle.jit.to_static",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_a_static_graph_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    code, what = STATIC[name]
+    script = tmp_path / "static.py"
+    script.write_text(f"import paddle\n{code}", encoding="utf-8")
+    done = mezzo("diagnose", "--policy", "as-is", "--out", tmp_path / "out", script)
+    assert done.returncode == 7, done.stderr
+    assert (
+        f"the script uses {what}, and mezzo diagnose observes the operations of Paddle's dynamic graph" in done.stderr
+    )
+    assert "--policy fp32" in done.stderr

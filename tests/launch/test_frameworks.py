@@ -135,7 +135,7 @@ def test_operations_of_other_frameworks_are_not_watched(tmp_path: Path, kind: st
             "observe": {"kind": kind},
         }
     )
-    with pytest.raises(ScriptError, match=f"^mezzo {kind} observes PyTorch's operations; train.py imports keras"):
+    with pytest.raises(ScriptError, match=f"^mezzo {kind} observes .*PyTorch's .*operations; train.py imports keras"):
         observe_child(request)
 
 

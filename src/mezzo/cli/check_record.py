@@ -115,7 +115,7 @@ def _notes(asked: CheckOptions, checking: Check, case: Case, answer: Answer) -> 
         why = f"the budget of {clock(asked.budget.seconds)} is too short for it"
         notes.append(Reason(what="left out", value=case.undone, reason=why))
     if not checking.known.observable:
-        why = "they observe PyTorch's operations"
+        why = "a check runs them on PyTorch scripts only; mezzo diagnose, ranges and fallback say what else they accept"
         notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
     ceiling = next((gain.device for gain in answer.gains if gain.kind == "bound"), None)
     if asked.gpu is None and ceiling is not None:

@@ -17,11 +17,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
-from mezzo.launch.frameworks import Framework, Training, training_in
+from mezzo.launch.frameworks import Framework, Training, Watching, training_in
 from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
 from mezzo.launch.progress import EVERY_S, reports_to
@@ -31,9 +31,6 @@ from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
 from mezzo.observe.settings import step_text
 from mezzo.records import Effective, Finding, Reason, RunRecord, write_record
-
-if TYPE_CHECKING:
-    from mezzo.observe.observer import Observer  # imports torch
 
 INTERRUPTED = 130
 
@@ -222,7 +219,7 @@ def _sentence(error: BaseException | None) -> str | None:
     return error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def _trained(request: Request, num_steps: int, observer: Observer | None) -> Ending:
+def _trained(request: Request, num_steps: int, observer: Watching | None) -> Ending:
     """Return the ending of a script that ended by itself: an error if there was nothing to record."""
     error = None
     if not num_steps:

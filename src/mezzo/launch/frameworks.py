@@ -21,16 +21,36 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from mezzo.launch.step_limit import StepLimit
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
+from mezzo.records import AnyRecord, Effective, Environment, Finding, Memory, Reason, RunRecord, Steps
 
 if TYPE_CHECKING:
     from mezzo.measure.live import Report
-    from mezzo.observe.observer import Observer  # imports torch
 
 Framework = Literal["torch", "keras", "paddle"]
 
+TITLES: dict[Framework, str] = {"torch": "PyTorch", "keras": "Keras", "paddle": "Paddle"}
+"""The frameworks' names in sentences."""
+
+OBSERVED: dict[str, tuple[Framework, ...]] = {
+    "audit": ("torch", "paddle"),
+    "diagnose": ("torch", "paddle"),
+    "ranges": ("torch", "paddle"),
+    "fallback": ("torch", "paddle"),
+}
+"""The frameworks in which each kind of observer works."""
+
 MAX_FILES = 200
 """Most files of a script that are read: a large project names its framework in the first ones."""
+
+
+class Watching(Protocol):
+    """An observer of a training, as the process that runs the script needs it."""
+
+    def too_short(self) -> bool:
+        """Return whether the script ended before anything was learned of it."""
+
+    def record(self, run: RunRecord) -> AnyRecord:
+        """Return the observer's record, which includes that of the whole run."""
 
 
 class Training(Protocol):
@@ -45,7 +65,7 @@ class Training(Protocol):
         """The number of updates, including skipped ones and the open one."""
 
     @property
-    def observer(self) -> Observer | None:
+    def observer(self) -> Watching | None:
         """The observer of the training; None if it is only recorded."""
 
     def report_to(self, report: Report, *, every_s: float) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from mezzo.errors import RecordError, ScriptError
+from mezzo.launch.frameworks import OBSERVED, TITLES
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.process.fork_server import Starter, child_command
 from mezzo.launch.process.group import Guarded, Process
@@ -69,9 +70,10 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
     Raises:
         ScriptError: the script trains in a framework that observers do not support.
     """
-    if request.observe is not None and request.framework != "torch":
+    if request.observe is not None and request.framework not in OBSERVED[request.observe.kind]:
+        known = " and ".join(f"{TITLES[name]}'s" for name in OBSERVED[request.observe.kind])
         raise ScriptError(
-            f"mezzo {request.observe.kind} observes PyTorch's operations; {request.target} imports {request.framework}",
+            f"mezzo {request.observe.kind} observes {known} operations; {request.target} imports {request.framework}",
             hint="mezzo run and mezzo compare accept such a script",
         )
     path = Path(request.record_path)

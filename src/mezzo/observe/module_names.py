@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-SCRIPT = "(script)"
-"""Stands for a module's name in code outside any module."""
+from mezzo.observe.nested_names import SCRIPT
 
 _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+SCRIPT = "(script)"
+"""Stands for a module's name in code outside any module."""
+
 
 def covered(name: str, kept: Iterable[str]) -> bool:
     """Return whether ``name`` is one of ``kept`` or lies inside one."""

@@ -24,8 +24,8 @@ from mezzo.report import formatting as fmt
 from mezzo.report.commands import Script, function_call
 
 MOST = 3
-_WRITTEN = re.compile(r'policy = "(.*)"')
-"""A fix of a diagnosis that is a policy."""
+_WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
+"""A fix of a diagnosis that is a policy, perhaps after what stands for it in the script's framework."""
 _DEFAULT_EXPONENT = 16
 """Of a policy's initial loss scale."""
 _MANY_SKIPS = 0.05

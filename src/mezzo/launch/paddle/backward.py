@@ -49,11 +49,15 @@ class BackwardPasses:
                 self._hook_parameters()
                 self._inverse = run.scale.inverse
                 grad_tensors = self._scaled(tensors, grad_tensors)
+            if run.observer is not None:
+                run.observer.scaled(tensors, list(grad_tensors or []) or [None] * len(tensors))
             before, local.depth, local.in_backward = local.depth, 1, True  # recomputed code is under the policy
             try:
                 return original(tensors, grad_tensors, *args, **kwargs)
             finally:
                 local.depth, local.in_backward, self._inverse = before, False, None
+                if run.observer is not None:
+                    run.observer.backward_ended()
 
         return backward
 
@@ -61,7 +65,8 @@ class BackwardPasses:
         gradients = list(given or []) or [None] * len(tensors)
         pairs = zip(tensors, gradients, strict=True)
         scale = self._run.scale.value
-        return [paddle.full_like(t, scale) if g is None else g * scale for t, g in pairs]
+        with self._run.own_work():
+            return [paddle.full_like(t, scale) if g is None else g * scale for t, g in pairs]
 
     def _hook_parameters(self) -> None:
         """Hook parameters without a hook: optimizers' may be unfrozen at any time, layers are walked after a new one was called."""
@@ -77,7 +82,7 @@ class BackwardPasses:
         """Return ``gradient`` / scale, with NaN for infinity: an overflow must survive a script's clamp of its gradients."""
         if self._inverse is None:
             return None
-        with paddle.no_grad(), self._run.in_fp32():
+        with paddle.no_grad(), self._run.in_fp32(), self._run.own_work():
             unscaled = gradient * self._inverse
             return unscaled if gradient.is_selected_rows() else paddle._C_ops.add_(unscaled, gradient * 0.0)
 

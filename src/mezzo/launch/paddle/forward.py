@@ -55,7 +55,7 @@ class Regions:
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
         """Run the code inside in FP32."""
-        off = self._guard(enable=False) if self._run.casts else nullcontext()
+        off = self._guard(enable=False) if self._run.casts or self._run.policy is None else nullcontext()
         with self._run.in_fp32(), off:
             yield
 
@@ -91,6 +91,8 @@ class Regions:
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
             run.begin()
             if run.policy is None:
+                if run.observer is not None:
+                    run.observer.static_graph("paddle.jit.to_static")
                 run.note_left_alone(
                     "to_static", "not counted", "what a traced program computes is not seen: no FLOPs, no formats"
                 )

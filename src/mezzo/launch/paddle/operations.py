@@ -20,13 +20,13 @@ from typing import Any
 
 import paddle
 
-from mezzo.formats import FORMATS, TF32
+from mezzo.formats import TF32
 from mezzo.frameworks import paddleops
 from mezzo.launch.paddle.state import PaddleRun
+from mezzo.launch.paddle.surveys import format_name
 from mezzo.launch.patches import Patches
 
 Count = Callable[[Any, tuple[Any, ...], dict[str, Any]], float]
-_FORMAT_NAMES = {f.dtype_name: f.name for f in reversed(FORMATS.values())}  # float32 is fp32, not tf32
 
 
 class Operations:
@@ -65,10 +65,10 @@ class Operations:
                 kwargs = {name: run.round(value) for name, value in kwargs.items()}
             result = original(*args, **kwargs)
             if counts and count is not None:
-                needed = _operands_that_need_gradients(op, args, kwargs)
+                needed = len(operands_that_need_gradients(op, args, kwargs))
                 if needed and paddle.is_grad_enabled():
                     self._add(int(count(result, args, kwargs)) * (1 + needed), self._format(result, rounded=rounds))
-            return run.round(result) if rounds else result
+            return run.round_result(result) if rounds else result
 
         return call
 
@@ -83,8 +83,7 @@ class Operations:
             return policy.storage.name
         if policy is not None and policy.compute == "tf32" and device is not None and device.kind == "cuda":
             return TF32.name
-        dtype = str(_tensors([result])[0].dtype).removeprefix("paddle.")
-        return _FORMAT_NAMES.get(dtype, dtype)
+        return format_name(_tensors([result])[0])
 
 
 def _tensors(values: Any) -> list[Any]:
@@ -97,13 +96,25 @@ def _tensors(values: Any) -> list[Any]:
     return found
 
 
-def _operands_that_need_gradients(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def is_product(op: str) -> bool:
+    """Return whether an operation of ``paddle._C_ops`` is a matrix product or convolution."""
+    return op in _COUNTS
+
+
+def flops_of(op: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the FLOPs of a product, forward only."""
+    return int(_COUNTS[op](result, args, kwargs))
+
+
+def operands_that_need_gradients(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return those of a product's two operands that need a gradient, each as its first tensor that does."""
     values = [*args, *kwargs.values()]
     if op == "einsum":
         values = list(values[0])
     elif op in _PLACES:
         values = [values[place] for place in _PLACES[op]]
-    return sum(any(not t.stop_gradient for t in _tensors([value])) for value in values[:2])
+    needing = [[t for t in _tensors([value]) if not t.stop_gradient] for value in values[:2]]
+    return [found[0] for found in needing if found]
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *names: str) -> Any:

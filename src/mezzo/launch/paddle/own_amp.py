@@ -84,6 +84,8 @@ def _scaler(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
 def _record_scale(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._enable and run.observer is not None:
+            run.observer.scaler_met(self)
         scaled = original(self, *args, **kwargs)
         if self._enable:
             run.script_scaler = self

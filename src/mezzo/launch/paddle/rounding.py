@@ -31,6 +31,8 @@ _EXPONENT, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
 _LOWEST, _HIGHEST = np.float32(FP16.min_normal), np.float32(2.0 ** (FP16.bias + 1))
 _MAGIC = np.float32(1.5 * 2.0 ** (FP32.mantissa_bits - FP16.mantissa_bits))
 _UP, _DOWN = np.float32(2.0 ** (FP32.bias - FP16.bias)), np.float32(2.0 ** (FP16.bias - FP32.bias))
+_EMPTY_LIKE = paddle._C_ops.empty_like
+"""Paddle's own function, whatever is patched: an observer must not take memory without values for an operation of the script."""
 _PIECE = 32768
 """Values rounded at a time: memory that is read and written ten times then stays in the L2 cache."""
 
@@ -97,7 +99,7 @@ def _on_cpu(tensor: Any) -> Any:
     if not count:
         return tensor
     given = tensor if tensor.is_contiguous() else tensor.contiguous()
-    result = paddle._C_ops.empty_like(given, given.dtype, given.place)
+    result = _EMPTY_LIKE(given, given.dtype, given.place)
     round_to_fp16(_values(given, count), _values(result, count))
     return result
 

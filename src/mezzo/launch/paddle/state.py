@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import paddle
@@ -25,6 +26,37 @@ from mezzo.policy import Policy
 from mezzo.records import Reason
 
 
+class PaddleObserver(Protocol):
+    """What a run tells its observer."""
+
+    def backward_begins(self, losses: Iterable[Any]) -> None:
+        """Record that a backward pass begins from ``losses``; the step before has closed."""
+
+    def scaled(self, losses: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Record the gradients from which the backward pass starts."""
+
+    def backward_ended(self) -> None:
+        """Record that a backward pass ended."""
+
+    def update_begins(self, norm: Any | None) -> None:
+        """Record that an optimizer is about to step, with gradients of this norm (None: it has none)."""
+
+    def update_ended(self, optimizer: Any) -> None:
+        """Record that an optimizer has stepped."""
+
+    def step_closed(self, num_steps: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
+        """Record that a step is over."""
+
+    def scaler_met(self, scaler: Any) -> None:
+        """Record that the script's own GradScaler is about to scale a loss."""
+
+    def closure_met(self, optimizer: str) -> None:
+        """Record that an optimizer of this class evaluates the loss itself."""
+
+    def static_graph(self, what: str) -> None:
+        """Refuse a static graph."""
+
+
 class ThreadState(threading.local):
     """State of each thread."""
 
@@ -33,6 +65,8 @@ class ThreadState(threading.local):
     kept = 0
     """Number of open layers or regions that stay in FP32."""
     in_backward = False
+    own_work = False
+    """Whether Mezzo itself computes: norms, scales and records."""
 
 
 class UpdateSteps(PlainSteps):
@@ -47,6 +81,15 @@ class UpdateSteps(PlainSteps):
     def _now(self) -> tuple[float, float]:  # type: ignore[override]
         at, self._updated_at = self._updated_at, None
         return at or PlainSteps._now()
+
+    def last_is_finite(self) -> tuple[bool, bool]:
+        """Return whether the last step's loss is finite, and whether its gradients' norm is; waits for the device."""
+        losses = [float(loss) for loss in self._loss[-1]]
+        return all(map(math.isfinite, losses)), math.isfinite(float(self._norm[-1]))
+
+    def norms(self) -> list[float]:
+        """Return the norms of the gradients of all closed steps; waits for the device."""
+        return [float(norm) for norm in self._norm]
 
     def has_loss(self) -> bool:
         """Return whether the open step has a loss."""
@@ -88,6 +131,13 @@ class PaddleRun:
         """The model that each optimizer trains, by the optimizer's number."""
         self._norms: list[Any] = []
         self.round = rounder(FP32 if policy is None else policy.storage)
+        self.round_result = self.round
+        """The same for the results of operations, which an observer tells apart from their operands."""
+        self.observer: PaddleObserver | None = None
+        self.holds_updates = False
+        """Whether optimizers leave the weights as they are."""
+        self.keeps: tuple[str, ...] = () if policy is None else policy.fp32_modules
+        """Name patterns of the layers that stay in FP32."""
 
     # --- forward ---------------------------------------------------------------------------------------------------------------
 
@@ -105,7 +155,7 @@ class PaddleRun:
         self.round_weights(layer.parameters())
         names = {name: inner for name, inner in layer.named_sublayers() if name}
         names = {re.sub(r"^(_layers\.)+", "", name): inner for name, inner in names.items()}  # DataParallel's own
-        for pattern in () if self.policy is None else self.policy.fp32_modules:
+        for pattern in self.keeps:
             found = [inner for name, inner in names.items() if fnmatchcase(name, pattern)]
             if found:
                 self._unmatched.discard(pattern)
@@ -140,7 +190,7 @@ class PaddleRun:
                 "weights", "fp32", "the script's parameters stay its own, as masters: paddle.amp.decorate casts them"
             )
             return
-        with paddle.no_grad():
+        with paddle.no_grad(), self.own_work():
             for parameter in parameters:
                 if parameter.dtype == paddle.float32 and parameter.trainable:
                     paddle.assign(self.round(parameter.detach()), parameter)
@@ -157,6 +207,15 @@ class PaddleRun:
             yield
         finally:
             self.local.kept -= 1
+
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Run code of Mezzo's own inside, which observers do not count."""
+        before, self.local.own_work = self.local.own_work, True
+        try:
+            yield
+        finally:
+            self.local.own_work = before
 
     def note_left_alone(self, what: str, value: str, reason: str) -> None:
         """Record something that the policy left alone."""
@@ -188,18 +247,30 @@ class PaddleRun:
         """
         self.begin()
         self.close_update()
+        if self.observer is not None:
+            self.observer.backward_begins(losses)
         for loss in losses:
             if loss.size != 1 or (self.in_closure and self.steps.has_loss()):
                 continue
+            value = self._loss_value(loss)
+            self.steps.loss(value)
+
+    def _loss_value(self, loss: Any) -> Any:
+        """Return a loss without the script's own scale.
+
+        Raises:
+            NonFiniteLossError: it is the very first one, and not finite.
+        """
+        with self.own_work():
             value = loss.detach().astype(FP32.dtype_name).reshape([])
             if self.script_scaler is not None:
-                value = value / self.script_scaler._scale.reshape([])
-            elif not len(self.steps) and not self.steps.has_loss() and not bool(value.isfinite()):
+                return value / self.script_scaler._scale.reshape([])
+            if not len(self.steps) and not self.steps.has_loss() and not bool(value.isfinite()):
                 raise NonFiniteLossError(
                     f"the loss is {float(value)} before the first update",
                     hint="no loss scale can help: check the data and the forward pass; compare with --policy fp32",
                 )
-            self.steps.loss(value)
+            return value
 
     def updated(self, norm: Any | None) -> bool:
         """Record an update with gradients of this norm; return whether to skip it.
@@ -209,10 +280,13 @@ class PaddleRun:
         """
         self._check_patterns()
         self._stepped = True
+        if self.observer is not None:
+            self.observer.update_begins(norm)
         if norm is None:
             return False
         self._norms.append(norm)
-        skip = self.scale.checks and not bool(norm.isfinite())
+        with self.own_work():
+            skip = self.scale.checks and not bool(norm.isfinite())
         self._found |= skip
         return skip
 
@@ -241,13 +315,22 @@ class PaddleRun:
         if not self._stepped:
             return
         skipped, floor = self._found, self._found and self.scale.at_floor()
-        scale = self.script_scale
+        scale, has_loss = self.script_scale, self.steps.has_loss()
         if self.scale.checks:
             self.scale.update(overflow=skipped)
             scale = self.scale.value
         self.steps.close(skipped=skipped, scale=scale, norm=_together(self._norms), made_by=frozenset(self._made_by))
+        has_norm = bool(self._norms)
         self._stepped, self._found, self._norms = False, False, []
         self._made_by.clear()
+        if self.observer is not None:
+            loss_finite, norm_finite = self.steps.last_is_finite()
+            self.observer.step_closed(
+                len(self.steps),
+                loss_finite=loss_finite or not has_loss,
+                gradients_finite=norm_finite or not has_norm,
+                skipped=skipped,
+            )
         if floor:
             raise ScaleFloorError(
                 f"gradients overflow at the loss scale's floor of {self.scale.value:g}, update {len(self.steps)}",

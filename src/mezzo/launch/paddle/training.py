@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import paddle
 
@@ -14,6 +14,8 @@ from mezzo.frameworks.paddle import explain_run
 from mezzo.launch.paddle.backward import BackwardPasses
 from mezzo.launch.paddle.counted_step import CountedStep
 from mezzo.launch.paddle.forward import Regions
+from mezzo.launch.paddle.observers import observer_for
+from mezzo.launch.paddle.observing import StepObserver, refuse_static_graphs
 from mezzo.launch.paddle.operations import Operations
 from mezzo.launch.paddle.own_amp import replace_amp
 from mezzo.launch.paddle.seeds import shift_seeds
@@ -24,6 +26,7 @@ from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings
+from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
@@ -37,7 +40,7 @@ def training(
     Args:
         policy: the policy to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
-        observe: None; observers support only PyTorch, and the parent process rejects them for other frameworks.
+        observe: settings of the observer; with one, formats and bytes are not counted.
     """
     run, patches = PaddleRun(policy), Patches()
     operations, passes, regions = Operations(run), BackwardPasses(run), Regions(run)
@@ -52,20 +55,33 @@ def training(
         operations.install(patches)
         passes.install(patches)
         Updates(run).install(patches)
-        counted.install(patches)
-        yield PaddleTraining(run, counted)
-        run.close_update()
+        observer = None if observe is None else _observer(observe, run, patches)
+        if observer is None:
+            counted.install(patches)
+        yield PaddleTraining(run, counted, observer)
+        with suppress(StopScript):
+            run.close_update()
     finally:
         patches.undo()
+
+
+def _observer(settings: AnySettings, run: PaddleRun, patches: Patches) -> StepObserver:
+    """Return the observer that ``settings`` ask for, at work until ``patches`` are undone."""
+    observer = observer_for(settings, run)
+    observer.install(patches)
+    refuse_static_graphs(observer, patches)
+    run.observer = observer
+    patches.on_undo(observer.close)
+    observer.start()
+    return observer
 
 
 class PaddleTraining:
     """A Paddle script's training (``launch.frameworks.Training``)."""
 
-    observer = None
-
-    def __init__(self, run: PaddleRun, counted: CountedStep) -> None:
+    def __init__(self, run: PaddleRun, counted: CountedStep, observer: StepObserver | None = None) -> None:
         self._run, self._counted = run, counted
+        self.observer = observer
         self.framework = f"paddle {paddle.__version__}"
 
     @property

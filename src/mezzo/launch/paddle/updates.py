@@ -75,12 +75,14 @@ class Updates:
             self._run.optimizers.add(optimizer)
             if isinstance(optimizer, paddle.optimizer.LBFGS):
                 return self._by_closure(original, optimizer, args, kwargs)
-            skip = self._run.updated(_norm(optimizer))
+            with self._run.own_work():
+                norm = _norm(optimizer)
+            skip = self._run.updated(norm)
             made, skipped = self._made.get(optimizer, (0, 0))
             self._made[optimizer] = (made + 1, skipped + skip)
             self._stepping = True
             try:
-                return ([], []) if skip else original(optimizer, *args, **kwargs)
+                return ([], []) if skip or self._run.holds_updates else original(optimizer, *args, **kwargs)
             finally:
                 self._stepping = False
                 self._after(optimizer, made=not skip)
@@ -95,12 +97,16 @@ class Updates:
                 "LBFGS", "not skipped", "it evaluates the loss as often as it likes: an overflow in it is not undone"
             )
         run.close_update()
+        if run.observer is not None:
+            run.observer.closure_met(type(optimizer).__name__)
         self._stepping = run.in_closure = True
         try:
             return original(optimizer, *args, **kwargs)
         finally:
             self._stepping = run.in_closure = False
-            run.updated(_norm(optimizer))
+            with run.own_work():
+                norm = _norm(optimizer)
+            run.updated(norm)
             self._after(optimizer, made=True)
 
     def _after(self, optimizer: Any, *, made: bool) -> None:
@@ -108,6 +114,8 @@ class Updates:
         if made:
             run.round_weights(parameters_of(optimizer))
         run.update_made(optimizer)
+        if run.observer is not None:
+            run.observer.update_ended(optimizer)
         for watcher in run.watchers:
             watcher()
 

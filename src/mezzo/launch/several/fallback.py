@@ -46,7 +46,7 @@ def fallback_of_script(
         assert policy is not None
         return find(measure, policy, folder=str(runs), tolerance=tolerance, fresh=fresh, note=note)
     finally:
-        for gradients in runs.glob("*.pt"):
+        for gradients in (*runs.glob("*.pt"), *runs.glob("*.npz")):
             gradients.unlink()
 
 

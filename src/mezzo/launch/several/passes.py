@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
+from mezzo.frameworks.paddlelines import in_paddle
+from mezzo.launch.frameworks import Framework
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
@@ -75,7 +77,14 @@ def diagnose_script(
     if first.evidence is None:
         assert first.run is not None
         return first.run
-    return diagnosis(runs, untried=untried)
+    return _in_terms_of(request.framework, diagnosis(runs, untried=untried))
+
+
+def _in_terms_of(framework: Framework, found: DiagnoseRecord) -> DiagnoseRecord:
+    """Return a diagnosis whose line to write is one of the script's framework."""
+    if framework != "paddle" or not found.fix_line:
+        return found
+    return found.model_copy(update={"fix_line": in_paddle(found.fix_line, before=found.run.policy)})
 
 
 def inspected(last: int) -> tuple[int, ...]:

@@ -18,14 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mezzo import oplists
-from mezzo.formats import FP32, FP64, TF32
+from mezzo.formats import FP64
 from mezzo.observe.audit.operations import TracedOperation, calls_of
+from mezzo.observe.limits import WIDE
 from mezzo.observe.module_names import Names
 from mezzo.observe.trace import TracedProduct
 from mezzo.policy import Policy
 from mezzo.records import Cause
 
-WIDE = (FP32.name, TF32.name, FP64.name)
 _PROMOTING = ("tensordot", "bilinear", "dot", "vdot")
 _FAMILY = {
     "convolution": "conv",

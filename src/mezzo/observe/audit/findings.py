@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mezzo.formats import BF16, FP16, FP32
-from mezzo.observe.audit.causes import WIDE, is_wide
+from mezzo.observe.audit.causes import is_wide
 from mezzo.observe.audit.operations import TracedOperation, listed_precision
-from mezzo.observe.limits import MOST_LISTED
+from mezzo.observe.limits import MOST_LISTED, WIDE
 from mezzo.records import Cause, Finding, Product, RoundTrip, WideProduct
 
 MIN_SHARE = 0.01

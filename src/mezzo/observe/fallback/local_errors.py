@@ -28,10 +28,10 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import in_fp32, to_format, wrap
 from mezzo.measure.flops import FlopCounter
 from mezzo.observe.fallback.evidence import LocalError, fitting_scale
+from mezzo.observe.limits import FITTING
 from mezzo.observe.tensors import norm
 from mezzo.policy import Policy
 
-_FITTING = 0.9  # the loss scale of these runs fits the gradients of this share of modules, so that an outlier still shows as one
 _LEFT = ("lower", "fp32", "widest", "arithmetic", "op_lists", "loss_scale", "init_scale")
 
 
@@ -146,7 +146,7 @@ class Bench:
             return
         finite = sorted(top for call in calls if 0 < (top := self._largest(call)) < math.inf)
         if finite:
-            self._scale = fitting_scale(finite[int(_FITTING * (len(finite) - 1))], self._scale)
+            self._scale = fitting_scale(finite[int(FITTING * (len(finite) - 1))], self._scale)
 
     def _largest(self, call: Call) -> float:
         """Return the largest gradient that a module reads or makes; 0 if it cannot run on its own."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mezzo.observe.limits import WEIGHTY
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.evidence import Harmless, Located, LostValues, WrongGradients
 from mezzo.observe.nonfinite.gradient_error import Weighed, faded
 from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.nonfinite.shadows import End
 from mezzo.observe.nonfinite.sources import Source, Spoiled
-
-_WEIGHTY = 0.1  # of a result's norm: what vanished elsewhere is rounding
 
 
 @dataclass
@@ -104,7 +103,7 @@ def _vanished(inspected: InspectedStep, step: int, names: Names, before: Callabl
     if not sources or inspected.weighed is None or (before is not None and faded(inspected.weighed.norm, before())):
         return None
     heaviest = max(sources, key=lambda s: s.share)
-    source = next((s for s in sources if s.share >= _WEIGHTY), heaviest)
+    source = next((s for s in sources if s.share >= WEIGHTY), heaviest)
     wrong = _wrong(inspected.weighed, End.BELOW, names)
     return Located(step=step, source=_values(source, names), gradients=wrong)
 

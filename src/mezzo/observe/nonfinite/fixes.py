@@ -23,7 +23,7 @@ _DEFAULT_SCALE = 65536.0
 _LARGE = 1e30
 _LARGE_SQUARE = 1e19
 """The square of more than this is beyond FP32."""
-_GROWS = frozenset({"pow", "square", "mul", "norm"})
+_GROWS = frozenset({"pow", "square", "mul", "multiply", "norm"})
 _BEYOND_FP32 = "values grow beyond FP32: lower the learning rate, or clip gradients"
 _COSTLY = frozenset(("linear", "matmul", "mm", "addmm")).union(
     op.rsplit(".", maxsplit=1)[-1] for name in ("conv", "attention", "rnn") for op in oplists.BY_NAME[name].ops
@@ -362,7 +362,7 @@ _INVALID: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("rsqrt", "reciprocal"), "1 / 0 is infinite: keep the argument above 0", "y = torch.rsqrt(x + 1e-6)"),
     (("log", "log2", "log10"), "the logarithm needs an argument above 0", "y = torch.log(x.clamp_min(1e-6))"),
     (("log1p",), "the argument must be above -1", "y = torch.log1p(x.clamp_min(-1 + 1e-6))"),
-    (("div",), "keep the divisor away from 0", "y = a / b.clamp_min(1e-6)"),
+    (("div", "divide"), "keep the divisor away from 0", "y = a / b.clamp_min(1e-6)"),
     (("pow",), "keep the base above 0 where the exponent is below 1", "y = x.clamp_min(1e-12).pow(p)"),
     (("norm", "std", "var"), "it has no derivative at 0", "y = (x * x).sum(-1).add(1e-12).sqrt()"),
     (("exp",), "clamp the argument: FP32's exponential ends at 88", "y = x.clamp_max(80).exp()"),

@@ -14,14 +14,10 @@ import torch
 from torch import Tensor
 
 from mezzo.formats import FORMATS, FP16
-from mezzo.observe.limits import ROUNDOFFS
+from mezzo.observe.limits import FADED, LOST_BELOW, ROUNDOFFS, SHARE_BELOW
 from mezzo.observe.nonfinite.shadows import End, Twins
 from mezzo.observe.nonfinite.sources import Source
 from mezzo.observe.tensors import difference, is_finite, norm
-
-_LOST_BELOW = 0.1
-_SHARE_BELOW = 0.25  # of all elements: a key's bias or a word that never occurs has a gradient of next to nothing
-_FADED = 2.0**-10  # of the largest gradient so far: what is left of a training that is over
 
 
 @dataclass(frozen=True)
@@ -67,15 +63,15 @@ def weigh_gradients(
     above, _, _ = _off(known, twins[End.ABOVE])
     below, zeros, true_norm = _off(known, twins[End.BELOW])
     size = sum(g.numel() for _, g in known)
-    lost = [off for off in below if off.error > _LOST_BELOW]
-    enough = sum(off.parameter.numel() for off in lost) > _SHARE_BELOW * size
+    lost = [off for off in below if off.error > LOST_BELOW]
+    enough = sum(off.parameter.numel() for off in lost) > SHARE_BELOW * size
     off = {End.ABOVE: tuple(above), End.BELOW: tuple(lost) if enough else ()}
     return Weighed(index, off, len(known), zeros, true_norm)
 
 
 def faded(norm: float, largest_before: float) -> bool:
     """Return whether a gradient's norm is next to nothing beside those of the steps before."""
-    return norm < _FADED * largest_before
+    return norm < FADED * largest_before
 
 
 def _off(known: list[tuple[Tensor, Tensor]], twins: Twins[Source]) -> tuple[list[Off], float, float]:

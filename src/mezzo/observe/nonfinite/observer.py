@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.effective import Lowering
+from mezzo.observe.limits import HARMLESS_LISTED
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite import ranks
 from mezzo.observe.nonfinite.blame import InspectedStep, blamed, seen_of
@@ -31,9 +32,6 @@ from mezzo.observe.settings import DiagnoseSettings
 from mezzo.observe.skips import SkipRule, Skips, Update
 from mezzo.observe.stopping import StopScript
 from mezzo.records import RunRecord
-
-_LISTED = 3
-"""Harmless values that the evidence names."""
 
 
 @dataclass
@@ -344,7 +342,7 @@ class NonFinite(Observer):
             scaled=self.run.scale.checks or self.run.script_scaler is not None,
             forced_eager=self.forced_eager,
             problems=self._problems,
-            harmless=list(self._harmless.values())[:_LISTED],
+            harmless=list(self._harmless.values())[:HARMLESS_LISTED],
         )
 
     def record(self, run: RunRecord) -> RunRecord:

@@ -1,0 +1,105 @@
+"""What is worth changing in audited Paddle steps: the rules of ``docs/findings`` that its dynamic graph shows, in Paddle's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from mezzo.formats import FORMATS
+from mezzo.launch.paddle.audited import Audited
+from mezzo.observe.limits import MOST_LISTED, WIDE
+from mezzo.records import Finding
+
+_SMALL = 0.01
+"""Share of the step's FLOPs or bytes that is not worth a finding."""
+
+TITLES = {
+    "A101": "no mixed precision",
+    "A102": "autocast is off around products",
+    "A103": "a module opts out of autocast",
+    "A104": "products kept in FP32 by an op list or a kernel",
+    "A107": "products in FP64",
+    "A201": "shapes that miss Tensor Cores",
+    "A203": "convolutions in channels-first layout",
+    "A402": "range-sensitive operations in 16 bits",
+}
+"""The titles of the codes, as for PyTorch."""
+_FIXES = {
+    "A101": "run it under a policy: mezzo run --policy bf16 (or fp16), or paddle.amp.auto_cast in the script. Call models as "
+    "model(x), not model.forward(x)",
+    "A102": "move this code into a layer, or into the auto_cast region",
+    "A103": "remove the layer from fp32_modules, or its auto_cast(enable=False), if FP32 is not needed there",
+    "A104": "list the family in lower precision (policy field lower), or in custom_white_list of paddle.amp.auto_cast",
+    "A107": 'find where float64 comes in (numpy arrays, paddle.set_default_dtype) and call .astype("float32") there',
+    "A201": "pad to a multiple of 8 (vocabulary, channels, head width); give groups at least 8 channels each",
+    "A203": 'give the convolutions data_format="NHWC", and the images too',
+    "A402": 'run under a policy with portable op lists, or call .astype("float32") before the operation',
+}
+
+
+def findings(rows: Sequence[Audited]) -> list[Finding]:
+    """Return the findings on audited operations, the largest share first."""
+    lowers = any(row.flops and row.format not in WIDE for row in rows)
+    found = [
+        _of(rows, "A102" if lowers else "A101", lambda r: r.cause is not None and r.cause[0] == "off"),
+        _of(rows, "A103", lambda r: r.cause is not None and r.cause[0] == "excluded"),
+        _of(rows, "A104", lambda r: r.cause is not None and r.cause[0] == "list"),
+        _of(rows, "A107", lambda r: r.cause is not None and r.cause[0] == "float64", always=True),
+        _of(rows, "A201", lambda r: _has(r, "dimension", "groups")),
+        _of(rows, "A203", lambda r: _has(r, "layout")),
+        _of(rows, "A402", lambda r: r.sensitive and r.format in ("", *FORMATS), always=True),
+    ]
+    return sorted((one for one in found if one is not None), key=lambda one: -one.share)
+
+
+def _has(row: Audited, *kinds: str) -> bool:
+    """Return whether a 16-bit product has a problem of one of these kinds."""
+    problems = () if row.shape is None or row.format in WIDE else row.shape.problems
+    return any(problem.split(":")[0] in kinds for problem in problems)
+
+
+def _of(
+    rows: Sequence[Audited], code: str, concerns: Callable[[Audited], bool], *, always: bool = False
+) -> Finding | None:
+    own = [row for row in rows if concerns(row)]
+    flops, size = sum(row.flops for row in own), sum(row.bytes for row in own)
+    whole, part = (sum(r.flops for r in rows), flops) if flops else (sum(r.bytes for r in rows), size)
+    share = part / whole if whole else 0.0
+    if not own or (share < _SMALL and not always):
+        return None
+    modules = list(dict.fromkeys(row.module for row in own))
+    return Finding(
+        code=code,
+        title=TITLES[code],
+        modules=modules[:MOST_LISTED],
+        detail=_detail(own, code),
+        gain=_gain(code, share),
+        fix=_FIXES[code],
+        share=share,
+        flops=flops,
+        bytes=0 if flops else size,
+        lines=_lines(own),
+    )
+
+
+def _detail(own: Sequence[Audited], code: str) -> str:
+    most = max(own, key=lambda row: row.flops)
+    if most.cause is not None:
+        return f"{most.cause[1]}; most of it: {most.op} in {most.module}, {most.format}"
+    if code == "A402":
+        ops = ", ".join(dict.fromkeys(row.op for row in own))
+        return f"{ops} ran on {own[0].inputs[0]} operands; the portable op lists keep them in FP32"
+    kinds = ("layout",) if code == "A203" else ("dimension", "groups")
+    problems = () if most.shape is None else most.shape.problems
+    problem = next(one for one in problems if one.split(":")[0] in kinds)
+    return f"most of it: {most.op} in {most.module} ({most.phase}), {problem}"
+
+
+def _gain(code: str, share: float) -> str:
+    if code == "A402":
+        return "no speed: what leaves FP16's range here becomes infinite or zero, and long sums lose their small terms"
+    how = "would run in kernels with full-width loads" if code in ("A201", "A203") else "would run in 16 bits"
+    return f"{share:.1%} of the step's product FLOPs {how}"
+
+
+def _lines(own: Iterable[Audited]) -> list[str]:
+    return [line for line in dict.fromkeys(row.line for row in own) if line][:MOST_LISTED]

@@ -1,0 +1,67 @@
+"""Name the layers of a Paddle script by their paths in the model, as ``model.named_sublayers()`` gives them.
+
+Roots are the layers called from outside any layer. With one model, paths begin below it, as ``fp32_modules`` patterns do; with several,
+they begin with the model's class. A root without sublayers, such as a loss, is named by its class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from mezzo.observe.nested_names import SCRIPT
+
+_WRAPPERS = re.compile(r"^(_layers\.)+")
+
+
+def bare_name(name: str) -> str:
+    """Return a sublayer's name without the prefixes that ``paddle.DataParallel`` adds."""
+    return _WRAPPERS.sub("", f"{name}.").rstrip(".")
+
+
+class LayerNames:
+    """The path of every layer, and of every parameter."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        known = list({id(root): root for root in roots}.values())
+        inner = {id(child) for root in known for child in root.sublayers()}
+        self.tops = [root for root in known if id(root) not in inner]
+        self.models = [root for root in self.tops if root.sublayers()]
+        self._layers: dict[int, str] = {}
+        self._patterns: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+        for root in self.tops:
+            self._add(root)
+
+    def of(self, layer: Any | None) -> str:
+        """Return the path of ``layer``, or its class if it is in no root."""
+        if layer is None:
+            return SCRIPT
+        return self._layers.get(id(layer)) or type(layer).__name__
+
+    def pattern(self, layer: Any | None) -> str:
+        """Return the name that ``fp32_modules`` uses for ``layer``; empty for a root and for code outside any layer."""
+        return "" if layer is None else self._patterns.get(id(layer), "")
+
+    def parameter(self, parameter: Any) -> str:
+        """Return the path of a parameter."""
+        return self._parameters.get(id(parameter), "a weight outside any layer")
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """Return the pattern of every sublayer with the layer, the first model's first."""
+        by_id = {id(inner): inner for root in self.tops for inner in root.sublayers()}
+        return [(pattern, by_id[key]) for key, pattern in self._patterns.items() if pattern]
+
+    def _add(self, root: Any) -> None:
+        taken = set(self._layers.values())
+        own = type(root).__name__
+        title = next(t for t in (own, *(f"{own}#{k}" for k in range(2, 10_000))) if t not in taken)
+        prefix = "" if self.models == [root] else f"{title}."
+        for path, layer in root.named_sublayers(include_self=True):
+            bare = bare_name(path)
+            name = f"{prefix}{bare}" if bare else title
+            self._layers.setdefault(id(layer), name)
+            self._patterns.setdefault(id(layer), bare)
+            for own, parameter in layer.named_parameters(include_sublayers=False):
+                self._parameters.setdefault(id(parameter), f"{name}.{own}" if bare else own)

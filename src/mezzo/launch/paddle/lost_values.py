@@ -1,0 +1,343 @@
+"""Follow the values of an observed Paddle step that are not finite, or that a format's range loses.
+
+Where the policy rounds an operand or a result, the value before rounding is that of FP32: what is finite before and infinite after left the
+format's range there, and what is zero after vanished there. The backward pass is followed by hooks on tensors: a gradient that is not
+finite although those of all results that its tensor went into are finite was made by the operation that reads the tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import paddle
+
+from mezzo.formats import FORMATS, FP32, Format
+from mezzo.launch.paddle.state import PaddleRun
+from mezzo.launch.paddle.surveys import Survey, array_of, finite, format_name, operand, survey
+from mezzo.launch.paddle.tape import Tape, TapedOperation, tensors
+from mezzo.observe.nonfinite.evidence import Kind
+from mezzo.records import Operand
+
+_CAST = "cast"
+PUBLIC_NAMES = {
+    "elementwise_pow": "pow",
+    "linear_v2": "linear",
+    "cross_entropy_with_softmax": "cross_entropy",
+    "sigmoid_cross_entropy_with_logits": "binary_cross_entropy_with_logits",
+    "bce_loss": "binary_cross_entropy",
+    "p_norm": "norm",
+    "frobenius_norm": "norm",
+    "mean_all": "mean",
+    "getitem": "__getitem__",
+    "setitem": "__setitem__",
+    "kldiv_loss": "kl_div",
+    "huber_loss": "smooth_l1_loss",
+    "depthwise_conv2d": "conv2d",
+}
+"""Operations of ``paddle._C_ops`` that Paddle's documentation calls otherwise."""
+
+
+@dataclass(eq=False)
+class Source:
+    """One place where values stopped being finite, or became zero."""
+
+    index: int
+    kind: Kind
+    op: str
+    layer: Any
+    line: str
+    backward: bool
+    format: str
+    operands: list[Operand]
+    wide: float | None
+    scale: float
+    parameter: bool = False
+    share: float = 0.0
+    """Which part of the result's norm vanished."""
+    because: tuple[Source, ...] = ()
+    """What was lost before in what the operation reads."""
+    stopped: dict[str, None] = field(default_factory=dict)
+    """Operations that give finite results of it."""
+
+
+class LostValues:
+    """The places of one step where values were lost (``launch.paddle.tape.Listener``)."""
+
+    def __init__(self, run: PaddleRun, scale: Callable[[], float]) -> None:
+        self._run, self._scale = run, scale
+        self.tape = Tape(run, self)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.sources: list[Source] = []
+        self.causes: dict[int, tuple[Source, ...]] = {}
+        """Why a tensor is not finite, by its id; the tape keeps all tensors alive."""
+        self._made: set[int] = set()
+        self._checked: dict[int, Any] = {}
+        self._rounded: list[tuple[Any, Any, Survey, bool]] = []
+        self._readers: dict[int, list[TapedOperation]] = {}
+        self._narrow: dict[int, list[tuple[TapedOperation, Any]]] = {}
+        """The rounded operands that were made of a tensor."""
+        self._bad: dict[int, bool] = {}
+        """Whether a tensor's gradient is not finite after rounding, by the tensor's id."""
+        self._gradients: dict[int, Any] = {}
+        self._hooks: list[Any] = []
+        self._hooked: set[int] = set()
+
+    def clear(self) -> None:
+        """Forget the step."""
+        for hook in self._hooks:
+            hook.remove()
+        self.tape.clear()
+        self._forget()
+
+    @property
+    def format(self) -> Format:
+        """The format that the policy rounds to."""
+        return FP32 if self._run.policy is None else self._run.policy.storage
+
+    def of_losses(self, losses: Iterable[Any]) -> list[Source]:
+        """Return what made the losses infinite or NaN."""
+        return list(dict.fromkeys(source for loss in losses for source in self.causes.get(id(loss), ())))
+
+    @property
+    def in_backward(self) -> list[Source]:
+        """What made gradients infinite or NaN."""
+        return [source for source in self.sources if source.backward and source.kind != "vanished"]
+
+    # --- the forward pass ------------------------------------------------------------------------------------------------------------
+
+    def rounded(self, operation: TapedOperation, before: Any, after: Any, *, result: bool) -> None:
+        """Record what a rounding lost."""
+        found = survey(before, self.format)
+        self._rounded.append((before, after, found, result))
+        if not result and not after.stop_gradient:
+            self._narrow.setdefault(id(before), []).append((operation, after))
+            after.register_hook(functools.partial(self._of_operand, operation, after))
+
+    def finished(self, operation: TapedOperation) -> None:
+        """Record what an operation made of what it read."""
+        rounded, self._rounded = self._rounded, []
+        known = [source for t in operation.operands for source in self._of_operand_value(operation, t)]
+        for before, _, found, result in rounded:
+            if not result and found.overflows and id(before) not in self.causes:
+                known.append(self._lost(operation, found, name=_CAST, read=[before]))
+            if found.share and math.isfinite(found.largest):
+                self._vanished(operation, found, name=public_name(operation.name) if result else _CAST)
+        for result in operation.results:
+            self._made.add(id(result))
+            raw = next((r for r in rounded if r[3] and r[1] is result), None)
+            self._judge(operation, result, raw[2] if raw is not None else None, known)
+            if not result.stop_gradient and result.is_floating_point():
+                result.register_hook(functools.partial(self._of_result, operation, result))
+        for one in operation.operands:
+            self._readers.setdefault(id(one), []).append(operation)
+            self._hook_leaf(one)
+
+    def _of_operand_value(self, operation: TapedOperation, tensor: Any) -> tuple[Source, ...]:
+        """Return why an operand is not finite; one that the step did not make entered it."""
+        if id(tensor) in self.causes or id(tensor) in self._made or id(tensor) in self._checked:
+            return self.causes.get(id(tensor), ())
+        self._checked[id(tensor)] = tensor
+        if finite(tensor):
+            return ()
+        is_weight = isinstance(tensor, paddle.base.framework.EagerParamBase)
+        source = self._add(operation, "entered", None, read=[tensor], parameter=is_weight)
+        self.causes[id(tensor)] = (source,)
+        return self.causes[id(tensor)]
+
+    def _judge(self, operation: TapedOperation, result: Any, raw: Survey | None, known: list[Source]) -> None:
+        if not result.is_floating_point() or operation.name.startswith("empty"):  # that is memory, and no value yet
+            return
+        if raw is not None and raw.overflows and not known:
+            self.causes[id(result)] = (self._lost(operation, raw, read=operation.operands),)
+            return
+        if finite(result) if raw is None else math.isfinite(raw.largest):
+            self.causes.pop(id(result), None)
+            for source in known:
+                source.stopped[public_name(operation.name)] = None
+            return
+        if known:
+            self.causes[id(result)] = tuple(dict.fromkeys(known))
+            return
+        reads = [t for t in operation.operands if t.is_floating_point()]
+        numbers = [v for v in (*operation.args, *operation.kwargs.values()) if isinstance(v, float)]
+        if not reads or not all(map(math.isfinite, numbers)):
+            source = self._add(operation, "constant", None)
+        else:
+            source = self._add(
+                operation, "made", self._in_fp32(operation, result), read=reads, fmt=self._kept_in(operation, result)
+            )
+        self.causes[id(result)] = (source,)
+
+    def _in_fp32(self, operation: TapedOperation, result: Any) -> float | None:
+        """Return the largest magnitude of a 16-bit operation's result in FP32; None if that is not finite either."""
+        if result.element_size() > 2 or operation.name.endswith("_"):
+            return None
+        if operation.name == _CAST:
+            return float(abs(array_of(operation.operands[0])).max())
+        with paddle.no_grad(), self._run.in_fp32():
+            wide = tensors([operation.function(*_widened(operation.args), **_widened(operation.kwargs))])
+        largest = max((float(abs(array_of(t)).max()) for t in wide if t.is_floating_point() and t.size), default=0.0)
+        return largest if math.isfinite(largest) else None
+
+    def _kept_in(self, operation: TapedOperation, result: Any) -> str:
+        return self.format.name if operation.rounds else format_name(result)
+
+    # --- the backward pass -----------------------------------------------------------------------------------------------------------
+
+    def _hook_leaf(self, tensor: Any) -> None:
+        known = id(tensor) in self._made or id(tensor) in self._hooked
+        if known or tensor.stop_gradient or not tensor.is_floating_point():
+            return
+        self._hooked.add(id(tensor))
+        self._hooks.append(tensor.register_hook(functools.partial(self._of_result, None, tensor)))
+
+    def _of_operand(self, operation: TapedOperation, narrow: Any, gradient: Any) -> None:
+        """Record the gradient of a rounded operand, which is rounded next."""
+        if gradient is None:  # nothing flows back here
+            return
+        with self._observed(gradient) as found:
+            made = self._finite_after(operation)
+            self._bad[id(narrow)] = not math.isfinite(found.largest) or found.overflows
+            if not math.isfinite(found.largest) and made:
+                self._backward(operation, None, gradient)
+            elif math.isfinite(found.largest) and found.overflows:
+                self._backward(operation, found, gradient)
+            elif found.share:
+                self._vanished(operation, found, backward=True)
+
+    def _of_result(self, operation: TapedOperation | None, result: Any, gradient: Any) -> None:
+        """Record the gradient of a result or of a weight; that of a rounded result is rounded next."""
+        if gradient is None:
+            return
+        with self._observed(gradient) as found:
+            rounds = operation is not None and operation.rounds
+            bad = not math.isfinite(found.largest)
+            self._bad[id(result)] = bad or (rounds and found.overflows)
+            self._gradients[id(result)] = gradient
+            reader = self._maker_of(result) if bad or (rounds and (found.overflows or found.share)) else None
+            if reader is None:
+                return
+            if bad:
+                self._backward(reader, None, gradient)
+            elif found.overflows:
+                self._backward(reader, found, gradient)
+            else:
+                self._vanished(reader, found, backward=True)
+
+    def _observed(self, gradient: Any) -> Any:
+        return _Observed(self, gradient)
+
+    def _finite_after(self, operation: TapedOperation) -> bool:
+        return not any(self._bad.get(id(result)) for result in operation.results)
+
+    def _maker_of(self, tensor: Any) -> TapedOperation | None:
+        """Return the operation whose backward pass made a tensor's gradient; None if what it received was not finite."""
+        readers = self._readers.get(id(tensor), [])
+        narrow = [one for reader, one in self._narrow.get(id(tensor), [])]
+        if any(self._bad.get(id(one)) for one in narrow) or not all(map(self._finite_after, readers)):
+            return None
+        reached = [r for r in readers if any(id(result) in self._gradients for result in r.results)]
+        failing = [r for r in reached if self._fails(r, tensor)] if len(reached) > 1 else []
+        return next(iter(failing or reached), None)
+
+    def _fails(self, operation: TapedOperation, tensor: Any) -> bool:
+        """Return whether the operation's backward pass, computed again, has no finite gradient for ``tensor``."""
+        if operation.name.endswith("_"):
+            return False
+        again = tensor.detach()
+        again.stop_gradient = False
+        try:
+            with paddle.enable_grad():
+                args = [again if a is tensor else a for a in operation.args]
+                result = tensors([operation.function(*args, **operation.kwargs)])
+                pairs = [(r, self._gradients.get(id(o))) for r, o in zip(result, operation.results, strict=True)]
+                known = [(r, g) for r, g in pairs if g is not None]
+                found = paddle.grad([r for r, _ in known], [again], [g for _, g in known], allow_unused=True)
+        except Exception:  # an operation that cannot run by itself is not excluded by that
+            return False
+        return found[0] is not None and not finite(found[0])
+
+    # --- sources ---------------------------------------------------------------------------------------------------------------------
+
+    def _lost(self, operation: TapedOperation, found: Survey, *, name: str = "", read: list[Any]) -> Source:
+        return self._add(operation, "made", found.largest, name=name, read=read, fmt=self.format.name)
+
+    def _backward(self, operation: TapedOperation, found: Survey | None, gradient: Any) -> None:
+        received = [self._gradients[id(r)] for r in operation.results if id(r) in self._gradients]
+        read = [*received, *(t for t in operation.operands if t.is_floating_point())] if found is None else received
+        wide = None if found is None else found.largest
+        fmt = self.format.name if found is not None or operation.rounds else FP32.name
+        source = self._add(operation, "made", wide, read=read, backward=True, fmt=fmt)
+        if found is None:
+            of_results = [self.causes.get(id(t), ()) for t in (*operation.operands, *operation.results)]
+            source.because = tuple(dict.fromkeys(s for causes in of_results for s in causes if s.kind == "made"))
+
+    def _vanished(self, operation: TapedOperation, found: Survey, *, name: str = "", backward: bool = False) -> None:
+        source = self._add(operation, "vanished", found.vanished, name=name, backward=backward, fmt=self.format.name)
+        source.share = found.share
+
+    def _add(
+        self,
+        operation: TapedOperation,
+        kind: Kind,
+        wide: float | None,
+        *,
+        name: str = "",
+        read: Iterable[Any] = (),
+        fmt: str = FP32.name,
+        backward: bool = False,
+        parameter: bool = False,
+    ) -> Source:
+        source = Source(
+            index=self.tape.next_index(),
+            kind=kind,
+            op=name or public_name(operation.name),
+            layer=operation.layer,
+            line=operation.line,
+            backward=backward or operation.backward,
+            format=fmt,
+            operands=[operand(t) for t in read],
+            wide=wide,
+            scale=self._scale(),
+            parameter=parameter,
+        )
+        self.sources.append(source)
+        return source
+
+
+class _Observed:
+    """A context that surveys a gradient and records no operation inside."""
+
+    def __init__(self, lost: LostValues, gradient: Any) -> None:
+        self._lost, self._gradient = lost, gradient
+        self._paused = lost.tape.paused()
+
+    def __enter__(self) -> Survey:
+        self._paused.__enter__()
+        if self._gradient.is_selected_rows():
+            self._gradient = paddle.nn.clip.get_tensor_from_selected_rows(self._gradient)
+        return survey(self._gradient, self._lost.format)
+
+    def __exit__(self, *error: object) -> None:
+        self._paused.__exit__(None, None, None)
+
+
+def public_name(name: str) -> str:
+    """Return the name under which Paddle documents an operation of ``paddle._C_ops``."""
+    bare = name.removesuffix("_") if name not in FORMATS else name
+    return PUBLIC_NAMES.get(bare, bare)
+
+
+def _widened(values: Any) -> Any:
+    if isinstance(values, paddle.Tensor):
+        narrow = values.is_floating_point() and values.element_size() == 2
+        return values.detach().astype(FP32.dtype_name) if narrow else values
+    if isinstance(values, dict):
+        return {key: _widened(value) for key, value in values.items()}
+    return type(values)(map(_widened, values)) if type(values) in (list, tuple) else values

@@ -1,0 +1,137 @@
+"""What the observers of Paddle scripts share: which steps they observe, when these end, and what they refuse.
+
+A step's operations are those between the update before it and its own update. So an observer begins right after an update, and what it has
+recorded is judged before the weights change. The script ends at the first backward pass after the last observed step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import paddle
+
+from mezzo.errors import ScriptError
+from mezzo.launch.paddle.state import PaddleRun
+from mezzo.launch.patches import Patches
+from mezzo.observe.stopping import StopScript
+from mezzo.records import AnyRecord, RunRecord
+
+
+class StepObserver(ABC):
+    """A recorder of chosen steps of a Paddle run (``launch.paddle.state.PaddleObserver``)."""
+
+    kind = "audit"
+    """The name of the command."""
+
+    def __init__(self, run: PaddleRun, *, steps: Sequence[int]) -> None:
+        self.run = run
+        self.watched: list[int] = []
+        """Numbers of the steps that were observed to their end."""
+        self._waiting = sorted(set(steps))
+        self._seen_backward = self._judged = False
+        """Whether the open step had a backward pass, and whether its first update has begun."""
+
+    # --- what an observer does -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def install(self, patches: Patches) -> None:
+        """Patch Paddle until ``patches`` are undone."""
+
+    @abstractmethod
+    def record(self, run: RunRecord) -> AnyRecord:
+        """Return the observer's record, which includes that of the whole run."""
+
+    def begin(self) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Begin to record."""
+
+    def judge(self, norm: Any | None) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Judge what was recorded of the open step, whose gradients have this norm; the weights are still those of the step."""
+
+    def end(self) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Stop recording, and forget what was recorded since ``judge``."""
+
+    def close(self) -> None:
+        """Stop observing, wherever the script ended."""
+        self.end()
+
+    # --- what the run calls --------------------------------------------------------------------------------------------------------
+
+    @property
+    def open_step(self) -> int:
+        """The number of the step that is open."""
+        return len(self.run.steps) + 1
+
+    @property
+    def observing(self) -> bool:
+        """Whether the open step is to be observed."""
+        return self._waiting[:1] == [self.open_step]
+
+    def start(self) -> None:
+        """Begin before the script's first line, if the first step is observed."""
+        if self.observing:
+            self.begin()
+
+    def backward_begins(self, losses: Iterable[Any]) -> None:
+        """Record that a backward pass begins; the step before has closed."""
+        self._seen_backward = True
+
+    def scaled(self, losses: Sequence[Any], gradients: Sequence[Any]) -> None:  # noqa: B027 - as above
+        """Record the gradients from which the backward pass starts."""
+
+    def backward_ended(self) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Record that a backward pass ended."""
+
+    def update_begins(self, norm: Any | None) -> None:
+        """Judge the step at its first update."""
+        if self.observing and not self._judged:
+            self._judged = True
+            self.judge(norm)
+        self.end()
+
+    def update_ended(self, optimizer: Any) -> None:
+        """Begin to record the next step, if it is observed."""
+        if self.observing or self._waiting[:1] == [self.open_step + 1]:
+            self.end()
+        if self._waiting[1:2] == [self.open_step + 1] or self._waiting[:1] == [self.open_step + 1]:
+            self.begin()
+
+    def step_closed(self, num_steps: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
+        """Record that a step is over; end the script after the last observed one."""
+        self._seen_backward = self._judged = False
+        if self._waiting[:1] == [num_steps]:
+            self._waiting.pop(0)
+            self.watched.append(num_steps)
+        self.decide(num_steps, loss_finite=loss_finite, gradients_finite=gradients_finite, skipped=skipped)
+        if not self._waiting:
+            raise StopScript
+
+    def decide(self, step: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:  # noqa: B027 - as above
+        """Decide what a step that is over shows."""
+
+    def scaler_met(self, scaler: Any) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Record that the script's own GradScaler is about to scale a loss."""
+
+    def closure_met(self, optimizer: str) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Record that an optimizer of this class evaluates the loss itself."""
+
+    def static_graph(self, what: str) -> NoReturn:
+        """Refuse a static graph.
+
+        Raises:
+            ScriptError: always.
+        """
+        raise ScriptError(
+            f"the script uses {what}, and mezzo {self.kind} observes the operations of Paddle's dynamic graph only",
+            hint="leave it out; or pass a policy, as --policy fp32, under which code given to to_static runs eagerly",
+        )
+
+    def too_short(self) -> bool:
+        """Return whether the script ended before anything was learned of it."""
+        return not self.watched
+
+
+def refuse_static_graphs(observer: StepObserver, patches: Patches) -> None:
+    """Refuse ``paddle.enable_static`` until ``patches`` are undone."""
+    patches.replace(paddle, "enable_static", lambda *args, **kwargs: observer.static_graph("paddle.enable_static()"))

@@ -1,0 +1,64 @@
+"""The shape of a Paddle product as a Tensor Core sees it, and what keeps it off full-width loads.
+
+The rule is NVIDIA's, as for PyTorch (``mezzo.observe.audit.eligibility``): innermost dimensions of 16-bit operands are multiples of 8, and
+convolutions take channels last. An FP32 product is judged as if its operands had 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mezzo.launch.paddle.audited import Shape
+from mezzo.observe.limits import TENSOR_CORE_MULTIPLE
+
+_CONVOLUTIONS = ("conv2d", "depthwise_conv2d", "conv3d")
+
+
+def shape_of(op: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shape | None:
+    """Return the shape of a product; None for one that is more than one product, as a recurrent layer."""
+    if op in _CONVOLUTIONS:
+        return _convolution(result, args, kwargs)
+    if op in ("matmul", "linear", "linear_v2", "bmm"):
+        return _matmul(op, result, args, kwargs)
+    return None
+
+
+def _matmul(op: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shape | None:
+    x, y = (
+        args[i] if len(args) > i else kwargs.get(name)
+        for i, name in enumerate(("x", "y" if op != "linear" else "weight"))
+    )
+    if x is None or y is None or len(x.shape) < 2 or len(y.shape) < 2:
+        return None
+    transposed = op == "matmul" and (args[2] if len(args) > 2 else kwargs.get("transpose_x", False))
+    k, n = x.shape[-2 if transposed else -1], result.shape[-1]
+    rows = result.size // n
+    batch = math.prod(result.shape[:-2]) if len(y.shape) > 2 else 1
+    odd = [f"{name} = {size}" for name, size in (("n", n), ("k", k)) if size % TENSOR_CORE_MULTIPLE]
+    problems = (f"dimension: {', '.join(odd)}: not a multiple of {TENSOR_CORE_MULTIPLE}",) if odd else ()
+    return Shape(m=rows // batch, n=n, k=k, batch=batch, problems=problems)
+
+
+def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shape:
+    x, weight = args[:2]
+    words = [word for word in (*args, *kwargs.values()) if isinstance(word, str)]
+    layout = next((word for word in words if word.startswith("N")), "NCHW")
+    channels = x.shape[-1] if layout in _LAST else x.shape[1]
+    groups, outs = channels // weight.shape[1], weight.shape[0]
+    positions, each = result.size // outs, (weight.shape[1], outs // groups)
+    odd = [
+        f"{n} {what} channels" for n, what in zip(each, ("input", "output"), strict=True) if n % TENSOR_CORE_MULTIPLE
+    ]
+    problems = []
+    if groups > 1 and odd:
+        problems.append(f"groups: {' and '.join(odd)} in each of {groups} groups: too few for a Tensor Core's tile")
+    elif odd:
+        problems.append(f"dimension: {' and '.join(odd)}: not a multiple of {TENSOR_CORE_MULTIPLE}")
+    if layout not in _LAST and channels > 1:
+        problems.append("layout: its input is channels-first; the kernels take channels-last")
+    return Shape(m=positions, n=each[1], k=math.prod(weight.shape[1:]), batch=groups, problems=tuple(problems))
+
+
+_LAST = ("NHWC", "NDHWC")
+"""Names of the layouts whose channels come last."""

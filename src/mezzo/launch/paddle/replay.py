@@ -1,0 +1,202 @@
+"""Compute the gradients of a recorded Paddle step again, with a format that has no largest or no smallest number.
+
+A value that leaves a format's range becomes infinite or zero, and whether that matters shows in the gradients alone: softmax makes
+the same of -inf and of -1e9. So the recorded operations run once more, on the same operands and random numbers, and every rounding
+keeps the format's digits but not its limits. Gradients that differ from those of a replay with the limits were made wrong by the range,
+because nothing else differs. A replay whose loss is not the step's is not believed.
+
+Limits: a ``PyLayer`` that the script writes, and activation checkpointing, count as constants in both replays, so what lies before
+them is not weighed. Cost: two or three more forward and backward passes, in observed steps in which a value left the format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+from paddle.autograd import PyLayer
+
+from mezzo.formats import FP32, Format
+from mezzo.launch.paddle.surveys import array_of
+from mezzo.launch.paddle.tape import TapedOperation, tensors
+
+_SAME = 1e-4
+"""Relative difference up to which a replayed loss is that of the step: sums may be made in another order."""
+
+
+class Limits(NamedTuple):
+    """Which ends of a format's range are kept."""
+
+    above: bool
+    below: bool
+
+
+KEPT, NO_UPPER, NONE = Limits(True, True), Limits(False, True), Limits(False, False)
+
+
+class NotRepeated(Exception):
+    """The reason why a step cannot be computed again."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One backward pass of a step."""
+
+    losses: list[Any]
+    gradients: list[Any]
+    """The gradients from which it starts; None for 1."""
+
+
+def rounded_within(values: npt.NDArray[Any], fmt: Format, limits: Limits) -> npt.NDArray[np.float32]:
+    """Return FP32 ``values`` with the digits of ``fmt``, to nearest, ties to even; its range ends only where ``limits`` say so."""
+    with np.errstate(all="ignore"):
+        wide = values.astype(np.float64)
+        _, exponents = np.frexp(wide)
+        units = exponents - (fmt.mantissa_bits + 1)
+        if limits.below:
+            units = np.maximum(units, math.frexp(fmt.min_subnormal)[1] - 1)
+        result = np.ldexp(np.rint(np.ldexp(wide, -units)), units)
+        if limits.above:
+            result = np.where(np.abs(result) > fmt.max, np.copysign(np.inf, result), result)
+        return np.where(np.isfinite(wide), result, wide).astype(np.float32)
+
+
+def gradients(
+    operations: Sequence[TapedOperation], passes: Sequence[Pass], weights: Sequence[Any], fmt: Format, limits: Limits
+) -> dict[int, Any]:
+    """Return the gradients of ``weights`` by id, those of all passes added up, as FP32 arrays.
+
+    Raises:
+        NotRepeated: an operation cannot run again, or the loss is another one.
+    """
+    twins = Twins(weights, fmt, limits)
+    before = paddle.get_rng_state()
+    try:
+        for operation in _needed(operations, passes):
+            twins.run(operation)
+        return _together([_of_pass(one, twins, weights, check=limits == KEPT) for one in passes])
+    except NotRepeated:
+        raise
+    except Exception as error:
+        raise NotRepeated(f"the step cannot be computed again: {type(error).__name__}") from error
+    finally:
+        paddle.set_rng_state(before)
+
+
+def _needed(operations: Sequence[TapedOperation], passes: Sequence[Pass]) -> list[TapedOperation]:
+    """Return the operations that the losses come from, in order."""
+    wanted = {id(loss) for one in passes for loss in one.losses}
+    found = []
+    for operation in reversed(operations):
+        if not operation.backward and any(id(result) in wanted for result in operation.results):
+            found.append(operation)
+            wanted.update(id(t) for t in operation.operands)
+    return found[::-1]
+
+
+def _of_pass(one: Pass, twins: Twins, weights: Sequence[Any], *, check: bool) -> dict[int, Any]:
+    losses = [twins.of(loss) for loss in one.losses]
+    for loss, again in zip(one.losses, losses, strict=True):
+        if check and not np.allclose(array_of(loss), array_of(again), rtol=_SAME, atol=0.0, equal_nan=True):
+            raise NotRepeated("the step computed again has another loss")
+    starts = [paddle.ones_like(loss) if g is None else g for loss, g in zip(losses, one.gradients, strict=True)]
+    leaves = [twins.of(weight) for weight in weights]
+    found = paddle.grad(losses, leaves, starts, retain_graph=True, allow_unused=True)
+    return {id(w): array_of(g) for w, g in zip(weights, found, strict=True) if g is not None}
+
+
+def _together(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
+    total: dict[int, Any] = {}
+    for part in parts:
+        for key, gradient in part.items():
+            total[key] = gradient + total[key] if key in total else gradient
+    return total
+
+
+class Twins:
+    """The tensors of a replay, by those of the step."""
+
+    def __init__(
+        self,
+        weights: Sequence[Any],
+        fmt: Format,
+        limits: Limits,
+        *,
+        rounds: Callable[[TapedOperation], bool] | None = None,
+    ) -> None:
+        """Begin a replay.
+
+        Args:
+            weights: tensors whose gradients will be wanted.
+            fmt: the format to round to.
+            limits: which ends of its range are kept.
+            rounds: tells which operations are rounded; None for those that the policy of the run rounds.
+        """
+        self._round = _rounding(fmt, limits)
+        self._rounds = rounds or (lambda operation: operation.rounds)
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        for weight in weights:
+            leaf = weight.detach()
+            leaf.stop_gradient = False
+            self._kept[id(weight)] = weight, leaf
+
+    def of(self, tensor: Any) -> Any:
+        """Return the twin of a tensor; one that the step did not make is a constant."""
+        if id(tensor) not in self._kept:
+            self._kept[id(tensor)] = tensor, tensor.detach()
+        return self._kept[id(tensor)][1]
+
+    def run(self, operation: TapedOperation) -> None:
+        """Run an operation again."""
+        if operation.random is not None:
+            paddle.set_rng_state(operation.random)
+        writes = operation.name.endswith("_") or operation.name == "batch_norm"
+        read = (
+            (lambda t: self.of(t).clone() if writes and self.of(t).stop_gradient else self.of(t)) if writes else self.of
+        )
+        args, kwargs = _mapped(operation.args, read), _mapped(operation.kwargs, read)
+        rounds = self._rounds(operation)
+        if rounds:
+            args, kwargs = _mapped(args, self._rounded), _mapped(kwargs, self._rounded)
+        result = operation.function(*args, **kwargs)
+        found = tensors([args[0] if operation.name == "setitem_" else result])
+        if rounds:
+            found = [self._rounded(t) for t in found]
+        for actual, twin in zip(operation.results, found, strict=True):
+            self._kept[id(actual)] = actual, twin
+
+    def _rounded(self, tensor: Any) -> Any:
+        return self._round.apply(tensor) if tensor.dtype == paddle.float32 else tensor
+
+
+def _rounding(fmt: Format, limits: Limits) -> Any:
+    def rounded(tensor: Any) -> Any:
+        return paddle.to_tensor(
+            rounded_within(array_of(tensor), fmt, limits), dtype=FP32.dtype_name, place=tensor.place
+        )
+
+    class Rounding(PyLayer):  # type: ignore[misc]
+        """A rounding of a tensor and of its gradient."""
+
+        @staticmethod
+        def forward(ctx: Any, tensor: Any) -> Any:
+            return rounded(tensor)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return rounded(gradient)
+
+    return Rounding
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    if isinstance(value, paddle.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return type(value)(_mapped(item, change) for item in value) if type(value) in (list, tuple) else value

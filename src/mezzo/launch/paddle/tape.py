@@ -1,0 +1,273 @@
+"""Record the operations of chosen steps of a Paddle script, in order: name, layer, line, operands and results.
+
+Every function of ``paddle._C_ops``, every arithmetic operator, indexing and ``PyLayer.apply`` is wrapped; where the policy rounds
+operands and results, the recorder sees both sides of each rounding. Evaluations (code without gradients) are not recorded, because
+their tensors would be kept until the update. Cost, in observed steps only: all tensors of a step stay alive until its update.
+
+Limits: operations inside traced programs and inside a ``PyLayer`` that the script writes are not seen: the latter count as one operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, cast
+
+import paddle
+from paddle.autograd import PyLayer
+
+from mezzo.frameworks import paddleops
+from mezzo.launch.paddle.state import PaddleRun
+from mezzo.launch.patches import Patches
+
+_MEZZO = str(Path(__file__).parents[2])
+_PADDLE = str(Path(paddle.__file__).parent)
+_OPERATORS = {
+    **paddleops.OPERATORS,
+    "__rpow__": "elementwise_pow",
+    "__rmatmul__": "matmul",
+    "__sub__": "subtract",
+    "__rsub__": "subtract",
+    "__div__": "divide",
+    "__rdiv__": "divide",
+    "__rtruediv__": "divide",
+    "__getitem__": "getitem",
+    "__setitem__": "setitem_",
+    "clone": "assign",
+    "detach": "detach",
+}
+"""Methods of ``paddle.Tensor`` that bypass ``paddle._C_ops``."""
+_RANDOM = frozenset(
+    (
+        *("dropout", "uniform", "gaussian", "bernoulli", "randint", "randperm", "multinomial", "rrelu", "rnn"),
+        *("truncated_gaussian_random", "flash_attn", "standard_gamma", "poisson", "binomial", "fused_dropout_add"),
+        *("exponential_", "uniform_inplace_", "gaussian_inplace_"),
+    )
+)
+"""Operations whose results depend on the state of the random number generator."""
+_POSSIBLE = frozenset(op for ops in paddleops.OPS.values() for op in ops)
+"""Operations that a policy may round."""
+_UNSEEN = ("legacy", "_run_custom_op", "_run_python_op")
+
+
+@dataclass(eq=False)
+class TapedOperation:
+    """One operation of a step."""
+
+    index: int
+    name: str
+    """Its name in ``paddle._C_ops``."""
+    layer: Any
+    """The innermost layer that runs it; None outside any layer."""
+    line: str
+    function: Callable[..., Any]
+    """Paddle's own function, which rounds nothing."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    backward: bool
+    """Whether code that the script wrote for a backward pass runs it."""
+    random: Any = None
+    """The state of the random number generator before it, if that matters."""
+    results: list[Any] = field(default_factory=list)
+    result: Any = None
+    rounds: bool = False
+    """Whether the policy rounds its operands and results."""
+
+    @property
+    def operands(self) -> list[Any]:
+        """The tensors that it reads."""
+        return tensors([*self.args, *self.kwargs.values()])
+
+
+class Listener(Protocol):
+    """What wants to know of operations as they run."""
+
+    def finished(self, operation: TapedOperation) -> None:
+        """Record an operation that has run."""
+
+    def rounded(self, operation: TapedOperation, before: Any, after: Any, *, result: bool) -> None:
+        """Record that the policy rounded an operand of the operation, or its ``result``."""
+
+
+class Tape:
+    """The operations of the observed step so far."""
+
+    def __init__(self, run: PaddleRun, listener: Listener) -> None:
+        self._run, self._listener = run, listener
+        self.on = False
+        """Whether operations are recorded now."""
+        self.everything = False
+        """Whether code without gradients is recorded, too."""
+        self.keeps = True
+        """Whether the operations are kept, with their tensors."""
+        self.operations: list[TapedOperation] = []
+        self.roots: list[Any] = []
+        """The layers called from outside any layer, in order of their first call."""
+        self._layers: list[Any] = []
+        self._running: TapedOperation | None = None
+        self._thread = threading.get_ident()
+        self._count = 0
+        self._plain = run.round
+
+    def install(self, patches: Patches) -> None:
+        """Wrap Paddle's operations until ``patches`` are undone."""
+        for name in dir(paddle._C_ops):
+            if callable(getattr(paddle._C_ops, name)) and not name.startswith("__") and name not in _UNSEEN:
+                patches.wrap(paddle._C_ops, name, functools.partial(self._around, name))
+        for method, name in _OPERATORS.items():
+            if hasattr(paddle.Tensor, method):
+                patches.wrap(paddle.Tensor, method, functools.partial(self._around, name))
+        patches.wrap(paddle.nn.Layer, "__call__", self._call)
+        patches.replace(PyLayer, "apply", _Apply(self))
+        self._run.round = functools.partial(self._round, result=False)
+        self._run.round_result = functools.partial(self._round, result=True)
+
+    def clear(self) -> None:
+        """Forget the operations so far."""
+        self.operations = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
+    def next_index(self) -> int:
+        """Return the next number in the order of everything that happens in a run."""
+        self._count += 1
+        return self._count
+
+    # --- operations --------------------------------------------------------------------------------------------------------------
+
+    def _around(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._records():
+                return original(*args, **kwargs)
+            return self._recorded(name, inspect.unwrap(original), original, args, kwargs)
+
+        return call
+
+    def _records(self) -> bool:
+        if (
+            not self.on
+            or self._running is not None
+            or threading.get_ident() != self._thread
+            or self._run.local.own_work
+        ):
+            return False
+        wanted = self.everything or self._run.local.in_backward or paddle.is_grad_enabled()
+        return bool(wanted and paddle.in_dynamic_mode())
+
+    def _recorded(
+        self, name: str, function: Callable[..., Any], original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        operation = TapedOperation(
+            index=self.next_index(),
+            name=name,
+            layer=self._layers[-1] if self._layers else None,
+            line=script_line(sys._getframe(2)),
+            function=function,
+            args=args,
+            kwargs=kwargs,
+            backward=self._run.local.in_backward and not paddle.is_grad_enabled(),
+            random=paddle.get_rng_state() if self.keeps and name in _RANDOM else None,
+        )
+        self._running = operation
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._running = None
+        operation.result = args[0] if name == "setitem_" else result
+        operation.results = tensors([operation.result])
+        if self.keeps:
+            self.operations.append(operation)
+        with self.paused():
+            self._listener.finished(operation)
+        return result
+
+    def applied(self, owner: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a ``PyLayer`` as one operation, named by its class."""
+        if not self._records() or owner.__module__.startswith("mezzo."):
+            return apply(*args, **kwargs)
+        return self._recorded(owner.__name__, apply, apply, args, kwargs)
+
+    # --- rounding ----------------------------------------------------------------------------------------------------------------
+
+    def _round(self, value: Any, *, result: bool) -> Any:
+        operation = self._running
+        if operation is None or operation.name not in _POSSIBLE:
+            return self._plain(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._round(item, result=result) for item in value)
+        after = self._plain(value)
+        if after is not value:
+            operation.rounds = True
+            with self.paused():
+                self._listener.rounded(operation, value, after, result=result)
+        return after
+
+    # --- layers ------------------------------------------------------------------------------------------------------------------
+
+    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            thread = threading.get_ident()
+            if thread != self._thread:
+                if self._layers or not paddle.is_grad_enabled() or self._run.local.in_backward:
+                    return original(layer, *args, **kwargs)
+                self._thread = thread  # this is the one that trains
+            if not self._layers and not self._run.local.in_backward and not any(layer is root for root in self.roots):
+                self.roots.append(layer)
+            self._layers.append(layer)
+            try:
+                return original(layer, *args, **kwargs)
+            finally:
+                self._layers.pop()
+
+        return call
+
+
+class _Apply:
+    """``PyLayer.apply`` of every class, as an operation of the tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
+        own = cast(Any, super(PyLayer, owner)).apply
+        return lambda *args, **kwargs: self._tape.applied(owner, own, args, kwargs)
+
+
+def tensors(values: Any) -> list[Any]:
+    """Return the initialised tensors in ``values``, also those in lists, tuples and dictionaries."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, paddle.Tensor):
+            if value._is_initialized() and not value.is_selected_rows():
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors(value)
+        elif isinstance(value, dict):
+            found += tensors(value.values())
+    return found
+
+
+def script_line(frame: FrameType | None) -> str:
+    """Return the innermost line outside Paddle and Mezzo as ``file:line``."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_PADDLE, _MEZZO, "<")) and "/contextlib.py" not in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
