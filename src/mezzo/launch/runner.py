@@ -27,6 +27,8 @@ from mezzo.measure.environment import environment_without_torch
 from mezzo.records import AnyRecord, RunRecord, read_record, write_record
 
 _STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes print there, too
+OBSERVABLE = ("torch", "keras")
+"""Frameworks whose operations observers see; Keras on PyTorch only."""
 _STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
 
 
@@ -69,7 +71,7 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
     Raises:
         ScriptError: the script trains in a framework that observers do not support.
     """
-    if request.observe is not None and request.framework != "torch":
+    if request.observe is not None and request.framework not in OBSERVABLE:
         raise ScriptError(
             f"mezzo {request.observe.kind} observes PyTorch's operations; {request.target} imports {request.framework}",
             hint="mezzo run and mezzo compare accept such a script",

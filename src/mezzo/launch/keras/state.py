@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from mezzo.errors import ScaleFloorError
 from mezzo.formats import FP32
@@ -98,6 +99,12 @@ class KerasRun:
         self.counted_on_step: int | None = None
         self.activations_bytes: int | None = None
         self.gradients_bytes: int | None = None
+        self.observed: Any = None
+        """What observers know of the run (``launch.keras.observed.ObservedKeras``); None if it is only recorded."""
+        self.own_dtypes: WeakSet[Any] = WeakSet()
+        """Layers whose dtype the script sets."""
+        self.returned_formats: dict[int, Any] = {}
+        """The formats that layers are made to return while they run on their own, by identity."""
         self.variables: dict[int, Any] = {}
         """The trained variables, by identity."""
         self.optimizers: dict[int, Any] = {}

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mezzo.launch.keras.layers import Layers
+from mezzo.launch.keras.scales import PolicyScale, ScriptScale
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.policy import Policy
@@ -93,6 +94,8 @@ class Updates:
         @functools.wraps(original)
         def scale_loss(optimizer: Any, loss: Any) -> Any:
             run = self._run
+            if run.observed is not None and isinstance(optimizer, self._scaler):
+                self._scale_observed(optimizer)
             if not isinstance(optimizer, self._scaler) or run.policy is None:
                 scaled = original(optimizer, loss)
             else:
@@ -101,6 +104,13 @@ class Updates:
             return scaled
 
         return scale_loss
+
+    def _scale_observed(self, optimizer: Any) -> None:
+        run = self._run
+        if run.scales:
+            run.observed.scaler_met(PolicyScale(run))
+        elif run.policy is None:
+            run.observed.scaler_met(ScriptScale(optimizer))
 
     def _read_scale(self, loss: Any) -> Any:
         import keras
@@ -139,7 +149,10 @@ class Updates:
         before = backend.read(inner._iterations)
         self._driven.append(id(inner))
         try:
-            result = (inner if passes else optimizer).apply(grads, variables)
+            apply = (inner if passes else optimizer).apply
+            if run.observed is not None:
+                apply = functools.partial(run.observed.update, apply, inner, norm=norm)
+            result = apply(grads, variables)
         finally:
             self._driven.remove(id(inner))
         if scaler is not None and run.policy is not None:

@@ -86,7 +86,7 @@ class Audit(Observer):
 
     def record(self, run: RunRecord) -> AuditRecord:
         """Return the record of the audited steps."""
-        names = Names([*self.run.roots, *self._roots])
+        names = Names([*self.run.roots, *self._roots], self.run.tree)
         steps = [understand(trace, names, self._weights) for trace in self._traces[: len(self.watched)]]
         audited = audit_record(
             run,
