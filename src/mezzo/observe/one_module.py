@@ -49,7 +49,7 @@ def for_single_modules(policy: Policy) -> Policy:
 
 
 class TorchModule:
-    """Run a module of PyTorch under a policy's autocast (``OneModule``)."""
+    """A module of PyTorch under a policy's autocast (``OneModule``)."""
 
     def __init__(self, policy: Policy, device_type: str) -> None:
         self._device_type = device_type

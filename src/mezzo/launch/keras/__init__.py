@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mezzo.launch.keras.observed import ObservedKeras
     from mezzo.observe.observer import Observer
 
-_BACKENDS = ("tensorflow", "torch")
+_BACKENDS = ("tensorflow", "torch", "jax")
 
 
 @contextmanager
@@ -103,6 +103,10 @@ def _backend_of(name: str, run: KerasRun) -> Backend:
         from mezzo.launch.keras.on_torch import TorchBackend
 
         return TorchBackend(run)
+    if name == "jax":
+        from mezzo.launch.keras.on_jax import JaxBackend
+
+        return JaxBackend(run)
     raise ScriptError(
         f"Keras runs on the backend {name!r} here; allowed: {', '.join(_BACKENDS)}",
         hint=f"set KERAS_BACKEND to one of them, as in KERAS_BACKEND={_BACKENDS[0]}",

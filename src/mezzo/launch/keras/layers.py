@@ -56,16 +56,19 @@ class Layers:
             raise no_such_module(sorted(self._unmatched)[0], self._names)
 
     def _init(self, original: Callable[..., None], ours: str) -> Callable[..., None]:
+        layers = self
+
         @functools.wraps(original)
-        def init(layer: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> None:
+        def init(self: Any, *, dtype: Any = None, **kwargs: Any) -> None:
+            layer, run = self, layers._run  # the names in the signature are those that Keras reads from it
             asked = _name_of(dtype)
             takes = asked is None or asked.startswith(_MIXED)
-            original(layer, *args, dtype=ours if takes else dtype, **kwargs)
+            original(layer, dtype=ours if takes else dtype, **kwargs)
             if asked in STORED_BYTES and not takes:
-                self._run.own_dtypes.add(layer)
+                run.own_dtypes.add(layer)
             if asked in STORED_BYTES and asked != ours and not takes:
                 reason = "the script, or the file that it was loaded from, sets this layer's own dtype"
-                self._run.note_left_alone("layer", f"{layer.name} in {asked}", reason)
+                run.note_left_alone("layer", f"{layer.name} in {asked}", reason)
 
         return init
 

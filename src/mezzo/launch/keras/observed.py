@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.scaling import NoScale, Scale
+from mezzo.launch.keras.fp16_products import name_products
 from mezzo.launch.keras.judged_layers import JudgedLayers
 from mezzo.launch.keras.layer_tree import LayerTree
 from mezzo.launch.keras.one_layer import OneLayer
@@ -108,8 +109,12 @@ class ObservedKeras:
         backend = importlib.import_module("keras.src.backend")
         patches.wrap(backend, "compute_output_spec", _unseen)
         patches.wrap(torch, "compile", self._never_compile)
+        name_products(patches, on_use=self._emulated)
         self.observer.start()
         patches.on_undo(self.observer.close)
+
+    def _emulated(self) -> None:
+        self.emulates = True
 
     def _never_compile(self, original: Call) -> Call:
         @functools.wraps(original)

@@ -27,6 +27,8 @@ from mezzo.measure.memory import SavedTensors
 class TorchBackend:
     """The hooks on torch as a backend of Keras (``launch.keras.state.Backend``)."""
 
+    shares_scale = True
+
     def __init__(self, run: KerasRun) -> None:
         self._run = run
         self._losses: list[Tensor] = []

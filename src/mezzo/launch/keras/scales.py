@@ -45,7 +45,7 @@ class PolicyScale:
 
     @property
     def key(self) -> int:
-        """Return the run's identity: it has one scale."""
+        """The run's identity: it has one scale."""
         return id(self._run)
 
     def get_scale(self) -> float:
@@ -80,7 +80,7 @@ class ScriptScale:
 
     @property
     def key(self) -> int:
-        """Return the optimizer's identity."""
+        """The optimizer's identity."""
         return id(self._optimizer)
 
     def get_scale(self) -> float:

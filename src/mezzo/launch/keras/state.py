@@ -33,6 +33,8 @@ class Backend(Protocol):
     """The hooks on a backend of Keras, which record its backward passes and updates."""
 
     name: str
+    shares_scale: bool
+    """Whether all optimizers may share one variable as the loss scale; JAX's steps read only the optimizer's own."""
 
     def install(self, patches: Patches) -> None:
         """Patch the backend until ``patches`` are undone."""
@@ -110,6 +112,8 @@ class KerasRun:
         self.optimizers: dict[int, Any] = {}
         self.names: dict[int, str] = {}
         """The model that each optimizer trains, from the start of its variables' paths, by the optimizer's number."""
+        self.num_scaled = 0
+        """How many losses were scaled by an optimizer, while their step was traced or run."""
         self._owners: dict[int, int] = {}
         self._scale: Any = None
         self._scaled: list[tuple[Any, Any]] = []
@@ -139,6 +143,7 @@ class KerasRun:
 
     def scaled(self, result: Any, loss: Any) -> None:
         """Record that an optimizer of the script scaled ``loss`` to ``result``."""
+        self.num_scaled += 1
         self._scaled = [*self._scaled[1 - _NUM_SCALED :], (result, loss)]
 
     def unscaled(self, target: Any) -> Any | None:

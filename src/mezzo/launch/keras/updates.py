@@ -26,6 +26,11 @@ from mezzo.launch.patches import Patches
 from mezzo.policy import Policy
 
 Method = Callable[..., Any]
+UNSCALED = (
+    "on JAX a loss is scaled only in fit(), or by a LossScaleOptimizer of the script: a step's state is the script's"
+)
+_NEVER = 2**30
+"""Good updates after which a scale grows that is to stay as it is."""
 
 
 class Updates:
@@ -65,6 +70,8 @@ class Updates:
             assert policy is not None
             scaler.initial_scale = policy.init_scale if self._run.scales else 1.0
             scaler.dynamic_growth_steps = policy.growth_interval
+            if not (self._run.scales or self._backend.shares_scale):
+                scaler.dynamic_growth_steps = _NEVER
 
         return init
 
@@ -72,7 +79,7 @@ class Updates:
         @functools.wraps(original)
         def build(scaler: Any, variables: Any) -> None:
             original(scaler, variables)
-            if self._run.scales:
+            if self._run.scales and self._backend.shares_scale:
                 object.__setattr__(scaler, "dynamic_scale", self._run.scale)
 
         return build
@@ -96,7 +103,7 @@ class Updates:
             run = self._run
             if run.observed is not None and isinstance(optimizer, self._scaler):
                 self._scale_observed(optimizer)
-            if not isinstance(optimizer, self._scaler) or run.policy is None:
+            if not isinstance(optimizer, self._scaler) or run.policy is None or not self._backend.shares_scale:
                 scaled = original(optimizer, loss)
             else:
                 scaled = loss * self._read_scale(loss) if run.scales else loss
@@ -136,7 +143,10 @@ class Updates:
         run, backend = self._run, self._backend
         self._layers.check_patterns()
         if run.scales and not isinstance(optimizer, self._scaler):
-            optimizer = self._around(optimizer)
+            if backend.shares_scale:
+                optimizer = self._around(optimizer)
+            else:
+                run.note_left_alone("loss scale", "none", UNSCALED)
         inner = optimizer.inner_optimizer if isinstance(optimizer, self._scaler) else optimizer
         passes = inner is not optimizer and run.policy is not None and not run.scales
         if inner is not optimizer and not optimizer.built:

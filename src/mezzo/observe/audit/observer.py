@@ -10,6 +10,7 @@ from mezzo.devices import this_device
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit import kernels, totals
 from mezzo.observe.audit.findings import AuditedSteps, findings
+from mezzo.observe.audit.layers import FIXES
 from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
 from mezzo.observe.effective import Lowering
 from mezzo.observe.module_names import Names
@@ -149,6 +150,7 @@ def audit_record(
         trips=totals.round_trips(seen),
         products=products,
         device_type=device_type,
+        fixes=FIXES if run.framework.startswith("keras") else {},
         capability=this_device(device_type).capability if device_type == "cuda" else None,
     )
     return AuditRecord(
