@@ -110,8 +110,21 @@ def own_mixed():
         keras.config.set_dtype_policy(before)
 
 
-def static_scale_overflows():
-    fitted(functional(), factor=30.0)
+def steep():
+    """Gradients that need no loss scale: too large for one of 2**20."""
+    fitted(functional())
+
+
+def own_loop():
+    """A loop by hand, which calls no scale_loss and clips true gradients."""
+    x, y = (keras.ops.convert_to_tensor(values) for values in data())
+    model, optimizer = functional(), keras.optimizers.SGD(0.01)
+    for k in range(STEPS):
+        model.zero_grad()
+        keras.ops.mean(keras.ops.square(model(x[k * B :][:B], training=True)[:, 0] - y[k * B :][:B])).backward()
+        with torch.no_grad():
+            found = [v.value.grad.clamp(-1, 1) for v in model.trainable_variables]
+            optimizer.apply(found, model.trainable_variables)
 
 
 def large_gradients():
