@@ -68,7 +68,7 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
     import keras
 
     if observe is not None:
-        run.observed = _observed(run, observe, keras.backend.backend())
+        run.observed = observed_keras(run, observe, keras.backend.backend())
 
     if seed is not None:
         seeds.shift_keras(seed, patches)
@@ -79,8 +79,12 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
     run.backend.install(patches)
 
 
-def _observed(run: KerasRun, settings: AnySettings, backend: str) -> ObservedKeras:
-    """Return what an observer knows of the run, which has to be on PyTorch."""
+def observed_keras(run: KerasRun, settings: AnySettings, backend: str) -> ObservedKeras:
+    """Return what an observer knows of a run.
+
+    Raises:
+        ScriptError: the backend is not PyTorch.
+    """
     if backend != "torch":
         command = settings.kind
         raise ScriptError(
