@@ -10,8 +10,11 @@ import pytest
 
 from mezzo.errors import ScriptError
 from mezzo.launch.frameworks import framework_of, needs, spec_of
+from mezzo.launch.keras import observed_keras
+from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.request import Request
-from mezzo.launch.runner import observe_child, run_child
+from mezzo.launch.runner import run_child
+from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.records import read_record
 
 
@@ -122,21 +125,16 @@ def test_finding_the_framework_imports_none() -> None:
     assert done.stdout == "set()\n"
 
 
-@pytest.mark.parametrize("kind", ["audit", "ranges", "diagnose", "fallback"])
-def test_operations_of_other_frameworks_are_not_watched(tmp_path: Path, kind: str) -> None:
-    request = Request.model_validate(
-        {
-            "target": "train.py",
-            "kind": "script",
-            "framework": "keras",
-            "policy": "fp16",
-            "record_path": str(tmp_path / "record.json"),
-            "command": ["mezzo"],
-            "observe": {"kind": kind},
-        }
+@pytest.mark.parametrize("settings", [AuditSettings(), RangesSettings(), DiagnoseSettings(), FallbackSettings()])
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_keras_is_observed_on_torch_alone(settings: AnySettings, backend: str) -> None:
+    with pytest.raises(ScriptError) as refused:
+        observed_keras(KerasRun(None), settings, backend)
+    expected = f"mezzo {settings.kind} inspects Keras' operations on torch; the script runs on the backend {backend!r}"
+    assert refused.value.message.startswith(expected)
+    assert refused.value.hint.startswith(
+        f"KERAS_BACKEND=torch mezzo {settings.kind} ... runs the same script on PyTorch"
     )
-    with pytest.raises(ScriptError, match=f"^mezzo {kind} observes .*PyTorch's .*operations; train.py imports keras"):
-        observe_child(request)
 
 
 def test_a_script_that_hangs_is_stopped_and_its_record_says_so(tmp_path: Path) -> None:

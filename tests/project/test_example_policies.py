@@ -19,7 +19,14 @@ from benchmarks.examples import EXAMPLES, POLICIES, Example, compare, make_data
 
 OTHER_ENVIRONMENTS = {"imagenet_mobilenetv3.py", "keras_mobilenetv3.py", "paddle_mobilenetv3.py"}
 """These need timm, Keras and Paddle."""
-MADE_BEFORE = {"digits.py", "keras_digits.py", "paddle_digits.py", "session_digits.py", "session_gan.py", "stdlib_gpt.py"}
+MADE_BEFORE = {
+    "digits.py",
+    "keras_digits.py",
+    "paddle_digits.py",
+    "session_digits.py",
+    "session_gan.py",
+    "stdlib_gpt.py",
+}
 
 
 @pytest.fixture(scope="module")

@@ -28,17 +28,6 @@ if TYPE_CHECKING:
 
 Framework = Literal["torch", "keras", "paddle"]
 
-TITLES: dict[Framework, str] = {"torch": "PyTorch", "keras": "Keras", "paddle": "Paddle"}
-"""The frameworks' names in sentences."""
-
-OBSERVED: dict[str, tuple[Framework, ...]] = {
-    "audit": ("torch", "paddle"),
-    "diagnose": ("torch", "paddle"),
-    "ranges": ("torch", "paddle"),
-    "fallback": ("torch", "paddle"),
-}
-"""The frameworks in which each kind of observer works."""
-
 MAX_FILES = 200
 """Most files of a script that are read: a large project names its framework in the first ones."""
 

@@ -17,8 +17,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
 
-from mezzo.errors import RecordError, ScriptError
-from mezzo.launch.frameworks import OBSERVED, TITLES
+from mezzo.errors import RecordError
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.process.fork_server import Starter, child_command
 from mezzo.launch.process.group import Guarded, Process
@@ -66,16 +65,7 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
     """Run the script of ``request`` and return its record, of the kind that ``request.observe`` asks for.
 
     A child that died gets a run's record. The arguments are those of ``run_child``.
-
-    Raises:
-        ScriptError: the script trains in a framework that observers do not support.
     """
-    if request.observe is not None and request.framework not in OBSERVED[request.observe.kind]:
-        known = " and ".join(f"{TITLES[name]}'s" for name in OBSERVED[request.observe.kind])
-        raise ScriptError(
-            f"mezzo {request.observe.kind} observes {known} operations; {request.target} imports {request.framework}",
-            hint="mezzo run and mezzo compare accept such a script",
-        )
     path = Path(request.record_path)
     with stoppable() as stop:
         stop.check()

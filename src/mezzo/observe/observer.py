@@ -24,6 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.engine.casting import Casting
 from mezzo.engine.scaling import Scale
 from mezzo.measure.steps import StepRecorder
+from mezzo.observe.module_names import ModuleTree
+from mezzo.observe.one_module import OneModule
 from mezzo.observe.skips import Update
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
@@ -54,7 +56,9 @@ class ObservedRun(Protocol):
     recomputing: bool
     """Whether activation checkpointing is recomputing a forward pass."""
     applied: Policy | None
-    """The policy as applied; None if the script keeps its own precision."""
+    """The policy as applied by autocast; None if the script keeps its own precision, or its framework lowers it."""
+    tree: ModuleTree
+    """The modules of the script's models by name."""
 
     @property
     def roots(self) -> MutableMapping[nn.Module, None]:
@@ -64,6 +68,15 @@ class ObservedRun(Protocol):
     @property
     def optimizers(self) -> Iterable[torch.optim.Optimizer]:
         """The optimizers that the script made."""
+        ...
+
+    @property
+    def gradient_scale(self) -> float:
+        """The loss scale that is still in the parameters' gradients after a backward pass; waits for the device."""
+        ...
+
+    def one_module(self, policy: Policy) -> OneModule:
+        """Return how a single module runs under ``policy``."""
         ...
 
     @property

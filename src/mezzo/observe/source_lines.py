@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 from types import FrameType
@@ -15,6 +16,8 @@ Owner: TypeAlias = Literal["script", "library", "torch"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _MEZZO = str(Path(__file__).parents[1])
+_KERAS = str(Path(_TORCH).with_name("keras")) + os.sep
+"""Keras, whose operations on PyTorch belong to the script's line and to a layer."""
 _FOREIGN: dict[str, bool] = {}
 _INSTALLED = ("site-packages", "dist-packages")
 """Names of library folders; a list of paths would miss those that a ``.pth`` file adds."""
@@ -26,6 +29,7 @@ _PASSED_THROUGH = (
     str(Path(_MEZZO, "engine", "registration.py")),
     str(Path(_MEZZO, "observe", "nonfinite", "propagation.py")),
     str(Path(_MEZZO, "observe", "lint", "by_hand.py")),
+    str(Path(_KERAS, "src", "backend", "torch", "core.py")),
 )
 """Python files between the caller of an operation and the operation itself."""
 _POLICY = (
@@ -45,6 +49,8 @@ _OF_POLICIES = (
     str(Path(_MEZZO, "engine", "kernels")),
     str(Path(_MEZZO, *_APEX, "function_mode.py")),
     str(Path(_MEZZO, *_APEX, "casts.py")),
+    str(Path(_KERAS, "src", "dtype_policies")),
+    str(Path(_KERAS, "src", "backend", "common", "variables.py")),
 )
 """The same for whole folders, and for files whose names are not unique."""
 
@@ -69,20 +75,20 @@ def caller(frame: FrameType | None) -> Caller:
 def _caller_of(file: str) -> Caller | None:
     if file in _PASSED_THROUGH:
         return None
-    if not file.startswith(_MEZZO):
-        return "script"
     inside = file.startswith(_OF_POLICIES)
+    if not inside and not file.startswith(_MEZZO):
+        return "script"
     return "policy" if inside or Path(file).name in _POLICY else "mezzo"
 
 
 def script_line(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
-    """Return the innermost line outside torch and Mezzo as ``file:line``, and torch's Python functions that it called."""
+    """Return the innermost line outside torch, Keras and Mezzo as ``file:line``, and their functions that it called."""
     callers: list[str] = []
     while frame is not None:
         name = frame.f_code.co_filename
         foreign = _FOREIGN.get(name)
         if foreign is None:
-            foreign = _FOREIGN[name] = name.startswith((_TORCH, _MEZZO, "<frozen"))
+            foreign = _FOREIGN[name] = name.startswith((_TORCH, _MEZZO, _KERAS, "<frozen"))
         if not foreign:
             return f"{name}:{frame.f_lineno}", tuple(callers)
         callers.append(frame.f_code.co_name)

@@ -265,11 +265,11 @@ class Tracer(TorchDispatchMode):
         return self._formats.of(args, op=func.overloadpacket.__name__)
 
     def _is_torchs(self, entry: Entry) -> bool:
-        """Return whether the running module is one of torch's: its path is more informative than the line that called it."""
+        """Return whether the running module is one of torch's, or Keras': its path is more informative than the line that called it."""
         kind = type(entry.module)
         known = self._torchs.get(kind)
         if known is None:
-            known = self._torchs[kind] = kind.__module__.startswith("torch.nn")
+            known = self._torchs[kind] = kind.__module__.startswith(("torch.nn", "keras."))
         return known
 
     def _where(self, product: TracedProduct | None) -> str:

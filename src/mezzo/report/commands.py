@@ -28,7 +28,7 @@ _CHOOSES = ("KERAS_BACKEND", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYT
 _DISTRIBUTED = ("run", "audit", "diagnose", "ranges")
 """Commands that run inside each process of a launcher."""
 _FOR_TRAINERS = ("run", "compare", "check")
-"""Commands that accept scripts of every framework; the others observe PyTorch."""
+"""Commands that accept scripts of every framework; the others observe PyTorch's operations, of Keras on PyTorch too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,8 @@ class Script:
 
     def runs(self, command: str) -> bool:
         """Return whether ``command`` accepts a script of this framework."""
-        return command in _FOR_TRAINERS or self.framework.partition(" ")[0] in ("", "torch")
+        on_torch = self.framework.partition(" ")[0] in ("", "torch") or " on torch " in self.framework
+        return command in _FOR_TRAINERS or on_torch
 
     def under(self, command: str, **options: str) -> str:
         """Return ``command`` on this script as a shell line.

@@ -11,8 +11,11 @@ import keras
 import numpy as np
 
 TF = keras.backend.backend() == "tensorflow"
+JAX = keras.backend.backend() == "jax"
 if TF:
     import tensorflow as tf
+elif JAX:
+    import jax
 else:
     import torch
 
@@ -156,7 +159,7 @@ def convolutions():
         [
             keras.Input((6, 5, 2)),
             keras.layers.Conv2D(4, 3, padding="same", strides=2),
-            keras.layers.Conv2D(6, 2, groups=2 if not TF else 1),
+            keras.layers.Conv2D(6, 2, groups=1 if TF or JAX else 2),
             keras.layers.DepthwiseConv2D(2, depth_multiplier=3, padding="same"),
             keras.layers.Flatten(),
             keras.layers.Dense(C),
@@ -315,6 +318,34 @@ def embedding():
     model.compile(keras.optimizers.SGD(0.1), loss=loss_function())
     model.fit(np.arange(B * STEPS * 5).reshape(-1, 5) % 7, y, B, 1, shuffle=False, verbose=0)
     return result(model)
+
+
+def stateless_loop():
+    """Train by hand on JAX, as Keras' guide does: a jitted step, whose state goes in and comes out."""
+    x, y = data()
+    model, optimizer, loss_of = net(), keras.optimizers.SGD(0.1), loss_function()
+    optimizer.build(model.trainable_variables)
+
+    def loss_and_state(trained, others, a, b):
+        found, others = model.stateless_call(trained, others, a, training=True)
+        return loss_of(b, found), others
+
+    @jax.jit
+    def step(trained, others, held, a, b):
+        (loss, others), grads = jax.value_and_grad(loss_and_state, has_aux=True)(trained, others, a, b)
+        trained, held = optimizer.stateless_apply(held, grads, trained)
+        return loss, trained, others, held
+
+    trained, others, held = (
+        [v.value for v in vs] for vs in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    )
+    losses = []
+    for k in range(STEPS):
+        loss, trained, others, held = step(trained, others, held, x[k * B :][:B], y[k * B :][:B])
+        losses.append(float(loss))
+    for variable, value in zip(model.trainable_variables, trained, strict=True):
+        variable.assign(value)
+    return result(model, losses=losses)
 
 
 def run(case, policy, seed=None):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mezzo.observe.fallback.evidence import LocalError, fitting_scale
 from mezzo.observe.fallback.local_errors import Bench, Call, Calls, differentiable, relative_error
+from mezzo.observe.one_module import TorchModule
 from mezzo.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("slow_backward_way")
@@ -27,7 +28,9 @@ def called(module: nn.Module, *inputs: Tensor) -> Call:
 
 
 def measured(module: nn.Module, *inputs: Tensor, policy: str = "fp16") -> LocalError:
-    return Bench(Policy.parse(policy), "cpu").measure([called(module, *inputs)], {module: ("it", False)})[0]
+    return Bench(Policy.parse(policy), TorchModule(Policy.parse(policy), "cpu")).measure(
+        [called(module, *inputs)], {module: ("it", False)}
+    )[0]
 
 
 def normal(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
@@ -39,7 +42,9 @@ def test_a_linear_layer_loses_what_rounding_takes(policy: str, dtype: torch.dtyp
     torch.manual_seed(0)
     module, x = nn.Linear(32, 24), normal(40, 32)
     call = called(module, x)
-    found = Bench(Policy.parse(policy), "cpu").measure([call], {module: ("it", False)})[0]
+    found = Bench(Policy.parse(policy), TorchModule(Policy.parse(policy), "cpu")).measure(
+        [call], {module: ("it", False)}
+    )[0]
 
     gradient = call.gradients[0]
     assert gradient is not None
@@ -95,7 +100,9 @@ def test_what_a_run_by_itself_leaves_behind() -> None:
     call = called(module, normal(8, 4))
     before = {name: (value.clone(), value._version) for name, value in module.state_dict(keep_vars=True).items()}
     numbers = torch.get_rng_state()
-    found = Bench(Policy.parse("bf16"), "cpu").measure([call], {module: ("it", False)})[0]
+    found = Bench(Policy.parse("bf16"), TorchModule(Policy.parse("bf16"), "cpu")).measure(
+        [call], {module: ("it", False)}
+    )[0]
     for name, value in module.state_dict(keep_vars=True).items():
         assert torch.equal(value, before[name][0])
         assert value._version == before[name][1]  # a graph may have saved it

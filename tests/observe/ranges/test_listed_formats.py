@@ -86,12 +86,12 @@ def test_formats_are_those_of_a_region(name: str, policy: str) -> None:
     with casting(f"{policy}:arithmetic=emulated").region():
         expected = run().dtype
     formats = ListedFormats(Policy.parse(policy))
-    assert formats.is_wide(run()) is (expected is torch.float32)
+    assert formats.is_wide(run(), LINEAR) is (expected is torch.float32)
 
 
 def test_parameters_by_who_reads_them() -> None:
     formats = ListedFormats(Policy.parse("fp16"))
-    formats.is_wide(NORM(LINEAR(X)).sum() + TABLE(torch.tensor([1])).sum())
+    formats.is_wide(NORM(LINEAR(X)).sum() + TABLE(torch.tensor([1])).sum(), LINEAR)
     wide = [formats.gradient_is_wide(p) for p in (LINEAR.weight, LINEAR.bias, NORM.weight, NORM.bias, TABLE.weight)]
     assert wide == [False, False, True, True, True]
     assert not formats.gradient_is_wide(nn.Parameter(torch.ones(1)))  # not met: it may be anything

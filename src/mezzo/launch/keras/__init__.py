@@ -27,9 +27,10 @@ from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
 
 if TYPE_CHECKING:
+    from mezzo.launch.keras.observed import ObservedKeras
     from mezzo.observe.observer import Observer
 
-_BACKENDS = ("tensorflow", "torch")
+_BACKENDS = ("tensorflow", "torch", "jax")
 
 
 @contextmanager
@@ -39,12 +40,11 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
     Args:
         policy: the policy to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
-        observe: None; observers support only PyTorch.
+        observe: settings of the observer, for Keras on PyTorch; None to record only.
 
     Raises:
         PolicyError: Keras has no dtype policy for the policy.
     """
-    assert observe is None
     run, patches = KerasRun(policy), Patches()
     if policy is not None:
         dtype_policy_name(policy)
@@ -55,7 +55,7 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
             shift_python(seed, patches)
             after_import("torch", lambda: shift_torch(seed, patches), patches)
             after_import("tensorflow", lambda: seeds.shift_tensorflow(seed, patches), patches)
-        after_import("keras", lambda: _install(run, seed, patches), patches)
+        after_import("keras", lambda: _install(run, seed, observe, patches), patches)
         yield KerasTraining(run)
     finally:
         if run.backend is not None:
@@ -63,9 +63,12 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
         patches.undo()
 
 
-def _install(run: KerasRun, seed: int | None, patches: Patches) -> None:
+def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patches: Patches) -> None:
     """Patch Keras and its backend, which have just been imported."""
     import keras
+
+    if observe is not None:
+        run.observed = observed_keras(run, observe, keras.backend.backend())
 
     if seed is not None:
         seeds.shift_keras(seed, patches)
@@ -74,6 +77,25 @@ def _install(run: KerasRun, seed: int | None, patches: Patches) -> None:
     layers.install(patches)
     Updates(run, run.backend, layers).install(patches)
     run.backend.install(patches)
+
+
+def observed_keras(run: KerasRun, settings: AnySettings, backend: str) -> ObservedKeras:
+    """Return what an observer knows of a run.
+
+    Raises:
+        ScriptError: the backend is not PyTorch.
+    """
+    if backend != "torch":
+        command = settings.kind
+        raise ScriptError(
+            f"mezzo {command} inspects Keras' operations on torch; the script runs on the backend {backend!r}, whose "
+            "compiled steps hide them",
+            hint=f"KERAS_BACKEND=torch mezzo {command} ... runs the same script on PyTorch, if it uses Keras alone; mezzo run and "
+            f"mezzo compare accept {backend}",
+        )
+    from mezzo.launch.keras.observed import ObservedKeras
+
+    return ObservedKeras(run, settings)
 
 
 def _backend_of(name: str, run: KerasRun) -> Backend:
@@ -85,6 +107,10 @@ def _backend_of(name: str, run: KerasRun) -> Backend:
         from mezzo.launch.keras.on_torch import TorchBackend
 
         return TorchBackend(run)
+    if name == "jax":
+        from mezzo.launch.keras.on_jax import JaxBackend
+
+        return JaxBackend(run)
     raise ScriptError(
         f"Keras runs on the backend {name!r} here; allowed: {', '.join(_BACKENDS)}",
         hint=f"set KERAS_BACKEND to one of them, as in KERAS_BACKEND={_BACKENDS[0]}",
@@ -94,11 +120,13 @@ def _backend_of(name: str, run: KerasRun) -> Backend:
 class KerasTraining:
     """A Keras script's training (``launch.frameworks.Training``)."""
 
-    observer: Observer | None = None
-    """Always None: observers do not support Keras."""
-
     def __init__(self, run: KerasRun) -> None:
         self._run = run
+
+    @property
+    def observer(self) -> Observer | None:
+        """The observer of the training; None if it is only recorded."""
+        return None if self._run.observed is None else self._run.observed.observer
 
     @property
     def framework(self) -> str:
@@ -125,7 +153,9 @@ class KerasTraining:
         )
 
     def close_update(self) -> None:
-        """Read the steps not read yet."""
+        """Read the steps not read yet, and close the one that an observer still has open."""
+        if self._run.observed is not None:
+            self._run.observed.close_update()
         if self._run.backend is not None:
             self._run.backend.finish()
             self._run.backend.collect()

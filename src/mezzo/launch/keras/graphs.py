@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import function_def_to_graph, op_def_registry
 
-from mezzo.formats import FORMATS, FP32, STORED_BYTES, TF32
+from mezzo.formats import STORED_BYTES
 
 Shape = Sequence[int | None]
 Attribute = Callable[[str], Any]
@@ -78,14 +78,6 @@ def count(graph: Any, *, batch: int | None) -> Counted:
     live = _live(definition.node, [t.name for t in graph.outputs])
     _walk(_read_again(definition, batch, found), live, library, batch, found)
     return found
-
-
-def by_format(by_dtype: Counter[str], *, tf32: bool) -> dict[str, int]:
-    """Return counts by format from counts by dtype name; FP32 counts as TF32 if that is on."""
-    names = {f.dtype_name: f.name for f in FORMATS.values() if f is not TF32}
-    if tf32:
-        names[FP32.dtype_name] = TF32.name
-    return {names.get(dtype, dtype): flops for dtype, flops in by_dtype.items() if flops}
 
 
 def _read_again(definition: Any, batch: int | None, found: Counted) -> Any:

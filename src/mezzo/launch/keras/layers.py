@@ -3,14 +3,14 @@
 A layer whose dtype the script leaves open gets the policy's, and so does one with a mixed dtype policy of Keras: the policy
 replaces the script's own mixed precision. A plain dtype that the script sets
 (``dtype="float32"`` for a last softmax) is kept and listed. When a layer is first called, its name is known and its variables
-do not exist yet: at that time it is matched with ``fp32_modules``, together with its inner layers.
+do not exist yet: at that time it is matched with ``fp32_modules``, together with its inner layers, by their paths below it.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 from weakref import WeakSet
@@ -56,19 +56,26 @@ class Layers:
             raise no_such_module(sorted(self._unmatched)[0], self._names)
 
     def _init(self, original: Callable[..., None], ours: str) -> Callable[..., None]:
+        layers = self
+
         @functools.wraps(original)
-        def init(layer: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> None:
+        def init(self: Any, *, dtype: Any = None, **kwargs: Any) -> None:
+            layer, run = self, layers._run  # the names in the signature are those that Keras reads from it
             asked = _name_of(dtype)
             takes = asked is None or asked.startswith(_MIXED)
-            original(layer, *args, dtype=ours if takes else dtype, **kwargs)
+            original(layer, dtype=ours if takes else dtype, **kwargs)
+            if asked in STORED_BYTES and not takes:
+                run.own_dtypes.add(layer)
             if asked in STORED_BYTES and asked != ours and not takes:
                 reason = "the script, or the file that it was loaded from, sets this layer's own dtype"
-                self._run.note_left_alone("layer", f"{layer.name} in {asked}", reason)
+                run.note_left_alone("layer", f"{layer.name} in {asked}", reason)
 
         return init
 
-    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
+    def _call(self, keras_call: Callable[..., Any]) -> Callable[..., Any]:
+        original = keras_call if self._run.observed is None else self._run.observed.calls(keras_call)
+
+        @functools.wraps(keras_call)
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
             if layer not in self._met:
                 self._record_layer(layer)
@@ -90,13 +97,17 @@ class Layers:
         if policy is None or not policy.lowers:
             self._unmatched.clear()
             return
-        names = _names(layer)
+        if self._matches(policy, _names(layer)) or self._is_kept_norm(layer, policy):
+            keep_fp32(layer)
+        for path, inner in inner_layers(layer):  # which may have been called before they were part of it
+            if policy.fp32_modules and self._matches(policy, [path]):
+                keep_fp32(inner)
+
+    def _matches(self, policy: Policy, names: list[str]) -> bool:
         self._names |= dict.fromkeys(names)
         matched = {p for p in policy.fp32_modules if any(fnmatchcase(name, p) for name in names)}
         self._unmatched -= matched
-        if matched or self._is_kept_norm(layer, policy):
-            for inner in layer._flatten_layers():
-                inner.dtype_policy = FP32.dtype_name
+        return bool(matched)
 
     def _is_kept_norm(self, layer: Any, policy: Policy) -> bool:
         return policy.casting == "model" and policy.norms == "fp32" and isinstance(layer, self._norms)
@@ -108,6 +119,20 @@ def _name_of(dtype: Any) -> str | None:
         name = dtype.get("config", {}).get("name")
         return None if name is None else str(name)
     return None if dtype is None else str(getattr(dtype, "name", dtype))
+
+
+def inner_layers(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the layers inside ``layer`` with their paths: names joined by dots, without that of ``layer`` itself."""
+    for inner in layer._layers:
+        name = f"{path}.{inner.name}" if path else inner.name
+        yield name, inner
+        yield from inner_layers(inner, name)
+
+
+def keep_fp32(layer: Any) -> None:
+    """Give ``layer`` and the layers in it Keras' dtype policy for FP32."""
+    for inner in layer._flatten_layers():
+        inner.dtype_policy = FP32.dtype_name
 
 
 def _names(layer: Any) -> list[str]:

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras import graphs
+from mezzo.launch.keras.counts import by_format
 from mezzo.launch.keras.ledger import Ledger
 from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.keras.updates import times
@@ -31,6 +32,8 @@ _op_callbacks: Any = importlib.import_module("tensorflow.python.framework.op_cal
 
 class TensorFlowBackend:
     """The hooks on TensorFlow as a backend of Keras (``launch.keras.state.Backend``)."""
+
+    shares_scale = True
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run
@@ -216,7 +219,7 @@ class TensorFlowBackend:
 
     def _labelled(self, by_dtype: Counter[str]) -> dict[str, int]:
         tf32 = self.device_type() == "cuda" and tf.config.experimental.tensor_float_32_execution_enabled()
-        return graphs.by_format(by_dtype, tf32=tf32)
+        return by_format(by_dtype, tf32=tf32)
 
 
 def _is_variable(source: Any) -> bool:

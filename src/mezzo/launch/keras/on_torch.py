@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mezzo.formats import FP16, FP32
+from mezzo.launch.keras.scales import PolicyScale
 from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
@@ -25,6 +26,8 @@ from mezzo.measure.memory import SavedTensors
 
 class TorchBackend:
     """The hooks on torch as a backend of Keras (``launch.keras.state.Backend``)."""
+
+    shares_scale = True
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run
@@ -40,6 +43,9 @@ class TorchBackend:
     def install(self, patches: Patches) -> None:
         """Patch torch's backward pass and Keras' variables."""
         patches.wrap(torch.autograd, "backward", self._backward)
+        if self._run.observed is not None:
+            self._counted = True  # one mode at a time: the observer counts
+            self._run.observed.install(patches)
         variable = importlib.import_module("keras.src.backend.torch.core").Variable
         if self._run.scales:
             patches.wrap(variable, "_initialize", self._initialize)
@@ -73,6 +79,8 @@ class TorchBackend:
         loss = float(sum(float(loss) for loss in self._losses)) / accumulates if self._losses else math.nan
         self._losses = []
         scales = [math.nan if scale is None else float(scale)]
+        if self._run.observed is not None:
+            self._run.observed.step_made(skipped=skipped, scale=None if scale is None else float(scale))
         if self._count is not None:
             self._end_count()
         self._run.close(losses=[loss], norms=[float(norm)], scales=scales, skips=[skipped], owners=[owner])
@@ -106,17 +114,37 @@ class TorchBackend:
             if self._count is not None:
                 self._saved.backward_begins()
             run.is_unscaled = run.scales and all(o is None for o in origins)
-            if not run.is_unscaled:
-                return original(tensors, grad_tensors, *args, **kwargs)
-            self._divides = run.scale.value.detach().clone()
-            seeds = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
-            scaled = [self._seed(t, g) for t, g in zip(losses, [*seeds, *[None] * len(losses)], strict=False)]
-            try:
-                return original(losses, scaled, *args, **kwargs)
-            finally:
-                self._divides = None
+            scaled = any(o is not None for o in origins)
+            with nullcontext() if run.observed is None else self._observed(given, scaled=scaled):
+                return self._run_engine(original, losses, tensors, grad_tensors, *args, **kwargs)
 
         return backward
+
+    def _run_engine(
+        self, engine: Callable[..., Any], losses: list[Tensor], tensors: Any, given: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a backward pass: from the scale, if the script did not scale the loss itself."""
+        if not self._run.is_unscaled:
+            return engine(tensors, given, *args, **kwargs)
+        self._divides = self._run.scale.value.detach().clone()
+        seeds = [given] if given is None or isinstance(given, Tensor) else list(given)
+        scaled = [self._seed(t, g) for t, g in zip(losses, [*seeds, *[None] * len(losses)], strict=False)]
+        try:
+            return engine(losses, scaled, *args, **kwargs)
+        finally:
+            self._divides = None
+
+    @contextmanager
+    def _observed(self, losses: list[Tensor], *, scaled: bool) -> Iterator[None]:
+        """Tell the observer of a backward pass; ``scaled`` if the parameters' gradients keep the scale."""
+        observed = self._run.observed
+        if self._run.is_unscaled:
+            observed.scaler_met(PolicyScale(self._run))
+        observed.backward_begins([loss.detach().sum() for loss in losses], scaled=scaled)
+        try:
+            yield
+        finally:
+            observed.backward_ended()
 
     def _seed(self, loss: Tensor, given: Tensor | None) -> Tensor:
         assert self._divides is not None

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from mezzo.errors import ScaleFloorError
 from mezzo.formats import FP32
@@ -32,6 +33,8 @@ class Backend(Protocol):
     """The hooks on a backend of Keras, which record its backward passes and updates."""
 
     name: str
+    shares_scale: bool
+    """Whether all optimizers may share one variable as the loss scale; JAX's steps read only the optimizer's own."""
 
     def install(self, patches: Patches) -> None:
         """Patch the backend until ``patches`` are undone."""
@@ -98,11 +101,19 @@ class KerasRun:
         self.counted_on_step: int | None = None
         self.activations_bytes: int | None = None
         self.gradients_bytes: int | None = None
+        self.observed: Any = None
+        """What observers know of the run (``launch.keras.observed.ObservedKeras``); None if it is only recorded."""
+        self.own_dtypes: WeakSet[Any] = WeakSet()
+        """Layers whose dtype the script sets."""
+        self.returned_formats: dict[int, Any] = {}
+        """The formats that layers are made to return while they run on their own, by identity."""
         self.variables: dict[int, Any] = {}
         """The trained variables, by identity."""
         self.optimizers: dict[int, Any] = {}
         self.names: dict[int, str] = {}
         """The model that each optimizer trains, from the start of its variables' paths, by the optimizer's number."""
+        self.num_scaled = 0
+        """How many losses were scaled by an optimizer, while their step was traced or run."""
         self._owners: dict[int, int] = {}
         self._scale: Any = None
         self._scaled: list[tuple[Any, Any]] = []
@@ -132,6 +143,7 @@ class KerasRun:
 
     def scaled(self, result: Any, loss: Any) -> None:
         """Record that an optimizer of the script scaled ``loss`` to ``result``."""
+        self.num_scaled += 1
         self._scaled = [*self._scaled[1 - _NUM_SCALED :], (result, loss)]
 
     def unscaled(self, target: Any) -> Any | None:

@@ -20,11 +20,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mezzo.launch.keras.layers import Layers
+from mezzo.launch.keras.scales import PolicyScale, ScriptScale
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.policy import Policy
 
 Method = Callable[..., Any]
+UNSCALED = (
+    "on JAX a loss is scaled only in fit(), or by a LossScaleOptimizer of the script: a step's state is the script's"
+)
+_NEVER = 2**30
+"""Good updates after which a scale grows that is to stay as it is."""
 
 
 class Updates:
@@ -64,6 +70,8 @@ class Updates:
             assert policy is not None
             scaler.initial_scale = policy.init_scale if self._run.scales else 1.0
             scaler.dynamic_growth_steps = policy.growth_interval
+            if not (self._run.scales or self._backend.shares_scale):
+                scaler.dynamic_growth_steps = _NEVER
 
         return init
 
@@ -71,7 +79,7 @@ class Updates:
         @functools.wraps(original)
         def build(scaler: Any, variables: Any) -> None:
             original(scaler, variables)
-            if self._run.scales:
+            if self._run.scales and self._backend.shares_scale:
                 object.__setattr__(scaler, "dynamic_scale", self._run.scale)
 
         return build
@@ -93,7 +101,9 @@ class Updates:
         @functools.wraps(original)
         def scale_loss(optimizer: Any, loss: Any) -> Any:
             run = self._run
-            if not isinstance(optimizer, self._scaler) or run.policy is None:
+            if run.observed is not None and isinstance(optimizer, self._scaler):
+                self._scale_observed(optimizer)
+            if not isinstance(optimizer, self._scaler) or run.policy is None or not self._backend.shares_scale:
                 scaled = original(optimizer, loss)
             else:
                 scaled = loss * self._read_scale(loss) if run.scales else loss
@@ -101,6 +111,13 @@ class Updates:
             return scaled
 
         return scale_loss
+
+    def _scale_observed(self, optimizer: Any) -> None:
+        run = self._run
+        if run.scales:
+            run.observed.scaler_met(PolicyScale(run))
+        elif run.policy is None:
+            run.observed.scaler_met(ScriptScale(optimizer))
 
     def _read_scale(self, loss: Any) -> Any:
         import keras
@@ -126,7 +143,10 @@ class Updates:
         run, backend = self._run, self._backend
         self._layers.check_patterns()
         if run.scales and not isinstance(optimizer, self._scaler):
-            optimizer = self._around(optimizer)
+            if backend.shares_scale:
+                optimizer = self._around(optimizer)
+            else:
+                run.note_left_alone("loss scale", "none", UNSCALED)
         inner = optimizer.inner_optimizer if isinstance(optimizer, self._scaler) else optimizer
         passes = inner is not optimizer and run.policy is not None and not run.scales
         if inner is not optimizer and not optimizer.built:
@@ -139,7 +159,10 @@ class Updates:
         before = backend.read(inner._iterations)
         self._driven.append(id(inner))
         try:
-            result = (inner if passes else optimizer).apply(grads, variables)
+            apply = (inner if passes else optimizer).apply
+            if run.observed is not None:
+                apply = functools.partial(run.observed.update, apply, inner, norm=norm)
+            result = apply(grads, variables)
         finally:
             self._driven.remove(id(inner))
         if scaler is not None and run.policy is not None:

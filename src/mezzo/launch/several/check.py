@@ -6,6 +6,7 @@ check goes on where it stopped. A script that takes too long for the budget is s
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,9 +80,9 @@ class Check:
         asked, self._end_s = self.settings, time.monotonic() + self.settings.budget_s
         self._metric = asked.metric
         self._said: set[str] = set()  # a reason is said once
-        self.known = Known(
-            policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s, observable=asked.framework == "torch"
-        )
+        on_torch = asked.framework == "keras" and os.environ.get("KERAS_BACKEND") == "torch"
+        observable = asked.framework == "torch" or on_torch
+        self.known = Known(policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s, observable=observable)
 
     def run(self) -> Known:
         """Do what the plan asks for until the answer is known or the time is over.

@@ -22,7 +22,9 @@ from mezzo.launch.torch.owners import OptimizerOwners
 from mezzo.launch.torch.steady_state import Steady, nothing
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.lint.observer import Lint
+from mezzo.observe.module_names import ModuleTree
 from mezzo.observe.observer import Observer
+from mezzo.observe.one_module import OneModule, TorchModule
 from mezzo.observe.skips import Update
 from mezzo.policy import Policy
 from mezzo.records import Reason
@@ -75,6 +77,7 @@ class Run:
         self.local = ThreadState()
         self.lint = Lint(self)
         """The check for misuse of the script's own mixed precision."""
+        self.tree = ModuleTree()
         self.watchers: list[Any] = []
         self.observer: Observer | None = None
         self.limit: StepLimit | None = None
@@ -337,6 +340,15 @@ class Run:
         """Stop the script after its last wanted step."""
         if self.limit is not None:
             self.limit.check(self.recorder.num_closed)
+
+    @property
+    def gradient_scale(self) -> float:
+        """The loss scale that is still in the gradients: that of the script's own scaler; the policy's is taken out at once."""
+        return 1.0 if self.script_scaler is None else float(self.script_scaler.get_scale())
+
+    def one_module(self, policy: Policy) -> OneModule:
+        """Return how a single module runs under ``policy``, for observers."""
+        return TorchModule(policy, self.device_type or "cpu")
 
     def scaled(self, gradient: Tensor, scale: Scale) -> Tensor:
         """Return ``gradient`` times ``scale``."""

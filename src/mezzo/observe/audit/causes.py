@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from mezzo import oplists
 from mezzo.formats import FP64
+from mezzo.observe.audit.layers import compute_dtype, why_wide_in_layer
 from mezzo.observe.audit.operations import TracedOperation, calls_of
 from mezzo.observe.limits import WIDE
 from mezzo.observe.module_names import Names
@@ -57,6 +58,13 @@ def why_wide(seen: TracedOperation, *, policy: Policy | None, lowers_elsewhere: 
     if product.format == FP64.name:
         return Why("float64", seen.module, "its operands are FP64, and FP64 is never cast")
     calls = calls_of(seen)
+    dtype = compute_dtype(calls[0].module) if calls else ""
+    if dtype:
+        promoted = bool(seen.promoted_in)
+        cause, why = why_wide_in_layer(
+            dtype, seen.module, seen.op, lowers_elsewhere=lowers_elsewhere, promoted=promoted
+        )
+        return Why(cause, seen.promoted_in if cause == "promotion" else seen.module, why)
     on = next((call for call in calls if call.autocast), None)
     if on is not None and on is calls[0] and product.nesting <= on.nesting:
         return _ruled(seen, product, policy)

@@ -10,7 +10,7 @@ Less than a hundredth of the step's FLOPs or bytes is not worth a finding.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mezzo.formats import BF16, FP16, FP32
@@ -36,6 +36,8 @@ class AuditedSteps:
     device_type: str = "cpu"
     capability: tuple[int, int] | None = None
     """Compute capability of a CUDA device."""
+    fixes: Mapping[str, str] = field(default_factory=dict)
+    """What to do in the script's framework, by code, where that is not what PyTorch asks for."""
 
     @property
     def flops(self) -> int:
@@ -96,7 +98,7 @@ def _finding(rule: FindingRule, part: Part, audited: AuditedSteps) -> Finding | 
         modules=modules[:MOST_LISTED],
         detail=f"{part.detail}{more}",
         gain=part.gain or _gain(part, share),
-        fix=rule.fix,
+        fix=audited.fixes.get(rule.code, rule.fix),
         share=share,
         flops=part.flops,
         bytes=part.bytes,

@@ -10,6 +10,7 @@ from mezzo.devices import this_device
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit import kernels, totals
 from mezzo.observe.audit.findings import AuditedSteps, findings
+from mezzo.observe.audit.layers import FIXES
 from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
 from mezzo.observe.effective import Lowering
 from mezzo.observe.module_names import Names
@@ -86,7 +87,7 @@ class Audit(Observer):
 
     def record(self, run: RunRecord) -> AuditRecord:
         """Return the record of the audited steps."""
-        names = Names([*self.run.roots, *self._roots])
+        names = Names([*self.run.roots, *self._roots], self.run.tree)
         steps = [understand(trace, names, self._weights) for trace in self._traces[: len(self.watched)]]
         audited = audit_record(
             run,
@@ -149,6 +150,7 @@ def audit_record(
         trips=totals.round_trips(seen),
         products=products,
         device_type=device_type,
+        fixes=FIXES if run.framework.startswith("keras") else {},
         capability=this_device(device_type).capability if device_type == "cuda" else None,
     )
     return AuditRecord(

@@ -57,6 +57,8 @@ class SearchState:
     ignored: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
     trials: list[Verification] = field(default_factory=list)
+    has_op_lists: bool = True
+    """Whether the framework can keep single operations in FP32."""
     operations: Names = ()
     """Operations, or families of them, that must run in FP32 if no set of modules helps."""
 
@@ -126,6 +128,7 @@ def _judge(state: SearchState) -> Judged:
     state.note("FP32, every module by itself")
     settings = FallbackSettings(steps=state.steps, policy=state.policy, folder=state.folder)
     reference, run = state.measure(Policy.parse("fp32"), settings)
+    state.has_op_lists = not run.framework.startswith("keras")
     state.local = _ranked(reference.local, state.policy)
     state.steps = tuple(step.step for step in reference.steps)
     broken = sorted(name for step in reference.steps for name, error in step.errors.items() if error != 0)
@@ -222,6 +225,17 @@ def _found(state: SearchState, kept: Names, how: str) -> tuple[FallbackVerdict, 
 def _elsewhere(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
     """Return the verdict that no set of modules helps, and whether operations in FP32 do."""
     least = min(state.trials, key=lambda trial: trial.error)
+    outcome = _operations_in_fp32(state) if state.has_op_lists else "Keras cannot keep single operations in FP32"
+    reason = (
+        f"with every module that has a name kept in FP32 a gradient is still off by more than {state.tolerance:.2g} "
+        f"({least.tensor or 'no gradient'}: {least.error:.2g}): the cause is outside them, in the model's own forward or in "
+        f"the script, or it is not precision; {outcome}"
+    )
+    return "elsewhere", reason, ()
+
+
+def _operations_in_fp32(state: SearchState) -> str:
+    """Search for operations that help; return how that ended."""
     state.note("no set of modules helps: operations in FP32, wherever they run")
     verify = functools.partial(_verify, state, ())
     state.operations = needed(
@@ -231,13 +245,7 @@ def _elsewhere(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
         without=next((trial.error for trial in state.trials if not trial.kept), math.inf),
     )
     named = ", ".join(state.operations)
-    outcome = f"with {named} in FP32 wherever they run it passes" if named else "nor does any operation in FP32 help"
-    reason = (
-        f"with every module that has a name kept in FP32 a gradient is still off by more than {state.tolerance:.2g} "
-        f"({least.tensor or 'no gradient'}: {least.error:.2g}): the cause is outside them, in the model's own forward or in "
-        f"the script, or it is not precision; {outcome}"
-    )
-    return "elsewhere", reason, ()
+    return f"with {named} in FP32 wherever they run it passes" if named else "nor does any operation in FP32 help"
 
 
 def _verify(state: SearchState, kept: Names, *, operations: Names = (), all_steps: bool = False) -> float:
@@ -338,7 +346,7 @@ def _record(state: SearchState, run: RunRecord, verdict: FallbackVerdict, reason
         verifications=state.trials,
         noise=state.noise,
         ignored=[Reason(what=n, value=f"{e:.2g}", reason=why) for n, e in list(state.ignored.items())[:_LISTED]],
-        notes=_notes(state),
+        notes=[*_notes(state), *(_in_keras(kept) if kept and not state.has_op_lists else [])],
     )
 
 
@@ -361,3 +369,9 @@ def _notes(state: SearchState) -> list[Reason]:
         value = f"{len(alone)} modules, as {alone[0].module}" if len(alone) > 1 else alone[0].module
         notes.append(Reason(what="not run by themselves", value=value, reason=alone[0].reason))
     return notes
+
+
+def _in_keras(kept: Names) -> list[Reason]:
+    """Return how a Keras script keeps layers in FP32 by itself."""
+    why = f"an argument of the layer{'s' * (len(kept) > 1)} {', '.join(kept)}: Keras' way to keep a layer in FP32"
+    return [Reason(what="in the script", value='dtype="float32"', reason=why)]

@@ -16,7 +16,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,15 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mezzo.engine.casting import Casting
-from mezzo.engine.conversion import in_fp32, to_format, wrap
+from mezzo.engine.conversion import to_format
 from mezzo.measure.flops import FlopCounter
 from mezzo.observe.fallback.evidence import LocalError, fitting_scale
 from mezzo.observe.limits import FITTING
+from mezzo.observe.one_module import OneModule
 from mezzo.observe.tensors import norm
 from mezzo.policy import Policy
-
-_LEFT = ("lower", "fp32", "widest", "arithmetic", "op_lists", "loss_scale", "init_scale")
 
 
 @dataclass(eq=False)
@@ -98,14 +96,6 @@ def differentiable(values: Any) -> list[Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.requires_grad]
 
 
-def for_single_modules(policy: Policy) -> Policy:
-    """Return ``policy`` as applied to a single module: operations cast, weights left alone."""
-    kept = {name: getattr(policy, name) for name in _LEFT}
-    if policy.compute == "fp8":
-        kept["arithmetic"] = "emulated"  # native FP8 layers are modules of their own, not operations
-    return Policy.parse(policy.compute).replace(**kept)
-
-
 @dataclass(kw_only=True)
 class Grads:
     """The three kinds of gradients and outputs that one run of a module gave."""
@@ -118,9 +108,8 @@ class Grads:
 class Bench:
     """A bench on which modules run on their own."""
 
-    def __init__(self, policy: Policy, device_type: str) -> None:
-        self._device_type = device_type
-        self._casting = Casting.of(for_single_modules(policy), device_type)
+    def __init__(self, policy: Policy, alone: OneModule) -> None:
+        self._alone = alone
         self._low = policy.storage.dtype
         self._policy, self._scale = policy, 1.0
 
@@ -151,8 +140,7 @@ class Bench:
     def _largest(self, call: Call) -> float:
         """Return the largest gradient that a module reads or makes; 0 if it cannot run on its own."""
         try:
-            with _as_it_was(call.module):
-                exact = self._run(call)
+            exact = self._run(call)
         except Exception:  # ``_local`` runs it again and keeps the reason
             return 0.0
         return _largest([*(g for g in call.gradients if g is not None), *exact.dgrad, *exact.wgrad])
@@ -161,11 +149,9 @@ class Bench:
         kind = type(call.module).__name__
         counter = FlopCounter(in_region=lambda: True)
         try:
-            with _as_it_was(call.module):
-                with counter:
-                    exact = self._run(call)
-                low = self._run_low(call, rounds=False)
-                rounded = self._run_low(call, rounds=True)
+            with counter:
+                exact = self._run(call)
+            low, rounded = self._run(call, low=True), self._run(call, low=True, rounds=True)
         except Exception as error:  # the script's module: it may fail on its own for any reason
             return LocalError(module=name, type=kind, reason=f"{type(error).__name__}: {error}".splitlines()[0])
         pairs = [(exact.output, low.output), (exact.dgrad, low.dgrad), (exact.wgrad, low.wgrad)]
@@ -183,22 +169,19 @@ class Bench:
             largest=_largest([*arrived, *exact.dgrad, *exact.wgrad]),
         )
 
-    def _run_low(self, call: Call, *, rounds: bool) -> Grads:
-        with _children_in_fp32(call.module, self._device_type, self._low if rounds else None):
-            return self._run(call, low=True, rounds=rounds)
-
     def _run(self, call: Call, *, low: bool = False, rounds: bool = False) -> Grads:
         scale = self._scale if low else 1.0
-        region = self._casting.region() if low else nullcontext()
-        backward = self._casting.backward() if low else nullcontext()
+        alone, inner = self._alone, self._low if rounds else None
+        lowered = alone.lowered(call.module, inner=inner) if low else nullcontext()
+        forward, backward = (alone.forward(), alone.backward()) if low else (nullcontext(), nullcontext())
         inputs = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-        weights = [p for p in call.module.parameters() if p.requires_grad]
+        weights = alone.weights(call.module)
         args, kwargs = call.args, call.kwargs
-        with torch.enable_grad(), _same_random_numbers():
+        with torch.enable_grad(), alone.unchanged(call.module), lowered:
             if rounds:
                 args, kwargs = to_format(args, self._low), to_format(kwargs, self._low)
             args, kwargs = tree_map_only(Tensor, _unaliased, (args, kwargs))
-            with region:
+            with forward:
                 output = call.module(*args, **kwargs)
             outputs = differentiable(output)
             pairs = [(t, g) for t, g in zip(outputs, call.gradients, strict=True) if g is not None]
@@ -244,49 +227,3 @@ def _largest(tensors: Sequence[Tensor]) -> float:
 def _unaliased(tensor: Tensor) -> Tensor:
     """Return a copy in the graph: a module that works in place must not change the kept inputs or a leaf."""
     return tensor.clone()
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=list(devices)):
-        torch.default_generator.manual_seed(0)
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(0)
-        yield
-
-
-@contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Run with copies of the buffers: the graph of the script's next step may have saved the running statistics."""
-    own = [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-    try:
-        for buffers, name, buffer in own:
-            buffers[name] = buffer.detach().clone()
-        yield
-    finally:
-        for buffers, name, buffer in own:
-            buffers[name] = buffer
-
-
-@contextmanager
-def _children_in_fp32(module: nn.Module, device_type: str, low: torch.dtype | None) -> Iterator[None]:
-    """Run the modules inside a container in FP32; ``low`` is the format that they return, None for FP32."""
-    own = [(child, child.__dict__.get("forward")) for child in module.modules() if child is not module]
-    try:
-        for child, _ in own:
-            wrap(child, _exactly, device_type, low)
-        yield
-    finally:
-        for child, forward in own:
-            if forward is None:
-                del child.forward
-            else:
-                child.forward = forward
-
-
-def _exactly(call: Any, device_type: str, low: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_autocast_enabled(device_type):  # inside a child already; only what the container reads is rounded
-        return call(*args, **kwargs)
-    output = in_fp32(call, device_type, *args, **kwargs)
-    return output if low is None else to_format(output, low)

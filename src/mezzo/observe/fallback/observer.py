@@ -22,7 +22,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from mezzo.engine.conversion import module_names
 from mezzo.engine.gradients import put_back, set_aside
 from mezzo.formats import FP32
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
@@ -125,7 +124,7 @@ class Fallback(Observer):
         if self._observing is not None and not self._probing:
             for name, parameter in self._parameters().items():
                 if parameter.grad is not None:
-                    self._fresh[name] = _plain(parameter.grad)
+                    self._fresh[name] = _plain(parameter.grad, scale=self.run.gradient_scale)
             if not list(self.run.optimizers):  # the script updates its weights itself, with gradients that are now zero
                 torch._foreach_zero_([p.grad for p in self._parameters().values() if p.grad is not None])
         super().backward_ended()
@@ -137,8 +136,8 @@ class Fallback(Observer):
         models = [root for root in self.run.roots if any(True for _ in root.parameters())]
         for number, root in enumerate(models):
             label = "" if number == 0 else f"{type(root).__name__}#{number + 1}."
-            for path, module in {"": root, **module_names(root)}.items():
-                for name, parameter in module.named_parameters(recurse=False):
+            for path, module in {"": root, **self.run.tree.named(root)}.items():
+                for name, parameter in self.run.tree.parameters(module):
                     if parameter not in seen:
                         seen.add(parameter)
                         found[f"{label}{path}.{name}" if path else f"{label}{name}"] = parameter
@@ -186,14 +185,14 @@ class Fallback(Observer):
         roots, was_backward = list(self.run.roots), self.run.in_backward
         names: dict[nn.Module, tuple[str, bool]] = {}
         for root in roots:
-            for name, module in module_names(root).items():
+            for name, module in self.run.tree.named(root).items():
                 if name != _COMPILED:  # the same model again, inside torch.compile's wrapper
                     names.setdefault(module, (name, False))
         for root in roots:
             names.setdefault(root, (type(root).__name__, True))
         self.run.in_backward = self._probing = True
         try:
-            bench = Bench(self._settings.policy, self.run.device_type or "cpu")
+            bench = Bench(self._settings.policy, self.run.one_module(self._settings.policy))
             self._local = bench.measure(calls, names)
         finally:
             self.run.in_backward, self._probing = was_backward, False
@@ -216,9 +215,9 @@ class Fallback(Observer):
         return tensor * signs.mul_(FP32.eps).add_(1)
 
 
-def _plain(gradient: Tensor) -> Tensor:
+def _plain(gradient: Tensor, *, scale: float) -> Tensor:
     dense = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach().clone()
-    return dense.float()
+    return dense.float() if scale == 1.0 else dense.float() / scale
 
 
 def _errors(found: dict[str, Tensor], reference: dict[str, Tensor], *, without: tuple[str, ...]) -> dict[str, float]:

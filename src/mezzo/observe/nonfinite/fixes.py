@@ -15,6 +15,8 @@ from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
 from mezzo.observe.limits import HEADROOM
 from mezzo.observe.nested_names import outermost
+from mezzo.observe.nonfinite.keras_fixes import in_keras
+from mezzo.observe.nonfinite.offers import Offer
 from mezzo.observe.nonfinite.words import ITSELF
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand
@@ -38,24 +40,6 @@ RUN_AGAIN = "set the script's seeds and run it again, so that the step can be in
 DIVERGES = "lower the learning rate, or clip the gradients"
 
 
-class Offer(NamedTuple):
-    """One possible fix, and how it is tried."""
-
-    advice: str
-    line: str
-    policy: Policy | None = None
-    """What to run the script under to try it; None for the run's own."""
-    loss_scale: float | None = None
-    """The loss scale to begin with, where the script has a scaler of its own."""
-    fp32_modules: tuple[str, ...] = ()
-    """Modules to keep in FP32 where the script's own precision is left alone."""
-
-    @property
-    def can_run(self) -> bool:
-        """Whether a run can try it; a change of the script's own lines cannot be tried."""
-        return self.policy is not None or self.loss_scale is not None or bool(self.fp32_modules)
-
-
 class Tried(NamedTuple):
     """One fix that was tried."""
 
@@ -77,10 +61,17 @@ def offered(found: DiagnoseRecord, *, untried: str) -> DiagnoseRecord:
 def offers_for(found: DiagnoseRecord) -> list[Offer]:
     """Return what may help against a fault, the best first."""
     offers: list[Offer] = []
-    for offer in _offers(found):
+    for offer in _in_its_terms(_offers(found), found):
         if not offer.can_run or not _is_among(offer, offers):
             offers.append(offer)
     return offers
+
+
+def _in_its_terms(offers: list[Offer], found: DiagnoseRecord) -> list[Offer]:
+    """Return offers in the terms of the script's framework."""
+    if not found.run.framework.startswith("keras"):
+        return offers
+    return in_keras(offers, None if found.run.policy == AS_IS else Policy.of(found.run.policy))
 
 
 def _offers(found: DiagnoseRecord) -> list[Offer]:
@@ -113,7 +104,8 @@ def next_offer(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> O
         if _helped(one.again, last):
             return None
         done.append(one.offer)
-        first, later = _more_modules(one.offer, found, one.again), _with_another(one.offer, found, one.again)
+        more, another = _more_modules(one.offer, found, one.again), _with_another(one.offer, found, one.again)
+        first, later = _in_its_terms(more, found), _in_its_terms(another, found)
         known = [*done, *waiting]
         waiting = [*_new(first, known), *waiting[1:], *_new(later, known)]
     return waiting[0] if waiting and len(tried) < _MOST else None

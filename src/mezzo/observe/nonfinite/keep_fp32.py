@@ -9,20 +9,20 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.engine.conversion import in_fp32, module_names, wrap
+from mezzo.observe.module_names import ModuleTree
 
 
-def keep_fp32(patterns: Sequence[str]) -> RemovableHandle:
+def keep_fp32(patterns: Sequence[str], tree: ModuleTree) -> RemovableHandle:
     """Let modules whose names match one of ``patterns`` compute in FP32, from the first call of their model on."""
     known: set[int] = set()
 
     def entering(module: nn.Module, args: object) -> None:
         if id(module) in known:
             return
-        known.update(id(inner) for inner in module.modules())
+        known.update(id(inner) for _, inner in tree.modules(module))
         device_type = next((p.device.type for p in module.parameters()), "cpu")
-        for name, inner in module_names(module).items():
+        for name, inner in tree.named(module).items():
             if any(fnmatchcase(name, pattern) for pattern in patterns):
-                wrap(inner, in_fp32, device_type)
+                tree.keep_fp32(inner, device_type)
 
     return register_module_forward_pre_hook(entering)

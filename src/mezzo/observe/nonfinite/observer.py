@@ -145,7 +145,7 @@ class NonFinite(Observer):
     def start(self) -> None:
         """Prepare; step 1 begins inside the first call of a module, which the tracer has to know, or with the first line."""
         if self._settings.fp32_modules:
-            self._keeping = keep_fp32(self._settings.fp32_modules)
+            self._keeping = keep_fp32(self._settings.fp32_modules, self.run.tree)
         if self._waiting[:1] != [1]:
             return
         if self._settings.from_start:
@@ -272,18 +272,20 @@ class NonFinite(Observer):
     def _rule(self) -> SkipRule:
         scaler, scale = self.run.script_scaler, self.run.scale
         if scaler is not None:
-            return SkipRule(dynamic=True, growth_interval=scaler.get_growth_interval())
+            dynamic = getattr(scaler, "dynamic", True)  # torch's always are
+            return SkipRule(dynamic=dynamic, growth_interval=scaler.get_growth_interval())
         if isinstance(scale, DynamicScale):
             return SkipRule(dynamic=True, growth_interval=scale.growth_interval, hysteresis=scale.hysteresis)
         return SkipRule(dynamic=not isinstance(scale, StaticScale))
 
     def _names(self) -> Names:
-        return Names([*self.run.roots, *(self._tracer.trace.roots if self._tracer is not None else ())])
+        traced = () if self._tracer is None else self._tracer.trace.roots
+        return Names([*self.run.roots, *traced], self.run.tree)
 
     def _largest_norm(self) -> float:
         """Return the largest norm of gradients in the steps so far, the loss scale taken out."""
         norms = self.run.recorder.steps().grad_norm[:-1]
-        scale = self._loss_scale() if self.run.script_scaler is not None else 1.0
+        scale = self.run.gradient_scale
         return max((norm * scale for norm in norms if 0 < norm < float("inf")), default=0.0)
 
     def _set_scale_of_script(self) -> None:

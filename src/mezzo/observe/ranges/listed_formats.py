@@ -12,10 +12,10 @@ script itself casts: in FP32 such a cast leaves no trace.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo import oplists
@@ -25,6 +25,22 @@ from mezzo.policy import Policy
 
 _OF_FIRST = ("batchnorm", "instancenorm")
 """Operations whose result has the format of their first operand, whatever the format of their weights."""
+
+
+class JudgedFormats(Protocol):
+    """Which values of an FP32 step a policy lowers."""
+
+    off: OffRegions
+    """Where the script turns autocast off itself."""
+
+    def forget(self) -> None:
+        """Drop what belongs to a step that is over."""
+
+    def is_wide(self, tensor: Tensor, module: nn.Module) -> bool:
+        """Return whether ``tensor``, which ``module`` returned, stays in FP32 under the policy."""
+
+    def gradient_is_wide(self, parameter: Tensor) -> bool:
+        """Return whether a parameter's gradient is FP32 from the start."""
 
 
 class ListedFormats:
@@ -46,8 +62,8 @@ class ListedFormats:
         """Drop the nodes of a step that is over."""
         self._wide.clear()
 
-    def is_wide(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` stays in FP32 under the policy."""
+    def is_wide(self, tensor: Tensor, module: nn.Module) -> bool:
+        """Return whether ``tensor`` stays in FP32 under the policy, whichever module returned it."""
         if tensor.grad_fn is None:
             return self._by_lists and self.off.now
         return self._by_lists and self._of(tensor.grad_fn)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,7 +30,7 @@ from mezzo.engine.kernels import exponents
 from mezzo.formats import BF16, FP16
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.casts import Counts
-from mezzo.observe.ranges.listed_formats import ListedFormats
+from mezzo.observe.ranges.listed_formats import JudgedFormats, ListedFormats
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.observe.settings import RangesSettings
 from mezzo.records import RangeKind, RangesRecord, RunRecord
@@ -76,10 +75,10 @@ class Tally:
 class Ranges(Observer):
     """An observer that counts values by exponent."""
 
-    def __init__(self, settings: RangesSettings, run: ObservedRun) -> None:
+    def __init__(self, settings: RangesSettings, run: ObservedRun, formats: JudgedFormats | None = None) -> None:
         super().__init__(run, steps=settings.steps)
         self._policy = settings.policy
-        self._formats = ListedFormats(settings.policy)
+        self._formats = formats or ListedFormats(settings.policy)
         self._lowered: set[Key] = set()
         """Counted tensors that have 16 bits under the policy; the op lists keep all others in FP32."""
         self._tables, self._swallowed = Tally(), Tally()
@@ -198,7 +197,7 @@ class Ranges(Observer):
             return
         name = self._names.get(module, type(module).__name__)
         for tensor in self._count("activations", name, output):
-            lowered = not self._formats.is_wide(tensor)
+            lowered = not self._formats.is_wide(tensor, module)
             if lowered:
                 self._lowered.add(("activations", name))
             if tensor.requires_grad and not tensor.is_leaf:
@@ -273,25 +272,27 @@ class Ranges(Observer):
             return
         self._outermost.add(module)
         label = self._label(module)
-        for name, inner in module.named_modules():
-            self._names.setdefault(inner, ".".join(part for part in (label, _plain(name)) if part))
+        for path, inner in self.run.tree.modules(module):
+            self._names.setdefault(inner, f"{label}.{path}" if path else label)
 
     def _label(self, module: nn.Module) -> str:
         """Return the prefix of the names inside ``module``: its class, and a number if that is taken."""
+        inside = any(inner is not module for _, inner in self.run.tree.modules(module))
         children = list(module.named_children())
         self.forced_eager = self.forced_eager or (self._eager and [name for name, _ in children] == ["_orig_mod"])
         while len(children) == 1 and children[0][0] in ("_orig_mod", "module"):
             module = children[0][1]
             children = list(module.named_children())
-        own = type(module).__name__
+            inside = bool(children)
+        own = self.run.tree.title(module)
         numbered = (f"{own}#{number}" for number in itertools.count(2))
         label = next(name for name in itertools.chain([own], numbered) if name not in self._labels)
-        self._labels[label] = bool(children)
+        self._labels[label] = inside
         return label
 
     def _name_parameters(self) -> None:
         for module, label in list(self._names.items()):
-            for name, parameter in module.named_parameters(recurse=False):
+            for name, parameter in self.run.tree.parameters(module):
                 if parameter not in self._parameters:
                     self._parameters[parameter] = f"{label}.{name}"
         for number, optimizer in enumerate(list(self.run.optimizers)):
@@ -304,8 +305,3 @@ class Ranges(Observer):
 def _countable(tensor: Tensor) -> bool:
     known = tensor.layout in (torch.strided, torch.sparse_coo)
     return tensor.is_floating_point() and known and not isinstance(tensor, torch._subclasses.FakeTensor)
-
-
-def _plain(name: str) -> str:
-    """Return a module's name without the prefixes of torch.compile and DistributedDataParallel."""
-    return re.sub(r"^((_orig_mod|module)(\.|$))+", "", name)

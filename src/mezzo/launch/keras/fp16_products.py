@@ -1,0 +1,53 @@
+"""FP16 products of Keras on PyTorch on a CPU, as observers are to see them: as products in FP16.
+
+There Keras casts FP16 operands to FP32, multiplies, and casts back: what a 16-bit unit computes. ``mezzo.engine.emulation`` gives the same
+numbers, forward and backward, and says which format and which operation they stand for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from mezzo.engine.emulation import Emulation
+from mezzo.engine.emulation_nodes import matmul as emulated_matmul
+from mezzo.formats import FP16
+from mezzo.launch.patches import Patches
+
+
+def name_products(patches: Patches, *, on_use: Callable[[], None]) -> None:
+    """Replace Keras' product of FP16 matrices on a CPU by the emulation, until ``patches`` are undone.
+
+    Args:
+        patches: undo it.
+        on_use: called whenever a product is emulated.
+    """
+    numpy = importlib.import_module("keras.src.backend.torch.numpy")
+    product = Emulation(name="matmul", format=FP16.name, run=emulated_matmul)
+
+    def named(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def matmul(x1: Any, x2: Any) -> Any:
+            if not (_in_half(x1) or _in_half(x2)):
+                return original(x1, x2)
+            a, b = (x if isinstance(x, Tensor) else getattr(x, "value", x) for x in (x1, x2))  # or Keras' variables
+            if not (_in_half(a) and _in_half(b)):
+                return original(a, b)
+            on_use()
+            return product(a, b)
+
+        return matmul
+
+    for name in ("matmul", "dot"):
+        patches.wrap(numpy, name, named)
+
+
+def _in_half(value: Any) -> bool:
+    """Return whether a value is a matrix, or a batch of them, in FP16 on a CPU."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.dtype is FP16.dtype and value.device.type == "cpu" and value.dim() > 1

@@ -1,0 +1,282 @@
+"""A Keras script on PyTorch, as observers of PyTorch know a run.
+
+Layers are modules of PyTorch there, but Keras calls them by itself, and its optimizers are not PyTorch's. So calls of layers and
+updates run the global hooks that PyTorch would run, and an update gives them the variables as an optimizer's parameters.
+A step is open until the next backward pass begins, as in a script of PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_hooks
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from mezzo.engine.scaling import NoScale, Scale
+from mezzo.launch.keras.fp16_products import name_products
+from mezzo.launch.keras.judged_layers import JudgedLayers
+from mezzo.launch.keras.layer_tree import LayerTree
+from mezzo.launch.keras.one_layer import OneLayer
+from mezzo.launch.keras.scales import LayerScale
+from mezzo.launch.keras.state import KerasRun
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.observers import observer_for
+from mezzo.measure.steps import StepRecorder
+from mezzo.observe.module_names import ModuleTree
+from mezzo.observe.observer import Observer
+from mezzo.observe.one_module import OneModule
+from mezzo.observe.settings import AnySettings, RangesSettings
+from mezzo.observe.skips import Update
+from mezzo.policy import Policy
+
+Call = Callable[..., Any]
+_MASK = "_keras_mask"
+"""Attribute in which Keras hands a mask from layer to layer."""
+
+
+class Depth(threading.local):
+    """How many layers each thread is in."""
+
+    layers = 0
+
+
+class UpdatedVariables:
+    """A Keras optimizer, as PyTorch's optimizer hooks know one."""
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        self.optimizer = optimizer
+        self.param_groups = [{"params": [v.value for v in variables if isinstance(v.value, nn.Parameter)]}]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(p.grad is not None for p in self.param_groups[0]["params"])
+
+
+class ObservedKeras:
+    """What observers may use of a Keras run on PyTorch (``mezzo.observe.observer.ObservedRun``)."""
+
+    def __init__(self, run: KerasRun, settings: AnySettings) -> None:
+        self._run = run
+        self.in_backward = self.in_compiled = self.compiles = self.recomputing = self.skips = False
+        self.before_compiling: list[Callable[[], Any]] = []
+        self.inside: Any = None
+        self.recorder = StepRecorder()
+        self.scale: Scale = NoScale()
+        self.script_scaler: Any = None
+        self.gradient_scale = 1.0
+        self.updates: list[Update] = []
+        self.applied: Policy | None = None
+        self.tree: ModuleTree = LayerTree()
+        self.roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        self.device_type: str | None = None
+        self.main_casting = None
+        self.emulates = False
+        self._optimizers: dict[int, UpdatedVariables] = {}
+        self._pending: tuple[bool, float | None] | None = None
+        self._depth = Depth()
+        judged = settings.policy if isinstance(settings, RangesSettings) else None
+        formats = None if judged is None else JudgedLayers(judged, run.own_dtypes, self.tree, self.roots)
+        self.observer: Observer = observer_for(settings, self, formats)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that have made an update."""
+        return list(self._optimizers.values())
+
+    def one_module(self, policy: Policy) -> OneModule:
+        """Return how a single layer runs under ``policy``."""
+        return OneLayer(policy, self.tree, self.returned_formats)
+
+    @property
+    def returned_formats(self) -> dict[int, torch.dtype]:
+        """The formats that layers are made to return, by identity."""
+        return self._run.returned_formats
+
+    def install(self, patches: Patches) -> None:
+        """Begin to observe, until ``patches`` are undone."""
+        backend = importlib.import_module("keras.src.backend")
+        patches.wrap(backend, "compute_output_spec", _unseen)
+        patches.wrap(torch, "compile", self._never_compile)
+        name_products(patches, on_use=self._emulated)
+        self.observer.start()
+        patches.on_undo(self.observer.close)
+
+    def _emulated(self) -> None:
+        self.emulates = True
+
+    def _never_compile(self, original: Call) -> Call:
+        @functools.wraps(original)
+        def compile(model: Any = None, **kwargs: Any) -> Any:
+            if model is None:
+                return lambda function: function
+            self.observer.forced_eager = True
+            return model
+
+        return compile
+
+    # --- layers ----------------------------------------------------------------------------------------------------------------
+
+    def calls(self, original: Call) -> Call:
+        """Return ``keras.Layer.__call__`` with PyTorch's global hooks around it."""
+        is_symbolic = importlib.import_module("keras.src.backend.common.keras_tensor").any_symbolic_tensors
+        in_stateless_scope = importlib.import_module("keras.src.backend.common.stateless_scope").in_stateless_scope
+
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if in_stateless_scope() or is_symbolic(args, kwargs):
+                with unobserved():
+                    return original(layer, *args, **kwargs)
+            if not self._depth.layers:
+                self._record_root(layer)
+            self._depth.layers += 1
+            try:
+                return _with_hooks(original, layer, args, kwargs, self.returned_formats.get(id(layer)))
+            finally:
+                self._depth.layers -= 1
+
+        return call
+
+    def _record_root(self, layer: Any) -> None:
+        if self.in_backward:  # a layer on a bench
+            return
+        self.roots[layer] = None
+        if self.device_type is None:
+            value = next((v._value for v in layer.variables if isinstance(v._value, Tensor)), None)
+            self.device_type = None if value is None else value.device.type
+
+    # --- backward passes -------------------------------------------------------------------------------------------------------
+
+    def scaler_met(self, scaler: LayerScale) -> None:
+        """Record that a loss is about to be scaled."""
+        if self.script_scaler is None or self.script_scaler.key != scaler.key:
+            self.script_scaler = scaler
+            self.observer.scaler_met(scaler)
+
+    def backward_begins(self, losses: Sequence[Tensor], *, scaled: bool) -> None:
+        """Record a backward pass from losses, whose true values are given.
+
+        Args:
+            losses: without the loss scale.
+            scaled: whether the parameters' gradients will have the loss scale in them.
+        """
+        self.close_update()
+        self.observer.backward_begins()
+        for loss in losses:
+            self.recorder.loss(loss)
+        self.gradient_scale = self.script_scaler.get_scale() if scaled and self.script_scaler is not None else 1.0
+        self.in_backward = True
+
+    def backward_ended(self) -> None:
+        """Record that the backward pass is over, or failed."""
+        self.in_backward = False
+        self.observer.backward_ended()
+
+    # --- updates ---------------------------------------------------------------------------------------------------------------
+
+    def update(self, apply: Call, inner: Any, grads: Sequence[Any], variables: Any, *, norm: Any) -> Any:
+        """Apply gradients, with PyTorch's optimizer hooks around it; skip what a hook leaves no gradients for.
+
+        Args:
+            apply: of the optimizer, or of the LossScaleOptimizer around it.
+            inner: the optimizer.
+            grads: the gradients.
+            variables: None for the optimizer's own.
+            norm: of the unscaled gradients.
+        """
+        updated = UpdatedVariables(inner, variables or inner._trainable_variables)
+        self._optimizers[id(inner)] = updated
+        self.recorder.norm(norm)
+        self.skips = self.script_scaler is not None and not math.isfinite(float(norm))
+        before = int(inner.iterations)
+        had_gradients = updated.has_gradients
+        for hook in tuple(optimizer_hooks._global_optimizer_pre_hooks.values()):
+            hook(updated, (updated,), {})  # type: ignore[arg-type]
+        self.observer.stepping()
+        try:
+            result = None
+            if updated.has_gradients or not had_gradients:
+                result = apply(grads, variables)
+            elif self.skips:
+                self.script_scaler.back_off()
+            else:  # held back: Keras' schedules still count it
+                inner.iterations.assign_add(1)
+        finally:
+            for hook in tuple(optimizer_hooks._global_optimizer_post_hooks.values()):
+                hook(updated, (updated,), {})  # type: ignore[arg-type]
+        skipped = int(inner.iterations) == before
+        scaler = 0 if self.script_scaler is None else self.script_scaler.key
+        self.updates.append(Update(scaler=scaler, optimizer=id(inner), skipped=skipped))
+        self.observer.updated(updated)  # type: ignore[arg-type]
+        return result
+
+    def step_made(self, *, skipped: bool, scale: float | None) -> None:
+        """Record that the open step has its update; it closes when the next backward pass begins."""
+        self._pending = skipped, scale
+
+    def close_update(self) -> None:
+        """Close the step that has its update, if there is one."""
+        if self._pending is None:
+            return
+        (skipped, scale), self._pending = self._pending, None
+        self.recorder.close(skipped=skipped, scale=scale)
+        self.observer.step_closed(len(self.recorder))
+        self.updates = []
+
+
+def unobserved() -> AbstractContextManager[Any]:
+    """Return a context whose operations no dispatch mode sees."""
+    return _disable_current_modes() if torch.utils._python_dispatch._get_current_dispatch_mode() else nullcontext()
+
+
+def _unseen(original: Call) -> Call:
+    """Infer shapes, which runs layers on invented values, out of every observer's sight."""
+
+    @functools.wraps(original)
+    def infer(*args: Any, **kwargs: Any) -> Any:
+        with unobserved():
+            return original(*args, **kwargs)
+
+    return infer
+
+
+def _with_hooks(original: Call, layer: Any, args: Any, kwargs: Any, returned: torch.dtype | None) -> Any:
+    """Call a layer as PyTorch calls a module: with its global hooks."""
+    for hook in tuple(torch_hooks._global_forward_pre_hooks.values()):
+        hook(layer, args)
+    try:
+        output = original(layer, *args, **kwargs)
+    except BaseException:
+        for number in tuple(torch_hooks._global_forward_hooks_always_called):
+            torch_hooks._global_forward_hooks[number](layer, args, None)
+        raise
+    if returned is not None:
+        output = _mapped(lambda t: t.to(returned) if t.is_floating_point() else t, output)
+    for number, hook in tuple(torch_hooks._global_forward_hooks.items()):
+        takes_names = number in torch_hooks._global_forward_hooks_with_kwargs
+        changed = hook(layer, args, kwargs, output) if takes_names else hook(layer, args, output)
+        output = output if changed is None else _with_masks(output, changed)
+    return output
+
+
+def _mapped(change: Callable[[Tensor], Tensor], output: Any) -> Any:
+    return _with_masks(output, torch.utils._pytree.tree_map_only(Tensor, change, output))
+
+
+def _with_masks(output: Any, changed: Any) -> Any:
+    """Return ``changed`` with Keras' masks of ``output``."""
+    for old, new in zip(tree_leaves(output), tree_leaves(changed), strict=True):
+        mask = getattr(old, _MASK, None)
+        if mask is not None and new is not old:
+            setattr(new, _MASK, mask)
+    return changed

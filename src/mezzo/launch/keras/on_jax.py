@@ -1,0 +1,259 @@
+"""Keras on JAX: backward passes are ``jax.value_and_grad``, updates ``stateless_apply``, and both run in traced steps.
+
+A traced step runs as Python only once, so a callback in it hands each step's numbers to Python. ``fit`` waits for the callback after every
+call of its train function, as it would to read the loss; a script's own jitted step is not waited for.
+
+A step has no state of its own: an optimizer's variables, its loss scale among them, go in and come out as values. So the scale of
+a policy is set in the ``LossScaleOptimizer`` that ``compile`` wraps around the optimizer, or that the script has, and no two share one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mezzo.errors import MezzoError
+from mezzo.frameworks.keras import tf32_of
+from mezzo.launch.keras.counts import by_format
+from mezzo.launch.keras.jax_flops import count
+from mezzo.launch.keras.state import KerasRun
+from mezzo.launch.keras.updates import UNSCALED
+from mezzo.launch.patches import Patches
+
+Method = Callable[..., Any]
+_PRECISION = {True: "tensorfloat32", False: "float32"}
+"""JAX's names of the precision of FP32 products, by whether TF32 is on."""
+
+
+class JaxBackend:
+    """The hooks on JAX as a backend of Keras (``launch.keras.state.Backend``)."""
+
+    shares_scale = False
+
+    def __init__(self, run: KerasRun) -> None:
+        self._run = run
+        self._values: list[Any] = []
+        """The losses of the step being traced, values of functions that were differentiated; and whether each is scaled."""
+        self._patches: Patches | None = None
+        self._counting: set[type] = set()
+        """The classes of models whose training step is wrapped, to count it."""
+        self._error: MezzoError | None = None
+        """What a callback would have raised."""
+        self.name = f"jax {jax.__version__}"
+
+    def install(self, patches: Patches) -> None:
+        """Patch JAX's differentiation, and Keras' stateless updates and train functions."""
+        import keras
+
+        self._patches = patches
+        patches.wrap(jax, "value_and_grad", self._value_and_grad)
+        base = importlib.import_module("keras.src.optimizers.base_optimizer").BaseOptimizer
+        for owner in (base, keras.optimizers.LossScaleOptimizer):
+            patches.wrap(owner, "stateless_apply", self._stateless_apply)
+        trainer = importlib.import_module("keras.src.backend.jax.trainer").JAXTrainer
+        patches.wrap(trainer, "make_train_function", self._make_train_function)
+        on = None if self._run.policy is None else tf32_of(self._run.policy)
+        if on is not None:
+            before = jax.config.jax_default_matmul_precision
+            patches.on_undo(lambda: jax.config.update("jax_default_matmul_precision", before))
+            jax.config.update("jax_default_matmul_precision", _PRECISION[on])
+
+    def outside_graph(self) -> AbstractContextManager[Any]:
+        """Return an empty context."""
+        return nullcontext()
+
+    def layer_called(self, inputs: Any) -> None:
+        """Do nothing."""
+
+    def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
+        """Return the norm of all gradients together."""
+        known = [jnp.sum(jnp.square(jnp.asarray(g, jnp.float32))) for g in gradients if g is not None]
+        total = jnp.sqrt(sum(known, start=jnp.float32(0)))
+        return total if scale is None else total / jnp.asarray(getattr(scale, "value", scale))
+
+    def read(self, variable: Any) -> Any:
+        """Return a variable's value."""
+        return variable.value
+
+    def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
+        """Record an update, in the step being traced or at once."""
+        loss, self._values = _sum([value for value, _ in self._values]), []
+        numbers = [loss, norm, math.nan if scale is None else scale, before, after]
+        close = functools.partial(self._close, accumulates=accumulates, owner=owner)
+        jax.debug.callback(close, *numbers, ordered=jax.device_count() == 1)
+
+    def collect(self) -> None:
+        """Wait for the callbacks of the steps made so far.
+
+        Raises:
+            ScaleFloorError: of a step made so far.
+        """
+        jax.effects_barrier()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def finish(self) -> None:
+        """Wait for the last callbacks."""
+        jax.effects_barrier()
+
+    def device_type(self) -> str:
+        """Return the type of JAX's default device."""
+        return "cuda" if jax.default_backend() in ("gpu", "cuda") else "cpu"
+
+    # --- what a step does --------------------------------------------------------------------------------------------------------
+
+    def _value_and_grad(self, original: Method) -> Method:
+        @functools.wraps(original)
+        def value_and_grad(function: Any, argnums: Any = 0, has_aux: bool = False, **settings: Any) -> Method:
+            differentiated = original(function, argnums, has_aux, **settings)
+
+            @functools.wraps(differentiated)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                before = self._run.num_scaled
+                result = differentiated(*args, **kwargs)
+                value = result[0][0] if has_aux else result[0]
+                self._values.append((value, self._run.num_scaled > before))
+                self._run.has_backward = True
+                return result
+
+            return call
+
+        return value_and_grad
+
+    def _stateless_apply(self, original: Method) -> Method:
+        @functools.wraps(original)
+        def apply(optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+            run = self._run
+            if run.local.in_apply:
+                return original(optimizer, optimizer_variables, grads, trainable_variables)
+            run.local.in_apply = True
+            try:
+                return self._update(original, optimizer, optimizer_variables, list(grads), trainable_variables)
+            finally:
+                run.local.in_apply = False
+
+        return apply
+
+    def _update(self, original: Method, optimizer: Any, held: Any, grads: list[Any], trained: Any) -> Any:
+        run, variables = self._run, optimizer.variables
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if run.scales and inner is optimizer:
+            run.note_left_alone("loss scale", "none", UNSCALED)
+        place = {id(variable): k for k, variable in enumerate(variables)}
+        count, scale = place[id(inner._iterations)], None if inner is optimizer else place[id(optimizer.dynamic_scale)]
+        given = None if scale is None else held[scale]
+        self._values = [(_unscaled(value, given) if scaled else value, False) for value, scaled in self._values]
+        norm = self.norm(grads, scale=given)
+        made, after = original(optimizer, held, grads, trained)
+        if scale is not None and run.policy is not None:
+            after = list(after)
+            after[scale] = self._bounded(after[scale])
+        new_scale = None if scale is None or not self._shows_scale(optimizer) else after[scale]
+        self.updated(
+            norm=norm,
+            scale=new_scale,
+            before=held[count],
+            after=after[count],
+            accumulates=getattr(inner, "gradient_accumulation_steps", None) or 1,
+            owner=run.owner(inner._trainable_variables),
+        )
+        run.weigh(optimizer, inner._trainable_variables, sum(g.size * g.dtype.itemsize for g in grads if g is not None))
+        return made, after
+
+    def _shows_scale(self, optimizer: Any) -> bool:
+        return self._run.policy is None or self._run.scales
+
+    def _bounded(self, scale: Any) -> Any:
+        """Return the scale after an update: constant if it is static or there is none, below its ceiling if it is dynamic."""
+        policy = self._run.policy
+        assert policy is not None
+        if policy.loss_scale == "dynamic":
+            return jnp.minimum(scale, policy.max_scale)
+        return jnp.full_like(scale, policy.init_scale if policy.loss_scale == "static" else 1.0)
+
+    def _close(
+        self, loss: Any, norm: Any, scale: Any, before: Any, after: Any, *, accumulates: int, owner: int
+    ) -> None:
+        """Close a step, unless its gradients are still accumulating. Runs in a thread of JAX, where nothing may be raised."""
+        skipped = int(after) == int(before)
+        if int(after) % accumulates and not skipped:
+            return
+        row = {"losses": [float(loss)], "norms": [float(norm)], "scales": [float(scale)]}
+        try:
+            self._run.close(**row, skips=[skipped], owners=[owner])
+        except MezzoError as error:
+            self._error = self._error or error
+
+    # --- fit -----------------------------------------------------------------------------------------------------------------------
+
+    def _make_train_function(self, original: Method) -> Method:
+        @functools.wraps(original)
+        def make(model: Any, force: bool = False) -> None:
+            before = model.train_function
+            self._count_steps_of(type(model))
+            original(model, force)
+            if model.train_function is not before:
+                model.train_function = self._waiting(model.train_function)
+
+        return make
+
+    def _waiting(self, train: Method) -> Method:
+        @functools.wraps(train)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = train(*args, **kwargs)
+            self.collect()
+            return result
+
+        return step
+
+    def _count_steps_of(self, kind: type) -> None:
+        stepping = next(base for base in kind.__mro__ if "train_step" in vars(base))
+        if self._patches is not None and stepping not in self._counting:
+            self._counting.add(stepping)
+            self._patches.wrap(stepping, "train_step", self._counted)
+
+    def _counted(self, original: Method) -> Method:
+        @functools.wraps(original)
+        def step(model: Any, state: Any, data: Any) -> Any:
+            if not self._run.flops:
+                self._count(functools.partial(original, model), state, data)
+            return original(model, state, data)
+
+        return step
+
+    def _count(self, step: Method, state: Any, data: Any) -> None:
+        """Trace a step once more, and count its products."""
+        run = self._run
+        try:
+            found = count(jax.make_jaxpr(step)(state, data).jaxpr)
+        except Exception as error:  # a step that cannot be traced twice must not end the script's training
+            why = f"the step cannot be traced a second time: {type(error).__name__}: {error}".splitlines()[0]
+            run.note_left_alone("operations counted", "none", why)
+            return
+        finally:
+            self._values = []
+        tf32 = self.device_type() == "cuda" and jax.config.jax_default_matmul_precision != _PRECISION[False]
+        run.flops = by_format(found, tf32=tf32)
+        run.counted_on_step = 1 if run.flops else None
+
+
+def _unscaled(loss: Any, scale: Any) -> Any:
+    return loss if scale is None else loss / scale
+
+
+def _sum(losses: Sequence[Any]) -> Any:
+    """Return the sum of a step's losses; NaN if there is none, or if one belongs to a function traced by itself."""
+    if not losses:
+        return math.nan
+    try:
+        return sum(jnp.sum(jnp.asarray(loss, jnp.float32)) for loss in losses)
+    except jax.errors.UnexpectedTracerError:
+        return math.nan

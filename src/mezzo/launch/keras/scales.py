@@ -1,0 +1,107 @@
+"""A loss scale of Keras with the methods of torch's GradScaler that observers use."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from mezzo.launch.keras.state import KerasRun
+
+_BACKOFF = 0.5  # LossScaleOptimizer's own
+
+
+class LayerScale(Protocol):
+    """A loss scale: the policy's, or that of the script's own LossScaleOptimizer."""
+
+    dynamic: bool
+    """Whether it changes by itself."""
+
+    @property
+    def key(self) -> int:
+        """An identity."""
+
+    def get_scale(self) -> float:
+        """Return the scale."""
+
+    def get_growth_interval(self) -> int:
+        """Return the number of good updates after which the scale grows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the scale."""
+
+    def back_off(self) -> None:
+        """Halve the scale after an overflow, as the optimizer does."""
+
+
+class PolicyScale:
+    """The scale of a run's policy (``LayerScale``)."""
+
+    def __init__(self, run: KerasRun) -> None:
+        assert run.policy is not None
+        self._run, self._policy = run, run.policy
+        self.dynamic = run.policy.loss_scale == "dynamic"
+
+    @property
+    def key(self) -> int:
+        """The run's identity: it has one scale."""
+        return id(self._run)
+
+    def get_scale(self) -> float:
+        """Return the scale."""
+        return float(self._run.scale)
+
+    def get_growth_interval(self) -> int:
+        """Return the policy's growth interval."""
+        return self._policy.growth_interval
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale."""
+        return {"scale": self.get_scale()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the scale."""
+        self._run.scale.assign(state["scale"])
+
+    def back_off(self) -> None:
+        """Halve the scale, if it is dynamic."""
+        if self.dynamic:
+            self._run.scale.assign(self.get_scale() * _BACKOFF)
+
+
+class ScriptScale:
+    """The scale of a script's LossScaleOptimizer (``LayerScale``)."""
+
+    dynamic = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def key(self) -> int:
+        """The optimizer's identity."""
+        return id(self._optimizer)
+
+    def get_scale(self) -> float:
+        """Return the scale."""
+        optimizer = self._optimizer
+        return float(optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale)
+
+    def get_growth_interval(self) -> int:
+        """Return the number of good updates after which the scale grows."""
+        return int(self._optimizer.dynamic_growth_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale."""
+        return {"scale": self.get_scale()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the scale."""
+        self._optimizer.initial_scale = state["scale"]
+        if self._optimizer.built:
+            self._optimizer.dynamic_scale.assign(state["scale"])
+
+    def back_off(self) -> None:
+        """Halve the scale."""
+        self.load_state_dict({"scale": self.get_scale() * _BACKOFF})

@@ -1,0 +1,74 @@
+"""The fixes of a diagnosis in the terms of Keras. Imports neither torch nor Keras.
+
+What a run can try stays the same: Mezzo puts a policy into Keras' own objects. Keras has no op lists, so no single operation can be kept
+in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mezzo.observe.nonfinite.offers import Offer
+from mezzo.policy import Policy
+
+_WIDER = "bf16"
+_LINES = {
+    "x = x.float()  # before this line": 'x = keras.ops.cast(x, "float32")  # before this line',
+    "assert torch.isfinite(batch).all()": "assert np.isfinite(batch).all()",
+    "x = torch.where(x.isfinite(), x, 0)": "x = keras.ops.where(keras.ops.isfinite(x), x, 0)",
+    "if x.numel():": "if keras.ops.size(x):",
+    "y = x.std(correction=0)": "y = keras.ops.std(x)",
+    "clip_grad_norm_(parameters, 1.0)": "clipnorm=1.0  # argument of the optimizer",
+    "y = torch.sqrt(x + 1e-12)": "y = keras.ops.sqrt(x + 1e-12)",
+    "y = torch.rsqrt(x + 1e-6)": "y = keras.ops.rsqrt(x + 1e-6)",
+    "y = torch.log(x.clamp_min(1e-6))": "y = keras.ops.log(keras.ops.maximum(x, 1e-6))",
+    "y = torch.log1p(x.clamp_min(-1 + 1e-6))": "y = keras.ops.log1p(keras.ops.maximum(x, -1 + 1e-6))",
+    "y = a / b.clamp_min(1e-6)": "y = a / keras.ops.maximum(b, 1e-6)",
+    "y = x.clamp_min(1e-12).pow(p)": "y = keras.ops.power(keras.ops.maximum(x, 1e-12), p)",
+    "y = (x * x).sum(-1).add(1e-12).sqrt()": "y = keras.ops.sqrt(keras.ops.sum(x * x, -1) + 1e-12)",
+    "y = x.clamp_max(80).exp()": "y = keras.ops.exp(keras.ops.minimum(x, 80))",
+    "y = x.clamp(-1 + 1e-6, 1 - 1e-6).acos()": "y = keras.ops.arccos(keras.ops.clip(x, -1 + 1e-6, 1 - 1e-6))",
+    "mask = mask & ~mask.all(-1, keepdim=True)": "mask = keras.ops.logical_or(mask, ~keras.ops.any(mask, -1, keepdims=True))",
+    "x = x.clamp(min=1e-6)": "x = keras.ops.maximum(x, 1e-6)",
+}
+"""Lines of PyTorch that a fix shows, and what they are in Keras."""
+
+
+def in_keras(offers: Sequence[Offer], policy: Policy | None) -> list[Offer]:
+    """Return the offers as a Keras script would write them, without those that Keras cannot honour.
+
+    Args:
+        offers: for PyTorch.
+        policy: the run's policy; None for the script's own precision.
+    """
+    return [_written(offer, policy) for offer in offers if not _lists_operations(offer, policy)]
+
+
+def _lists_operations(offer: Offer, policy: Policy | None) -> bool:
+    return offer.policy is not None and policy is not None and offer.policy.fp32 != policy.fp32
+
+
+def _written(offer: Offer, policy: Policy | None) -> Offer:
+    kept, lines = _kept(offer, policy), []
+    if offer.policy is not None and offer.policy.compute == _WIDER and (policy is None or policy.compute != _WIDER):
+        lines.append('keras.config.set_dtype_policy("mixed_bfloat16")')
+    elif (scale := _new_scale(offer, policy)) is not None:
+        lines.append(f"optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale={scale})")
+    if kept:
+        lines.append(f'dtype="float32"  # argument of the layer{"s" * (len(kept) > 1)} {" and ".join(kept)}')
+    advice = f"keep {' and '.join(kept)} in FP32" if offer.fp32_modules else offer.advice
+    return offer._replace(advice=advice, line="; ".join(lines) or _LINES.get(offer.line, offer.line))
+
+
+def _new_scale(offer: Offer, policy: Policy | None) -> float | None:
+    """Return the loss scale that an offer begins with, None where it leaves the scale alone."""
+    if offer.loss_scale is not None or offer.policy is None or offer.policy.loss_scale != "dynamic":
+        return offer.loss_scale
+    scaled = policy is not None and (policy.loss_scale, policy.init_scale) == ("dynamic", offer.policy.init_scale)
+    return None if scaled else offer.policy.init_scale
+
+
+def _kept(offer: Offer, policy: Policy | None) -> tuple[str, ...]:
+    before = () if policy is None else policy.fp32_modules
+    after = () if offer.policy is None else offer.policy.fp32_modules
+    return tuple(name for name in dict.fromkeys((*offer.fp32_modules, *after)) if name not in before)
