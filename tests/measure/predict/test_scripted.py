@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mezzo.errors import UsageError
 from mezzo.measure.predict.memory import bytes_by_kind
-from mezzo.measure.predict.scripted import record_script, tape_of_script
+from mezzo.measure.predict.script_process import record_script
+from mezzo.measure.predict.scripted import tape_of_script
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
@@ -90,7 +91,7 @@ def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("print('hello')", "ended before its second optimizer step"),
+        ("print('hello')", "never trains: it ended after 0 of 2 optimizer steps"),
         ("raise ValueError('no data')", "ValueError: no data"),
     ],
 )
@@ -103,7 +104,6 @@ def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None
     ("script", "policy", "message"),
     [
         ("nowhere.py", "fp32", "there is no script 'nowhere.py'"),
-        ("x.py", "fp16-pure", "cannot be predicted for a script"),
     ],
 )
 def test_what_is_refused(script: str, policy: str, message: str) -> None:

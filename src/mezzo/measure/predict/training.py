@@ -79,6 +79,7 @@ def record_training(
             del loss, outputs
             recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
             recorder.phase = "optimizer"
+            recorder.tape.optimizer_starts.append(len(recorder.tape.events))
             made.step()
             recorder.label(optimizer_state(made), "optimizer")
             if zero_grad == "after_step":
