@@ -62,6 +62,7 @@ def recorded(job: Job, policy: Policy) -> ScriptTape:
         num_batches=max(1, len(sizes)),
         num_steps=watch.num_steps,
         from_loader=watch.from_loader,
+        channels_last=watch.channels_last,
         optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in watch.optimizers)),
         read_at=watch.read_at,
     )

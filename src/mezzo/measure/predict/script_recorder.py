@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +21,7 @@ from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.script_batches import ScriptBatches, first_size
 from mezzo.measure.predict.tape import Tape
-from mezzo.measure.predict.training import STEPS, modules_named, optimizer_state, region_of
+from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of
 from mezzo.policy import Policy
 
 _MOST_STEPS = 8
@@ -50,6 +49,8 @@ class ScriptRecorder:
         """Samples of each batch of each step."""
         self.from_loader = False
         """Whether ``sizes`` are those of a loader's batches; otherwise the first dimension of what the model is called with."""
+        self.channels_last = False
+        """Whether a model or its inputs are stored channels-last."""
         self._steps, self._policy = steps, policy
         self._region = region_of(policy)
         self._open = ExitStack()
@@ -70,15 +71,19 @@ class ScriptRecorder:
     @contextmanager
     def watching(self, script: str = "") -> Iterator[None]:
         """Record what the block trains."""
-        own_backward = torch.autograd.backward
+        own_backward, own_call = torch.autograd.backward, nn.Module.__call__
 
         def backward(*args: Any, **kwargs: Any) -> None:
             self._backward_begins()
             own_backward(*args, **kwargs)
             self._backward_ended()
 
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # Not a hook: a hook would run when the module's forward, which casting wraps, has been looked up.
+            self._called(module, args, kwargs)
+            return own_call(module, *args, **kwargs)
+
         hooks = [
-            register_module_forward_pre_hook(self._called),
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ended),
         ]
@@ -86,6 +91,7 @@ class ScriptRecorder:
         try:
             with ExitStack() as stack:
                 stack.enter_context(patch.object(torch.autograd, "backward", backward))
+                stack.enter_context(patch.object(nn.Module, "__call__", call))
                 stack.enter_context(patch.object(nn.Module, "_apply", _converted))
                 for one in (self._stand_ins(script), self.batches.watching(), cuda_operators(), self.recorder, fake):
                     stack.enter_context(one)
@@ -97,7 +103,7 @@ class ScriptRecorder:
 
     # --- the parts of a step -----------------------------------------------------------------------------------------------------
 
-    def _called(self, module: nn.Module, args: Any) -> None:
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.recorder.recording:
             if not (module.training and torch.is_grad_enabled()):
                 return
@@ -113,15 +119,17 @@ class ScriptRecorder:
             return
         elif not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
             return  # called while gradients are computed, as by activation checkpointing
-        self._forward_begins(module, args)
+        self._forward_begins(module, args, kwargs)
 
-    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+    def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         drawn = self.batches.restart()
         self.from_loader = self.from_loader or bool(drawn)
-        self.sizes[-1] += drawn[-1:] if drawn else filter(None, [first_size([args])])
+        self.sizes[-1] += drawn[-1:] if drawn else filter(None, [first_size([args, kwargs])])
         self._adopt(module)
+        tensors = [t for t in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(t, Tensor)]
+        self.channels_last = self.channels_last or any(map(_is_channels_last, tensors))
         self.recorder.phase = "inputs"
-        self.recorder.own((t for t in tree_leaves(args) if isinstance(t, Tensor)), "inputs")
+        self.recorder.own((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "inputs")
         self.recorder.phase = "forward"
         self._open.enter_context(self._region())
         self._open.enter_context(modules_named(module, self.recorder))
@@ -158,9 +166,11 @@ class ScriptRecorder:
             self.tape.optimizer_starts.append(len(self.tape.events))
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
+            own = {id(p) for model in self._models for p in model.parameters()}
             for masters in self._masters:
                 masters.begin([optimizer])
-                self.recorder.own((m for p in masters._low() if (m := masters.values(p)) is not None), "optimizer")
+                held = (masters.held(p) for model in self._models for p in model.parameters())
+                self.recorder.own((p for p in held if id(p) not in own), "optimizer")
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
@@ -172,8 +182,8 @@ class ScriptRecorder:
             return
         for masters in self._masters:
             masters.push()
-            for parameter in masters._low():
-                masters.held(parameter).grad = None
+            for model in self._models:
+                free_gradients(masters, model)
         self.recorder.label(optimizer_state(optimizer), "optimizer")
         self.recorder.recording = False
         if self._is_last():
@@ -227,6 +237,11 @@ class ScriptRecorder:
             line = f"{Path(script).name}:{frame.f_lineno}"
             if line not in self.read_at:
                 self.read_at.append(line)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return last and not tensor.is_contiguous()
 
 
 def _converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

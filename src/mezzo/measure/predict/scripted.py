@@ -50,6 +50,7 @@ class ScriptTape:
     """Batches of one update."""
     num_steps: int = 0
     from_loader: bool = False
+    channels_last: bool = False
     optimizer: str = ""
     read_at: Sequence[str] = field(default_factory=list)
     error: str = ""
