@@ -47,8 +47,12 @@ class Fp8Layers:
     @property
     def sentence(self) -> str:
         """How many layers run in FP8, and why the others do not."""
-        why = ", ".join(f"{count} {reason}" for reason, count in self.others.most_common())
-        return f"{self.num_chosen} of {self.num_layers} linear layers run in FP8" + (f" ({why})" if why else "")
+        if not self.num_layers:
+            return "It has no linear layers, so FP8 is BF16"
+        why = "; ".join(f"{count}: {reason}" for reason, count in self.others.most_common())
+        verb = "runs" if self.num_chosen == 1 else "run"
+        head = f"{self.num_chosen} of {self.num_layers} linear layers {verb} in FP8"
+        return head + (f", the others in BF16 ({why})" if why else "")
 
 
 def fp8_layers(operations: Sequence[Operation]) -> Fp8Layers:

@@ -129,8 +129,13 @@ def predict(
     if largest:
         rate = throughput(own, gpu, policy, batch=largest, channels_last=channels_last)
         made = made.model_copy(update={"largest_throughput": rate})
+    if policy == "tf32" and not has_tf32:
+        return made.model_copy(update={"validated": known.covers(gpu.architecture, "fp32")})
     share = memory.reserved_bytes / _memory(wide, gpu).reserved_bytes
-    return made.model_copy(update={"verdict": verdict(policy, over_fp32, over_tf32, share)})
+    over_bf16 = None
+    if policy == "fp8":
+        over_bf16 = Step(tape, gpu, policy="bf16", channels_last=channels_last).seconds / step.seconds
+    return made.model_copy(update={"verdict": verdict(policy, over_fp32, over_tf32, share, over_bf16=over_bf16)})
 
 
 def throughput(tapes: Tapes, gpu: Gpu, policy: str, *, batch: int, channels_last: bool) -> float:
@@ -146,8 +151,15 @@ def impossible(gpu: Gpu, policy: str) -> str:
     return ""
 
 
-def verdict(policy: str, over_fp32: float, over_tf32: float | None, memory_share: float) -> str:
-    """Return in one sentence whether ``policy`` is worth it."""
+def verdict(
+    policy: str, over_fp32: float, over_tf32: float | None, memory_share: float, *, over_bf16: float | None = None
+) -> str:
+    """Return in one sentence whether ``policy`` is worth it; FP8 must be worth it over BF16."""
+    if over_bf16 is not None and over_bf16 < _EVEN:
+        return f"Not worth it: {over_bf16:.2f} times BF16's speed, with BF16's memory."
+    if over_bf16 is not None:
+        word = "Worth it" if over_bf16 >= _WORTH else "Perhaps"
+        return f"{word}: {over_bf16:.2f} times BF16's speed, with BF16's memory."
     if policy == "fp32":
         if over_tf32 is None or over_tf32 * _EVEN > 1:
             return "The baseline." if over_tf32 is None else "The baseline: TF32 is no faster here."
@@ -192,12 +204,8 @@ class Step:
         own = [self.tape.operations[place] for place in places]
         found = fp8_bounds(own, gpu, constants, channels_last=channels_last)
         times = self.each[places].sum() / found.total.sum()
-        self.note += f"; they take {1 / times:.2g} times as long as in BF16" if times < 1 else ""
-        self.note += (
-            f"; they are {times:.2g} times as fast as in BF16, casts included"
-            if times >= 1
-            else ": casts cost more than they gain"
-        )
+        how = f"are {times:.2g} times as fast as" if times >= 1 else f"take {1 / times:.2g} times as long as"
+        self.note += f". They {how} in BF16, casts included"
         self.parts["arithmetic"][places], self.parts["bandwidth"][places] = found.arithmetic, found.traffic
         self.each[places] = found.total
         self.num_launches += CASTS * len(places)

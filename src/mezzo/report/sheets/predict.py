@@ -81,8 +81,8 @@ def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Answer:
     facts = [
         Fact(
             what=f"{sheet.unit}/s",
-            value=_rate(best.throughput),
-            reason=f"{_rate(best.throughput_low)} to {_rate(best.throughput_high)}",
+            value=fmt.rate_text(best.throughput),
+            reason=f"{fmt.rate_text(best.throughput_low)} to {fmt.rate_text(best.throughput_high)}",
         ),
         Fact(
             what="memory, device",
@@ -112,7 +112,7 @@ def _headline(record: PredictRecord) -> str:
         return f"{what} fits none of these GPUs"
     return (
         f"{what} runs fastest on {fmt.clean(best.gpu)} in {fmt.clean(best.policy)}: "
-        f"about {_rate(best.throughput)} {fmt.clean(record.unit)}/s"
+        f"about {fmt.rate_text(best.throughput)} {fmt.clean(record.unit)}/s"
     )
 
 
@@ -144,8 +144,8 @@ def _line(one: Prediction) -> PredictLine:
     return PredictLine(
         gpu=fmt.clean(one.gpu),
         policy=fmt.clean(one.policy),
-        throughput=_rate(one.throughput),
-        band=f"{_rate(one.throughput_low)} to {_rate(one.throughput_high)}",
+        throughput=fmt.rate_text(one.throughput),
+        band=f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}",
         step=fmt.ms_text(one.step_ms),
         memory=" / ".join(fmt.bytes_text(n) for n in (one.allocated_bytes, one.reserved_bytes, one.device_bytes)),
         largest=fmt.MISSING if one.largest_batch is None else str(one.largest_batch),
@@ -159,10 +159,6 @@ def _line(one: Prediction) -> PredictLine:
         ],
         kinds=[Fact(what=k, value=fmt.bytes_text(n), reason="") for k, n in sorted(one.memory_bytes.items())],
     )
-
-
-def _rate(value: float) -> str:
-    return fmt.three_digits(value) if value < 1000 else f"{value:.0f}"
 
 
 # --- the terminal --------------------------------------------------------------------------------------------------------------
