@@ -58,6 +58,7 @@ from mezzo.records.predict import ModuleTime as ModuleTime
 from mezzo.records.predict import Prediction as Prediction
 from mezzo.records.predict import PredictionDetail as PredictionDetail
 from mezzo.records.predict import PredictRecord as PredictRecord
+from mezzo.records.predict import RealGpus as RealGpus
 from mezzo.records.ranges import GRADIENTS as GRADIENTS
 from mezzo.records.ranges import Casts as Casts
 from mezzo.records.ranges import FormatLimits as FormatLimits

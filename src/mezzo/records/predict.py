@@ -100,6 +100,20 @@ class PredictionDetail(Value):
     modules: list[ModuleTime] = []
 
 
+class RealGpus(Value):
+    """What compared policies would give on GPUs that are not here, predicted."""
+
+    gpus: list[str] = []
+    batch: int = 1
+    unit: str = "steps"
+    predictions: list[Prediction] = []
+    """By GPU, then by policy; a policy is named as the comparison names it."""
+    not_predicted: list[Reason] = []
+    reason: str = ""
+    """Why nothing was predicted; empty if something was."""
+    assumptions: list[Reason] = []
+
+
 class PredictRecord(WholeRecord):
     """Predictions for one model, by GPU and policy."""
 
