@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mezzo.cli import results
@@ -31,13 +31,16 @@ def named_gpus(text: str | None) -> list[Gpu] | None:
     return list({gpu.name: gpu for gpu in found}.values())
 
 
-def predicted_for(script: Script, runs: Sequence[RunRecord], gpus: list[Gpu] | None) -> RealGpus | None:
+def predicted_for(
+    script: Script, runs: Sequence[RunRecord], gpus: list[Gpu] | None, say: Callable[[str], None] = results.note
+) -> RealGpus | None:
     """Return predictions of the policies of ``runs``; None where none were asked for, and where a GPU has measured them.
 
     Args:
         script: the script of the runs.
         runs: what was measured.
         gpus: the GPUs; None for the usual ones, if no run was on a GPU in its own formats.
+        say: prints a line.
     """
     from mezzo.gpus import GPUS
 
@@ -54,7 +57,7 @@ def predicted_for(script: Script, runs: Sequence[RunRecord], gpus: list[Gpu] | N
     from mezzo.measure.predict.real_gpus import USUAL, real_gpus
 
     cards = gpus or [GPUS[name] for name in USUAL]
-    results.note(f"predicting the step on {', '.join(gpu.name for gpu in cards)}, which are not here")
+    say(f"predicting a step on {', '.join(gpu.name for gpu in cards)}: the script is traced without numbers")
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
     policies = {run.policy_shown: run.policy for run in trained}
     return real_gpus(script.target, arguments, policies, cards, as_module=script.as_module)

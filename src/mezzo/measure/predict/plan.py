@@ -29,7 +29,8 @@ HEADROOM = 0.13
 PREDICTED = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8")
 """Policies that can be predicted."""
 _WORTH, _EVEN = 1.15, 1.03
-_MOST = 1 << 16
+_MOST = 1 << 24
+"""Largest batch that is looked for."""
 _SHOWN = 8
 
 
