@@ -50,9 +50,10 @@ def timeline(tape: Tape) -> MemoryTimeline:
     alive: dict[str, int] = {}
     begin = tape.step_starts[-1] if tape.step_starts else 0
     points: list[tuple[int, dict[str, int]]] = []
-    stretch = max(1, -(-(len(tape.events) - begin) // _POINTS))
+    end = max((place + 1 for place, event in enumerate(tape.events) if event >= 0), default=0)  # then all only goes
+    stretch = max(1, -(-(end - begin) // _POINTS))
     highest = -1
-    for place, event in enumerate(tape.events):
+    for place, event in enumerate(tape.events[:end]):
         block = tape.blocks[event if event >= 0 else ~event]
         kind = block.kind if block.kind in _SHOWN_KINDS else "other"
         alive[kind] = alive.get(kind, 0) + (block.size_bytes if event >= 0 else -block.size_bytes)

@@ -26,7 +26,7 @@ from mezzo.policy import Policy
 
 _MOST_STEPS = 8
 """Steps after which a whole batch is no longer waited for."""
-_MOST_LINES = 4
+_MOST_READ_AT = 5
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -233,7 +233,7 @@ class ScriptRecorder:
 
     def _note_line(self, script: str) -> None:
         frame = sys._getframe(2)
-        if frame.f_code.co_filename == script and len(self.read_at) < _MOST_LINES:
+        if frame.f_code.co_filename == script and len(self.read_at) < _MOST_READ_AT:
             line = f"{Path(script).name}:{frame.f_lineno}"
             if line not in self.read_at:
                 self.read_at.append(line)
