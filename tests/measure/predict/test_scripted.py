@@ -92,7 +92,10 @@ def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("print('hello')", "never trains: it ended after 0 of 2 optimizer steps"),
-        ("raise ValueError('no data')", "ValueError: no data"),
+        ("raise ValueError('no data')", "train.py:1: ValueError: no data"),
+        ("import sys; sys.exit('usage: --data is missing')", "it exited with 'usage: --data is missing'"),
+        ("import torch\nprint(torch.ones(3).nonzero().shape)", "the size of a result depends on them at train.py:2"),
+        ("import os\nos.kill(os.getpid(), 9)", "it was killed, as by a machine that is out of memory"),
     ],
 )
 def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None:
