@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from mezzo import cli
 from mezzo.measure.predict import named
 from mezzo.records import PredictRecord, read_record
+from paths import ROOT
 
 pytest.importorskip("transformers", reason="transformers builds the model")
 TINY = {
@@ -148,3 +151,22 @@ def test_a_model_that_refuses_its_input(
     monkeypatch.setattr(named, "configurations", lambda: broken)
     assert cli.main(["predict", "--model", "transformers:tiny", "--out", str(tmp_path)]) in (1, 2)
     assert "one step of transformers:tiny cannot be traced without numbers in fp32" in capsys.readouterr().err
+
+
+COMMANDS = re.findall(r"^    (mezzo predict .*)$", (ROOT / "docs" / "predict.md").read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_docs(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()  # the real configurations
+    words = command.split()
+    library = words[words.index("--model") + 1].partition(":")[0] if "--model" in words else ""
+    if "train.py" in words or (library and importlib.util.find_spec(library) is None):
+        pytest.skip("it names a script or a library that is not here")
+    monkeypatch.chdir(ROOT)
+    assert cli.main([*words[1:2], "--out", str(tmp_path), *words[2:]]) == 0
+
+
+def test_the_docs_have_commands_that_run_here() -> None:
+    assert any("examples/digits.py" in command for command in COMMANDS)

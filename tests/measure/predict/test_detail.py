@@ -19,7 +19,9 @@ def test_the_timeline_has_the_bytes_of_each_kind_over_the_last_step() -> None:
         MemoryBlock(7, "inputs"),
     ]
     events = [0, 1, ~1, 4, 2, 3, ~2, ~4, ~0]
-    tape = Tape(batch=1, blocks=blocks, events=events, step_starts=[1, 3], backward_starts=[2, 5], optimizer_starts=[7])
+    tape = Tape(
+        batch=1, blocks=blocks, events=events, step_starts=[1, 3], backward_starts=[2, 5], optimizer_starts=(7,)
+    )
     found = timeline(tape)
     assert found.places == [0, 1, 2]  # after the last allocation everything only goes
     assert found.kinds == {

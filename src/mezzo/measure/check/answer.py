@@ -23,6 +23,8 @@ _FEWEST_STEPS = 30
 """Steps below which runs that were stopped early show nothing: a dynamic loss scale alone takes up to 16 to settle."""
 _NOTHING, _LITTLE = 1.05, 0.05
 """The gain in speed and the share of memory below which a policy gains nothing."""
+_PREDICTED_SLOWER = 0.85
+"""A predicted speed-up below this is slower beyond its mean error of 12%."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +330,10 @@ def _no_gain(case: Case, row: Row) -> str:
     if measured is not None and slow and not case.for_gpu:
         slower = f"{row.policy} trains like {case.baseline}, but a step takes {1 / measured.times:.3g} times as long on {case.device}"
         return slower + memory
+    there = next((gain for gain in case.gains(row) if gain.kind == "predicted"), None)
+    if case.for_gpu and there is not None and there.times < _PREDICTED_SLOWER:
+        longer = f"a step is predicted to take {1 / there.times:.3g} times as long on {there.device}"
+        return f"{row.policy} trains like {case.baseline}, but {longer}" + memory
     little = _gains_little(case, row)
     return f"{row.policy} trains like {case.baseline}, but gains {little}" if little else ""
 

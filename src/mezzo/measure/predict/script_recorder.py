@@ -163,7 +163,7 @@ class ScriptRecorder:
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.recorder.phase = "optimizer"
         if self.recorder.recording:
-            self.tape.optimizer_starts.append(len(self.tape.events))
+            self.tape.optimizer_starts += (len(self.tape.events),)
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
             own = {id(p) for model in self._models for p in model.parameters()}

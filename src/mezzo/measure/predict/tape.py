@@ -73,7 +73,7 @@ class Tape:
     """Index into ``events`` at which each step begins."""
     backward_starts: list[int] = field(default_factory=list)
     """The same for each backward pass."""
-    optimizer_starts: list[int] = field(default_factory=list)
+    optimizer_starts: tuple[int, ...] = ()
     """The same for each call of an optimizer."""
 
     def at_batch(self, other: Tape, batch: int) -> Tape:

@@ -82,7 +82,7 @@ def record_training(
             del loss, outputs
             recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
             recorder.phase = "optimizer"
-            recorder.tape.optimizer_starts.append(len(recorder.tape.events))
+            recorder.tape.optimizer_starts += (len(recorder.tape.events),)
             masters.pull_gradients()
             made.step()
             masters.push()
