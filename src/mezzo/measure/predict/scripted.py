@@ -21,7 +21,6 @@ from mezzo.measure.predict.training import STEPS
 BATCH = "{batch}"
 """What stands for the size of a batch in the arguments of a script that makes its batches itself."""
 _TAIL = 4
-_KILLED = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +91,15 @@ def tapes_of_jobs(jobs: Sequence[Job]) -> list[ScriptTape]:
 
 def _died(job: Job, output: str, code: int) -> UsageError:
     last = "\n".join(output.splitlines()[-_TAIL:])
-    killed = (
-        "; it was killed, as by a machine that is out of memory"
-        if f"signal {_KILLED}" in output or code == -_KILLED
-        else ""
+    causes = {  # by signal
+        9: "it was killed, as by a machine that is out of memory",
+        11: "native code of its own, as an optimizer's kernels, reads the memory of tensors, which have none here",
+    }
+    cause = next(
+        (why for number, why in causes.items() if f"ended by signal {number}" in output or code == -number), ""
     )
     return UsageError(
-        f"{job.script} cannot be traced without numbers{killed}; it ended with:\n{last}",
+        f"{job.script} cannot be traced without numbers: {cause or 'it ended with:' + chr(10) + last}",
         hint="predict its model by name with --model, or keep what reads numbers out of the first two steps",
     )
 
