@@ -108,6 +108,12 @@ def test_options_of_models_are_not_a_scripts(word: str, capsys: pytest.CaptureFi
     assert f"{word} 128 belongs to --model; train.py has its own" in capsys.readouterr().err
 
 
+def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert cli.main(["predict", "--out", str(tmp_path), str(tmp_path / "trian.py")]) == 2
+    assert "did you mean train.py?" in capsys.readouterr().err
+
+
 def test_the_record_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "predict --model transformers:tiny --gpus all --policies fp32 --json --out"
     assert cli.main([*words.split(), str(tmp_path)]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -157,6 +158,14 @@ def _check_target(
                 f"{name} {value} belongs to --model; {target} has its own",
                 hint=f"leave it out, or put it after {target} if it is the script's own argument",
             )
+    if target is not None and not as_module and not Path(target).is_file():
+        near = sorted(
+            path.name for path in (Path(target).parent if Path(target).parent.is_dir() else Path()).glob("*.py")
+        )
+        raise UsageError(
+            f"there is no script {target!r}; {nearest(Path(target).name, near) if near else 'the folder has no scripts'}",
+            hint="check the path; for a model by name, type --model timm:resnet50",
+        )
 
 
 @dataclass(frozen=True)
