@@ -43,6 +43,8 @@ class Tapes:
     num_batches: int = 1
     """Batches that one update accumulates."""
     _made: dict[int, Tape] = field(default_factory=dict, repr=False, compare=False)
+    largest: dict[tuple[int, int, float], int] = field(default_factory=dict, repr=False, compare=False)
+    """The largest batch by memory, workspace and headroom: GPUs and policies that share these share it."""
 
     def at(self, batch: int) -> Tape:
         """Return the tape at ``batch``."""
@@ -278,12 +280,16 @@ def _largest_batch(tapes: Tapes, gpu: Gpu, headroom: float) -> int | None:
 
     if tapes.other is None:
         return None
+    key = gpu.memory_bytes, _workspace_bytes(gpu), headroom
+    if key in tapes.largest:
+        return tapes.largest[key]
     low, high = 0, 1
     while high <= _MOST and fits(high):
         low, high = high, 2 * high
     while high - low > max(1, low // 64):  # within 2%
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
+    tapes.largest[key] = low
     return low
 
 
