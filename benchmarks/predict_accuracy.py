@@ -1,6 +1,6 @@
 """Predicted against measured throughput of a public table.
 
-python benchmarks/predict_accuracy.py --rows FILE [--hold-out gpu-family|model-class|none] [--cache DIR]
+python benchmarks/predict_accuracy.py --rows FILE [--hold-out gpu-family|model-class|none] [--cache DIR] [--plot FILE.svg]
 
 FILE has the columns of gpu_training_throughput.csv. With ``none`` the shipped constants predict every row. With another
 choice the constants are fitted again on the rows of FILE, without those of the predicted row's GPU family or class of models.
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mezzo.measure.predict.constants import fitted
+from predict_plot import plot
 from predict_rows import Measured, held_out, ratios, read
 
 BY = {"gpu-family": "family", "model-class": "kind"}
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--hold-out", choices=[*BY, "none"], default="none")
     parser.add_argument("--cache", type=Path, help="folder that keeps recorded tapes")
+    parser.add_argument("--plot", type=Path, help="write predicted against measured as a picture")
     options = parser.parse_args()
     if options.cache is not None:
         options.cache.mkdir(parents=True, exist_ok=True)
@@ -49,6 +51,11 @@ def main() -> None:
     print(f"AMP over FP32 or TF32 of one GPU, model and framework: {said(pairs)} of {len(pairs)} pairs")
     for reason, count in reasons.most_common():
         print(f"not predicted ({count}): {reason}")
+    if options.plot is not None:
+        measured = np.array([float(row.cells["throughput_per_gpu"]) for row in rows])
+        how = "constants of all rows" if options.hold_out == "none" else f"{options.hold_out} left out of the fit"
+        title = f"{len(rows)} public measurements, {how}: {said(errors)}"
+        plot(options.plot, [row.family for row in rows], measured, measured * found, unit="samples/s", title=title)
     print(f"{said(errors)} of {len(rows)} rows ({reasons.total()} not predicted)")
 
 

@@ -25,6 +25,7 @@ from mezzo.measure.predict.memory import DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.plan import HEADROOM
 from mezzo.measure.predict.training import ZeroGrad, record_training
 from predict_models import NotBuilt, installed
+from predict_plot import plot
 
 CNN = {
     "MobeNetV3Small": "mobilenet_v3_small",
@@ -223,6 +224,7 @@ def main() -> None:
     """Print each row, the reasons of the others and the errors."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, help="write predicted against measured as a picture")
     options = parser.parse_args()
     found, reasons = [], Counter[str]()
     with options.rows.open(encoding="utf-8", newline="") as file:
@@ -243,6 +245,12 @@ def main() -> None:
         print(f"would it fit under a cap: right {sum(right)} of {len(right)}")
     promises, broken = sum(one.promises for one in found), sum(one.broken for one in found)
     size = np.abs([100 * (one.predicted_bytes / one.measured_bytes - 1) for one in found])
+    if options.plot is not None and found:
+        gib = [
+            np.array([getattr(one, name) / 2**30 for one in found]) for name in ("measured_bytes", "predicted_bytes")
+        ]
+        title = f"{len(found)} trainings, nothing fitted: median error {np.median(size):.1f}%"
+        plot(options.plot, [one.name.split()[0] for one in found], *gib, unit="GiB at the peak", title=title)
     median, p90 = (f"{np.median(size):.1f}%", f"{np.quantile(size, 0.9):.1f}%") if len(size) else ("-", "-")
     fits = f"{100 * broken / promises:.1f}%" if promises else "-"
     print(f"median {median} p90 {p90} wrongly fits {fits} of {len(found)} rows ({reasons.total()} not predicted)")

@@ -19,7 +19,9 @@ from mezzo.records import (
     Gain,
     Memory,
     Metric,
+    PredictionDetail,
     PredictRecord,
+    RealGpus,
     Reason,
     Row,
     RunRecord,
@@ -388,3 +390,41 @@ def predict_record(**fields: object) -> PredictRecord:
         "assumptions": [Reason(what="layout", value="channels-last", reason="as asked for")],
     }
     return PredictRecord.model_validate(known | fields)
+
+
+def prediction_detail() -> PredictionDetail:
+    """Return a detail with two policies, three places and three modules."""
+    return PredictionDetail.model_validate(
+        {
+            "gpu": "a100-80gb",
+            "policy": "bf16",
+            "limit_bytes": 79 * 2**30,
+            "curves": [
+                {"policy": "fp32", "batches": [1, 2, 3], "throughput": [10.0, 15.0, 18.0]},
+                {"policy": "bf16", "batches": [1, 2, 4], "throughput": [12.0, 20.0, 30.0]},
+            ],
+            "timeline": {
+                "places": [0, 1, 2],
+                "kinds": {"parameters": [2**30] * 3, "activations": [0, 2 * 2**30, 2**30]},
+                "backward": 2,
+                "optimizer": 3,
+            },
+            "modules": [
+                {"module": "body.0", "ms": {"bandwidth": 5.0}},
+                {"module": "body.1", "ms": {"arithmetic": 3.0}},
+                {"module": "head", "ms": {"launch": 2.0}},
+            ],
+        }
+    )
+
+
+def real_gpus() -> RealGpus:
+    """Return the predictions of a comparison on two GPUs."""
+    record = predict_record()
+    return RealGpus(
+        gpus=["a100-80gb", "t4"],
+        batch=256,
+        unit="samples",
+        predictions=record.predictions,
+        assumptions=record.assumptions,
+    )

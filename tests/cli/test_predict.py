@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from mezzo import cli
 from mezzo.measure.predict import named
 from mezzo.records import PredictRecord, read_record
+from paths import ROOT
 
 pytest.importorskip("transformers", reason="transformers builds the model")
 TINY = {
@@ -46,6 +49,71 @@ def test_a_prediction_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert "16 tokens, adamw" in page
 
 
+def test_prices_masters_fp8_and_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "predict --model transformers:tiny --gpus h100 --policies fp32,bf16-master,fp8 --price 3.6 --slurm --out"
+    assert cli.main([*words.split(), str(tmp_path)]) == 0
+    record = read_record(tmp_path / "record.json")
+    assert isinstance(record, PredictRecord)
+    for one in record.predictions:
+        assert one.cost_per_million == pytest.approx(1000 / one.throughput)
+    assert [one.validated for one in record.predictions] == [True, False, False]
+    assert record.detail is not None
+    assert {curve.policy for curve in record.detail.curves} == {"fp32", "bf16-master", "fp8"}
+    assert record.slurm[2] == "#SBATCH --gres=gpu:h100:1"
+    shown = capsys.readouterr().out
+    assert "#SBATCH --gres=gpu:h100:1" in shown
+    assert "Not validated: no measured rows." in shown
+
+
+SCRIPT = """
+import torch
+data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+loader = torch.utils.data.DataLoader(data, batch_size=16)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for (x,) in loader:
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    words = [
+        "predict",
+        "--gpus",
+        "t4",
+        "--policies",
+        "fp32",
+        "--batch",
+        "32",
+        "--out",
+        str(tmp_path / "out"),
+        str(path),
+    ]
+    assert cli.main(words) == 0
+    record = read_record(tmp_path / "out" / "record.json")
+    assert isinstance(record, PredictRecord)
+    assert (record.batch, record.unit, record.optimizer) == (32, "samples", "SGD")
+    assert (record.predictions[0].largest_batch or 0) > 1000
+    assert "16 samples: what" in " ".join(capsys.readouterr().out.split()).replace(
+        "16 samples what", "16 samples: what"
+    )
+
+
+@pytest.mark.parametrize("word", ["--sequence", "--image"])
+def test_options_of_models_are_not_a_scripts(word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["predict", word, "128", "--out", str(tmp_path), "train.py"]) == 2
+    assert f"{word} 128 belongs to --model; train.py has its own" in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert cli.main(["predict", "--out", str(tmp_path), str(tmp_path / "trian.py")]) == 2
+    assert "did you mean train.py?" in capsys.readouterr().err
+
+
 def test_the_record_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "predict --model transformers:tiny --gpus all --policies fp32 --json --out"
     assert cli.main([*words.split(), str(tmp_path)]) == 0
@@ -58,7 +126,9 @@ def test_the_record_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("words", "message"),
     [
         ("--gpus h101", "'h101' is not a GPU"),
-        ("--policies fp32,fp8", "--policies 'fp8' cannot be predicted"),
+        ("--policies fp32,fp4", "--policies 'fp4' cannot be predicted"),
+        ("--price free", "--price 'free' has 'free' where a price for an hour belongs"),
+        ("-m", "-m belongs to a script, not to --model transformers:tiny"),
         ("--optimizer adamwx", "--optimizer 'adamwx' cannot be predicted"),
         ("--model transformers:tinny", "no configuration of 'tinny'"),
     ],
@@ -87,3 +157,22 @@ def test_a_model_that_refuses_its_input(
     monkeypatch.setattr(named, "configurations", lambda: broken)
     assert cli.main(["predict", "--model", "transformers:tiny", "--out", str(tmp_path)]) in (1, 2)
     assert "one step of transformers:tiny cannot be traced without numbers in fp32" in capsys.readouterr().err
+
+
+COMMANDS = re.findall(r"^    (mezzo predict .*)$", (ROOT / "docs" / "predict.md").read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_docs(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()  # the real configurations
+    words = command.split()
+    library = words[words.index("--model") + 1].partition(":")[0] if "--model" in words else ""
+    if "train.py" in words or (library and importlib.util.find_spec(library) is None):
+        pytest.skip("it names a script or a library that is not here")
+    monkeypatch.chdir(ROOT)
+    assert cli.main([*words[1:2], "--out", str(tmp_path), *words[2:]]) == 0
+
+
+def test_the_docs_have_commands_that_run_here() -> None:
+    assert any("examples/digits.py" in command for command in COMMANDS)

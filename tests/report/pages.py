@@ -240,7 +240,10 @@ def write_pages(folder: Path) -> dict[str, Path]:
     records: dict[str, AnyRecord] = {
         "compare": build.compare_record(),
         "check": build.check_record(patch="--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-<b>\n+x\n"),
-        "predict": build.predict_record(),
+        "predict": build.predict_record(
+            detail=build.prediction_detail(), slurm=["#SBATCH --nodes=1", "#SBATCH --gres=gpu:a100:1"]
+        ),
+        "real-gpus": build.compare_record(real_gpus=build.real_gpus()),
         "long-names": long_names(),
         "emulated": build.emulated_record(),
         "large": build.compare_record(num_seeds=5, num_steps=10_000),

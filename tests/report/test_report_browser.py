@@ -17,7 +17,8 @@ CHECKS = (Path(__file__).parent / "checks.js").read_text(encoding="utf-8")
 KINDS = {  # with the number of charts that have lines
     "compare": 3,
     "check": 3,
-    "predict": 0,
+    "predict": 2,
+    "real-gpus": 3,
     "long-names": 3,
     "emulated": 3,
     "large": 3,

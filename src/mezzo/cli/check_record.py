@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mezzo.cli.budget import Budget, clock
+from mezzo.cli.real_gpus import predicted_for
 from mezzo.cli.script import Script
 from mezzo.cli.words import typed
 
@@ -61,6 +62,9 @@ def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], fou
     known, here = checking.known, found.devices[0]
     comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(typed()))
     gpu = asked.gpu or (GPUS[_REFERENCE] if here.kind == "cpu" else None)
+    if gpu is not None and not checking.too_slow:
+        found_there = predicted_for(asked.script, known.runs, [gpu], asked.budget.say)
+        comparison = comparison.model_copy(update={"real_gpus": found_there})
     case = Case(
         comparison=comparison,
         device=here.name,
@@ -117,10 +121,14 @@ def _notes(asked: CheckOptions, checking: Check, case: Case, answer: Answer) -> 
     if not checking.known.observable:
         why = "a check runs them on PyTorch scripts only; mezzo diagnose, ranges and fallback say what else they accept"
         notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
-    ceiling = next((gain.device for gain in answer.gains if gain.kind == "bound"), None)
-    if asked.gpu is None and ceiling is not None:
+    there = next((gain for gain in answer.gains if gain.kind != "measured"), None)
+    if asked.gpu is None and there is not None:
+        word = "prediction" if there.kind == "predicted" else "ceiling"
         why = "no GPU is here; --gpu NAME gives it for another"
-        notes.append(Reason(what="speed", value=f"the ceiling is for {ceiling}", reason=why))
+        notes.append(Reason(what="speed", value=f"the {word} is for {there.device}", reason=why))
+    failed = case.comparison.real_gpus
+    if failed is not None and failed.reason and there is not None:
+        notes.append(Reason(what="speed", value="a ceiling instead of a prediction", reason=failed.reason))
     return notes
 
 

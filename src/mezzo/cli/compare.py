@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from mezzo.cli import completion, options, results
+from mezzo.cli import completion, options, real_gpus, results
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script
 from mezzo.cli.words import typed
@@ -66,6 +66,14 @@ def compare(
             "undecided, failed; or none.",
         ),
     ] = "diverged,stopped_learning,failed",
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="GPUs to predict speed and memory for, separated by commas, or none. "
+            "[default: t4, a100-80gb, h100-sxm and rtx-4090, if this machine has no GPU]",
+        ),
+    ] = None,
     as_module: options.AsModule = False,
     metric: options.Metric = None,
     out: options.Out = None,
@@ -84,7 +92,7 @@ def compare(
     from mezzo.measure.compare import compare as judge
 
     options.check_metric(metric)
-    failing = _failing(fail_on)
+    failing, gpus = _failing(fail_on), real_gpus.named_gpus(gpu)
     asked = _asked(policies)
     baseline = "fp32" if "fp32" in asked else next(iter(asked))
     name = asked[baseline].name
@@ -99,6 +107,8 @@ def compare(
         rows: list[Row] = []
         if any(run.policy == baseline for run in runs):
             record = judge(runs, baseline=baseline, margin=margin, command=list(typed()))
+            if not stop.stopped:
+                record = record.model_copy(update={"real_gpus": real_gpus.predicted_for(script, runs, gpus)})
             script.finish(record, folder)
             rows = [row for row in record.rows if row.verdict in failing]
         if stop.stopped:

@@ -96,10 +96,14 @@ def _why_not(layer: nn.Linear, policy: Policy) -> str | None:
         return _OWN_CODE
     if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
         return _OTHER_DTYPE
-    outputs, inputs = layer.out_features, layer.in_features
+    return stays_in_16_bits(layer.out_features, layer.in_features, policy.fp8_recipe)
+
+
+def stays_in_16_bits(outputs: int, inputs: int, recipe: str) -> str | None:
+    """Return why a linear layer of these sizes is not computed in FP8; None if it is."""
     if outputs % _MULTIPLE or inputs % _MULTIPLE:
         return _SIZES
-    return _TOO_SMALL[policy.fp8_recipe] if _too_small(outputs, inputs, policy.fp8_recipe) else None
+    return _TOO_SMALL[recipe] if _too_small(outputs, inputs, recipe) else None
 
 
 def _too_small(outputs: int, inputs: int, recipe: str) -> bool:

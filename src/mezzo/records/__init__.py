@@ -51,9 +51,14 @@ from mezzo.records.files import read_record as read_record
 from mezzo.records.files import write_record as write_record
 from mezzo.records.findings import Finding as Finding
 from mezzo.records.findings import Severity as Severity
+from mezzo.records.predict import BatchCurve as BatchCurve
+from mezzo.records.predict import MemoryTimeline as MemoryTimeline
 from mezzo.records.predict import ModuleShare as ModuleShare
+from mezzo.records.predict import ModuleTime as ModuleTime
 from mezzo.records.predict import Prediction as Prediction
+from mezzo.records.predict import PredictionDetail as PredictionDetail
 from mezzo.records.predict import PredictRecord as PredictRecord
+from mezzo.records.predict import RealGpus as RealGpus
 from mezzo.records.ranges import GRADIENTS as GRADIENTS
 from mezzo.records.ranges import Casts as Casts
 from mezzo.records.ranges import FormatLimits as FormatLimits

@@ -17,8 +17,8 @@ StageName: TypeAlias = Literal["doctor", "run", "diagnose", "ranges", "fallback"
 class Gain(Value):
     """What a policy gains in speed on one device."""
 
-    kind: Literal["measured", "bound"]
-    """``bound``: a ceiling from counted FLOPs and bytes, never a claim."""
+    kind: Literal["measured", "predicted", "bound"]
+    """``predicted``: of a GPU that is not here. ``bound``: a ceiling from counted FLOPs and bytes, where nothing can be predicted."""
     times: float
     """How many times as fast as the baseline; of a bound, at most."""
     low: float | None = None

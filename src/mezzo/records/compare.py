@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Literal, TypeAlias
 
+from mezzo.records.predict import RealGpus
 from mezzo.records.run import Memory, RunRecord
 from mezzo.records.values import SCHEMA_VERSION, Environment, Value, WholeRecord
 
@@ -92,6 +93,8 @@ class CompareRecord(WholeRecord):
     shared_files: list[SharedFile] = []
     """Files that make runs depend on each other: with any, no verdict holds."""
     runs: list[RunRecord]
+    real_gpus: RealGpus | None = None
+    """Predictions for GPUs that are not here; None where none were asked for."""
     environment: Environment
 
     @property

@@ -55,6 +55,63 @@ class Prediction(Value):
     over_tf32: float | None = None
     verdict: str = ""
     """Whether the policy is worth it here."""
+    cost_per_million: float | None = None
+    """Price of a million images, sequences or samples at the record's batch size, in the currency of the price."""
+
+
+class BatchCurve(Value):
+    """Throughput of one policy over batch sizes, up to the largest that fits."""
+
+    policy: str
+    batches: list[int]
+    throughput: list[float]
+
+
+class MemoryTimeline(Value):
+    """Allocated bytes by kind over one step."""
+
+    places: list[int]
+    """How many allocations and releases of the step came before."""
+    kinds: dict[str, list[int]]
+    """By kind, one entry for each place."""
+    backward: int | None = None
+    """Place at which the backward pass begins."""
+    optimizer: int | None = None
+
+
+class ModuleTime(Value):
+    """Time of one module's own operations, without those of modules inside it."""
+
+    module: str
+    ms: dict[str, float]
+    """By what they wait for: ``arithmetic``, ``bandwidth`` or ``launch``."""
+
+
+class PredictionDetail(Value):
+    """One prediction seen closely."""
+
+    gpu: str
+    policy: str
+    limit_bytes: int
+    """What the GPU has for torch's allocator."""
+    curves: list[BatchCurve] = []
+    """Of every policy on this GPU whose batch sizes follow."""
+    timeline: MemoryTimeline
+    modules: list[ModuleTime] = []
+
+
+class RealGpus(Value):
+    """What compared policies would give on GPUs that are not here, predicted."""
+
+    gpus: list[str] = []
+    batch: int = 1
+    unit: str = "steps"
+    predictions: list[Prediction] = []
+    """By GPU, then by policy; a policy is named as the comparison names it."""
+    not_predicted: list[Reason] = []
+    reason: str = ""
+    """Why nothing was predicted; empty if something was."""
+    assumptions: list[Reason] = []
 
 
 class PredictRecord(WholeRecord):
@@ -74,6 +131,10 @@ class PredictRecord(WholeRecord):
     headroom: float
     """Share of the GPU's memory that the largest batch leaves free."""
     predictions: list[Prediction]
+    detail: PredictionDetail | None = None
+    """The fastest prediction that fits, closely."""
+    slurm: list[str] = []
+    """Lines of a batch script that ask for its GPU."""
     assumptions: list[Reason] = []
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mezzo.records import CheckRecord, CompareRecord, DiagnoseRecord, RunRecord
-from mezzo.report.charts import loss, memory, modules, ranges, steps, times
+from mezzo.report.charts import loss, memory, modules, predicted, ranges, steps, times
 from mezzo.report.charts.data import Drawn
 from mezzo.report.charts.times import Timed
 from mezzo.report.colours import Style, styles_of
@@ -74,6 +74,7 @@ def charts_of(record: Any, *, places: Mapping[str, str]) -> list[Drawn]:
         "diagnose": diagnose_charts,
         "ranges": ranges.ranges_charts,
         "fallback": modules.fallback_charts,
+        "predict": predicted.predict_charts,
     }
     maker = makers.get(record.kind)
     return maker(record) if maker else []

@@ -15,7 +15,7 @@ UNKNOWN = "unknown"
 """Shown for a size that was not measured."""
 LONGEST = 4000
 """Characters of a text that a view shows."""
-_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LARGEST_PLAIN_EXPONENT = 16  # 65536 is read at a glance, 16777216 is not
 
 
@@ -107,6 +107,11 @@ def three_digits(value: float) -> str:
     return f"{value:.{max(0, decimals)}f}"
 
 
+def rate_text(value: float) -> str:
+    """Return a number a second with three digits."""
+    return three_digits(value) if value < 1000 else f"{float(f'{value:.3g}'):.0f}"
+
+
 def loss_title(name: str) -> str:
     """Return the title of one of several losses: ``loss of netG``, ``loss 2``."""
     return clean(name) if name.startswith("loss ") else f"loss of {clean(name)}"
@@ -117,14 +122,14 @@ def bytes_text(num_bytes: int | None) -> str:
     if num_bytes is None:
         return UNKNOWN
     value, exponent = byte_scale(num_bytes)
-    unit = _BYTE_UNITS[exponent]
+    unit = BYTE_UNITS[exponent]
     return f"{num_bytes} B" if exponent == 0 else f"{three_digits(value)} {unit}"
 
 
 def byte_scale(num_bytes: int) -> tuple[float, int]:
     """Return ``num_bytes`` in its best unit, and that unit's power of 1024."""
     value, exponent = float(num_bytes), 0
-    while round(value) >= 1024 and exponent < len(_BYTE_UNITS) - 1:
+    while round(value) >= 1024 and exponent < len(BYTE_UNITS) - 1:
         value, exponent = value / 1024, exponent + 1
     return value, exponent
 

@@ -21,6 +21,7 @@ from mezzo.report.figures import charts_of
 from mezzo.report.index.sheet import IndexSheet
 from mezzo.report.next_steps import NextStep, next_steps
 from mezzo.report.sheets.answers import Answer
+from mezzo.report.sheets.real_gpus import real_gpus_sheet
 from mezzo.report.sheets.together import together_sheet
 from mezzo.report.source import Source, module_places, source_of
 from mezzo.report.views import VIEWS
@@ -90,6 +91,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.policies["json.dumps_kwargs"] = _JSON  # tojson also escapes <, > and & for a script element
     environment.filters |= {"breakable": _breakable, "svg": svg, "numbers": numbers_of, "heads": _heads}
+    environment.filters["real_gpus"] = real_gpus_sheet
     return environment
 
 

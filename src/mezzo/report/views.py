@@ -9,7 +9,19 @@ from typing import Any
 from rich.console import Console
 
 from mezzo.report import terminal
-from mezzo.report.sheets import answers, audit, check, compare, diagnose, doctor, fallback, predict, ranges, run
+from mezzo.report.sheets import (
+    answers,
+    audit,
+    check,
+    compare,
+    diagnose,
+    doctor,
+    fallback,
+    predict,
+    ranges,
+    real_gpus,
+    run,
+)
 from mezzo.report.sheets.answers import Answer
 
 
@@ -29,7 +41,7 @@ class View:
 
 VIEWS: dict[str, View] = {
     "run": View(sheet=run.run_sheet, body=terminal.print_run, answer=answers.run_answer),
-    "compare": View(sheet=compare.compare_sheet, body=terminal.print_compare, answer=answers.compare_answer),
+    "compare": View(sheet=compare.compare_sheet, body=real_gpus.print_compare, answer=answers.compare_answer),
     "check": View(sheet=check.check_sheet, body=check.print_check, answer=check.check_answer, framed=False),
     "audit": View(sheet=audit.audit_sheet, body=terminal.print_audit, answer=answers.audit_answer),
     "diagnose": View(sheet=diagnose.diagnose_sheet, body=terminal.print_diagnose, answer=answers.diagnose_answer),

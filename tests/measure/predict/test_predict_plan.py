@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.memory import DRIVER_BYTES
-from mezzo.measure.predict.plan import Tapes, check_policies, impossible, memory_under_limit, predict, verdict
+from mezzo.measure.predict.plan import (
+    Tapes,
+    check_policies,
+    impossible,
+    memory_under_limit,
+    predict,
+    recorded_as,
+    verdict,
+)
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
@@ -107,6 +115,42 @@ def test_verdicts(arguments: tuple[Any, ...], sentence: str) -> None:
     assert verdict(*arguments) == sentence
 
 
+@pytest.mark.parametrize(
+    ("over_bf16", "sentence"),
+    [
+        (0.9, "Not worth it: 0.90 times BF16's speed, with BF16's memory."),
+        (1.1, "Perhaps: 1.10 times BF16's speed, with BF16's memory."),
+        (1.4, "Worth it: 1.40 times BF16's speed, with BF16's memory."),
+    ],
+)
+def test_fp8_must_be_worth_it_over_bf16(over_bf16: float, sentence: str) -> None:
+    assert verdict("fp8", 4.0, 2.0, 0.6, over_bf16=over_bf16) == sentence
+
+
 def test_a_policy_that_cannot_be_predicted_is_refused() -> None:
-    with pytest.raises(UsageError, match="'fp8' cannot be predicted"):
-        check_policies(["fp32", "fp8"])
+    with pytest.raises(UsageError, match="'fp4' cannot be predicted") as told:
+        check_policies(["fp32", "fp4"])
+    assert "did you mean fp8" in told.value.hint or "fp16" in told.value.hint
+
+
+@pytest.mark.parametrize(
+    ("policy", "recorded"),
+    [("tf32", "fp32"), ("bf16", "fp16"), ("bf16-master", "fp16-master"), ("fp16-pure", "fp16-pure"), ("fp8", "fp16")],
+)
+def test_policies_that_share_a_tape(policy: str, recorded: str) -> None:
+    assert recorded_as(policy) == recorded
+
+
+def test_fp8_needs_units_and_says_which_layers_use_them(tapes: dict[str, Tapes]) -> None:
+    assert impossible(gpu_named("a100"), "fp8") == "A100-SXM4-80GB has no units for fp8"
+    found = predict(tapes, gpu_named("h100"), "fp8", batch=64, channels_last=False)
+    assert found.reason.startswith(
+        "1 of 2 linear layers runs in FP8, the others in BF16 (1: the last layer). They take "
+    )
+    assert found.verdict.startswith("Not worth it: 0.")
+    assert not found.validated
+
+
+def test_tf32_where_there_is_none_is_no_gain_and_as_valid_as_fp32(tapes: dict[str, Tapes]) -> None:
+    found = predict(tapes, gpu_named("t4"), "tf32", batch=64, channels_last=False)
+    assert (found.verdict, found.validated) == ("", True)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mezzo.errors import UsageError
 from mezzo.measure.predict.memory import bytes_by_kind
-from mezzo.measure.predict.scripted import record_script, tape_of_script
+from mezzo.measure.predict.script_process import record_script
+from mezzo.measure.predict.scripted import tape_of_script
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
@@ -90,8 +91,15 @@ def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("print('hello')", "ended before its second optimizer step"),
-        ("raise ValueError('no data')", "ValueError: no data"),
+        ("print('hello')", "never trains: it ended after 0 of 2 optimizer steps"),
+        ("raise ValueError('no data')", "train.py:1: ValueError: no data"),
+        ("import sys; sys.exit('usage: --data is missing')", "it exited with 'usage: --data is missing'"),
+        ("import torch\nprint(torch.ones(3).nonzero().shape)", "the size of a result depends on them at train.py:2"),
+        (
+            "import os\nos.kill(os.getpid(), 11)",
+            "native code of its own, as an optimizer's kernels, reads the memory of tensors",
+        ),
+        ("import os\nos.kill(os.getpid(), 9)", "it was killed, as by a machine that is out of memory"),
     ],
 )
 def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None:
@@ -103,7 +111,6 @@ def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None
     ("script", "policy", "message"),
     [
         ("nowhere.py", "fp32", "there is no script 'nowhere.py'"),
-        ("x.py", "fp16-pure", "cannot be predicted for a script"),
     ],
 )
 def test_what_is_refused(script: str, policy: str, message: str) -> None:

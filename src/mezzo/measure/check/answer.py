@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mezzo.gpus import Gpu
-from mezzo.measure.check.gains import bounded_gain, measured_gain
+from mezzo.measure.check.gains import bounded_gain, measured_gain, predicted_gain
 from mezzo.measure.check.preference import Candidate, order_of_trust, preferred
 from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.costs import SLOWER
@@ -23,6 +23,8 @@ _FEWEST_STEPS = 30
 """Steps below which runs that were stopped early show nothing: a dynamic loss scale alone takes up to 16 to settle."""
 _NOTHING, _LITTLE = 1.05, 0.05
 """The gain in speed and the share of memory below which a policy gains nothing."""
+_PREDICTED_SLOWER = 0.85
+"""A predicted speed-up below this is slower beyond its mean error of 12%."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +71,12 @@ class Case:
         return [found[policy] for policy in order_of_trust(list(found))]
 
     def gains(self, row: Row) -> list[Gain]:
-        """Return what a policy gains: as measured, and at most on the GPU."""
+        """Return what a policy gains: as measured, and on the GPU as predicted, or at most where it cannot be predicted."""
         measured = measured_gain(row, device=self.device)
-        bound = None if self.gpu is None else bounded_gain(self.comparison, row.policy, self.gpu)
+        bound = None
+        if self.gpu is not None:
+            bound = predicted_gain(self.comparison.real_gpus, row.policy, self.gpu)
+            bound = bound or bounded_gain(self.comparison, row.policy, self.gpu)
         order = (bound, measured) if self.for_gpu else (measured, bound)
         return [gain for gain in order if gain is not None]
 
@@ -149,8 +154,12 @@ def _preference(case: Case, row: Row, alike: Sequence[Row]) -> str:
     gain = next(iter(case.gains(row)), None)
     rivals = [one for other in alike if other is not row for one in case.gains(other)[:1]]
     if gain is not None and all(gain.kind == one.kind and gain.times > one.times * _NOTHING for one in rivals):
-        return "it is the fastest of them" if gain.kind == "measured" else "it has the highest ceiling of them"
-    if gain is not None and gain.kind == "measured" and any(one.kind == "bound" for one in rivals):
+        return (
+            "it is the fastest of them"
+            if gain.kind == "measured"
+            else f"it has the highest {'prediction' if gain.kind == 'predicted' else 'ceiling'} of them"
+        )
+    if gain is not None and gain.kind == "measured" and any(one.kind != "measured" for one in rivals):
         return "it is the one with a speed that was measured here"
     name = row.policy.split(":")[0]
     return "it has FP32's range and needs no loss scale" if name == "bf16" else "it is the simplest of them to use"
@@ -321,6 +330,10 @@ def _no_gain(case: Case, row: Row) -> str:
     if measured is not None and slow and not case.for_gpu:
         slower = f"{row.policy} trains like {case.baseline}, but a step takes {1 / measured.times:.3g} times as long on {case.device}"
         return slower + memory
+    there = next((gain for gain in case.gains(row) if gain.kind == "predicted"), None)
+    if case.for_gpu and there is not None and there.times < _PREDICTED_SLOWER:
+        longer = f"a step is predicted to take {1 / there.times:.3g} times as long on {there.device}"
+        return f"{row.policy} trains like {case.baseline}, but {longer}" + memory
     little = _gains_little(case, row)
     return f"{row.policy} trains like {case.baseline}, but gains {little}" if little else ""
 
@@ -333,7 +346,8 @@ def _gains_little(case: Case, row: Row) -> str:
     if saved >= _LITTLE or times >= _NOTHING:
         return ""
     most = max(gains, key=lambda gain: gain.times)
-    speed = f"at most {times:.3g}x in speed" if most.kind == "bound" else f"{times:.3g}x in speed"
+    words = {"bound": "at most ", "predicted": "a predicted "}.get(most.kind, "")
+    speed = f"{words}{times:.3g}x in speed"
     return f"{speed} and {saved:.0%} of the memory"
 
 
@@ -350,7 +364,7 @@ def _candidate(case: Case, row: Row) -> Candidate:
     return Candidate(
         policy=row.policy,
         measured=gains.get("measured"),
-        bound=gains.get("bound"),
+        bound=gains.get("predicted") or gains.get("bound"),
         skipped=skipped_share(case.comparison, row.policy),
     )
 

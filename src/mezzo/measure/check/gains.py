@@ -1,4 +1,4 @@
-"""What a policy gains over the baseline: as measured on the device of the runs, and at most on a named GPU."""
+"""What a policy gains over the baseline: as measured on the device of the runs, and as predicted, or at most, on a named GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mezzo.formats import TF32
 from mezzo.gpus import Gpu
 from mezzo.measure.gain import LAUNCH_BOUND_MS, Bound, Work, bound
-from mezzo.records import AS_IS, CompareRecord, Gain, Row, RunRecord
+from mezzo.records import AS_IS, CompareRecord, Gain, RealGpus, Row, RunRecord
 
 
 def measured_gain(row: Row, *, device: str) -> Gain | None:
@@ -30,6 +30,24 @@ def bounded_gain(comparison: CompareRecord, policy: str, gpu: Gpu) -> Gain | Non
         return None
     note = _note(found, policy=policy, run=run, gpu=gpu, against_tf32=_against_tf32(baseline, run, gpu))
     return Gain(kind="bound", times=found.times, device=gpu.label, note=note)
+
+
+def predicted_gain(found: RealGpus | None, policy: str, gpu: Gpu) -> Gain | None:
+    """Return the gain over strict FP32 that is predicted on ``gpu``; None where nothing is."""
+    own = [one for one in (found.predictions if found else []) if (one.gpu, one.policy) == (gpu.name, policy)]
+    one = next(iter(own), None)
+    if one is None or not one.possible or one.over_fp32 is None:
+        return None
+    parts = [] if one.over_tf32 is None else [f"{one.over_tf32:.3g}x against TF32"]
+    bound = max(one.bounds, key=lambda kind: one.bounds[kind], default="")
+    if bound == "launch":
+        parts.append("the step mostly waits for kernels to be launched: a larger batch gains more")
+    parts.append(f"a step takes {one.step_ms:.3g} ms and {one.device_bytes / 2**30:.3g} GiB")
+    if not one.fits:
+        parts.append("it does not fit")
+    if not one.validated:
+        parts.append("not validated: no measured rows")
+    return Gain(kind="predicted", times=one.over_fp32, device=gpu.label, note="; ".join(parts))
 
 
 def _counted(runs: Sequence[RunRecord], policy: str) -> RunRecord | None:

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo.errors import UsageError, nearest
-from mezzo.formats import BF16, FP16
 from mezzo.measure.predict.libraries import imported
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import record_training
@@ -149,17 +148,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def tape_of(model: NamedModel, policy: str, batch: int, *, optimizer: str, channels_last: bool) -> Tape:
-    """Return the tape of ``model``'s training under ``policy``: autocast, or the whole model cast for ``-pure``."""
-    compute, _, pure = policy.partition("-")
-    dtype = {form.name: form.dtype for form in (FP16, BF16)}[compute] if pure else None
+    """Return the tape of ``model``'s training under ``policy``."""
 
     def build() -> nn.Module:
-        made = model.build().to(dtype)
+        made = model.build()
         return made.to(memory_format=torch.channels_last) if channels_last else made  # type: ignore[call-overload]
 
     def prepared(tensor: Tensor) -> Tensor:
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
         return tensor.contiguous(memory_format=torch.channels_last) if channels_last and tensor.dim() == 4 else tensor
 
     return record_training(
@@ -168,5 +163,5 @@ def tape_of(model: NamedModel, policy: str, batch: int, *, optimizer: str, chann
         model.loss_of,
         batch=batch,
         optimizer=OPTIMIZERS[optimizer],
-        policy=None if dtype is not None else Policy.parse(policy),
+        policy=Policy.parse(policy),
     )

@@ -73,6 +73,8 @@ class Tape:
     """Index into ``events`` at which each step begins."""
     backward_starts: list[int] = field(default_factory=list)
     """The same for each backward pass."""
+    optimizer_starts: tuple[int, ...] = ()
+    """The same for each call of an optimizer."""
 
     def at_batch(self, other: Tape, batch: int) -> Tape:
         """Return the tape of the same training at ``batch``, from this tape and ``other`` at another batch size.
@@ -107,6 +109,7 @@ class Tape:
             ],
             step_starts=self.step_starts,
             backward_starts=self.backward_starts,
+            optimizer_starts=self.optimizer_starts,
         )
 
 

@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casting import Casting
+from mezzo.engine.conversion import cast_model
+from mezzo.engine.master import MasterWeights, NoMasters
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.tape import Tape
@@ -45,7 +47,7 @@ def record_training(
         zero_grad: where gradients are set to None.
         steps: how many steps to record.
     """
-    model = _built(build)
+    model = _built(build, policy)
     model.train()
     recorder = Recorder(batch=batch)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -55,6 +57,7 @@ def record_training(
         _setup(model, recorder)
         recorder.phase = "optimizer"  # some optimizers make their state at once
         made = optimizer(model.parameters())
+        masters = _masters(model, made, policy, recorder)
         for group in made.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch chooses on a GPU
@@ -79,7 +82,11 @@ def record_training(
             del loss, outputs
             recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
             recorder.phase = "optimizer"
+            recorder.tape.optimizer_starts += (len(recorder.tape.events),)
+            masters.pull_gradients()
             made.step()
+            masters.push()
+            free_gradients(masters, model)
             recorder.label(optimizer_state(made), "optimizer")
             if zero_grad == "after_step":
                 made.zero_grad()
@@ -93,13 +100,35 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [t for t in tree_leaves([dict(s) for s in optimizer.state.values()]) if isinstance(t, Tensor)]
 
 
-def _built(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model without memory for its weights; with it where its constructor reads numbers."""
+def _masters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy | None, recorder: Recorder
+) -> MasterWeights | NoMasters:
+    """Return the FP32 masters of a cast model, in the optimizer's groups."""
+    if policy is None or not policy.master_weights:
+        return NoMasters()
+    masters = MasterWeights(())
+    masters.begin([optimizer])
+    recorder.own((masters.held(p) for p in model.parameters() if masters.held(p) is not p), "optimizer")
+    return masters
+
+
+def free_gradients(masters: MasterWeights | NoMasters, model: nn.Module) -> None:
+    """Free the masters' FP32 gradients, which live while an update runs."""
+    for parameter in model.parameters():
+        if masters.held(parameter) is not parameter:
+            masters.held(parameter).grad = None
+
+
+def _built(build: Callable[[], nn.Module], policy: Policy | None) -> nn.Module:
+    """Build the model without memory for its weights, cast if the policy casts models; with it where its constructor reads numbers."""
     try:
         with torch.device("meta"):
-            return build()
+            model = build()
     except (RuntimeError, NotImplementedError):
-        return build()
+        model = build()
+    if policy is not None and policy.casting == "model":
+        cast_model(model, policy, "cpu")
+    return model
 
 
 def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:

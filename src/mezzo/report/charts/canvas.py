@@ -309,6 +309,8 @@ def tick_text(value: float, kind: AxisKind) -> str:
     """Return a value as an axis of ``kind`` shows it."""
     if kind == "power":
         return f"2^{value:g}"
+    if kind == "doubling":
+        return f"{2**value:.0f}"
     if kind in ("percent", "change"):
         return f"{100 * value:{'+' if kind == 'change' and value else ''}.3g}%"
     if kind == "signed":

@@ -8,8 +8,9 @@ from typing import ClassVar, Literal, TypeAlias
 
 from mezzo.report.colours import Style
 
-AxisKind: TypeAlias = Literal["number", "log", "percent", "power", "ms", "signed", "change"]
-"""``power``: exponents of two; ``percent``: shares; ``signed`` and ``change``: differences, in a unit and in percent."""
+AxisKind: TypeAlias = Literal["number", "log", "percent", "power", "doubling", "ms", "signed", "change"]
+"""``power``: exponents of two; ``doubling``: the same, shown as powers; ``percent``: shares; ``signed`` and ``change``: differences,
+in a unit and in percent."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,13 +72,13 @@ def module_tree(record: AuditRecord, places: Mapping[str, str]) -> Drawn:
     title = "Module by module"
     totals: dict[str, _Totals] = {}
     for operation in record.operations:
-        for path in _paths(operation.module):
+        for path in paths_of(operation.module):
             own = totals.setdefault(path, _Totals())
             own.bytes += operation.bytes
             if operation.flops:
                 own.flops[operation.format] = own.flops.get(operation.format, 0) + operation.flops
     for cast in record.casts:
-        for path in _paths(cast.module):
+        for path in paths_of(cast.module):
             totals.setdefault(path, _Totals()).casts += cast.count
     for finding in record.findings:
         for module in finding.modules:
@@ -115,7 +115,7 @@ def module_tree(record: AuditRecord, places: Mapping[str, str]) -> Drawn:
         note=_shown_note(len(totals))
         + "Each row includes the modules inside it; bytes are those of all operands and results.",
         heads=("FLOPs", "bytes", "casts"),
-        roots=_nodes(totals, node, weight),
+        roots=nodes_of(totals, node, weight),
         legend=_format_legend(record),
     )
 
@@ -130,17 +130,18 @@ def _shown_note(count: int) -> str:
     return f"The {MOST_NODES} largest of {count} are shown; record.json has all. " if count > MOST_NODES else ""
 
 
-def _paths(module: str) -> list[str]:
+def paths_of(module: str) -> list[str]:
+    """Return the module's name and those of the modules around it, the outermost first."""
     parts = module.split(".")
     return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
 
 
-def _nodes(
+def nodes_of(
     paths: Mapping[str, object], node: Callable[[str, Sequence[Node]], Node], weight: Callable[[str], object]
 ) -> list[Node]:
     """Return the roots of the tree of ``paths``, each level in the order of ``weight``; the heaviest MOST_NODES are kept."""
     kept = sorted(paths, key=weight)[:MOST_NODES]  # type: ignore[arg-type]
-    known = {path for name in kept for path in _paths(name)}
+    known = {path for name in kept for path in paths_of(name)}
     inside: dict[str, list[str]] = {}
     for path in sorted(known, key=weight):  # type: ignore[arg-type]
         inside.setdefault(path.rpartition(".")[0], []).append(path)
@@ -166,7 +167,7 @@ def error_tree(record: FallbackRecord) -> Drawn:
     own = {m.module: m for m in record.modules if not m.unnamed}
     if not own:
         return Nothing(name="tree", title=title, words="No module was run by itself.")
-    paths = {path: None for name in own for path in _paths(name)}
+    paths = {path: None for name in own for path in paths_of(name)}
 
     def node(path: str, children: Sequence[Node]) -> Node:
         found = own.get(path)
@@ -207,7 +208,7 @@ def error_tree(record: FallbackRecord) -> Drawn:
         note=f"{_shown_note(len(paths))}Each module ran on its FP32 inputs; the bar is the largest error of its outputs and gradients, "
         "and is full where nothing is left of the values.",
         heads=("largest error", "FLOPs"),
-        roots=_nodes(paths, node, weight),
+        roots=nodes_of(paths, node, weight),
     )
 
 

@@ -94,6 +94,14 @@ def check_answer(record: CheckRecord, sheet: CheckSheet) -> PageAnswer:
         metric = "" if sheet.comparison is None else sheet.comparison.metric_name
         facts = answers.evidence(row, metric=metric)
     for gain in record.answer.gains:
+        if gain.kind == "predicted":
+            facts.append(
+                Fact(
+                    what=f"speed on {fmt.clean(gain.device)}",
+                    value=fmt.ratio_text(gain.times),
+                    reason="over FP32: predicted, not measured",
+                )
+            )
         if gain.kind == "bound":
             facts.append(
                 Fact(
@@ -188,6 +196,8 @@ def _gain(gain: Gain) -> str:
     device, note = fmt.clean(gain.device), fmt.clean(gain.note)
     if gain.kind == "bound":
         return f"at most {times} on {device}, by counted FLOPs and bytes (a ceiling, not a prediction): {note}."
+    if gain.kind == "predicted":
+        return f"{times} as fast as FP32 on {device}, predicted and not measured (such speed-ups are 12% off in the mean): {note}."
     spread = fmt.spread_text(gain.low, gain.high)
     if gain.low is not None and gain.high is not None and gain.low <= 1.0 <= gain.high:
         return f"not measurably faster or slower on {device} ({spread}; {note})."

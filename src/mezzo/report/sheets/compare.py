@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mezzo.records import CompareRecord, Difference, Row, RunRecord
+from mezzo.records import CompareRecord, Difference, RealGpus, Row, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.colours import Style, styles_of
 from mezzo.report.sheets import shared
@@ -91,6 +91,8 @@ class CompareSheet:
     effective_note: str
     runs: list[RunLine]
     explanations: list[Explanation]
+    real_gpus: RealGpus | None
+    """Predictions; ``sheets.real_gpus`` puts them into words."""
     environment: list[Fact]
     command: str
 
@@ -116,6 +118,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         effective_note=shared.shares_note(*record.runs),
         runs=[shared.run_line(run) for run in record.runs],
         explanations=_explanations(record),
+        real_gpus=record.real_gpus,
         environment=shared.environment_facts(record.environment, framework=framework_of(record)),
         command=shared.command_text(record.command, record.environment),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.text import Text
 
 from mezzo.records import Prediction, PredictRecord
 from mezzo.report import formatting as fmt
@@ -26,6 +27,7 @@ class PredictLine:
     memory: str
     largest: str
     speed_ups: str
+    cost: str
     bound: str
     verdict: str
     modules: list[Fact]
@@ -41,6 +43,9 @@ class PredictSheet:
     headline: str
     details: str
     unit: str
+    cost_head: str
+    """Empty where no price is known."""
+    slurm: str
     lines: list[PredictLine]
     assumptions: list[Fact]
     environment: list[Fact]
@@ -57,6 +62,10 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         f"trainings on GPU architectures that were left out of the fit; the largest batch leaves {record.headroom:.0%} "
         "of the memory free.",
         unit=fmt.clean(record.unit),
+        cost_head=f"cost a million {fmt.clean(record.unit)}"
+        if any(one.cost_per_million is not None for one in record.predictions)
+        else "",
+        slurm=fmt.clean("\n".join(record.slurm), keep_lines=True),
         lines=[_line(one) for one in record.predictions],
         assumptions=shared.facts(record.assumptions),
         environment=shared.environment_facts(record.environment),
@@ -72,8 +81,8 @@ def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Answer:
     facts = [
         Fact(
             what=f"{sheet.unit}/s",
-            value=_rate(best.throughput),
-            reason=f"{_rate(best.throughput_low)} to {_rate(best.throughput_high)}",
+            value=fmt.rate_text(best.throughput),
+            reason=f"{fmt.rate_text(best.throughput_low)} to {fmt.rate_text(best.throughput_high)}",
         ),
         Fact(
             what="memory, device",
@@ -103,7 +112,7 @@ def _headline(record: PredictRecord) -> str:
         return f"{what} fits none of these GPUs"
     return (
         f"{what} runs fastest on {fmt.clean(best.gpu)} in {fmt.clean(best.policy)}: "
-        f"about {_rate(best.throughput)} {fmt.clean(record.unit)}/s"
+        f"about {fmt.rate_text(best.throughput)} {fmt.clean(record.unit)}/s"
     )
 
 
@@ -119,6 +128,7 @@ def _line(one: Prediction) -> PredictLine:
             memory=missing,
             largest=missing,
             speed_ups=missing,
+            cost=missing,
             bound=missing,
             verdict=f"{fmt.clean(one.reason)}.",
             modules=[],
@@ -134,12 +144,13 @@ def _line(one: Prediction) -> PredictLine:
     return PredictLine(
         gpu=fmt.clean(one.gpu),
         policy=fmt.clean(one.policy),
-        throughput=_rate(one.throughput),
-        band=f"{_rate(one.throughput_low)} to {_rate(one.throughput_high)}",
+        throughput=fmt.rate_text(one.throughput),
+        band=f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}",
         step=fmt.ms_text(one.step_ms),
         memory=" / ".join(fmt.bytes_text(n) for n in (one.allocated_bytes, one.reserved_bytes, one.device_bytes)),
         largest=fmt.MISSING if one.largest_batch is None else str(one.largest_batch),
         speed_ups=f"{fmt.ratio_text(one.over_fp32)} / {fmt.ratio_text(one.over_tf32)}",
+        cost=fmt.MISSING if one.cost_per_million is None else fmt.number_text(one.cost_per_million, digits=3),
         bound=f"{bound} {fmt.share_text(one.bounds[bound])}",
         verdict=fmt.clean(" ".join(filter(None, notes))),
         modules=[
@@ -150,29 +161,27 @@ def _line(one: Prediction) -> PredictLine:
     )
 
 
-def _rate(value: float) -> str:
-    return fmt.three_digits(value) if value < 1000 else f"{value:.0f}"
-
-
 # --- the terminal --------------------------------------------------------------------------------------------------------------
 
 
 def print_predict(sheet: PredictSheet, console: Console) -> None:
     """Print the body of a predict record."""
+    heads = ["GPU", "policy", f"{sheet.unit}/s", "10% to 90%", "step", "allocated\nreserved\ndevice", "largest\nbatch"]
     table = terminal.plain_table(
-        "GPU",
-        "policy",
-        f"{sheet.unit}/s\n(band)",
-        "step",
-        "allocated\nreserved\ndevice",
-        "largest\nbatch",
-        "over FP32\n/ TF32",
+        *heads, "over FP32\n/ TF32", *([sheet.cost_head.replace(" a ", "\na ")] if sheet.cost_head else [])
     )
+    last = ""
     for line in sheet.lines:
         memory = line.memory.replace(" / ", "\n")
-        rate = f"{line.throughput}\n({line.band})"
-        table.add_row(line.gpu, line.policy, rate, line.step, memory, line.largest, line.speed_ups)
+        cells = [line.throughput, line.band, line.step, memory, line.largest, line.speed_ups]
+        table.add_row(
+            "" if line.gpu == last else line.gpu, line.policy, *cells, *([line.cost] if sheet.cost_head else [])
+        )
+        last = line.gpu
     terminal.section(console, "By GPU and policy", table)
     facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.bound, reason=line.verdict) for line in sheet.lines]
     terminal.section(console, "What bounds it, and is it worth it", terminal.fact_table(facts))
     terminal.section(console, "Assumed", terminal.fact_table(sheet.assumptions))
+    if sheet.slurm:
+        console.print(Text("\nFor Slurm", style="bold"))
+        console.print(Text(sheet.slurm), soft_wrap=True)

@@ -23,9 +23,14 @@
   function shown(value, kind) {
     if (value === null || value === undefined) return "-";
     if (kind === "power") return "2^" + value;
+    if (kind === "doubling") return String(Math.round(Math.pow(2, value)));
     const plus = value > 0 && (kind === "change" || kind === "signed") ? "+" : "";
     if (kind === "percent" || kind === "change") return plus + Number((100 * value).toPrecision(3)) + "%";
     return plus + Number(value.toPrecision(Number.isInteger(value) ? 15 : 4));
+  }
+
+  function along(x, kind) {
+    return kind === "power" || kind === "doubling" ? shown(x, kind) : String(x);
   }
 
   // A policy is hidden in every chart of the page.
@@ -113,7 +118,7 @@
     }
 
     function heading(first, last) {
-      const words = (x) => (chart.xKind === "power" ? "2^" + x : String(x));
+      const words = (x) => along(x, chart.xKind);
       return last > first ? chart.words + "s " + words(first) + " to " + words(last) : chart.words + " " + words(first);
     }
 
@@ -122,7 +127,7 @@
       const v = view();
       const at = chart.x[place];
       const next = place + 1 < chart.x.length ? chart.x[place + 1] - 1 : chart.lastX;
-      const last = chart.xKind === "power" ? at : next;
+      const last = chart.xKind === "power" || chart.xKind === "doubling" ? at : next;
       const across = pixel(v, at);
       put(v, "cursor", "path", { d: "M" + across + " " + v.top + "V" + v.bottom });
       tip.replaceChildren(make("b", "", heading(at, last)));
@@ -166,7 +171,7 @@
           text.setAttribute("text-anchor", "middle");
           text.setAttribute("x", pixel(v, x));
           text.setAttribute("y", v.bottom + 18);
-          text.textContent = chart.xKind === "power" ? "2^" + x : String(x);
+          text.textContent = along(x, chart.xKind);
           v.svg.append(text);
         });
       });

@@ -1,0 +1,63 @@
+"""Predictions for real GPUs beside measurements on a machine without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from mezzo.cli import results
+from mezzo.cli.script import Script
+
+if TYPE_CHECKING:
+    from mezzo.gpus import Gpu
+    from mezzo.records import RealGpus, RunRecord
+
+NONE = "none"
+
+
+def named_gpus(text: str | None) -> list[Gpu] | None:
+    """Return the GPUs of ``--gpu``; None where the usual ones are meant.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    from mezzo.gpus import gpu_named
+
+    if text is None:
+        return None
+    if text == NONE:
+        return []
+    found = [gpu_named(name.strip()) for name in text.split(",")]
+    return list({gpu.name: gpu for gpu in found}.values())
+
+
+def predicted_for(
+    script: Script, runs: Sequence[RunRecord], gpus: list[Gpu] | None, say: Callable[[str], None] = results.note
+) -> RealGpus | None:
+    """Return predictions of the policies of ``runs``; None where none were asked for, and where a GPU has measured them.
+
+    Args:
+        script: the script of the runs.
+        runs: what was measured.
+        gpus: the GPUs; None for the usual ones, if no run was on a GPU in its own formats.
+        say: prints a line.
+    """
+    from mezzo.gpus import GPUS
+
+    trained = [run for run in runs if len(run.steps)]
+    measured = any(run.environment.device == "cuda" and not run.effective.emulated for run in trained)
+    if not trained or gpus == [] or (gpus is None and measured):
+        return None
+    framework = trained[0].framework
+    from mezzo.records import RealGpus
+
+    if framework.split()[0] != "torch":
+        listed = [gpu.name for gpu in gpus or []]
+        return RealGpus(gpus=listed, reason=f"trainings in {framework.split()[0]} are not predicted")
+    from mezzo.measure.predict.real_gpus import USUAL, real_gpus
+
+    cards = gpus or [GPUS[name] for name in USUAL]
+    say(f"predicting a step on {', '.join(gpu.name for gpu in cards)}: the script is traced without numbers")
+    arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
+    policies = {run.policy_shown: run.policy for run in trained}
+    return real_gpus(script.target, arguments, policies, cards, as_module=script.as_module)

@@ -1,0 +1,90 @@
+"""One prediction seen closely: throughput over batch sizes, memory over the step, and the time of each module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mezzo.gpus import Gpu
+from mezzo.measure.predict.memory import DRIVER_BYTES
+from mezzo.measure.predict.plan import Step, Tapes, recorded_as, throughput
+from mezzo.measure.predict.tape import Tape
+from mezzo.records import BatchCurve, MemoryTimeline, ModuleTime, Prediction, PredictionDetail
+
+_POINTS = 200
+_MOST_MODULES = 400
+_SHOWN_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
+
+
+def detail_of(
+    tapes: Mapping[str, Tapes],
+    gpu: Gpu,
+    best: Prediction,
+    others: Sequence[Prediction],
+    *,
+    batch: int,
+    channels_last: bool,
+) -> PredictionDetail:
+    """Return the detail of ``best``, with the curves of ``others``, which are on the same GPU."""
+    own = tapes[recorded_as(best.policy)].at(batch)
+    return PredictionDetail(
+        gpu=best.gpu,
+        policy=best.policy,
+        limit_bytes=gpu.memory_bytes - DRIVER_BYTES,
+        curves=[_curve(tapes[recorded_as(one.policy)], gpu, one, channels_last=channels_last) for one in others],
+        timeline=timeline(own),
+        modules=module_times(Step(own, gpu, policy=best.policy, channels_last=channels_last)),
+    )
+
+
+def _curve(tapes: Tapes, gpu: Gpu, one: Prediction, *, channels_last: bool) -> BatchCurve:
+    """Return the throughput at powers of two up to the largest batch that fits, and at that batch."""
+    largest = one.largest_batch or 0
+    sizes = [2**power for power in range(20) if 2**power < largest]
+    sizes += [largest] if largest else []
+    rates = [throughput(tapes, gpu, one.policy, batch=size, channels_last=channels_last) for size in sizes]
+    return BatchCurve(policy=one.policy, batches=sizes, throughput=rates)
+
+
+def timeline(tape: Tape) -> MemoryTimeline:
+    """Return the allocated bytes by kind over the last step, at the largest moment of each stretch of allocations."""
+    alive: dict[str, int] = {}
+    begin = tape.step_starts[-1] if tape.step_starts else 0
+    points: list[tuple[int, dict[str, int]]] = []
+    end = max((place + 1 for place, event in enumerate(tape.events) if event >= 0), default=0)  # then all only goes
+    stretch = max(1, -(-(end - begin) // _POINTS))
+    highest = -1
+    for place, event in enumerate(tape.events[:end]):
+        block = tape.blocks[event if event >= 0 else ~event]
+        kind = block.kind if block.kind in _SHOWN_KINDS else "other"
+        alive[kind] = alive.get(kind, 0) + (block.size_bytes if event >= 0 else -block.size_bytes)
+        if place < begin:
+            continue
+        total = sum(alive.values())
+        if (place - begin) % stretch == 0:
+            points.append((place - begin, dict(alive)))
+            highest = total
+        elif total > highest:
+            points[-1], highest = (points[-1][0], dict(alive)), total
+    kinds = [kind for kind in (*_SHOWN_KINDS, "other") if any(found.get(kind) for _, found in points)]
+    return MemoryTimeline(
+        places=[place for place, _ in points],
+        kinds={kind: [found.get(kind, 0) for _, found in points] for kind in kinds},
+        backward=_after(tape.backward_starts, begin),
+        optimizer=_after(tape.optimizer_starts, begin),
+    )
+
+
+def _after(starts: Sequence[int], begin: int) -> int | None:
+    return next((start - begin for start in starts if start >= begin), None)
+
+
+def module_times(step: Step) -> list[ModuleTime]:
+    """Return the milliseconds of each module's own operations by what they wait for; the optimizer's last of all."""
+    kinds = step.kinds()
+    found: dict[str, dict[str, float]] = {}
+    for operation, seconds, kind in zip(step.tape.operations, step.each, kinds, strict=True):
+        name = "(optimizer)" if operation.phase == "optimizer" else operation.module or "(model)"
+        own = found.setdefault(name, {})
+        own[str(kind)] = own.get(str(kind), 0.0) + 1e3 * float(seconds)
+    order = sorted(found, key=lambda name: -sum(found[name].values()))[:_MOST_MODULES]
+    return [ModuleTime(module=name, ms=found[name]) for name in order]

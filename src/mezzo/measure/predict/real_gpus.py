@@ -1,0 +1,97 @@
+"""What compared policies would give on GPUs that are not here: one trace of the comparison's own script, priced on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mezzo.errors import MezzoError
+from mezzo.gpus import Gpu
+from mezzo.measure.predict.plan import PREDICTED, predict, to_record
+from mezzo.measure.predict.script_plan import script_plan
+from mezzo.policy import Policy
+from mezzo.records import AS_IS, RealGpus, Reason
+
+USUAL = ("t4", "a100-80gb", "h100-sxm", "rtx-4090")
+"""GPUs that are predicted for where none is named."""
+_SCALE_FIELDS = (
+    "loss_scale",
+    "init_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "min_scale",
+    "max_scale",
+    "arithmetic",
+)
+"""Fields of a policy that change neither its casts nor its storage."""
+
+
+def real_gpus(
+    script: str,
+    arguments: Sequence[str],
+    policies: Mapping[str, str],
+    gpus: Sequence[Gpu],
+    *,
+    as_module: bool = False,
+    scaled: bool = True,
+) -> RealGpus:
+    """Return the predictions, or why there are none; it raises nothing.
+
+    Args:
+        script: the path of the script, or a module's name.
+        arguments: the script's own arguments.
+        policies: the text of each policy by the name that it is shown under.
+        gpus: the GPUs.
+        as_module: whether ``script`` is a module's name.
+        scaled: whether the largest batch is to be found as well.
+    """
+    names = {shown: priced_as(text) for shown, text in policies.items()}
+    wanted = {shown: name for shown, name in names.items() if name}
+    left_out = [
+        Reason(what=shown, value="not predicted", reason=_why_not(policies[shown]))
+        for shown, name in names.items()
+        if not name
+    ]
+    listed = [gpu.name for gpu in gpus]
+    if not wanted:
+        return RealGpus(gpus=listed, not_predicted=left_out, reason="no policy of this comparison can be predicted")
+    try:
+        plan = script_plan(script, arguments, to_record(list(wanted.values())), as_module=as_module, scaled=scaled)
+        found = [
+            predict(plan.tapes, gpu, name, batch=plan.batch, channels_last=bool(plan.channels_last)).model_copy(
+                update={"policy": shown}
+            )
+            for gpu in gpus
+            for shown, name in wanted.items()
+        ]
+    except MezzoError as error:
+        return RealGpus(gpus=listed, not_predicted=left_out, reason=error.message.partition("\n")[0])
+    except Exception as error:  # the comparison stands without predictions
+        return RealGpus(
+            gpus=listed, not_predicted=left_out, reason=f"{type(error).__name__}: {error}".partition("\n")[0]
+        )
+    return RealGpus(
+        gpus=listed,
+        batch=plan.batch,
+        unit=plan.unit,
+        predictions=found,
+        not_predicted=left_out,
+        assumptions=plan.assumptions,
+    )
+
+
+def priced_as(text: str) -> str:
+    """Return the policy that predicts ``text``, the text of a policy in a record; empty if none does."""
+    name = text.split(":")[0]
+    if name not in PREDICTED:
+        return ""
+    policy = Policy.parse(text)
+    same = policy.replace(**{field: getattr(Policy.parse(name), field) for field in _SCALE_FIELDS})
+    return name if same == Policy.parse(name) else ""
+
+
+def _why_not(text: str) -> str:
+    if text == AS_IS:
+        return "what the script's own mixed precision casts on a GPU does not show on this machine"
+    return "only a preset's own casts are predicted"

@@ -1,0 +1,168 @@
+"""All tapes of one script that predictions need: by policy, at its own batch size and at half of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mezzo.errors import UsageError
+from mezzo.measure.predict.plan import Tapes
+from mezzo.measure.predict.scripted import BATCH, Job, ScriptTape, has_batch, tapes_of_jobs, with_batch
+from mezzo.measure.predict.tape import check_same_steps
+from mezzo.records import Reason
+
+_WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptPlan:
+    """What a script trains, by recorded policy."""
+
+    tapes: dict[str, Tapes]
+    batch: int
+    """Samples of one batch; 1 where they are not known."""
+    unit: str
+    """``samples``, or ``steps`` where the samples of a batch are not known."""
+    optimizer: str
+    assumptions: list[Reason]
+    channels_last: bool | None
+    """Whether convolutions have channels-last weights or inputs; None without convolutions."""
+
+
+def script_plan(
+    script: str,
+    arguments: Sequence[str],
+    policies: Sequence[str],
+    *,
+    batch: int | None = None,
+    as_module: bool = False,
+    scaled: bool = True,
+) -> ScriptPlan:
+    """Return the tapes of a script.
+
+    Args:
+        script: its path; a module's name with ``as_module``.
+        arguments: its own arguments; ``{batch}`` stands for the size of a batch.
+        policies: the policies to record.
+        batch: the size of a batch to predict; None for the script's own.
+        as_module: whether ``script`` is run as ``python -m`` would.
+        scaled: whether other batch sizes are to follow, which takes a second tape for each policy.
+
+    Raises:
+        UsageError: the script cannot be traced, or ``batch`` is no size that it can have.
+    """
+    if has_batch(arguments) and batch is None:
+        raise UsageError(
+            f"the script's arguments have {BATCH} and --batch is missing", hint="type: mezzo predict --batch 64 …"
+        )
+    named = batch if has_batch(arguments) else None
+    one = [
+        Job(script=script, arguments=with_batch(arguments, named), policy=policy, as_module=as_module)
+        for policy in policies
+    ]
+    first = tapes_of_jobs(one)
+    known = first[0]
+    size = named or known.batch
+    others, why = (
+        _others(one, known, named, arguments) if scaled or batch not in (None, size) else ([], "it was not asked for")
+    )
+    tapes: dict[str, Tapes] = {}
+    for place, (job, found) in enumerate(zip(one, first, strict=True)):
+        other = others[place] if others else None
+        found_why, tapes[job.policy] = _paired(found, other, size=named)
+        why = why or found_why
+    if batch is not None and batch != size and any(pair.other is None for pair in tapes.values()):
+        own = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
+        raise UsageError(
+            f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {own}",
+            hint=f"leave --batch out; {_WRITE_BATCH}",
+        )
+    followed = all(pair.other is not None for pair in tapes.values())
+    return ScriptPlan(
+        tapes=tapes,
+        batch=batch or size or 1,
+        unit="samples" if size is not None else "steps",
+        optimizer=known.optimizer or "no optimizer",
+        assumptions=_assumptions(known, named, followed=followed, why=why),
+        channels_last=_layout(known),
+    )
+
+
+def _others(
+    jobs: Sequence[Job], known: ScriptTape, named: int | None, arguments: Sequence[str]
+) -> tuple[list[ScriptTape], str]:
+    """Return the tapes at another batch size, or why there are none."""
+    size = named or known.batch
+    if named is None and not known.from_loader:
+        return [], "its batches do not come from a DataLoader, so their size is no dimension that can be changed"
+    if size is None:
+        return [], "the size of its batches differs within a step"
+    other = size // 2 if size > 1 else 2
+    made = [
+        Job(
+            script=job.script,
+            arguments=job.arguments if named is None else with_batch(arguments, other),
+            policy=job.policy,
+            as_module=job.as_module,
+            own_batch=None if named else size,
+            batch=None if named else other,
+            steps=known.num_steps,
+        )
+        for job in jobs
+    ]
+    try:
+        found = tapes_of_jobs(made)
+    except UsageError as error:
+        return [], f"at batch {other} {error.message}"
+    if named is not None:
+        for one in found:
+            if one.tape is not None:
+                one.tape.batch = other
+    elif found[0].batch != other:
+        return [], f"its loader does not yield batches of {other}: the size is not that of a DataLoader"
+    return found, ""
+
+
+def _paired(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> tuple[str, Tapes]:
+    assert one.tape is not None  # tapes_of_jobs raises otherwise
+    if size is not None:
+        one.tape.batch = size
+    if other is None or other.tape is None:
+        return "", Tapes(one.tape, None, num_batches=one.num_batches)
+    try:
+        check_same_steps(one.tape, other.tape)
+    except UsageError:
+        why = f"it runs other operations at batch {other.tape.batch} than at batch {one.tape.batch}"
+        return why, Tapes(one.tape, None, num_batches=one.num_batches)
+    return "", Tapes(one.tape, other.tape, num_batches=one.num_batches)
+
+
+def _layout(known: ScriptTape) -> bool | None:
+    operations = known.tape.operations if known.tape is not None else []
+    return known.channels_last if any(op.name == "convolution" for op in operations) else None
+
+
+def _assumptions(known: ScriptTape, named: int | None, *, followed: bool, why: str) -> list[Reason]:
+    size, num = named or known.batch, known.num_batches
+    where = f", read at {', '.join(known.read_at)}" if known.read_at else ""
+    found = [
+        Reason(
+            what="numbers that the script reads",
+            value="1.0, 0 or False",
+            reason=f"traced tensors have no numbers: conditions and logs run as with these{where}",
+        )
+    ]
+    if size is None:
+        found.append(Reason(what="batch", value="not known", reason=f"speed is in steps a second; {_WRITE_BATCH}"))
+        return found
+    source = "as --batch names it" if named else "what the DataLoader yields"
+    if not named and not known.from_loader:
+        source = "the first dimension of what the model is called with"
+    many = f", {num} of them an update" if num > 1 else ""
+    found.append(Reason(what="batch", value=f"{size} samples{many}", reason=source))
+    if followed:
+        how = f"each operation's cost and each tensor's bytes grow evenly with the batch, as from {max(1, size // 2)} to {max(2, size)}"
+        found.append(Reason(what="other batch sizes", value="follow", reason=how))
+    else:
+        found.append(Reason(what="other batch sizes", value="do not follow", reason=f"{why}; {_WRITE_BATCH}"))
+    return found

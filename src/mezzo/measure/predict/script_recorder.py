@@ -1,0 +1,264 @@
+"""What watches a script from inside its process, and writes its tape."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from mezzo.engine.conversion import cast_model
+from mezzo.engine.master import MasterWeights
+from mezzo.measure.predict.cuda_operators import cuda_operators
+from mezzo.measure.predict.recorder import Recorder
+from mezzo.measure.predict.script_batches import ScriptBatches, first_size
+from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of
+from mezzo.policy import Policy
+
+_MOST_STEPS = 8
+"""Steps after which a whole batch is no longer waited for."""
+_MOST_READ_AT = 5
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class Enough(BaseException):
+    """Stops the script: no handler of its own catches it."""
+
+
+class ScriptRecorder:
+    """Records the last of a few steps; a step that trains on a smaller batch than the first, as an epoch's last, is not the last."""
+
+    def __init__(self, policy: Policy, *, batches: ScriptBatches | None = None, steps: int | None = None) -> None:
+        """Start before the script's first line; ``steps`` is how many to record, None for two with whole batches."""
+        self.recorder = Recorder(batch=1)
+        self.recorder.recording = False
+        self.batches = batches or ScriptBatches()
+        self.read_at: list[str] = []
+        """Lines of the script that asked for a number."""
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.sizes: list[list[int]] = []
+        """Samples of each batch of each step."""
+        self.from_loader = False
+        """Whether ``sizes`` are those of a loader's batches; otherwise the first dimension of what the model is called with."""
+        self.channels_last = False
+        """Whether a model or its inputs are stored channels-last."""
+        self._steps, self._policy = steps, policy
+        self._region = region_of(policy)
+        self._open = ExitStack()
+        self._models: list[nn.Module] = []
+        self._known: set[int] = set()
+        self._masters: list[MasterWeights] = []
+
+    @property
+    def tape(self) -> Tape:
+        """The tape so far."""
+        return self.recorder.tape
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps have ended."""
+        return max(0, len(self.tape.step_starts) - self.recorder.recording)
+
+    @contextmanager
+    def watching(self, script: str = "") -> Iterator[None]:
+        """Record what the block trains."""
+        own_backward, own_call = torch.autograd.backward, nn.Module.__call__
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            self._backward_begins()
+            own_backward(*args, **kwargs)
+            self._backward_ended()
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # Not a hook: a hook would run when the module's forward, which casting wraps, has been looked up.
+            self._called(module, args, kwargs)
+            return own_call(module, *args, **kwargs)
+
+        hooks = [
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ended),
+        ]
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(patch.object(torch.autograd, "backward", backward))
+                stack.enter_context(patch.object(nn.Module, "__call__", call))
+                stack.enter_context(patch.object(nn.Module, "_apply", _converted))
+                for one in (self._stand_ins(script), self.batches.watching(), cuda_operators(), self.recorder, fake):
+                    stack.enter_context(one)
+                yield
+        finally:
+            self._open.close()
+            for hook in hooks:
+                hook.remove()
+
+    # --- the parts of a step -----------------------------------------------------------------------------------------------------
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.recorder.recording:
+            if not (module.training and torch.is_grad_enabled()):
+                return
+            self.recorder.recording = True
+            self._adopt(module)
+            self.recorder.step_begins()
+            self.sizes.append([])
+        elif self.recorder.phase == "forward":
+            if id(module) not in self._known:  # a second model of the same step
+                self._adopt(module)
+                self.recorder.phase = "forward"
+                self._open.enter_context(modules_named(module, self.recorder))
+            return
+        elif not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
+            return  # called while gradients are computed, as by activation checkpointing
+        self._forward_begins(module, args, kwargs)
+
+    def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        drawn = self.batches.restart()
+        self.from_loader = self.from_loader or bool(drawn)
+        self.sizes[-1] += drawn[-1:] if drawn else filter(None, [first_size([args, kwargs])])
+        self._adopt(module)
+        tensors = [t for t in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(t, Tensor)]
+        self.channels_last = self.channels_last or any(map(_is_channels_last, tensors))
+        self.recorder.phase = "inputs"
+        self.recorder.own((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "inputs")
+        self.recorder.phase = "forward"
+        self._open.enter_context(self._region())
+        self._open.enter_context(modules_named(module, self.recorder))
+
+    def _adopt(self, module: nn.Module) -> None:
+        """Allocate a model that is called for the first time, cast as the policy says."""
+        if id(module) in self._known:
+            return
+        self._known |= {id(part) for part in module.modules()}
+        self._models.append(module)
+        if self._policy.casting == "model":
+            if self._policy.master_weights:
+                self._masters.append(MasterWeights(module.parameters()))
+            cast_model(module, self._policy, "cpu")
+        self.recorder.phase = "setup"
+        self.recorder.own(module.parameters(), "parameters")
+        self.recorder.own(module.buffers(), "buffers")
+
+    def _backward_begins(self) -> None:
+        self._open.close()
+        if self.recorder.recording:
+            self.recorder.phase = "backward"
+            self.tape.backward_starts.append(len(self.tape.events))
+
+    def _backward_ended(self) -> None:
+        parameters = (p for model in self._models for p in model.parameters())
+        self.recorder.label((p.grad for p in parameters if p.grad is not None), "gradients")
+        if self.recorder.recording:
+            self.recorder.phase = "optimizer"  # clipping and the like
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.recorder.phase = "optimizer"
+        if self.recorder.recording:
+            self.tape.optimizer_starts += (len(self.tape.events),)
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+            own = {id(p) for model in self._models for p in model.parameters()}
+            for masters in self._masters:
+                masters.begin([optimizer])
+                held = (masters.held(p) for model in self._models for p in model.parameters())
+                self.recorder.own((p for p in held if id(p) not in own), "optimizer")
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+        for masters in self._masters:
+            masters.pull_gradients()
+
+    def _optimizer_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self.recorder.recording:
+            return
+        for masters in self._masters:
+            masters.push()
+            for model in self._models:
+                free_gradients(masters, model)
+        self.recorder.label(optimizer_state(optimizer), "optimizer")
+        self.recorder.recording = False
+        if self._is_last():
+            raise Enough
+
+    def _is_last(self) -> bool:
+        if self._steps is not None:
+            return self.num_steps == self._steps
+        whole = self.sizes[-1] == self.sizes[0]
+        return self.num_steps >= STEPS and (whole or self.num_steps == _MOST_STEPS)
+
+    # --- numbers, of which there are none ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _stand_ins(self, script: str) -> Iterator[None]:
+        """Answer each question for a number with 1.0, 0 or False; an optimizer that divides by its step counter must not get 0."""
+
+        def number(tensor: Tensor) -> Any:
+            return 1.0 if tensor.is_floating_point() else False if tensor.dtype is torch.bool else 0
+
+        def zeros(tensor: Tensor) -> Any:
+            return number(tensor) if tensor.dim() == 0 else [zeros(tensor[0])] * tensor.shape[0] if len(tensor) else []
+
+        answers: dict[str, Callable[[Tensor], Any]] = {
+            "item": number,
+            "__float__": lambda tensor: 1.0,
+            "__int__": lambda tensor: 0,
+            "__index__": lambda tensor: 0,
+            "__bool__": lambda tensor: False,
+            "tolist": zeros,
+            "numpy": lambda tensor, **_: __import__("numpy").array(zeros(tensor)),
+        }
+
+        def noted(answer: Callable[[Tensor], Any]) -> Callable[..., Any]:
+            def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                self._note_line(script)
+                return answer(tensor, *args, **kwargs)
+
+            return asked
+
+        with ExitStack() as stack:
+            for name, answer in answers.items():
+                for kind in (Tensor, torch._subclasses.FakeTensor):
+                    if name in vars(kind) or kind is Tensor:
+                        stack.enter_context(patch.object(kind, name, noted(answer)))
+            yield
+
+    def _note_line(self, script: str) -> None:
+        frame = sys._getframe(2)
+        if frame.f_code.co_filename == script and len(self.read_at) < _MOST_READ_AT:
+            line = f"{Path(script).name}:{frame.f_lineno}"
+            if line not in self.read_at:
+                self.read_at.append(line)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return last and not tensor.is_contiguous()
+
+
+def _converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Return ``module`` with ``fn`` applied to its tensors, as ``Module._apply`` does, which cannot swap fake tensors."""
+    made: dict[int, Any] = {}
+
+    def of(tensor: Tensor) -> Any:
+        if id(tensor) not in made:
+            with torch.no_grad():
+                new = fn(tensor)
+            same = new is tensor or not isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = (new if same else nn.Parameter(new.detach(), tensor.requires_grad), tensor)
+        return made[id(tensor)][0]
+
+    for part in module.modules() if recurse else [module]:
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = of(tensor)
+    return module

@@ -1,0 +1,200 @@
+"""One prediction closely: throughput over batch sizes, memory over the step, and the time of each module."""
+
+from __future__ import annotations
+
+import math
+
+from mezzo.records import BatchCurve, PredictionDetail, PredictRecord
+from mezzo.report import formatting as fmt
+from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Mark, Node, Nothing, Part, Span, Tree
+from mezzo.report.charts.modules import MOST_NODES, nodes_of, paths_of
+from mezzo.report.charts.series import NAN
+from mezzo.report.colours import Style, kind_style, policy_styles
+
+_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
+_BOUNDS = ("arithmetic", "bandwidth", "launch")
+_MOST_POINTS = 25
+
+
+def predict_charts(record: PredictRecord) -> list[Drawn]:
+    """Return the charts of the fastest prediction that fits."""
+    detail = record.detail
+    if detail is None:
+        return []
+    return [batch_chart(record, detail), timeline_chart(record, detail), time_tree(record, detail)]
+
+
+def _name(detail: PredictionDetail) -> str:
+    return f"{fmt.clean(detail.gpu)}, {fmt.clean(detail.policy)}"
+
+
+# --- throughput over batch sizes -----------------------------------------------------------------------------------------------
+
+
+def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
+    """Return the throughput of each policy up to the largest batch that fits, on a scale of doublings."""
+    title = f"Throughput and the largest batch on {fmt.clean(detail.gpu)}"
+    curves = [curve for curve in detail.curves if curve.batches]
+    if not curves:
+        return Nothing(name="batches", title=title, words="Other batch sizes do not follow from this one.")
+    unit = fmt.clean(record.unit)
+    sizes = sorted({size for curve in curves for size in curve.batches})
+    styles = policy_styles([curve.policy for curve in curves])
+    lines = [_rate_line(curve, sizes, styles[curve.policy]) for curve in curves]
+    ends = [
+        f"{fmt.clean(curve.policy)} {curve.batches[-1]} with {fmt.rate_text(curve.throughput[-1])} {unit}/s"
+        for curve in curves
+    ]
+    return Chart(
+        name="batches",
+        title=title,
+        words=f"The largest batch that fits: {'; '.join(ends)}.",
+        note=f"Predicted. A cross marks the largest batch, which leaves {record.headroom:.0%} of the memory free; beyond it the "
+        f"step does not fit. This record is of batch {record.batch}.",
+        x=[math.log2(size) for size in sizes],
+        last_x=math.log2(sizes[-1]),
+        x_axis=Axis(title="batch", kind="doubling"),
+        y_axis=Axis(title=f"{unit}/s", low=0.0),
+        lines=lines,
+        layered=True,
+        point_words="batch",
+    )
+
+
+def _rate_line(curve: BatchCurve, sizes: list[int], style: Style) -> Line:
+    rates = dict(zip(curve.batches, curve.throughput, strict=True))
+    largest = curve.batches[-1]
+    end = Mark(x=math.log2(largest), y=rates[largest], shape="cross", text=f"{largest}: the largest that fits")
+    return Line(name=fmt.clean(curve.policy), style=style, y=_between(sizes, rates), marks=[end])
+
+
+def _between(sizes: list[int], rates: dict[int, float]) -> list[float]:
+    """Return a rate for each size: that of a size which is not known lies on the line between its neighbours."""
+    known = sorted(rates)
+    found = []
+    for size in sizes:
+        if size in rates or size > known[-1]:
+            found.append(rates.get(size, NAN))
+            continue
+        below, above = max(k for k in known if k < size), min(k for k in known if k > size)
+        share = math.log2(size / below) / math.log2(above / below)
+        found.append(rates[below] + share * (rates[above] - rates[below]))
+    return found
+
+
+# --- memory over the step --------------------------------------------------------------------------------------------------------
+
+
+def timeline_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
+    """Return the allocated bytes by kind over one step."""
+    line, title = detail.timeline, f"Memory over one step, by kind ({_name(detail)})"
+    totals = [sum(values) for values in zip(*line.kinds.values(), strict=True)]
+    if not totals:
+        return Nothing(name="timeline", title=title, words="No tensor was allocated.")
+    _, power = fmt.byte_scale(max(totals))
+    scale, unit = 1024.0**power, fmt.BYTE_UNITS[power]
+    lines = [Line(name="all", style=Style(family="fp32", shade=0), y=[total / scale for total in totals])]
+    for kind, values in line.kinds.items():
+        style = kind_style(_KINDS.index(kind)) if kind in _KINDS else Style(family="other")
+        lines.append(Line(name=fmt.clean(kind), style=style, y=[value / scale for value in values]))
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    parts = sorted(((values[peak], kind) for kind, values in line.kinds.items() if values[peak]), reverse=True)
+    listed = ", ".join(f"{fmt.clean(kind)} {fmt.bytes_text(size)}" for size, kind in parts)
+    spans = []
+    if line.backward is not None:
+        end = line.optimizer if line.optimizer is not None else line.places[-1]
+        spans.append(Span(axis="x", low=line.backward, high=end, text="backward pass"))
+    return Chart(
+        name="timeline",
+        title=title,
+        words=f"Tensors take the most, {fmt.bytes_text(totals[peak])}, {_phase(record, line.places[peak])}: {listed}.",
+        note="Predicted. From left to right the forward pass, the backward pass (shaded) and the optimizer's step; each position is "
+        "one tensor that comes or goes. The GPU shows more, by what torch's allocator reserves and the driver takes: "
+        f"{fmt.bytes_text(_device_bytes(record, detail))} of {fmt.bytes_text(detail.limit_bytes)}.",
+        x=line.places,
+        last_x=line.places[-1],
+        x_axis=Axis(title="tensors that came and went"),
+        y_axis=Axis(title=unit, low=0.0),
+        lines=lines,
+        spans=spans,
+        layered=True,
+        point_words="event",
+    )
+
+
+def _phase(record: PredictRecord, place: int) -> str:
+    line = record.detail.timeline if record.detail is not None else None
+    if line is None or line.backward is None or place < line.backward:
+        return "in the forward pass"
+    return "in the backward pass" if line.optimizer is None or place < line.optimizer else "in the optimizer's step"
+
+
+def _device_bytes(record: PredictRecord, detail: PredictionDetail) -> int:
+    return next(
+        (one.device_bytes for one in record.predictions if (one.gpu, one.policy) == (detail.gpu, detail.policy)), 0
+    )
+
+
+# --- the time of each module -------------------------------------------------------------------------------------------------------
+
+
+def time_tree(record: PredictRecord, detail: PredictionDetail) -> Drawn:
+    """Return the time of each module with those inside it, by what it waits for."""
+    title = f"Time by module ({_name(detail)})"
+    totals: dict[str, dict[str, float]] = {}
+    for one in detail.modules:
+        for path in paths_of(one.module):
+            own = totals.setdefault(path, {})
+            for kind, ms in one.ms.items():
+                own[kind] = own.get(kind, 0.0) + ms
+    if not totals:
+        return Nothing(name="times", title=title, words="No operation was traced.")
+    step = sum(sum(one.ms.values()) for one in detail.modules)
+    longest = max(sum(own.values()) for own in totals.values())
+
+    def node(path: str, children: object) -> Node:
+        own = totals[path]
+        ms = sum(own.values())
+        bars = [
+            Part(name=kind, share=own[kind] / longest, text=fmt.ms_text(own[kind]), style=kind_style(n).name)
+            for n, kind in enumerate(_BOUNDS)
+            if own.get(kind)
+        ]
+        return Node(
+            name=fmt.clean(path.rpartition(".")[2]),
+            path=fmt.clean(path),
+            bars=bars,
+            text="",
+            numbers=(fmt.ms_text(ms), fmt.share_text(ms / step), max(own, key=lambda kind: own[kind])),
+            children=list(children),  # type: ignore[call-overload]
+        )
+
+    def weight(path: str) -> float:
+        return -sum(totals[path].values())
+
+    first = sorted((path for path in totals if "." not in path), key=weight)[:3]
+    top = [f"{fmt.clean(path)} {fmt.share_text(-weight(path) / step)}" for path in first]
+    shown = f"The {MOST_NODES} longest of {len(totals)} are shown. " if len(totals) > MOST_NODES else ""
+    return Tree(
+        name="times",
+        title=title,
+        words=f"Most of the step's {fmt.ms_text(step)} on the GPU: {', '.join(top)}.",
+        note=f"{shown}Predicted. Each row includes the modules inside it, forward and backward.{_host(record, detail, step)}",
+        heads=("time", "share", "bound by"),
+        roots=nodes_of(totals, node, weight),
+        legend=[Part(name=_said(kind), share=0.0, text="", style=kind_style(n).name) for n, kind in enumerate(_BOUNDS)],
+    )
+
+
+def _said(kind: str) -> str:
+    return {"launch": "launch: too small to fill the GPU"}.get(kind, kind)
+
+
+def _host(record: PredictRecord, detail: PredictionDetail, step_ms: float) -> str:
+    """Return that the host cannot launch as fast as the GPU computes, if that is so."""
+    whole = next((o.step_ms for o in record.predictions if (o.gpu, o.policy) == (detail.gpu, detail.policy)), 0.0)
+    return (
+        f" The step takes {fmt.ms_text(whole)}: the host launches more slowly than the GPU computes."
+        if whole > 1.1 * step_ms
+        else ""
+    )

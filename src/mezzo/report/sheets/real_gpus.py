@@ -1,0 +1,111 @@
+"""Predictions for GPUs that are not here, beside measurements on a machine that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from mezzo.records import Prediction, RealGpus
+from mezzo.report import formatting as fmt
+from mezzo.report import terminal
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.audit import Grid
+from mezzo.report.sheets.compare import CompareSheet
+from mezzo.report.sheets.shared import Fact
+
+TITLE = "On a real GPU: predicted, not measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealGpusSheet:
+    """The table of the predictions, or why there is none."""
+
+    title: str
+    caption: str
+    table: Grid
+    verdicts: list[Fact]
+    assumptions: list[Fact]
+
+
+def real_gpus_sheet(found: RealGpus | None) -> RealGpusSheet | None:
+    """Return the sheet of ``found``; None where nothing was asked for."""
+    if found is None:
+        return None
+    unit = fmt.clean(found.unit)
+    heads = ("GPU", "policy", f"{unit}/s", "10% to 90%", "step", "over FP32", "over TF32", "memory", "largest batch")
+    left_out = shared.facts(found.not_predicted)
+    if found.reason:
+        caption = f"Not predicted: {fmt.clean(found.reason)}."
+        return RealGpusSheet(
+            title=TITLE, caption=caption, table=Grid(heads=heads, rows=[]), verdicts=left_out, assumptions=[]
+        )
+    of_batch = f"Batch {found.batch} of this script. " if unit != "steps" else ""
+    possible = [one for one in found.predictions if one.possible]
+    verdicts = [
+        Fact(
+            what=f"{fmt.clean(one.gpu)}, {fmt.clean(one.policy)}",
+            value=fmt.clean(verdict_text(one)),
+            reason="",
+        )
+        for one in found.predictions
+    ]
+    fits = "" if all(one.fits for one in possible) else " A batch that does not fit is marked."
+    return RealGpusSheet(
+        title=TITLE,
+        caption=f"{of_batch}Traced on this machine without numbers and priced by formulas that public measurements calibrate "
+        f"(docs/predict.md); the band holds 8 of 10 measured trainings. Memory is what nvidia-smi would show.{fits}",
+        table=Grid(heads=heads, rows=[_row(one) for one in found.predictions], numbers=tuple(range(2, len(heads)))),
+        verdicts=[*verdicts, *left_out],
+        assumptions=shared.facts(found.assumptions),
+    )
+
+
+def verdict_text(one: Prediction) -> str:
+    """Return whether the policy is worth it on its GPU, with what limits the prediction."""
+    if not one.possible:
+        return f"{one.reason}."
+    parts = [
+        "" if one.fits else "Does not fit.",
+        one.verdict,
+        f"{one.reason}." if one.reason else "",
+        "" if one.validated else "Not validated: no measured rows.",
+    ]
+    return " ".join(filter(None, parts))
+
+
+def _row(one: Prediction) -> tuple[str, ...]:
+    head = fmt.clean(one.gpu), fmt.clean(one.policy)
+    if not one.possible:
+        return (*head, *[fmt.MISSING] * 7)
+    memory = fmt.bytes_text(one.device_bytes) + ("" if one.fits else " (too much)")
+    return (
+        *head,
+        fmt.rate_text(one.throughput),
+        f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}",
+        fmt.ms_text(one.step_ms),
+        fmt.ratio_text(one.over_fp32),
+        fmt.ratio_text(one.over_tf32),
+        memory,
+        fmt.MISSING if one.largest_batch is None else str(one.largest_batch),
+    )
+
+
+def print_compare(sheet: CompareSheet, console: Console) -> None:
+    """Print the body of a comparison, with what is predicted for real GPUs last."""
+    terminal.print_compare(sheet, console)
+    found = real_gpus_sheet(sheet.real_gpus)
+    if found is None:
+        return
+    if not found.table.rows:
+        console.print(Text(f"\n{found.title}", style="bold"))
+        console.print(Text(f"  {found.caption}"))
+        return
+    table = terminal.plain_table(*found.table.heads)
+    last = ""
+    for gpu, *cells in found.table.rows:
+        table.add_row("" if gpu == last else gpu, *cells)
+        last = gpu
+    terminal.section(console, found.title, table)
+    console.print(Text(found.caption, style="dim"))

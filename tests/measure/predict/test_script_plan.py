@@ -1,0 +1,136 @@
+"""Batch sizes of scripts: what follows from two tapes is what a third tape has, and what does not follow is said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mezzo.errors import UsageError
+from mezzo.gpus import gpu_named
+from mezzo.measure.predict import script_plan as module
+from mezzo.measure.predict.plan import predict
+from mezzo.measure.predict.script_plan import ScriptPlan, script_plan
+from mezzo.measure.predict.script_process import recorded
+from mezzo.measure.predict.scripted import Job, ScriptTape
+from mezzo.measure.predict.tape import Tape
+from mezzo.policy import Policy
+
+HEAD = """
+import sys
+import torch
+from torch import nn
+
+size = int(sys.argv[1])
+x, y = torch.randn({samples}, 1, 8, 8), torch.randint(0, 2, ({samples},))
+model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+LOADER = """
+data = torch.utils.data.TensorDataset(x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=size, shuffle=True, num_workers=2, persistent_workers=True)
+for epoch in range(10):
+    for number, (a, b) in enumerate(loader):
+        loss = nn.functional.cross_entropy(model(a), b)
+        loss.backward()
+        if number % {accumulated} == {accumulated} - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+SLICES = """
+for step in range(10):
+    a, b = x[step * size : (step + 1) * size], y[step * size : (step + 1) * size]
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(a), b).backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tapes(jobs: Sequence[Job]) -> list[ScriptTape]:
+        return [recorded(job, Policy.parse(job.policy)) for job in jobs]
+
+    monkeypatch.setattr(module, "tapes_of_jobs", tapes)
+
+
+def _script(folder: Path, body: str, *, samples: int = 256, accumulated: int = 1) -> str:
+    path = folder / "train.py"
+    text = HEAD.format(samples=samples) + body.format(accumulated=accumulated)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def _cost(tape: Tape) -> list[tuple[object, ...]]:
+    return [(op.name, op.flops, op.read_bytes, op.written_bytes, op.shape) for op in tape.operations]
+
+
+def _said(plan: ScriptPlan, what: str) -> str:
+    return next(f"{one.value}: {one.reason}" for one in plan.assumptions if one.what == what)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "fp16-master"])
+def test_another_batch_has_the_tape_that_the_script_has_at_that_batch(policy: str, tmp_path: Path) -> None:
+    script = _script(tmp_path, LOADER)
+    plan = script_plan(script, ["8"], [policy])
+    assert (plan.batch, plan.unit, plan.optimizer) == (8, "samples", "AdamW")
+    assert _said(plan, "batch") == "8 samples: what the DataLoader yields"
+    assert _said(plan, "other batch sizes").startswith("follow: ")
+    wanted = recorded(Job(script=script, arguments=["32"], policy=policy), Policy.parse(policy)).tape
+    assert wanted is not None
+    found = plan.tapes[policy].at(32)
+    assert _cost(found) == _cost(wanted)
+    assert found.events == wanted.events
+    assert [block.size_bytes for block in found.blocks] == [block.size_bytes for block in wanted.blocks]
+
+
+def test_the_script_is_predicted_at_the_batch_that_is_named(tmp_path: Path) -> None:
+    script = _script(tmp_path, LOADER)
+    plan = script_plan(script, ["8"], ["fp32"], batch=64)
+    found = predict(plan.tapes, gpu_named("t4"), "fp32", batch=plan.batch, channels_last=False)
+    assert found.throughput == pytest.approx(64 / (found.step_ms / 1e3))
+    assert found.largest_batch is not None
+
+
+def test_batches_without_a_loader_do_not_follow(tmp_path: Path) -> None:
+    script = _script(tmp_path, SLICES)
+    plan = script_plan(script, ["8"], ["fp32"])
+    assert plan.batch == 8
+    assert _said(plan, "batch") == "8 samples: the first dimension of what the model is called with"
+    assert _said(plan, "other batch sizes").startswith("do not follow: its batches do not come from a DataLoader")
+    with pytest.raises(
+        UsageError, match=r"--batch 64 cannot be predicted for .*do not come from a DataLoader.* 8 samples"
+    ) as told:
+        script_plan(script, ["8"], ["fp32"], batch=64)
+    assert "--batch-size {batch}" in told.value.hint
+
+
+def test_an_argument_can_name_the_batch(tmp_path: Path) -> None:
+    script = _script(tmp_path, SLICES)
+    plan = script_plan(script, ["{batch}"], ["fp32"], batch=16)
+    assert plan.batch == 16
+    other = plan.tapes["fp32"].other
+    assert other is not None
+    assert other.batch == 8
+    with pytest.raises(UsageError, match=r"arguments have {batch} and --batch is missing"):
+        script_plan(script, ["{batch}"], ["fp32"])
+
+
+def test_accumulated_batches_count_together(tmp_path: Path) -> None:
+    plan = script_plan(_script(tmp_path, LOADER, accumulated=4), ["8"], ["fp32", "fp16"])
+    assert plan.tapes["fp16"].num_batches == 4
+    assert _said(plan, "batch") == "8 samples, 4 of them an update: what the DataLoader yields"
+    tape = plan.tapes["fp16"].one
+    passes = [(op.phase, op.format) for op in tape.operations if op.name == "convolution"]
+    assert passes == [("forward", "fp16")] * 4
+    found = predict(plan.tapes, gpu_named("t4"), "fp16", batch=8, channels_last=False)
+    assert found.throughput == pytest.approx(4 * 8 / (found.step_ms / 1e3))
+
+
+def test_a_smaller_last_batch_is_not_the_step_that_counts(tmp_path: Path) -> None:
+    script = _script(tmp_path, LOADER, samples=12)  # 8, 4, 8
+    plan = script_plan(script, ["8"], ["fp32"])
+    assert plan.batch == 8
+    assert len(plan.tapes["fp32"].one.step_starts) == 3
+    assert next(op.shape.rows for op in plan.tapes["fp32"].one.operations if op.name == "addmm") == 8

@@ -1,0 +1,59 @@
+"""The charts of a prediction, point by point."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import record_builders as build
+from mezzo.report.charts.data import Chart, Nothing, Tree
+from mezzo.report.charts.predicted import batch_chart, predict_charts, time_tree, timeline_chart
+
+
+def test_a_record_without_detail_has_no_charts() -> None:
+    assert predict_charts(build.predict_record()) == []
+
+
+def test_a_line_ends_at_the_largest_batch_that_fits() -> None:
+    record = build.predict_record(detail=build.prediction_detail())
+    assert record.detail is not None
+    chart = batch_chart(record, record.detail)
+    assert isinstance(chart, Chart)
+    assert list(chart.x) == [0.0, 1.0, math.log2(3), 2.0]  # batches 1, 2, 3 and 4
+    fp32, bf16 = chart.lines
+    assert fp32.y[:3] == [10.0, 15.0, 18.0]
+    assert math.isnan(fp32.y[3])
+    assert [(mark.x, mark.y) for mark in fp32.marks] == [(math.log2(3), 18.0)]
+    assert bf16.y[2] == pytest.approx(20 + 10 * math.log2(1.5))  # 3 lies between 2 and 4
+    assert chart.words == "The largest batch that fits: fp32 3 with 18.0 images/s; bf16 4 with 30.0 images/s."
+
+
+def test_without_other_batches_nothing_is_drawn() -> None:
+    record = build.predict_record(detail=build.prediction_detail().model_copy(update={"curves": []}))
+    assert record.detail is not None
+    assert isinstance(batch_chart(record, record.detail), Nothing)
+
+
+def test_memory_over_the_step() -> None:
+    record = build.predict_record(detail=build.prediction_detail())
+    assert record.detail is not None
+    chart = timeline_chart(record, record.detail)
+    assert isinstance(chart, Chart)
+    assert chart.y_axis.title == "GiB"
+    lines = {line.name: list(line.y) for line in chart.lines}
+    assert lines == {"all": [1.0, 3.0, 2.0], "parameters": [1.0, 1.0, 1.0], "activations": [0.0, 2.0, 1.0]}
+    assert "3.00 GiB, in the forward pass: activations 2.00 GiB, parameters 1.00 GiB" in chart.words
+    assert [(span.low, span.high) for span in chart.spans] == [(2, 3)]
+
+
+def test_the_tree_adds_up_and_says_what_bounds_each_module() -> None:
+    record = build.predict_record(detail=build.prediction_detail())
+    assert record.detail is not None
+    tree = time_tree(record, record.detail)
+    assert isinstance(tree, Tree)
+    body, head = tree.roots
+    assert (body.path, body.numbers) == ("body", ("8.00 ms", "80.0%", "bandwidth"))
+    assert [child.path for child in body.children] == ["body.0", "body.1"]
+    assert [(part.name, round(part.share, 3)) for part in body.bars] == [("arithmetic", 0.375), ("bandwidth", 0.625)]
+    assert head.numbers == ("2.00 ms", "20.0%", "launch")
