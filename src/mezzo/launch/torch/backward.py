@@ -64,7 +64,11 @@ class BackwardPasses:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            if steady.turns(tensors):
+            begins = run.stepped and not (run.in_backward or run.in_closure)
+            if begins and steady.optimizer() is not None and run.recorder.turn(tensors):
+                run.stepped = False
+                if run.limit is not None:
+                    run.check_limit()
                 run.in_backward = True
                 try:
                     run_engine(tensors, grad_tensors, *args, **kwargs)
