@@ -151,8 +151,11 @@ class BackwardPasses:
         self._hook_leaves(leaves_of(outputs))
         self._inverse = self._run.scale.inverse()
         try:
-            with self._views.of_inner_gradients(inputs):
+            if inputs is None and not self._views.any_retained:
                 yield
+            else:
+                with self._views.of_inner_gradients(inputs):
+                    yield
         finally:
             self._inverse = None
 
@@ -161,7 +164,7 @@ class BackwardPasses:
         self._run.in_backward = True
         casting = self._run.main_casting
         try:
-            if casting is None:
+            if casting is None or casting.table is None:
                 yield
             else:
                 with casting.backward():
