@@ -35,11 +35,12 @@ def _python_functions() -> dict[Function, Function]:
     # Not those of torch.functional: torch.compile traces none of their twins.
     homes = [vars(torch.nn.functional), vars(Tensor)]
     found: list[Any] = [f for home in homes for f in home.values() if isinstance(f, types.FunctionType)]
+    backward: Any = torch.autograd.backward
     found += [torch.autograd.grad]
     looks_up = [f for f in found if set(_LOOKUPS) & set(f.__code__.co_names)]
     twins = {f: _twin(f) for f in looks_up if f is not Tensor.unflatten}
     # The number of a value's occurrences in an empty tuple: 0, without a Python frame in every step of a script.
-    return twins | {torch.autograd.backward: _twin(torch.autograd.backward, never=().count)}
+    return twins | {backward: _twin(backward, never=().count)}
 
 
 ENTERED = _python_functions()
