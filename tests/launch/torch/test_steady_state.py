@@ -233,7 +233,7 @@ OWN_CALLS = [
     ("fp32", 18.0),
     ("bf16:op_lists=device", 18.0),
 ]
-"""Python calls of the launcher and its recorder a step, at most, the sorting of numbers into columns and every tenth step's norm included."""
+"""Python calls of the launcher and its recorder a step, at most, sorting into columns and every tenth step's norm included."""
 
 
 @pytest.mark.parametrize(("policy", "most"), OWN_CALLS, ids=str)
