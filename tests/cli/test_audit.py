@@ -77,6 +77,64 @@ def test_steps_beyond_the_end_of_the_script(tmp_path: Path, capsys: pytest.Captu
     assert read(tmp_path).operations == []
 
 
+WITHOUT_MODULES = """
+import torch
+weight = torch.ones(8, 4, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range({num_steps}):
+    optimizer.zero_grad()
+    (torch.ones(16, 8) @ weight).square().mean().backward()
+    optimizer.step()
+"""
+COMPILED = """
+import torch
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(16, 8)).square().mean().backward()
+    optimizer.step()
+step = torch.compile(step, backend="eager")
+for _ in range({num_steps}):
+    step()
+"""
+FIRST_CALL = "step 1 is observed from the first call of a module, and no module was called in it"
+LATER = "later steps are observed from the end of the step before, with modules or without"
+IN_COMPILED = "began inside compiled code, where no observation can begin"
+
+
+@pytest.mark.parametrize(
+    ("script", "num_steps", "steps", "what", "hint"),
+    [
+        (WITHOUT_MODULES, 4, "1", FIRST_CALL, f"pass a number from 2 to 4 with --steps: {LATER}"),
+        (WITHOUT_MODULES, 1, "1", FIRST_CALL, f"make the script train longer: {LATER}"),
+        (WITHOUT_MODULES, 4, "2", None, None),
+        (COMPILED, 3, "1", f"step 1 {IN_COMPILED}", "run the script with its optimizer called without torch.compile"),
+        (COMPILED, 4, "3", f"step 3 {IN_COMPILED}", "run the script with its optimizer called without torch.compile"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # torch.compile's, of a backward pass that it does not trace
+def test_steps_that_cannot_be_observed(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    script: str,
+    num_steps: int,
+    steps: str,
+    what: str | None,
+    hint: str | None,
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(script.format(num_steps=num_steps), encoding="utf-8")
+    code = run_here(tmp_path / "out", "--steps", steps, str(path))
+    if what is None:
+        assert code == 0
+        assert read(tmp_path / "out").flops_by_format == {"fp32": 2 * (2 * 16 * 8 * 4)}
+        return
+    assert code == 7
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"ended after {num_steps} training step{'s' * (num_steps > 1)}; {what} hint: {hint}" in said
+
+
 def test_a_script_that_crashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "crash.py"
     script.write_text("raise RuntimeError('broken')\n", encoding="utf-8")

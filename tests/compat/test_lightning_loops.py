@@ -78,6 +78,8 @@ def as_lightnings(build: Callable[[], Any], data: list[Any], **settings: Any) ->
     fitted(ours, "fp32", data, **settings)
     fitted(theirs, None, data, **settings)
     assert_same(ours.parameters(), theirs.parameters())
+    trained = [not torch.equal(a, b) for a, b in zip(ours.parameters(), build().parameters(), strict=True)]
+    assert any(trained), "two modules that do not train are the same, too"
 
 
 # --- closures -------------------------------------------------------------------------------------------------------------------

@@ -439,6 +439,7 @@ def test_schedulers_change_the_rate_without_a_warning(name: str) -> None:
                 optimizer.step()
             scheduler.step()
         results.append(parameters[0])
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
     close(*results)
 
 
@@ -453,9 +454,18 @@ def test_the_rate_may_be_a_tensor(name: str) -> None:
             lr.mul_(0.5)
         else:
             optimizer.param_groups[0]["lr"] = 0.05
+        before = parameters[0].detach().clone()
         run(optimizer, range(3, 5))
-        results.append(parameters[0])
-    close(*results)
+        results.append((parameters[0], parameters[0].detach() - before))
+    (tensor, _), (number, moved) = results
+    close(tensor, number)
+    unchanged = new(normal(6))
+    optimizer = PAIRS[name][0](unchanged, lr=0.1)
+    run(optimizer, range(3))
+    before = unchanged[0].detach().clone()
+    run(optimizer, range(3, 5))
+    ratio = (moved / (unchanged[0].detach() - before)).abs()
+    assert float(ratio.median()) == pytest.approx(0.5, rel=0.01), "half the rate moves half as far"
 
 
 # --- fuzzing ---------------------------------------------------------------------------------------------------------

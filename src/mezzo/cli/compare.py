@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from contextlib import nullcontext, suppress
 from itertools import chain, count
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 _FAILED = 1
 """Exit code for a verdict that ``--fail-on`` lists."""
-_LONGEST_NAME = 80
-"""Of a folder for a run."""
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
@@ -167,10 +164,12 @@ def _asked(policies: str) -> dict[str, _Asked]:
 
 
 def _folders(asked: dict[str, _Asked]) -> dict[str, str]:
-    """Return the start of the names of each policy's runs, in characters that every file system takes."""
+    """Return the start of the names of each policy's runs: two policies may differ in nothing that a folder's name can hold."""
+    from mezzo.launch.several.compared_runs import folder_name
+
     found: dict[str, str] = {}
     for text, one in asked.items():
-        plain = re.sub(r"[^\w.,=+-]", "_", one.name)[:_LONGEST_NAME]
+        plain = folder_name(one.name)
         names = chain([plain], (f"{plain}_{number}" for number in count(2)))
         found[text] = next(name for name in names if name not in found.values())
     return found

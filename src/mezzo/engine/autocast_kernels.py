@@ -175,23 +175,23 @@ class WeightCasts:
 
     def __init__(self) -> None:
         # By id, whether gradients are recorded, and dtype. The entry keeps the weight alive: an id is unique among living objects only.
-        self._kept: dict[tuple[int, bool, torch.dtype], tuple[Tensor, int, Tensor]] = {}
+        self.kept: dict[tuple[int, bool, torch.dtype], tuple[Tensor, int, Tensor]] = {}
 
     def of(self, weight: Tensor, low: torch.dtype) -> Tensor:
         """Return ``weight`` cast to ``low``."""
         key, version = (id(weight), torch.is_grad_enabled(), low), weight._version
-        kept = self._kept.get(key)
+        kept = self.kept.get(key)
         if kept is None or kept[1] != version:
-            kept = self._kept[key] = (weight, version, weight.to(low))
+            kept = self.kept[key] = (weight, version, weight.to(low))
         return kept[2]
 
     def clear(self, weight: Tensor | None = None) -> None:
         """Drop all casts, or those of one weight."""
-        self._kept = {} if weight is None else {k: v for k, v in self._kept.items() if v[0] is not weight}
+        self.kept = {} if weight is None else {k: v for k, v in self.kept.items() if v[0] is not weight}
 
     def items(self) -> dict[Tensor, Tensor]:
         """Return the casts by weight."""
-        return {weight: cast for weight, _, cast in self._kept.values()}
+        return {weight: cast for weight, _, cast in self.kept.values()}
 
 
 class _Local(threading.local):
@@ -227,7 +227,8 @@ class Region:
         kind = self._device_type
         outer = _LOCAL.table, _LOCAL.nesting, _LOCAL.node
         self._before = outer, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        _open(self._table)
+        if self._table is not _LOCAL.table:
+            _open(self._table)
         _LOCAL.node = torch._C._current_autograd_node()
         _LOCAL.depth += 1
         _LOCAL.nesting = torch.autocast_increment_nesting()
@@ -242,9 +243,10 @@ class Region:
         torch.set_autocast_dtype(kind, dtype)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        _open(table)
+        if table is not _LOCAL.table:
+            _open(table)
         _LOCAL.depth -= 1
-        if _LOCAL.depth == 0:
+        if _LOCAL.depth == 0 and _LOCAL.casts.kept:
             _LOCAL.casts.clear()
 
 
@@ -286,8 +288,6 @@ def _numbered(table: CastTable) -> int:
 
 
 def _open(table: CastTable | None) -> None:
-    if table is _LOCAL.table:
-        return
     _LOCAL.table = table
     number = 0 if table is None else table.number
     for kind in _DIGITS:

@@ -225,7 +225,7 @@ def _trained(request: Request, num_steps: int, observer: Watching | None) -> End
     if not num_steps:
         error = _never_trained(request)
     elif observer is not None and observer.too_short():
-        error = _too_short(request, num_steps)
+        error = _too_short(request, num_steps, compiles=observer.run.compiles)
     return (0, None) if error is None else (error.exit_code, error)
 
 
@@ -245,11 +245,32 @@ _TRAINS_BY: dict[Framework, tuple[str, str]] = {
 """What makes a training step in a framework, and what makes one that is not seen."""
 
 
-def _too_short(request: Request, num_steps: int) -> ScriptError:
+def _too_short(request: Request, num_steps: int, *, compiles: bool) -> ScriptError:
     steps = () if request.observe is None else request.observe.steps
+    ended = f"{request.target} ended after {num_steps} training step{'s' * (num_steps != 1)}"
+    missed = [step for step in steps if step <= num_steps]
+    if missed:
+        return _not_observable(ended, missed, num_steps, compiles=compiles)
     return ScriptError(
-        f"{request.target} ended after {num_steps} training step{'s' * (num_steps != 1)}; the steps to observe are {step_text(steps)}",
+        f"{ended}; the steps to observe are {step_text(steps)}",
         hint=f"pass numbers from 1 to {num_steps} with --steps, or arguments that make the script train longer",
+    )
+
+
+def _not_observable(ended: str, missed: list[int], num_steps: int, *, compiles: bool) -> ScriptError:
+    """Return the error of steps that were made, and began where nothing can be observed."""
+    if missed == [1] and not compiles:
+        others = (
+            f"pass a number from 2 to {num_steps} with --steps" if num_steps > 1 else "make the script train longer"
+        )
+        return ScriptError(
+            f"{ended}; step 1 is observed from the first call of a module, and no module was called in it",
+            hint=f"{others}: later steps are observed from the end of the step before, with modules or without",
+        )
+    where, outside = ("compiled code", "without torch.compile") if compiles else ("a backward pass", "after it")
+    return ScriptError(
+        f"{ended}; step {step_text(missed)} began inside {where}, where no observation can begin",
+        hint=f"run the script with its optimizer called {outside}",
     )
 
 

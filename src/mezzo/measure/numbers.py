@@ -28,19 +28,20 @@ class Numbers:
     """FP32 numbers of one device, in a buffer that grows by chunks."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._chunks: list[Tensor] = []
-        self._rows: list[Tensor] = []
+        self.free: list[Tensor] = []
         """Views of the free elements of the open chunk, the last one first: making a view takes as long as the copy into it."""
-        self._num = 0
+
+    def __len__(self) -> int:
+        return _CHUNK * len(self._chunks) - len(self.free)
 
     def keep(self, value: Tensor) -> Kept:
         """Copy a scalar tensor without waiting for the device."""
-        if not self._rows:
-            self._grow()
-        self._rows.pop().copy_(value)
-        self._num += 1
-        return tuple.__new__(Kept, (self, self._num - 1))  # as Kept(...), without its frame
+        if not self.free:
+            self.grow()
+        self.free.pop().copy_(value)
+        return Kept(self, len(self) - 1)
 
     def row(self, number: int) -> Tensor:
         """Return the tensor that holds a kept number."""
@@ -52,22 +53,23 @@ class Numbers:
         Reads the memory itself: a call of torch would show up in what a script's or an observer's dispatch mode records.
         """
         chunk = self._chunks[number // _CHUNK]
-        if self._device.type != "cpu" or type(chunk) is not Tensor or not chunk.data_ptr():
+        if self.device.type != "cpu" or type(chunk) is not Tensor or not chunk.data_ptr():
             return None
         return ctypes.c_float.from_address(chunk.data_ptr() + 4 * (number % _CHUNK)).value
 
     def read(self) -> list[float]:
         """Return all numbers; waits for the device. All are NaN if the device has failed, as after an assertion in a kernel."""
         try:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # they may have been computed on other streams
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # they may have been computed on other streams
             found: list[float] = torch.cat(self._chunks).tolist() if self._chunks else []
         except RuntimeError:
-            return [math.nan] * self._num
-        return found[: self._num]
+            return [math.nan] * len(self)
+        return found[: len(self)]
 
-    def _grow(self) -> None:
+    def grow(self) -> None:
+        """Add a chunk of free elements."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            chunk = torch.empty(_CHUNK, dtype=FP32.dtype, device=self._device)
+            chunk = torch.empty(_CHUNK, dtype=FP32.dtype, device=self.device)
             self._chunks.append(chunk)
-            self._rows = list(reversed(chunk.unbind()))
+            self.free[:] = reversed(chunk.unbind())

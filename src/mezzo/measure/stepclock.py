@@ -16,7 +16,7 @@ _UNREAD = 64
 """Events kept before the first is read: a step's event is over long before 64 more are enqueued."""
 
 
-_Mark: TypeAlias = tuple[float, float, Any]
+Mark: TypeAlias = tuple[float, float, Any]
 """End of a step: the host's clock and the process's CPU time in seconds, and a ``torch.cuda.Event`` (None off GPUs)."""
 
 
@@ -24,38 +24,46 @@ class StepClock:
     """A clock that times each step."""
 
     def __init__(self) -> None:
-        self.device: torch.device | None = None
-        """The device that the run trains on, once known."""
-        self._ended: _Mark | None = None
+        self._device: torch.device | None = None
+        self.uses_events = False
+        """Whether the run trains on a GPU whose queue is timed, so that ``mark`` has an event to record."""
+        self.ended: Mark | None = None
+        """The last mark of the open step."""
         self._last = self._mark()
         self._time_ms: list[float] = []
         self._cpu_ms: list[float] = []
-        self._unread: deque[tuple[int, _Mark, _Mark]] = deque()
+        self._unread: deque[tuple[int, Mark, Mark]] = deque()
         """Steps by number, with their ends, that still have the host's times."""
         self._free: list[Any] = []
         """Events to reuse."""
 
+    @property
+    def device(self) -> torch.device | None:
+        """The device that the run trains on, once known."""
+        return self._device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self._device, self.uses_events = device, device.type == "cuda"
+
     def mark(self) -> None:
         """Record the time of an update; the last one before the step closes counts."""
-        device, ended = self.device, self._ended
-        if (
-            device is None or device.type != "cuda"
-        ):  # runs in every step of a script on a CPU: only the clocks are called
-            self._ended = (time.perf_counter(), time.process_time(), None)
-        else:
-            self._ended = self._mark(None if ended is None else ended[2])
+        self.ended = self._mark(None if self.ended is None else self.ended[2])
 
-    def close(self) -> float:
-        """Close the step at its last mark, or now; return that time by ``time.perf_counter``."""
-        last, now = self._last, self._ended or self._mark()
-        self._last, self._ended = now, None
+    def take(self) -> Mark:
+        """End the step at its last mark, or now; ``add`` that mark before another step's."""
+        now, self.ended = self.ended or self._mark(), None
+        return now
+
+    def add(self, now: Mark) -> None:
+        """Add the time of the step that ended at ``now``."""
+        last, self._last = self._last, now
         self._time_ms.append((now[0] - last[0]) * 1e3)
         self._cpu_ms.append((now[1] - last[1]) * 1e3)
         if last[2] is not None and now[2] is not None:
             self._unread.append((len(self._time_ms) - 1, last, now))
             if len(self._unread) > _UNREAD and self._unread[0][2][2].query():
                 self._read_first()
-        return now[0]
 
     @property
     def cpu_ms(self) -> list[float]:
@@ -79,14 +87,14 @@ class StepClock:
         self._unread.popleft()
         self._free.append(begin)
 
-    def _mark(self, event: Any = None) -> _Mark:
+    def _mark(self, event: Any = None) -> Mark:
         return (time.perf_counter(), time.process_time(), self._recorded(event))
 
     def _recorded(self, event: Any) -> Any:
         """Return an event at the end of the queue; None off GPUs and while the script captures a graph."""
-        if self.device is None or self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if not self.uses_events or torch.cuda.is_current_stream_capturing():
             return None
         if event is None:
             event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(torch.cuda.current_stream(self._device))
         return event

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from mezzo.measure.apart import LossesApart, Owners
 from mezzo.measure.live import Reports
 from mezzo.measure.numbers import Kept, Numbers
 from mezzo.measure.plainsteps import known_scales
-from mezzo.measure.stepclock import StepClock
+from mezzo.measure.stepclock import Mark, StepClock
 from mezzo.records import Loss, Steps
 
 Losses = tuple[Kept, ...]
@@ -40,6 +41,10 @@ class StepRecorder:
         self._open_loss: Losses = ()
         self._open_weight = 1.0
         self._open_norms: tuple[Kept, ...] = ()
+        self._turned: list[tuple[Mark, int]] = []
+        """Of each step that is not in the columns yet: its end, and how many elements were free after its successor's loss was kept."""
+        self._turns_on: Numbers | None = None
+        self._made_by: Owners = frozenset()
         self.apart: LossesApart[Losses] = LossesApart(lambda one, other: one + other)
         """The separate losses of a script that has several."""
         self.measures = True
@@ -60,6 +65,7 @@ class StepRecorder:
         """
         if not self.measures:
             return
+        self.settle()
         value = loss.detach()
         kept = (self._keep(value.sum() if value.dim() else value),)
         self._open_loss += kept
@@ -72,15 +78,18 @@ class StepRecorder:
 
     def forget(self) -> None:
         """Discard the open step's losses: they are evaluated again."""
+        self.settle()
         self._open_loss = ()
         self.apart.forget()
 
     def weigh(self, factor: float) -> None:
         """Multiply the open step's losses, which were divided for more micro-batches than the step turned out to have."""
+        self.settle()
         self._open_weight *= factor
 
     def norm(self, norm: Tensor) -> None:
         """Add the gradient norm of one optimizer's update to the open step."""
+        self.settle()
         self._open_norms += (self._keep(norm.detach() if norm.requires_grad else norm),)  # as after create_graph
 
     def updated(self) -> None:
@@ -95,41 +104,70 @@ class StepRecorder:
             scale: the loss scale after it, None if there is none.
             made_by: the optimizers that made its update, by number.
         """
-        self._loss.append(self._open_loss)
-        self._weight.append(self._open_weight)
-        self._norm.append(self._open_norms)
-        self._skipped.append(self._keep(skipped) if isinstance(skipped, Tensor) else skipped)
-        self._scale.append(self._keep(scale) if isinstance(scale, Tensor) else scale)
-        ended_s = self.clock.close()
+        self.settle()
+        ended = self.clock.take()
+        self._put(
+            ended,
+            skipped=self._keep(skipped) if isinstance(skipped, Tensor) else skipped,
+            scale=self._keep(scale) if isinstance(scale, Tensor) else scale,
+        )
         self.num_closed += 1
         self.apart.close(self.num_closed, made_by=made_by)
-        self._open_loss, self._open_norms, self._open_weight = (), (), 1.0
-        if ended_s >= self.reports.due_s:
-            self._send(ended_s)
+        if ended[0] >= self.reports.due_s:
+            self._send(ended[0])
 
-    def turn(self, loss: Tensor, *, made_by: Owners) -> None:
+    def begin_turns(self, made_by: Owners) -> None:
+        """Let ``turn`` record the following steps, whose updates the optimizers ``made_by`` make, where the last loss was recorded."""
+        self.settle()
+        self._made_by = made_by
+        self._turns_on = self._loss[-1][-1].where if self._loss and self._loss[-1] else None
+
+    def turn(self, loss: Any) -> bool:
         """Close a step that has no skip and no scale, and add the next one's first loss, as ``close`` and ``loss`` do.
 
-        Most steps of a run end and begin like this, and each nested call would cost about 0.5 us per step.
-
-        Args:
-            loss: one value.
-            made_by: the optimizers that made the closed step's update, by number.
+        Return False, with nothing done, for what is no scalar on the device of the losses before. Most steps of a run end and
+        begin like this. By then a model's arithmetic has emptied the caches, so that each object that is touched costs some 0.1 us
+        and each nested call some 2 us: only the time and the loss are taken, and ``settle`` sorts them into the columns.
         """
+        numbers = self._turns_on
+        if numbers is None or type(loss) is not Tensor or loss.dim() or loss.device != numbers.device:
+            return False
+        free, clock = numbers.free, self.clock
+        if not free:
+            self.settle()
+            numbers.grow()
+        free.pop().copy_(loss.detach())
+        ended = clock.ended or clock.take()
+        clock.ended = None
+        self._turned.append((ended, len(free)))
+        self.num_closed += 1
+        if ended[0] >= self.reports.due_s:
+            self.settle()
+            self._send(ended[0])
+        return True
+
+    def settle(self) -> None:
+        """Put the steps that ``turn`` has closed into the columns."""
+        if not self._turned:
+            return
+        turned, self._turned = self._turned, []
+        assert self._turns_on is not None
+        room = len(self._turns_on) + len(self._turns_on.free)  # whatever adds a chunk settles before
+        for ended, free in turned:
+            self._put(ended, skipped=False, scale=None)
+            kept = (Kept(self._turns_on, room - free - 1),)
+            self.apart.turn(kept, len(self._loss), made_by=self._made_by)
+            self._open_loss = kept
+
+    def _put(self, ended: Mark, *, skipped: Kept | bool, scale: Kept | float | None) -> None:
+        """Put the open step, which ended at ``ended``, into the columns."""
         self._loss.append(self._open_loss)
         self._weight.append(self._open_weight)
         self._norm.append(self._open_norms)
-        self._skipped.append(False)
-        self._scale.append(None)
-        ended_s = self.clock.close()
-        self.num_closed += 1
-        if ended_s >= self.reports.due_s:
-            self._send(ended_s)
-        value = loss.detach()
-        numbers = self._numbers.get(value.device)
-        kept = ((self._keep if numbers is None else numbers.keep)(value.sum() if value.dim() else value),)
-        self.apart.turn(kept, self.num_closed, made_by=made_by)
-        self._open_loss, self._open_norms, self._open_weight = kept, (), 1.0
+        self._skipped.append(skipped)
+        self._scale.append(scale)
+        self.clock.add(ended)
+        self._open_loss, self._open_norms, self._open_weight = (), (), 1.0
 
     def _send(self, ended_s: float) -> None:
         losses = [kept.where.on_host(kept.number) for kept in self._loss[-1]]
@@ -139,12 +177,14 @@ class StepRecorder:
 
     def finite_flags(self) -> Tensor:
         """Return, on their device, whether the last closed step's loss and gradient norm are finite; unknown ones count as finite."""
+        self.settle()
         losses, norms = self._loss[-1], self._norm[-1]
         device = (losses or norms)[0].where.row(0).device if losses or norms else None
         return torch.stack([_all_finite(losses, device), _all_finite(norms, device)])
 
     def last_skipped(self) -> bool:
         """Return whether the last closed step's update was skipped; waits for the device if only the device knows."""
+        self.settle()
         last = self._skipped[-1]
         return bool(last.where.row(last.number)) if isinstance(last, Kept) else last
 
@@ -154,6 +194,7 @@ class StepRecorder:
         Args:
             names: names of what the optimizers train, by optimizer number, if known.
         """
+        self.settle()
         time_ms = self.clock.time_ms()
         read = {id(numbers): numbers.read() for numbers in self._numbers.values()}
         weights = self._weight

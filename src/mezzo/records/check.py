@@ -21,6 +21,8 @@ class Gain(Value):
     """``predicted``: of a GPU that is not here. ``bound``: a ceiling from counted FLOPs and bytes, where nothing can be predicted."""
     times: float
     """How many times as fast as the baseline; of a bound, at most."""
+    times_over_tf32: float | None = None
+    """Of a bound: the same over the baseline's products in TF32; None where the GPU has no TF32, or the baseline ran in it."""
     low: float | None = None
     """The smallest measured ratio over seeds."""
     high: float | None = None

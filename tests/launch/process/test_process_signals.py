@@ -353,8 +353,10 @@ def test_a_terminal_that_is_closed_ends_the_run(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path)
     terminal.type(f"{sys.executable} command.py script.py\n")
     family = numbers(tmp_path / "numbers", 5)
+    assert list(map(runs, family)) == [True] * 5
     terminal.close()
     until(lambda: not any(map(runs, family)), f"the ends of {family}")
+    assert list(map(runs, family)) == [False] * 5
 
 
 # --- commands and their records ----------------------------------------------------------------------------------------------

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +22,9 @@ from mezzo.launch.torch.steady_state import Steady
 from mezzo.policy import Policy
 
 STEPS, CHANGED_AT = 130, 115
+OWN = tuple(str(Path(mezzo.__file__).parent / hall) for hall in ("launch", "measure"))
+"""Not the engine: its kernels at autocast's key are called once a process has had a policy that needs them."""
+NUM_COUNTED = 20
 
 
 class Training:
@@ -218,3 +225,36 @@ def test_a_steady_run_records_the_same(change: Callable[[Training], None], polic
 @pytest.mark.parametrize("policy", ["fp16:arithmetic=emulated", "fp16-master:arithmetic=emulated"])
 def test_a_run_with_a_loss_scale_is_never_steady(policy: str) -> None:
     assert recorded(plain, policy, once=True)[2] == 0
+
+
+OWN_CALLS = [
+    # as-is and fp32 take the loss, the time, and the hooks around the optimizer's step: see StepRecorder.turn
+    (None, 10.0),
+    ("fp32", 18.0),
+    ("bf16:op_lists=device", 18.0),
+]
+"""Python calls of the launcher and its recorder a step, at most, sorting into columns and every tenth step's norm included."""
+
+
+@pytest.mark.parametrize(("policy", "most"), OWN_CALLS, ids=str)
+def test_calls_a_step_of_a_steady_run(policy: str | None, most: float) -> None:
+    """Each call costs some 2 us of a step whose arithmetic has emptied the caches; counted, because a time would be noise."""
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OWN):
+            calls[frame.f_code.co_name] += 1
+
+    with switched(None if policy is None else Policy.of(policy)) as (run, _):
+        training = Training()
+        for _ in range(CHANGED_AT):
+            training.step()
+        assert run.steady.optimizer() is not None
+        sys.setprofile(count)
+        try:
+            for _ in range(NUM_COUNTED):
+                training.step()
+        finally:
+            sys.setprofile(None)
+    per_step = sum(calls.values()) / NUM_COUNTED
+    assert 5 <= per_step <= most, calls

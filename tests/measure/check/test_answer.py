@@ -82,6 +82,7 @@ def test_emulated_policies_are_bounded_for_the_gpu_and_their_order_is_an_experts
     assert (gain.kind, gain.device) == ("bound", "A100-SXM4-80GB")
     # Memory limits both sides: 1000 MiB against 600 MiB, each written and read.
     assert gain.times == pytest.approx(1000 / 600)
+    assert gain.times_over_tf32 == pytest.approx(1000 / 600)
     assert gain.note.startswith(
         "90% of the FLOPs are in products that it runs in BF16 at 16 times FP32's peak rate; memory"
     )
@@ -90,6 +91,7 @@ def test_emulated_policies_are_bounded_for_the_gpu_and_their_order_is_an_experts
 def test_an_old_gpu_gets_fp16() -> None:
     found = answered(case(trained("fp32"), trained("fp16", emulated=True), gpu="v100-16gb", for_gpu=True))
     assert (found.decision, found.policy, found.why) == ("use", "fp16", "fp16 trains like fp32")
+    assert [gain.times_over_tf32 for gain in found.gains] == [None], "a V100 has no TF32"
 
 
 def test_the_scripts_own_mixed_precision_stays_if_nothing_beats_it() -> None:

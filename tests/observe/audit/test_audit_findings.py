@@ -52,7 +52,7 @@ def test_a_planted_script_has_the_finding(code: str) -> None:
 @pytest.mark.parametrize("code", ["A102", "A301", "A302"])
 def test_casts_of_torchs_autocast_are_the_scripts_after_a_policy_ran_in_the_process(code: str) -> None:
     """Then Mezzo's kernels stand at autocast's dispatch key, and pass on to torch's."""
-    casting("fp16:arithmetic=emulated")
+    assert casting("fp16:arithmetic=emulated").way == "table"
     test_a_planted_script_has_the_finding(code)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mezzo.records import Answer, CheckRecord, Reason
 from mezzo.report.html import render_html
-from mezzo.report.sheets.check import check_sheet, policy_title
+from mezzo.report.sheets.check import check_answer, check_sheet, policy_title
 from mezzo.report.text import render
 from record_builders import check_record, run_record
 
@@ -61,6 +61,18 @@ def test_the_lines_of_the_answer() -> None:
         ("changed", "nothing but the precision"),
         ("judged by", "the training loss: no metric was named."),
     ]
+
+
+def test_a_ceiling_names_tf32_first_where_the_gpu_has_it() -> None:
+    record = check_record()
+    bounds = [gain for gain in record.answer.gains if gain.kind == "bound"]
+    over_tf32 = answered(gains=[bounds[0].model_copy(update={"times_over_tf32": 1.6})])
+    lines = {line.what: line.value for line in check_sheet(over_tf32).answer}
+    assert lines["speed"].startswith(
+        "at most 1.60x over TF32, 6.40x over strict FP32 on A100-SXM4-80GB, by counted FLOPs"
+    )
+    facts = {fact.what: fact.value for fact in check_answer(over_tf32, check_sheet(over_tf32)).facts}
+    assert facts["speed on A100-SXM4-80GB"] == "at most 1.60x over TF32, 6.40x over strict FP32"
 
 
 def test_a_spread_around_one_is_no_gain() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 
 from mezzo.records.run import RUN_NAME
@@ -11,8 +12,11 @@ _LONGEST = 80
 
 
 def folder_name(policy: str) -> str:
-    """Return a policy's text as part of a folder's name; a long one is cut, and ends in a digest of the whole."""
-    plain = policy.replace(":", "_").replace("*", "_")
+    """Return a policy's text as part of a folder's name, in characters that every file system takes.
+
+    A long one is cut, and ends in a digest of the whole.
+    """
+    plain = re.sub(r"[^\w.,=+-]", "_", policy)
     if len(plain) <= _LONGEST:
         return plain
     return f"{plain[: _LONGEST - 9]}-{hashlib.sha256(policy.encode()).hexdigest()[:8]}"

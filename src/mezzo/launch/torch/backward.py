@@ -64,7 +64,11 @@ class BackwardPasses:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            if steady.turns(tensors):
+            begins = run.stepped and not (run.in_backward or run.in_closure)
+            if begins and steady.optimizer() is not None and run.recorder.turn(tensors):
+                run.stepped = False
+                if run.limit is not None:
+                    run.check_limit()
                 run.in_backward = True
                 try:
                     run_engine(tensors, grad_tensors, *args, **kwargs)
@@ -147,8 +151,11 @@ class BackwardPasses:
         self._hook_leaves(leaves_of(outputs))
         self._inverse = self._run.scale.inverse()
         try:
-            with self._views.of_inner_gradients(inputs):
+            if inputs is None and not self._views.any_retained:
                 yield
+            else:
+                with self._views.of_inner_gradients(inputs):
+                    yield
         finally:
             self._inverse = None
 
@@ -157,7 +164,7 @@ class BackwardPasses:
         self._run.in_backward = True
         casting = self._run.main_casting
         try:
-            if casting is None:
+            if casting is None or casting.table is None:
                 yield
             else:
                 with casting.backward():

@@ -74,9 +74,13 @@ class CountedStep:
             self._saved.backward_begins()
 
     def backward_ended(self) -> None:
-        """Drop what the backward pass freed; begin to count if the first update was made inside it."""
+        """Drop what the backward pass freed; begin to count if the first update was made inside it.
+
+        The counts so far are kept: if the script's own GradScaler skips the step, no update follows.
+        """
         if self._stack is not None:
             self._saved.backward_ended()
+            self._keep_counts()
         self._begin_or_end()
 
     def compiled_ended(self) -> None:
@@ -92,7 +96,11 @@ class CountedStep:
         if self._flops is None:
             self._due = True
             self._begin_or_end()
-        elif self._stack is not None and not self._over:
+        else:
+            self._keep_counts()
+
+    def _keep_counts(self) -> None:
+        if self._flops is not None and self._stack is not None and not self._over:
             self._counted = Counted(
                 by_format=dict(self._flops.by_format),
                 num_lowered=self._flops.num_lowered,

@@ -24,8 +24,8 @@ def _never(*args: object) -> bool:
     return False
 
 
-def _twin(function: types.FunctionType) -> Function:
-    scope = {**function.__globals__, **dict.fromkeys(_LOOKUPS, _never)}
+def _twin(function: types.FunctionType, never: Function = _never) -> Function:
+    scope = {**function.__globals__, **dict.fromkeys(_LOOKUPS, never)}
     twin = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
@@ -35,9 +35,12 @@ def _python_functions() -> dict[Function, Function]:
     # Not those of torch.functional: torch.compile traces none of their twins.
     homes = [vars(torch.nn.functional), vars(Tensor)]
     found: list[Any] = [f for home in homes for f in home.values() if isinstance(f, types.FunctionType)]
-    found += [torch.autograd.backward, torch.autograd.grad]
+    backward: Any = torch.autograd.backward
+    found += [torch.autograd.grad]
     looks_up = [f for f in found if set(_LOOKUPS) & set(f.__code__.co_names)]
-    return {f: _twin(f) for f in looks_up if f is not Tensor.unflatten}
+    twins = {f: _twin(f) for f in looks_up if f is not Tensor.unflatten}
+    # The number of a value's occurrences in an empty tuple: 0, without a Python frame in every step of a script.
+    return twins | {backward: _twin(backward, never=().count)}
 
 
 ENTERED = _python_functions()

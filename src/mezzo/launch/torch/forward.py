@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.autocast_kernels import open_table
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import to_format
+from mezzo.engine.half import HALF
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
@@ -235,8 +236,8 @@ def _content(cell: CellType) -> Any:
 
 
 def _half_to_fp32(output: Any) -> Any:
-    if type(output) is Tensor and output.dtype is _FP32:  # the usual case, without a walk through the output
-        return output
+    if type(output) is Tensor:  # the usual case, without a walk through the output
+        return output.to(_FP32) if output.dtype in HALF else output
     return to_format(output, _FP32)
 
 

@@ -35,6 +35,11 @@ class UnscaledViews:
         for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
             patches.wrap(nn.Module, name, self._on_module)
 
+    @property
+    def any_retained(self) -> bool:
+        """Whether a tensor inside a graph retains its gradient."""
+        return bool(self._retained.data)  # no call of a method, in every step
+
     @contextmanager
     def of_inner_gradients(self, inputs: Any) -> Iterator[None]:
         """Unscale what the backward pass inside leaves in ``.grad`` of tensors that are not leaves."""

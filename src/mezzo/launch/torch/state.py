@@ -43,9 +43,9 @@ class ThreadState(threading.local):
     """Number of the script's open autocasts that the policy turned off."""
 
 
-_EVERY_NORM = 100
+EVERY_NORM = 100
 """First steps whose gradient norms are all computed, even if no loss scale needs them."""
-_NORMS_APART = 10
+NORMS_APART = 10
 """Steps between norms after that."""
 
 
@@ -249,7 +249,7 @@ class Run:
         if self.scale.checks or self.observer is not None:
             return True
         step = self.recorder.num_closed + 1
-        return step <= _EVERY_NORM or step % _NORMS_APART == 0
+        return step <= EVERY_NORM or step % NORMS_APART == 0
 
     @property
     def num_updates(self) -> int:

@@ -9,7 +9,7 @@ until another update has been recorded in full.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -27,9 +27,9 @@ class Steady:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._made_by: frozenset[int] = frozenset()
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = nothing
         """Returns the script's only optimizer while the run is steady; None otherwise."""
-        self._made_by: frozenset[int] = frozenset()
         self._last: Callable[[], torch.optim.Optimizer | None] = nothing
         """Returns the optimizer that stepped last: one that has never stepped is not known yet."""
 
@@ -50,26 +50,13 @@ class Steady:
         if number is None or (casting is not None and casting.table is not None):
             return  # with a cast table, a backward pass has a region of its own
         if all(watcher.done(optimizer) for watcher in run.watchers):
-            self.optimizer, self._made_by = ref(optimizer), frozenset((number,))
+            self.optimizer = ref(optimizer)
+            self._made_by = frozenset((number,))
+            run.recorder.begin_turns(self._made_by)
 
     def end(self) -> None:
         """Record everything again."""
         self.optimizer = self._last = nothing
-
-    def turns(self, loss: Any) -> bool:
-        """Close the open update and record the loss of the new backward pass; return False if the full path is needed."""
-        run = self._run
-        if self.optimizer() is None or not run.stepped or run.in_backward or run.in_closure:
-            return False
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            return False
-        run.stepped = False
-        if run.made_by:
-            run.made_by.clear()
-        run.recorder.turn(loss, made_by=self._made_by)
-        if run.limit is not None:
-            run.check_limit()
-        return True
 
     def close(self) -> bool:
         """Close the open update; return False if the full path is needed."""

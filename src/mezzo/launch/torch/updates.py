@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from time import perf_counter, process_time
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mezzo.engine.gradients import all_finite, set_aside, total_norm
 from mezzo.launch.patches import Patches
 from mezzo.launch.schedules import ScriptSchedules
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import EVERY_NORM, NORMS_APART, Run
 from mezzo.observe.skips import Update
 
 Optimizer = torch.optim.Optimizer
@@ -56,6 +57,8 @@ class Updates:
         self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._made: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         """Number of updates of each optimizer, and how many of them were skipped."""
+        self._made_last = [0, 0]
+        """The same of the optimizer that stepped last in a way that was recorded in full."""
         self._schedules = ScriptSchedules(self._updates_of, on_step=run.lint.scheduled)
         self._first: set[type] = set()
         """Classes of optimizers whose closures run before the step."""
@@ -101,15 +104,17 @@ class Updates:
         if self._stepping not in (None, optimizer):  # a wrapper that steps other optimizers: one update
             return None
         self._stepping = optimizer
-        plain = not kwargs and (len(args) == 1 or args[1:] == (None,))
-        if plain and run.steady.optimizer() is optimizer and not run.takes_norm:
-            run.stepped = True  # only the time of this update is recorded
-            self._made[optimizer][0] += 1
-            return None
+        if run.steady.optimizer() is optimizer and not kwargs and (len(args) == 1 or args[1:] == (None,)):
+            step = run.recorder.num_closed + 1
+            if step % NORMS_APART and step > EVERY_NORM:  # not run.takes_norm, without its call
+                run.stepped = True  # only the time of this update is recorded
+                self._made_last[0] += 1
+                return None
         if optimizer not in self._made:
             self._run.steady.end()
             self._run.optimizers[optimizer] = None  # a copy or an unpickled optimizer was never constructed
             self._made[optimizer] = [0, 0]
+        self._made_last = self._made[optimizer]
         closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
         if closure is None or isinstance(closure, Evaluated):
             self._run.lint.step_begins(optimizer)
@@ -138,8 +143,13 @@ class Updates:
         if self._stepping is not optimizer:
             return
         self._stepping = None
-        if self._run.steady.optimizer() is optimizer and not self._run.in_closure:
-            self._run.recorder.clock.mark()
+        run = self._run
+        if run.steady.optimizer() is optimizer and not run.in_closure:
+            clock = run.recorder.clock
+            if clock.uses_events:
+                clock.mark()
+            else:  # the same, without two calls
+                clock.ended = (perf_counter(), process_time(), None)
             return
         if self._run.in_closure:
             self._run.lint.closure_ended(optimizer)

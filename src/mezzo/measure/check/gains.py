@@ -28,8 +28,9 @@ def bounded_gain(comparison: CompareRecord, policy: str, gpu: Gpu) -> Gain | Non
     found = bound(_work(baseline), _work(run), gpu)
     if found is None:
         return None
-    note = _note(found, policy=policy, run=run, gpu=gpu, against_tf32=_against_tf32(baseline, run, gpu))
-    return Gain(kind="bound", times=found.times, device=gpu.label, note=note)
+    over_tf32 = None if policy == AS_IS else _over_tf32(baseline, run, gpu)
+    note = _note(found, run=run, gpu=gpu)
+    return Gain(kind="bound", times=found.times, times_over_tf32=over_tf32, device=gpu.label, note=note)
 
 
 def predicted_gain(found: RealGpus | None, policy: str, gpu: Gpu) -> Gain | None:
@@ -58,7 +59,7 @@ def _work(run: RunRecord) -> Work:
     return Work(flops_by_format=run.effective.flops_by_format, bytes=run.memory.total_bytes)
 
 
-def _against_tf32(baseline: RunRecord, run: RunRecord, gpu: Gpu) -> float | None:
+def _over_tf32(baseline: RunRecord, run: RunRecord, gpu: Gpu) -> float | None:
     """Return the bound against the baseline's products in TF32; None where the GPU has no TF32 or the baseline ran in it."""
     flops = baseline.effective.flops_by_format
     if gpu.tf32_flops_per_s is None or TF32.name in flops:
@@ -68,14 +69,12 @@ def _against_tf32(baseline: RunRecord, run: RunRecord, gpu: Gpu) -> float | None
     return None if found is None else found.times
 
 
-def _note(found: Bound, *, policy: str, run: RunRecord, gpu: Gpu, against_tf32: float | None) -> str:
+def _note(found: Bound, *, run: RunRecord, gpu: Gpu) -> str:
     """Return what the bound follows from, what it assumes, and how far from it a small step stays."""
     fast = f"{found.share:.0%} of the FLOPs are in products that it runs {_rates(found, run, gpu)}"
     if not found.share:
         fast = "no product runs in a format that it has faster units for"
     parts = [fast + ("; memory traffic sets the limit" if found.limit == "memory" else "")]
-    if against_tf32 is not None and policy != AS_IS:
-        parts.append(f"against TF32, at most {against_tf32:.3g}x")
     if found.policy_ms < LAUNCH_BOUND_MS:
         parts.append(
             f"a step this small ({found.policy_ms:.2g} ms of counted work at peak) mostly waits for kernels to be launched: "

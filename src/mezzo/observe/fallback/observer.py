@@ -62,13 +62,7 @@ class Fallback(Observer):
         if self._settings.role != "reference":
             path = Path(self._settings.folder) / REFERENCE
             self._reference = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        self.run.before_compiling.append(self._eager_from_here)
-        self._begin()
-
-    def _eager_from_here(self) -> None:
-        if self._observing is not None:
-            torch.compiler.set_stance("force_eager")
-            self._eager = self.forced_eager = True
+        self._begin_at_once()
 
     def begin(self, step: int) -> None:
         """Set the hooks."""

@@ -106,11 +106,19 @@ def check_answer(record: CheckRecord, sheet: CheckSheet) -> PageAnswer:
             facts.append(
                 Fact(
                     what=f"speed on {fmt.clean(gain.device)}",
-                    value=f"at most {fmt.ratio_text(gain.times)}",
+                    value=_at_most(gain),
                     reason="a ceiling, not a prediction",
                 )
             )
     return PageAnswer(tone=sheet.tone, word=record.answer.decision, facts=facts)
+
+
+def _at_most(gain: Gain) -> str:
+    """Return a ceiling over TF32 first, which a script can have for one line, and over strict FP32."""
+    over_fp32 = fmt.ratio_text(gain.times)
+    if gain.times_over_tf32 is None:
+        return f"at most {over_fp32}"
+    return f"at most {fmt.ratio_text(gain.times_over_tf32)} over TF32, {over_fp32} over strict FP32"
 
 
 def policy_title(policy: str) -> str:
@@ -192,13 +200,12 @@ def _memory(record: CheckRecord, row: Row) -> str:
 
 
 def _gain(gain: Gain) -> str:
-    times = fmt.ratio_text(gain.times)
     device, note = fmt.clean(gain.device), fmt.clean(gain.note)
     if gain.kind == "bound":
-        return f"at most {times} on {device}, by counted FLOPs and bytes (a ceiling, not a prediction): {note}."
+        return f"{_at_most(gain)} on {device}, by counted FLOPs and bytes (a ceiling, not a prediction): {note}."
+    times, spread = fmt.ratio_text(gain.times), fmt.spread_text(gain.low, gain.high)
     if gain.kind == "predicted":
         return f"{times} as fast as FP32 on {device}, predicted and not measured (such speed-ups are 12% off in the mean): {note}."
-    spread = fmt.spread_text(gain.low, gain.high)
     if gain.low is not None and gain.high is not None and gain.low <= 1.0 <= gain.high:
         return f"not measurably faster or slower on {device} ({spread}; {note})."
     return f"{times} as fast, measured on {device} ({'; '.join(filter(None, [spread, note]))})."
