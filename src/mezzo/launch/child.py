@@ -225,7 +225,7 @@ def _trained(request: Request, num_steps: int, observer: Watching | None) -> End
     if not num_steps:
         error = _never_trained(request)
     elif observer is not None and observer.too_short():
-        error = _too_short(request, num_steps, compiles=observer.run.compiles)
+        error = _too_short(request, num_steps, compiles=observer.compiles)
     return (0, None) if error is None else (error.exit_code, error)
 
 

@@ -35,6 +35,10 @@ MAX_FILES = 200
 class Watching(Protocol):
     """An observer of a training, as the process that runs the script needs it."""
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the script compiles code, in which single operations are not seen."""
+
     def too_short(self) -> bool:
         """Return whether the script ended before anything was learned of it."""
 

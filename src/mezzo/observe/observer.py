@@ -192,6 +192,11 @@ class Observer(ABC):
         self._num_closed = num_steps
         self._end_if_over()
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the script compiles code, in which single operations are not seen."""
+        return self.run.compiles
+
     def too_short(self) -> bool:
         """Return whether the script ended before anything was learned of it."""
         return not self.watched

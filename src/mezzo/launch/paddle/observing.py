@@ -24,6 +24,8 @@ class StepObserver(ABC):
 
     kind = "audit"
     """The name of the command."""
+    compiles = False
+    """Static graphs are refused."""
 
     def __init__(self, run: PaddleRun, *, steps: Sequence[int]) -> None:
         self.run = run
