@@ -236,9 +236,9 @@ def _content(cell: CellType) -> Any:
 
 
 def _half_to_fp32(output: Any) -> Any:
-    if type(output) is Tensor:  # the usual case, without a walk through the output
-        return output.to(_FP32) if output.dtype in HALF else output
-    return to_format(output, _FP32)
+    if type(output) is Tensor and output.dtype not in HALF:  # the usual case, without a walk through the output
+        return output
+    return to_format(output, _FP32)  # a file whose casts audits ascribe to the policy
 
 
 def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
