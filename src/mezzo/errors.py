@@ -85,6 +85,12 @@ class RecordError(MezzoError, ValueError):
     exit_code = 8
 
 
+class SnapshotError(MezzoError, RuntimeError):
+    """A snapshot that cannot be written or read."""
+
+    exit_code = 9
+
+
 def nearest(name: str, allowed: Iterable[str], *, listed: Iterable[str] | None = None) -> str:
     """Return ``allowed`` as text for a message, the names nearest to ``name`` first.
 
