@@ -117,7 +117,11 @@ REFUSALS: list[tuple[dict[str, Any], int, str]] = [
         4,
         "it was saved inside an accumulation window, of 3 micro-batches under policy fp16; this session has 3 under bf16",
     ),
-    ({"optimizer": OPTIMIZERS["mezzo.SGD"]}, 6, "it holds the state of AdamW, MultiStepLR; this session has SGD, MultiStepLR"),
+    (
+        {"optimizer": OPTIMIZERS["mezzo.SGD"]},
+        6,
+        "it holds the state of AdamW, MultiStepLR; this session has SGD, MultiStepLR",
+    ),
 ]
 
 
@@ -207,7 +211,7 @@ def test_the_newest_whole_one_is_loaded_and_the_others_are_named(tmp_path: Path)
     assert found.path == oldest
     assert [one.path for one in found.refused] == [newest, middle]
     oldest.write_bytes(b"")
-    with pytest.raises(SnapshotError, match="none of the 3 snapshots in .* can be loaded"):
+    with pytest.raises(SnapshotError, match=r"none of the 3 snapshots in .* can be loaded"):
         again.load(tmp_path)
 
 

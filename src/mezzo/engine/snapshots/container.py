@@ -47,9 +47,10 @@ class Contents(NamedTuple):
 def _tag(dtype: torch.dtype) -> str:
     """Return safetensors' name of a format: F32, BF16, I64, F8_E4M3."""
     name = str(dtype).removeprefix("torch.").removesuffix("fn")
-    if name.startswith("complex"):
-        return f"C{name.removeprefix('complex')}"
-    return re.sub(r"^(b?)float", r"\1f", re.sub(r"^(u?)int", r"\1i", name)).upper()
+    for long, short in (("complex", "C"), ("bfloat", "BF"), ("float", "F"), ("uint", "U"), ("int", "I")):
+        if name.startswith(long):
+            return short + name.removeprefix(long).upper()
+    return name.upper()
 
 
 _DTYPES = {_tag(d): d for d in vars(torch).values() if isinstance(d, torch.dtype) and not str(d).startswith("torch.q")}
