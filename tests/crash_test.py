@@ -155,7 +155,9 @@ def main() -> None:
     options = parser.parse_args()
     began = time.perf_counter()
     tally = crash_test(options.kills, options.seed)
-    print(f"{tally.kills} kills (seed {options.seed}) in {time.perf_counter() - began:.0f} s, while: {dict(tally.by_phase)}")
+    print(
+        f"{tally.kills} kills (seed {options.seed}) in {time.perf_counter() - began:.0f} s, while: {dict(tally.by_phase)}"
+    )
     print(f"{sum(tally.resumed_from.values())} starts, from: {dict(tally.resumed_from)}; {tally.failed} failed")
     print(f"{tally.runs} runs ended; {tally.different} with other bits than the undisturbed run")
     raise SystemExit(1 if tally.failed or tally.different else 0)
