@@ -62,11 +62,14 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         limit = _limit(request, training)
-        exit_code, error = _run_script(request, reader)
+        exit_code, error = _guarded(lambda: training.begin_snapshots(request.snapshots))
+        if error is None:
+            exit_code, error = _run_script(request, reader)
         if os.getpid() != process:  # a process forked by the script ended here: only its parent writes the record
             return exit_code
         stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
         exit_code, error = _guarded(training.close_update, before=(exit_code, error))
+        snapshots = training.end_snapshots()
         num_steps, observer = training.num_updates, training.observer
         if exit_code == 0:
             exit_code, error = _trained(request, num_steps, observer)
@@ -86,6 +89,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded()]),
             metric=reader.metric() if reader else None,
             findings=training.findings(),
+            snapshots=snapshots,
             first_steps=num_steps if stopped else None,
             files_read=files.found,
             started_at_s=started_at_s,

@@ -48,6 +48,8 @@ def set_contents(session: Session, contents: Mapping[str, Any]) -> None:
     Raises:
         SnapshotError: it is of another model, or of an open window of another policy or length.
     """
+    if not isinstance(contents, dict) or "session" not in contents:
+        raise SnapshotError("it holds no session", hint="pass a snapshot that session.save wrote")
     tree, tensors = take_apart(contents_of(session))
     before = put_together(tree, Copies().of(tensors))
     try:
@@ -69,7 +71,7 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
     take_up(session, state, window_calls=0)
     if state["policy"] == str(session.policy):
         for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
-            _keep_formats(optimizer, saved)
+            keep_formats(optimizer, saved)
     for model, buffers in zip(session.models, contents["buffers"], strict=True):
         _set_buffers(bare(model), buffers)
     parameters = all_parameters(session.models, session.optimizers)
@@ -85,7 +87,7 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
     set_random_states(contents["random"])
 
 
-def _keep_formats(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def keep_formats(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Give state tensors the formats that they were saved in: torch loads them in their parameters'."""
     if isinstance(optimizer, OnePass):
         return

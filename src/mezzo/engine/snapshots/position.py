@@ -9,7 +9,7 @@ are loaded and dropped: generators of workers, and of a data set that is a strea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -59,7 +59,7 @@ class Position:
                 f"batches() got the iterator {type(loader).__name__}; allowed: a DataLoader, or what gives a new iterator for each pass",
                 hint="pass the loader itself, not iter(loader), zip(...) or a generator; for several loaders write a class with __iter__",
             )
-        self._own = _generators(loader)
+        self._own = generators_of(loader)
         resumes, self._resumes = self._resumes, None
         if resumes is not None and self._began is not None:
             iterator = self._again(loader, self._began)
@@ -103,19 +103,28 @@ def iter_is_itself(loader: Iterable[Any]) -> bool:
     return isinstance(loader, Iterator)
 
 
-def leave_out(iterator: Iterator[Any], count: int) -> int:
-    """Advance ``iterator`` by ``count`` batches, without loading them where that is the same; return how many there were."""
-    kind = type(iterator).__name__
-    fetcher = type(getattr(iterator, "_dataset_fetcher", None)).__name__
-    if kind == "_SingleProcessDataLoaderIter" and fetcher == "_MapDatasetFetcher":
-        inner: Any = iterator
-        skipped = sum(1 for _ in islice(inner._sampler_iter, count))
-        inner._num_yielded += skipped
-        return skipped
-    return sum(1 for _ in islice(iterator, count))
+def leave_out(iterator: Any, count: int, *, following: Callable[[Any], Any] = next) -> int:
+    """Advance ``iterator`` by ``count`` batches, without loading them where that is the same; return how many there were.
+
+    Args:
+        iterator: of a loader.
+        count: how many to leave out.
+        following: returns the iterator's next batch.
+    """
+    indexed = type(getattr(iterator, "_dataset_fetcher", None)).__name__ == "_MapDatasetFetcher"
+    if indexed and type(iterator).__name__ == "_SingleProcessDataLoaderIter":
+        left_out = sum(1 for _ in islice(iterator._sampler_iter, count))
+        iterator._num_yielded += left_out
+        return left_out
+    for left_out in range(count):
+        try:
+            following(iterator)
+        except StopIteration:
+            return left_out
+    return count
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the generators of a loader and its samplers, each once; the loader of its own seeds apart from torch's default."""
     held: list[Any] = [loader] if isinstance(loader, DataLoader) else []
     for name in ("sampler", "batch_sampler"):

@@ -5,29 +5,21 @@ from __future__ import annotations
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots.background import Copies, Saving, write_whole
+from mezzo.engine.snapshots.choosing import Refused, load_newest
 from mezzo.engine.snapshots.contents import contents_of, set_contents
-from mezzo.engine.snapshots.folder import Folder, saved_in
+from mezzo.engine.snapshots.folder import Folder
 from mezzo.engine.snapshots.position import Position
-from mezzo.engine.snapshots.structure import put_together, take_apart
+from mezzo.engine.snapshots.structure import take_apart
 from mezzo.engine.state import state_of, take_up
 from mezzo.errors import SnapshotError
 
 if TYPE_CHECKING:
     from mezzo.engine.session import Session
-
-
-class Refused(NamedTuple):
-    """A snapshot that was not loaded."""
-
-    path: Path
-    why: str
 
 
 class Loaded(NamedTuple):
@@ -198,43 +190,13 @@ def _check(session: Session, keep: int) -> None:
 
 
 def _load(session: Session, path: Path, *, must_exist: bool) -> Loaded | None:
-    candidates = [path] if path.is_file() else [saved.path for saved in saved_in(path)]
-    if not candidates:
-        if not must_exist:
-            return None
-        raise SnapshotError(
-            f"there is no snapshot at {str(path)!r}",
-            hint="pass the folder that session.save wrote to; to begin anew where there is none: load(folder, must_exist=False)",
-        )
-    refused: list[Refused] = []
-    for candidate in candidates:
-        try:
-            loaded = _load_file(session, candidate, refused)
-        except SnapshotError as error:
-            if len(candidates) == 1:
-                raise
-            refused.append(Refused(candidate, error.message))
-            continue
-        if refused:
-            listed = "; ".join(f"{one.path.name}: {one.why}" for one in refused)
-            warnings.warn(f"loaded {candidate.name}; not loaded, though newer: {listed}", UserWarning, stacklevel=3)
-        return loaded
-    listed = "".join(f"\n  {one.path.name}: {one.why}" for one in refused)
+    found = load_newest(path, lambda contents: set_contents(session, contents))
+    if found is not None:
+        contents = found.contents
+        return Loaded(found.path, contents["session"]["updates"], contents["extra"], found.refused)
+    if not must_exist:
+        return None
     raise SnapshotError(
-        f"none of the {len(refused)} snapshots in {str(path)!r} can be loaded:{listed}",
-        hint="begin anew in another folder; these files were left as they are",
+        f"there is no snapshot at {str(path)!r}",
+        hint="pass the folder that session.save wrote to; to begin anew where there is none: load(folder, must_exist=False)",
     )
-
-
-def _load_file(session: Session, path: Path, refused: list[Refused]) -> Loaded:
-    tree, tensors = container.read(path)
-    try:
-        contents = put_together(tree, tensors)
-        extra, updates = contents["extra"], contents["session"]["updates"]
-    except Exception as error:  # whatever somebody wrote into a file whose checksum is right
-        raise SnapshotError(
-            f"{str(path)!r} holds no session: {type(error).__name__}: {str(error)[:200]}",
-            hint="pass a snapshot that session.save wrote",
-        ) from None
-    set_contents(session, contents)
-    return Loaded(path, updates, extra, refused)
