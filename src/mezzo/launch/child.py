@@ -71,7 +71,9 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         exit_code, error = _guarded(training.close_update, before=(exit_code, error))
         snapshots = training.end_snapshots()
         num_steps, observer = training.num_updates, training.observer
-        if exit_code == 0:
+        if exit_code == 0 and training.not_resumed is not None:
+            exit_code, error = training.not_resumed.exit_code, training.not_resumed
+        elif exit_code == 0:
             exit_code, error = _trained(request, num_steps, observer)
     with undisturbed():
         record = RunRecord(

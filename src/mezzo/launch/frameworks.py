@@ -24,6 +24,7 @@ from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Finding, Memory, Reason, SnapshotsTaken, Steps
 
 if TYPE_CHECKING:
+    from mezzo.errors import MezzoError
     from mezzo.launch.snapshot_request import SnapshotRequest
     from mezzo.measure.live import Report
     from mezzo.observe.observer import Observer  # imports torch
@@ -58,6 +59,9 @@ class Training(Protocol):
         Raises:
             ScriptError: scripts of this framework cannot be stopped after a step.
         """
+
+    not_resumed: MezzoError | None
+    """Why a run that was to be resumed was not; known after ``end_snapshots``."""
 
     def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
         """Save the script's state from now on as asked, or bring a saved one back; None for neither.

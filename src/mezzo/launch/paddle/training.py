@@ -85,6 +85,8 @@ class PaddleTraining:
             hint="leave the limit out, or pass arguments that make the script train for fewer steps",
         )
 
+    not_resumed = None
+
     def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
         """Refuse: only the state of PyTorch scripts is found."""
         if asked is not None:

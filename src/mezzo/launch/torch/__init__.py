@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.utils.checkpoint
 
-from mezzo.errors import UnsupportedFormatError
+from mezzo.errors import MezzoError, UnsupportedFormatError
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_seeds
 from mezzo.launch.snapshot_request import SnapshotRequest
@@ -96,6 +96,8 @@ class TorchTraining:
     def __init__(self, run: Run, counted: CountedStep) -> None:
         self._run, self._counted = run, counted
         self._snapshots: ScriptSnapshots | None = None
+        self.not_resumed: MezzoError | None = None
+        """Why a run that was to be resumed was not; known after ``end_snapshots``."""
         self.framework = f"torch {torch.__version__}"
 
     @property
@@ -135,7 +137,10 @@ class TorchTraining:
     def end_snapshots(self) -> SnapshotsTaken | None:
         """Wait for the last snapshot, and return what was taken."""
         snapshots, self._snapshots = self._snapshots, None
-        return None if snapshots is None else snapshots.close()
+        if snapshots is None:
+            return None
+        self.not_resumed = snapshots.not_reached
+        return snapshots.close()
 
     def close_update(self) -> None:
         """Close the update that is open."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dis
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,14 +22,17 @@ from mezzo.engine.snapshots.position import generators_of, leave_out
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
+from mezzo.launch.torch.snapshots.variables import is_own_file, script_folder
 
 
 class Pass:
     """One pass over a loader."""
 
-    def __init__(self, number: int, began: dict[str, Any]) -> None:
+    def __init__(self, place: str, number: int, began: dict[str, Any]) -> None:
+        self.place = place
+        """The lines of the script that began it."""
         self.number = number
-        """In the order in which the script began them, from 0."""
+        """Of the passes begun there, from 0. Validation in the middle of a pass does not change it."""
         self.began = began
         """The random generators at its begin."""
         self.delivered = 0
@@ -37,16 +42,19 @@ class Pass:
 class Passes:
     """The passes of a run."""
 
-    def __init__(self, between: Callable[[Pass, Any], None], resume: dict[str, Any] | None) -> None:
+    def __init__(
+        self, between: Callable[[Pass, Any], None], resume: dict[str, Any] | None, *, begins: Callable[[], None]
+    ) -> None:
         """Begin.
 
         Args:
             between: called between two batches, with the pass and its iterator.
-            resume: number, batches and generators of the pass that was open in the run to resume.
+            begins: called when a pass begins.
+            resume: place, number, batches and generators of the pass that was open in the run to resume.
         """
-        self._between, self._resume = between, resume
+        self._between, self._resume, self._begins = between, resume, begins
         self._known: WeakKeyDictionary[Any, Pass] = WeakKeyDictionary()
-        self._next = 0
+        self._begun: Counter[str] = Counter()
         self.arrived = resume is None
         """Whether the state of the run to resume is in place, or there is none."""
 
@@ -55,6 +63,11 @@ class Passes:
         patches.wrap(DataLoader, "__iter__", self._beginning)
         patches.wrap(_BaseDataLoaderIter, "__next__", self._delivering)
 
+    def is_target(self, this: Pass) -> bool:
+        """Return whether this is the pass that was open in the run to resume."""
+        resume = self._resume
+        return resume is not None and (this.place, this.number) == (resume["place"], resume["number"])
+
     def others_open(self, this: Pass) -> bool:
         """Return whether another pass is in the middle of its loader."""
         return any(p is not this and p.delivered and not p.over for p in self._known.values())
@@ -62,9 +75,12 @@ class Passes:
     def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def begin(loader: Any) -> Any:
+            self._begins()
             generators = generators_of(loader)
-            resume = self._resume
-            if not self.arrived and resume is not None and self._next == resume["number"]:
+            resume, place = self._resume, place_in_script()
+            number = self._begun[place]
+            self._begun[place] += 1
+            if not self.arrived and resume is not None and (place, number) == (resume["place"], resume["number"]):
                 began = resume["began"]
                 set_random_states(began)
                 if len(generators) != len(began["generators"]):
@@ -74,8 +90,7 @@ class Passes:
             else:
                 began = {**random_states(), "generators": [generator.get_state() for generator in generators]}
             iterator = original(loader)
-            self._known[iterator] = Pass(self._next, began)
-            self._next += 1
+            self._known[iterator] = Pass(place, number, began)
             return iterator
 
         return begin
@@ -88,6 +103,8 @@ class Passes:
                 return original(iterator)
             if not self.arrived:
                 self._bring(this, iterator, original)
+            if this.over:
+                raise StopIteration
             self._between(this, iterator)
             try:
                 batch = original(iterator)
@@ -103,10 +120,8 @@ class Passes:
         """Shorten a pass that the run to resume had finished; leave out the delivered batches of the one that was open."""
         resume = self._resume
         assert resume is not None
-        if this.number < resume["number"]:
-            if this.delivered:
-                this.over = True
-                raise StopIteration
+        if not self.is_target(this):
+            this.over = this.delivered > 0
             return
         this.delivered = leave_out(iterator, resume["delivered"], following=original)
         if this.delivered < resume["delivered"]:
@@ -120,18 +135,24 @@ def _other_loader(why: str) -> SnapshotError:
     )
 
 
+def place_in_script() -> str:
+    """Return the lines of the script, from the outermost to the innermost, that are running."""
+    return " > ".join(f"{Path(f.f_code.co_filename).name}:{f.f_lineno}" for f in frames_of_script()[0])
+
+
 def asked_by_a_for_loop(frame: Any) -> bool:
     """Return whether the script's frame asks for the next batch in a ``for`` statement, and not by ``next``."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("FOR_ITER", "FOR_ITER_LIST", "FOR_ITER_GEN")
 
 
-def frames_of_script(own: Callable[[str | None], bool]) -> tuple[list[Any], str]:
+def frames_of_script() -> tuple[list[Any], str]:
     """Return the script's frames from the outermost to the loop, and the library whose code runs the loop; empty for none."""
+    folder = script_folder()
     frames, libraries = [], []
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "runpy":
         name = str(frame.f_globals.get("__name__", ""))
-        if own(frame.f_code.co_filename):
+        if is_own_file(frame.f_code.co_filename, folder):
             frames.append(frame)
         elif name.split(".")[0] not in ("mezzo", "torch", "tqdm", "rich", "contextlib", "functools"):
             libraries.append(name)

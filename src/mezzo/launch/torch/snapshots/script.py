@@ -27,8 +27,9 @@ from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
 from mezzo.launch.snapshot_request import SnapshotRequest
+from mezzo.launch.torch.snapshots.counters import count_of, enumerations, loop_values, set_count
 from mezzo.launch.torch.snapshots.passes import Pass, Passes, asked_by_a_for_loop, frames_of_script
-from mezzo.launch.torch.snapshots.variables import Found, is_below, is_own_file, set_variables
+from mezzo.launch.torch.snapshots.variables import Found, is_below, script_folder, set_variables
 from mezzo.launch.torch.state import Run
 from mezzo.measure.steps import StepRecorder
 from mezzo.records import Reason, SnapshotsTaken
@@ -48,12 +49,14 @@ class ScriptSnapshots:
         self._run, self._asked = run, asked
         self._resumed = _to_resume(asked) if asked.resume else None
         self._folder = Folder(Path(asked.folder).absolute())
-        self._passes = Passes(self._between, None if self._resumed is None else self._resumed.contents["pass"])
+        at = None if self._resumed is None else self._resumed.contents["pass"]
+        self._passes = Passes(self._between, at, begins=self._hide_output)
         self._copies, self._last_s = Copies(), time.monotonic()
         self._saving: Saving | None = None
         self._patches = Patches()
         self._out: Any = None
-        self._updates_at: dict[int, int] = {}
+        self._nowhere: Any = None
+        self._updates_at: dict[tuple[str, int], int] = {}
         """The number of updates when a pass was first asked for a batch."""
         self._notice = self._trains = False
         self._process = os.getpid()
@@ -71,16 +74,20 @@ class ScriptSnapshots:
         for one in self._resumed.refused:
             print(f"mezzo: not {one.path.name}: {one.why}", file=sys.stderr)
         self._patches.wrap(torch, "save", self._not_while_bringing)
-        self._out, sys.stdout = sys.stdout, io.TextIOWrapper(open(os.devnull, "wb"), encoding="utf-8")  # noqa: SIM115
 
     def close(self) -> SnapshotsTaken:
         """Wait for the last save, undo what ``install`` did, and return what was taken."""
         self._show_output()
         self._patches.undo()
         self._settle()
-        if not self._passes.arrived:
-            self._problem("resume", "the script ended before it came to the place where the run was stopped")
         return self.taken
+
+    @property
+    def not_reached(self) -> SnapshotError | None:
+        """The error of a script that ended before it came to the place where the run to resume was stopped."""
+        if self._passes.arrived:
+            return None
+        return _not_resumable("the script ended before it came to the place where that run was stopped")
 
     # --- between two batches ---------------------------------------------------------------------------------------------
 
@@ -88,36 +95,37 @@ class ScriptSnapshots:
         if os.getpid() != self._process:
             return
         if not self._passes.arrived:
-            if this.number == self._resumed.contents["pass"]["number"]:  # type: ignore[union-attr]
-                self._arrive()
+            if self._passes.is_target(this):
+                self._arrive(iterator)
             return
-        before = self._updates_at.setdefault(this.number, self._run.num_updates)
+        before = self._updates_at.setdefault((this.place, this.number), self._run.num_updates)
         if self._run.num_updates == before and not self._notice:
             return
         self._trains = True
         if self._notice or time.monotonic() - self._last_s >= self._asked.every_s:
             self._last_s = time.monotonic()
             try:
-                self._save(this)
+                self._save(this, iterator)
             except SnapshotError as error:  # the training goes on, and the record says what it lacks
                 self._problem("save", error.message)
             if self._notice:
                 self._settle()
                 self._end(signal.SIGTERM, None)
 
-    def _save(self, this: Pass) -> None:
+    def _save(self, this: Pass, iterator: Any) -> None:
         self._settle()
-        folder = Path(getattr(sys.modules["__main__"], "__file__", None) or "").absolute().parent
-        frames, library = frames_of_script(lambda file: is_own_file(file, folder))
+        frames, library = frames_of_script()
         self._refuse_loop(this, frames, library)
-        found = Found(is_below(folder))
-        states = [[frame.f_code.co_name, found.frame(frame.f_locals)] for frame in frames]
+        counts = [count_of(one) for one in enumerations(iterator)]
+        found = Found(is_below(script_folder()))
+        states = [[frame.f_code.co_name, loop_values(frame), found.frame(frame.f_locals)] for frame in frames]
         self._note(found)
         run = self._run
         updates = run.num_updates + (self.taken.resumed_updates or 0)
         contents = {
             "run": self._asked.identity,
-            "pass": {"number": this.number, "delivered": this.delivered, "began": this.began},
+            "pass": {"place": this.place, "number": this.number, "delivered": this.delivered, "began": this.began},
+            "counts": counts,
             "frames": states,
             "scales": [run.scale.state_dict(), run.inner_scale.state_dict()],
             "updates": updates,
@@ -182,18 +190,27 @@ class ScriptSnapshots:
 
     # --- resuming --------------------------------------------------------------------------------------------------------
 
-    def _arrive(self) -> None:
+    def _arrive(self, iterator: Any) -> None:
         """Put the saved state in place."""
         assert self._resumed is not None
         contents, run = self._resumed.contents, self._run
-        folder = Path(getattr(sys.modules["__main__"], "__file__", None) or "").absolute().parent
-        frames, _ = frames_of_script(lambda file: is_own_file(file, folder))
-        if [frame.f_code.co_name for frame in frames] != [name for name, _ in contents["frames"]]:
+        frames, _ = frames_of_script()
+        counting = enumerations(iterator)
+        if [f.f_code.co_name for f in frames] != [f[0] for f in contents["frames"]] or len(counting) != len(
+            contents["counts"]
+        ):
             raise _not_resumable("the loop is not where it was in the script")
-        for frame, (_, entries) in zip(frames, contents["frames"], strict=True):
+        for frame, (_, around, entries) in zip(frames, contents["frames"], strict=True):
+            now = loop_values(frame)
+            if now != around:
+                why = f"the loops around are at {now}, and were at {around}"
+                why = f"{why}: the script continues a checkpoint of its own, or its loops follow results"
+                raise _not_resumable(why)
             lost = set_variables(frame, entries)
             if lost:
                 raise _not_resumable(f"the script has no {', '.join(lost)} any more, or of another kind")
+        for one, count in zip(counting, contents["counts"], strict=True):
+            set_count(one, count)
         self._restart_record(contents["updates"])
         for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
             scale.load_state_dict(state)
@@ -212,10 +229,18 @@ class ScriptSnapshots:
             update={"resumed_from": str(self._resumed.path), "resumed_updates": updates}  # type: ignore[union-attr]
         )
 
+    def _hide_output(self) -> None:
+        if self._out is None and not self._passes.arrived:
+            self._nowhere = io.TextIOWrapper(open(os.devnull, "wb"), encoding="utf-8")  # noqa: SIM115
+            self._out, sys.stdout = sys.stdout, self._nowhere
+
     def _show_output(self) -> None:
-        if self._out is not None:
-            nowhere, sys.stdout, self._out = sys.stdout, self._out, None
-            nowhere.close()
+        if self._out is None:
+            return
+        if sys.stdout is self._nowhere:
+            sys.stdout = self._out
+        self._nowhere.close()
+        self._out = None
 
     def _not_while_bringing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(*args: Any, **kwargs: Any) -> None:

@@ -254,6 +254,11 @@ def set_variables(frame: types.FrameType, entries: Mapping[str, Any]) -> list[st
     return lost
 
 
+def script_folder() -> Path:
+    """Return the folder of the script that is running."""
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").absolute().parent
+
+
 def is_below(folder: Path) -> Callable[[str], bool]:
     """Return what tells whether a module is one of the script's own: it lies in ``folder``, and in no installed package."""
 
