@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
@@ -31,9 +31,6 @@ from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
 from mezzo.observe.settings import step_text
 from mezzo.records import Effective, Finding, Reason, RunRecord, write_record
-
-if TYPE_CHECKING:
-    pass  # imports torch
 
 INTERRUPTED = 130
 

@@ -240,6 +240,8 @@ def _put_value(variables: Any, name: Any, here: Any, saved: Any) -> None:
     elif isinstance(saved, (list, dict, set)) and type(here) is type(saved):  # other names for it go on seeing it
         here.clear()
         (here.extend if isinstance(saved, list) else here.update)(saved)  # type: ignore[union-attr]
+    elif isinstance(variables, list) and name >= len(variables):  # it grew in the loop
+        variables.append(saved)
     elif not isinstance(variables, tuple):
         variables[name] = saved
 
