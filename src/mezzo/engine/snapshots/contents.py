@@ -106,13 +106,13 @@ def _kinds(session: Session) -> list[str]:
 
 def _refuse_other(session: Session, contents: Mapping[str, Any]) -> None:
     """Refuse what would be noticed too late: other names, shapes, a window of another kind, moments of other shapes."""
+    for number, (model, saved) in enumerate(zip(session.models, contents["session"]["models"], strict=False)):
+        _refuse_other_model(bare(model), saved, f"model {number}" if len(session.models) > 1 else "the model")
     if contents["kinds"] != _kinds(session):
         raise SnapshotError(
             f"it holds the state of {', '.join(contents['kinds'])}; this session has {', '.join(_kinds(session))}",
             hint="build optimizer and scheduler as in the run that was stopped",
         )
-    for number, (model, saved) in enumerate(zip(session.models, contents["session"]["models"], strict=False)):
-        _refuse_other_model(bare(model), saved, f"model {number}" if len(session.models) > 1 else "the model")
     for optimizer, saved in zip(session.optimizers, contents["session"]["optimizers"], strict=False):
         if isinstance(optimizer, OnePass):
             _refuse_other_moments(optimizer, saved)
