@@ -13,8 +13,8 @@ from paths import ROOT
 PLANTED = """
 import sys
 import crash_test
-from mezzo.engine.snapshots import contents
-contents.set_random_states = lambda states: None
+from mezzo.engine.snapshots import contents, position
+contents.set_random_states = position.set_random_states = lambda states: None
 sys.argv = ["crash_test", "--kills", "6"]
 crash_test.main()
 """
