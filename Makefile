@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 MUTANTS ?= --count 120
 
-.PHONY: demo mutants test test-slow test-cuda-build test-frameworks demo-frameworks check bench docs examples readme clean
+.PHONY: demo mutants test test-slow crash-test test-cuda-build test-frameworks demo-frameworks check bench docs examples readme clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 $(READY): pyproject.toml constraints.txt
@@ -39,6 +39,11 @@ test: $(READY)
 # What takes minutes: whole model families through every backend of torch.compile.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
+
+# Some two minutes: a small training killed 200 times, while it saves too; each run must end with the bits of the undisturbed one. KILLS=20 for less.
+KILLS ?= 200
+crash-test: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m crash_test --kills $(KILLS)
 
 # Which lines could be changed without a test noticing; an hour or so, and not part of CI. MUTANTS=--count=20 for a few.
 mutants: $(READY)

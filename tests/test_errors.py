@@ -69,6 +69,7 @@ BUILT_IN = [
     ("NonFiniteLossError", ArithmeticError),
     ("ScriptError", RuntimeError),
     ("RecordError", ValueError),
+    ("SnapshotError", RuntimeError),
     ("PolicyError", ValueError),
 ]
 

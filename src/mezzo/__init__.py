@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mezzo.errors import ScaleFloorError as ScaleFloorError
     from mezzo.errors import ScriptError as ScriptError
     from mezzo.errors import SessionError as SessionError
+    from mezzo.errors import SnapshotError as SnapshotError
     from mezzo.errors import UnsupportedFormatError as UnsupportedFormatError
     from mezzo.explain import Choice as Choice
     from mezzo.policy import Policy as Policy

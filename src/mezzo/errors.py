@@ -9,6 +9,7 @@
       NonFiniteLossError            exit 6   the loss was not finite before the first update
       ScriptError                   exit 7   the script never trained, or cannot be observed
       RecordError                   exit 8   a record cannot be read or was written by a newer Mezzo
+      SnapshotError                 exit 9   a snapshot cannot be written or read
 
 Every error says what was passed, what is allowed and what to do: the message has the first two, the hint the third.
 The command line prints both, without a traceback, and exits with the class's code.
@@ -83,6 +84,12 @@ class RecordError(MezzoError, ValueError):
     """A record that cannot be read."""
 
     exit_code = 8
+
+
+class SnapshotError(MezzoError, RuntimeError):
+    """A snapshot that cannot be written or read."""
+
+    exit_code = 9
 
 
 def nearest(name: str, allowed: Iterable[str], *, listed: Iterable[str] | None = None) -> str:

@@ -73,6 +73,7 @@ PINNED_EXPORTS = [
     "ScriptError",
     "Session",
     "SessionError",
+    "SnapshotError",
     "StaticScale",
     "UnsupportedFormatError",
     "diagnose",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mezzo.cli import options, results
 from mezzo.cli.script import Script, run_and_finish
+from mezzo.cli.snapshots import check_snapshots, snapshot_request
 
 _SIGNALS = 128
 """Exit codes above this are of processes that a signal ended."""
@@ -23,6 +25,14 @@ def run(
         ),
     ] = "fp16",
     as_module: options.AsModule = False,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Save the script's state so often, between two batches: 30s, 5m, 1h."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Begin from the newest snapshot in the folder of an earlier run."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Add this to every seed that the script sets.")] = None,
     metric: options.Metric = None,
     out: options.Out = None,
@@ -39,6 +49,7 @@ def run(
 
     options.check_metric(metric)
     options.check_seed(seed)
+    check_snapshots(snapshot, resume)
     asked = options.asked_policy(policy)
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     record, stop = run_and_finish(
@@ -48,6 +59,7 @@ def run(
         policy_typed=options.typed_name(policy, asked),
         name=policy,
         shows_progress=False,
+        snapshots=lambda folder: snapshot_request(script, folder, snapshot, resume, policy=asked, seed=seed),
         seed=seed,
         metric=metric,
     )

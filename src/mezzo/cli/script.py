@@ -20,6 +20,7 @@ from mezzo.launch.process.command_signals import Stop, stoppable
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
+    from mezzo.launch.snapshot_request import SnapshotRequest
     from mezzo.policy import Policy
     from mezzo.records import AnyRecord
 
@@ -85,6 +86,7 @@ def run_and_finish(
     policy: Policy | None,
     name: str,
     shows_progress: bool = True,
+    snapshots: Callable[[Path], SnapshotRequest | None] | None = None,
     **asked: Any,
 ) -> tuple[R, Stop]:
     """Run a script that prints to the terminal, then write, report and print its record.
@@ -95,6 +97,7 @@ def run_and_finish(
         policy: the policy to run under; None is the script's own precision.
         name: part of a new folder's name.
         shows_progress: whether to show the progress of its runs on standard error.
+        snapshots: returns what to ask of the run's snapshots, given the folder of its record.
         asked: more fields of the request.
 
     Returns:
@@ -102,6 +105,8 @@ def run_and_finish(
     """
     script.check(policy)
     folder = script.folder(name)
+    if snapshots is not None:
+        asked["snapshots"] = snapshots(folder)
     request = script.request(policy, folder=folder, output_to_stderr=script.as_json, **asked)
     with stoppable() as stop:
         with shown() if shows_progress else nullcontext():

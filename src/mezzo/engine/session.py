@@ -42,7 +42,8 @@ from mezzo.engine.preparation import choose_update, explained, listed, prepare
 from mezzo.engine.progress import Progress
 from mezzo.engine.scaling import scale_for
 from mezzo.engine.schedules import Schedules
-from mezzo.engine.state import state_of, take_up
+from mezzo.engine.snapshots.position import Position
+from mezzo.engine.snapshots.resumable import Resumable, Snapshots
 from mezzo.engine.stephooks import have_hooks
 from mezzo.engine.window import Learned, Reduction, Window
 from mezzo.explain import Choices
@@ -51,7 +52,7 @@ from mezzo.policy import Policy
 Optimizer = torch.optim.Optimizer
 
 
-class Session:
+class Session(Resumable):
     """A model's training under a precision policy.
 
     ::
@@ -117,6 +118,7 @@ class Session:
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         self._window = Window()
         self._open_window()
+        self._position, self._snapshots = Position(), Snapshots()
         self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
 
     def _check_parts(self) -> torch.device:
@@ -334,25 +336,6 @@ class Session:
     def grad_norm(self) -> float:
         """The norm of the last update's gradients, unscaled and before clipping; waits for the device. NaN before any update."""
         return float(self._progress.norm)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that training needs to resume: models (in FP32), optimizers, schedulers, scales and counts.
-
-        Raises:
-            SessionError: a window is open; its gradients are not part of the state.
-        """
-        self._schedules.settle()
-        return state_of(self, window_calls=self._window.calls)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned, under this policy or another.
-
-        Raises:
-            SessionError: the state has other numbers of models, optimizers, schedulers or losses.
-        """
-        take_up(self, state, window_calls=self._window.calls)
-        self._progress.windows = state["updates"] + state["skipped"]
-        self._progress.skips.fill_(state["skipped"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise checks.no_copy()

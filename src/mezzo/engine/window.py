@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -113,3 +113,26 @@ class Window:
             return [(scales[0], found)]
         only_sum = found * (self.found_any() == 0)
         return [(scales[loss_id], torch.maximum(one, only_sum)) for loss_id, one in self.found.items()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the window holds besides gradients."""
+        return {
+            "calls": self.calls,
+            "unscaled": None if self.unscaled is None else tuple(self.unscaled),
+            "found": dict(self.found),
+            "weighted": self.weighted,
+            "first_weight": self._first_weight,
+            "shares": list(self._shares),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Continue a window of as many micro-batches and losses, its tensors on ``device``."""
+        unscaled = state["unscaled"]
+        self.calls, self.weighted = state["calls"], state["weighted"]
+        self.unscaled = None if unscaled is None else Reduction(*(_on(device, value) for value in unscaled))
+        self.found = {loss_id: found.to(device) for loss_id, found in state["found"].items()}
+        self._first_weight, self._shares = state["first_weight"], list(state["shares"])
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

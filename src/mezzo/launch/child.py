@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
-from mezzo.launch.frameworks import Framework, Training, Watching, training_in
+from mezzo.launch.frameworks import Framework, Training, training_in
 from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
 from mezzo.launch.progress import EVERY_S, reports_to
@@ -59,14 +59,15 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         limit = _limit(request, training)
-        exit_code, error = _run_script(request, reader)
+        exit_code, error = _run_script(request, reader, training)
         if os.getpid() != process:  # a process forked by the script ended here: only its parent writes the record
             return exit_code
         stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
         exit_code, error = _guarded(training.close_update, before=(exit_code, error))
+        snapshots = training.end_snapshots()
         num_steps, observer = training.num_updates, training.observer
         if exit_code == 0:
-            exit_code, error = _trained(request, num_steps, observer)
+            exit_code, error = _trained(request, training)
     with undisturbed():
         record = RunRecord(
             command=list(request.command),
@@ -83,6 +84,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded()]),
             metric=reader.metric() if reader else None,
             findings=training.findings(),
+            snapshots=snapshots,
             first_steps=num_steps if stopped else None,
             files_read=files.found,
             started_at_s=started_at_s,
@@ -145,7 +147,10 @@ def _exit_at_once(exit_code: int, *, tidily: bool) -> None:
 Ending = tuple[int, BaseException | None]
 
 
-def _run_script(request: Request, reader: MetricReader | None) -> Ending:
+def _run_script(request: Request, reader: MetricReader | None, training: Training) -> Ending:
+    ready = _guarded(lambda: training.begin_snapshots(request.snapshots))
+    if ready[1] is not None:
+        return ready
     sys.argv = [request.target, *request.arguments]
     streams = sys.stdout, sys.stderr
     if reader is not None:
@@ -219,12 +224,13 @@ def _sentence(error: BaseException | None) -> str | None:
     return error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def _trained(request: Request, num_steps: int, observer: Watching | None) -> Ending:
-    """Return the ending of a script that ended by itself: an error if there was nothing to record."""
-    error = None
-    if not num_steps:
+def _trained(request: Request, training: Training) -> Ending:
+    """Return the ending of a script that ended by itself: an error if there was nothing to record, or it was not resumed."""
+    num_steps, observer = training.num_updates, training.observer
+    error: MezzoError | None = training.not_resumed
+    if error is None and not num_steps:
         error = _never_trained(request)
-    elif observer is not None and observer.too_short():
+    elif error is None and observer is not None and observer.too_short():
         error = _too_short(request, num_steps, compiles=observer.compiles)
     return (0, None) if error is None else (error.exit_code, error)
 

@@ -21,9 +21,21 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from mezzo.launch.step_limit import StepLimit
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
-from mezzo.records import AnyRecord, Effective, Environment, Finding, Memory, Reason, RunRecord, Steps
+from mezzo.records import (
+    AnyRecord,
+    Effective,
+    Environment,
+    Finding,
+    Memory,
+    Reason,
+    RunRecord,
+    SnapshotsTaken,
+    Steps,
+)
 
 if TYPE_CHECKING:
+    from mezzo.errors import MezzoError
+    from mezzo.launch.snapshot_request import SnapshotRequest
     from mezzo.measure.live import Report
 
 Framework = Literal["torch", "keras", "paddle"]
@@ -70,6 +82,20 @@ class Training(Protocol):
         Raises:
             ScriptError: scripts of this framework cannot be stopped after a step.
         """
+
+    not_resumed: MezzoError | None
+    """Why a run that was to be resumed was not; known after ``end_snapshots``."""
+
+    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
+        """Save the script's state from now on as asked, or bring a saved one back; None for neither.
+
+        Raises:
+            ScriptError: scripts of this framework cannot be saved.
+            SnapshotError: the folder cannot be used, or holds nothing to resume.
+        """
+
+    def end_snapshots(self) -> SnapshotsTaken | None:
+        """Wait for the last snapshot, and return what was taken; None if none was asked for."""
 
     def close_update(self) -> None:
         """Close the update that is open when the script has ended."""

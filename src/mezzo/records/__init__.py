@@ -77,6 +77,7 @@ from mezzo.records.run import Loss as Loss
 from mezzo.records.run import Memory as Memory
 from mezzo.records.run import Metric as Metric
 from mezzo.records.run import RunRecord as RunRecord
+from mezzo.records.run import SnapshotsTaken as SnapshotsTaken
 from mezzo.records.run import Steps as Steps
 from mezzo.records.values import SCHEMA_VERSION as SCHEMA_VERSION
 from mezzo.records.values import Environment as Environment

@@ -139,6 +139,26 @@ class FileRead(Value):
     """Unix time."""
 
 
+class SnapshotsTaken(Value):
+    """The snapshots of a run: what they hold, what they lack, and the one that it was resumed from."""
+
+    folder: str
+    every_s: float
+    saved: int = 0
+    """How many were written whole."""
+    last: str | None = None
+    """File name of the newest."""
+    found: list[str] = []
+    """Models, optimizers, schedulers, scalers and generators in the last one: variable and class."""
+    left_out: list[Reason] = []
+    """Variables that could not be saved, and why."""
+    problems: list[Reason] = []
+    """Saves that failed, and why."""
+    resumed_from: str | None = None
+    resumed_updates: int | None = None
+    """Updates made before that snapshot; the record's steps begin after it."""
+
+
 class RunRecord(WholeRecord):
     """One run of a script under one policy: its steps, memory, formats and findings."""
 
@@ -164,6 +184,8 @@ class RunRecord(WholeRecord):
     """Misuse of the script's own mixed precision (codes A6xx), the most severe first."""
     files_read: list[FileRead] = []
     """Files that an earlier run of the same comparison may have written."""
+    snapshots: SnapshotsTaken | None = None
+    """None without ``--snapshot`` and ``--resume``."""
     first_steps: int | None = None
     """The number of steps after which the run was stopped, as asked; None for a run that ended by itself."""
     started_at_s: float | None = None

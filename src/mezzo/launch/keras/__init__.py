@@ -19,6 +19,7 @@ from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
+from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
@@ -151,6 +152,19 @@ class KerasTraining:
             "a step limit was set for a Keras script; allowed: PyTorch scripts",
             hint="leave the limit out, or pass arguments that make the script train for fewer steps",
         )
+
+    not_resumed = None
+
+    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
+        """Refuse: only the state of PyTorch scripts is found."""
+        if asked is not None:
+            raise ScriptError(
+                "snapshots were asked of a Keras script; allowed: PyTorch scripts",
+                hint="leave --snapshot and --resume out, and use the framework's own checkpoints",
+            )
+
+    def end_snapshots(self) -> None:
+        """Return None: none are taken."""
 
     def close_update(self) -> None:
         """Read the steps not read yet, and close the one that an observer still has open."""

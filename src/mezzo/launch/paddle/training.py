@@ -22,6 +22,7 @@ from mezzo.launch.paddle.seeds import shift_seeds
 from mezzo.launch.paddle.state import PaddleRun, this_device
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
+from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
@@ -99,6 +100,19 @@ class PaddleTraining:
             "a step limit was set for a Paddle script; allowed: PyTorch scripts",
             hint="leave the limit out, or pass arguments that make the script train for fewer steps",
         )
+
+    not_resumed = None
+
+    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
+        """Refuse: only the state of PyTorch scripts is found."""
+        if asked is not None:
+            raise ScriptError(
+                "snapshots were asked of a Paddle script; allowed: PyTorch scripts",
+                hint="leave --snapshot and --resume out, and use the framework's own checkpoints",
+            )
+
+    def end_snapshots(self) -> None:
+        """Return None: none are taken."""
 
     def close_update(self) -> None:
         """Close the update that is open."""

@@ -6,13 +6,15 @@ import functools
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import torch
 import torch.utils.checkpoint
 
-from mezzo.errors import UnsupportedFormatError
+from mezzo.errors import MezzoError, UnsupportedFormatError
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_seeds
+from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.counted_step import CountedStep
@@ -30,7 +32,10 @@ from mezzo.observe.observer import Observer
 from mezzo.observe.settings import AnySettings
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
+from mezzo.records import Effective, Environment, Finding, Memory, Reason, SnapshotsTaken, Steps
+
+if TYPE_CHECKING:
+    from mezzo.launch.torch.snapshots.script import ScriptSnapshots
 
 
 @contextmanager
@@ -90,6 +95,9 @@ class TorchTraining:
 
     def __init__(self, run: Run, counted: CountedStep) -> None:
         self._run, self._counted = run, counted
+        self._snapshots: ScriptSnapshots | None = None
+        self.not_resumed: MezzoError | None = None
+        """Why a run that was to be resumed was not; known after ``end_snapshots``."""
         self.framework = f"torch {torch.__version__}"
 
     @property
@@ -117,6 +125,22 @@ class TorchTraining:
     def stop_after(self, limit: StepLimit) -> None:
         """Stop the script at ``limit``."""
         self._run.limit = limit
+
+    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
+        """Save the script's state from now on as asked, or bring a saved one back."""
+        if asked is not None:
+            from mezzo.launch.torch.snapshots.script import ScriptSnapshots
+
+            self._snapshots = ScriptSnapshots(self._run, asked)
+            self._snapshots.install()
+
+    def end_snapshots(self) -> SnapshotsTaken | None:
+        """Wait for the last snapshot, and return what was taken."""
+        snapshots, self._snapshots = self._snapshots, None
+        if snapshots is None:
+            return None
+        self.not_resumed = snapshots.not_reached
+        return snapshots.close()
 
     def close_update(self) -> None:
         """Close the update that is open."""

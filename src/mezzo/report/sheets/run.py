@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mezzo.records import RunRecord
+from mezzo.records import RunRecord, SnapshotsTaken
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.findings import FindingLine, finding_line
@@ -69,6 +69,21 @@ def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
     return f"{script} trained {steps} under {policy}, to a loss of {loss}"
 
 
+def _snapshots(taken: SnapshotsTaken) -> Fact:
+    """Return how many snapshots were saved, where they lie, and what they lack."""
+    value = f"{taken.saved} saved in {taken.folder}"
+    if taken.resumed_from is not None:
+        value += f"; resumed after {fmt.plural(taken.resumed_updates or 0, 'update')}"
+    lacks = [f"not saved: {one.what}, {one.reason}" for one in taken.left_out]
+    reasons = [*(one.reason for one in taken.problems), *lacks]
+    return Fact(
+        what="snapshots",
+        value=fmt.clean(value),
+        reason=fmt.clean("; ".join(reasons)),
+        tone="warn" if taken.problems else "",
+    )
+
+
 def run_facts(record: RunRecord) -> list[Fact]:
     """Return the results of a run, one line each."""
     line, steps = shared.run_line(record), record.steps
@@ -83,6 +98,8 @@ def run_facts(record: RunRecord) -> list[Fact]:
         Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes)),
         Fact(what="duration", value=line.duration),
     ]
+    if record.snapshots is not None:
+        rows.append(_snapshots(record.snapshots))
     if record.metric is not None and record.metric.values:
         value = fmt.number_text(record.metric.values[-1])
         rows.insert(2, Fact(what=fmt.clean(record.metric.name), value=value))

@@ -1,0 +1,85 @@
+"""What one save a minute costs a session of 110 M parameters: CPU time of the training thread, and of the thread that writes.
+
+CPU time, not time on the clock: it stays right on a machine that does other work. The training thread is stopped while it copies the
+state; checksum and writing run beside it. The first save also gets the memory for the copy.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import mezzo
+from benchmarks.harness import report
+from mezzo.engine.snapshots import container
+
+CASES = ("fp32", "fp16-master", "bf16-master")
+WIDTH, LAYERS = 2048, 26
+"""109 M parameters."""
+SAVES, EVERY_S = 4, 60.0
+TARGET = "1% or less"
+
+
+def main() -> None:
+    """Save a session four times under each policy; print the cost of the first save and the least of the others."""
+    warnings.simplefilter("ignore", mezzo.PrecisionWarning)
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    rows = []
+    for policy in CASES:
+        folder = Path(tempfile.mkdtemp(prefix="mezzo-snapshots-"))
+        try:
+            first, training, writing, size = costs(policy, folder)
+        finally:
+            shutil.rmtree(folder)
+        share = f"{training / EVERY_S:.2%} of a minute, {training:.2f} s of CPU"
+        beside = f"first save {first:.2f} s; beside it {writing:.2f} s of CPU for {size / 1e9:.2f} GB"
+        rows.append((f"{policy}: training thread stopped by one save a minute ({beside})", share, TARGET))
+    report("snapshots", rows, {"load": load})
+
+
+def costs(policy: str, folder: Path) -> tuple[float, float, float, int]:
+    """Return seconds of CPU: of the first save and of the least of the others in the training thread, and of writing; and the bytes."""
+    session = trained(policy)
+    stopped: list[float] = []
+    wrote: list[float] = []
+    write, sizes = container.write, []
+
+    def timed(*given: object) -> int:
+        began = time.thread_time()
+        sizes.append(write(*given))  # type: ignore[arg-type]
+        wrote.append(time.thread_time() - began)
+        return sizes[-1]
+
+    container.write = timed  # type: ignore[assignment]
+    try:
+        for _ in range(SAVES):
+            began = time.thread_time()
+            saving = session.save(folder, keep=1)
+            stopped.append(time.thread_time() - began)
+            assert saving is not None
+            saving.wait()
+    finally:
+        container.write = write
+    return stopped[0], min(stopped[1:]), min(wrote), sizes[-1]
+
+
+def trained(policy: str) -> mezzo.Session:
+    """Return a session after one update, so that the optimizer has its state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    session = mezzo.Session(model, mezzo.AdamW(model.parameters()), policy=policy)
+    with session.autocast():
+        loss = model(torch.randn(2, WIDTH)).float().square().mean()
+    session.step(loss)
+    return session
+
+
+if __name__ == "__main__":
+    main()

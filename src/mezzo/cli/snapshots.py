@@ -1,0 +1,64 @@
+"""``--snapshot`` and ``--resume``: how often, where, and what two runs have to have in common."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mezzo.errors import UsageError
+
+if TYPE_CHECKING:
+    from mezzo.cli.script import Script
+    from mezzo.launch.snapshot_request import SnapshotRequest
+    from mezzo.policy import Policy
+
+FOLDER = "snapshots"
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_USUAL_S = 300.0
+
+
+def check_snapshots(snapshot: str | None, resume: Path | None) -> None:
+    """Refuse a time that is none, and a run without snapshots."""
+    if snapshot is not None:
+        seconds_of(snapshot)
+    if resume is not None and not (resume / FOLDER).is_dir():
+        raise UsageError(
+            f"--resume {str(resume)!r} has no folder {FOLDER}; allowed: the folder of a run with --snapshot",
+            hint="list it with ls runs/*/snapshots; the first snapshot is taken when its time is over",
+        )
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a time such as ``30s``, ``5m`` or ``1h``.
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None:
+        raise UsageError(f"--snapshot {text!r}; allowed: a time, as 30s, 5m or 1h", hint="type: --snapshot 5m")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def snapshot_request(
+    script: Script, folder: Path, snapshot: str | None, resume: Path | None, *, policy: Policy | None, seed: int | None
+) -> SnapshotRequest | None:
+    """Return what to ask of the run's snapshots; None for nothing. A resumed run goes on in the folder of the earlier one."""
+    from mezzo.launch.request import policy_text
+    from mezzo.launch.snapshot_request import SnapshotRequest
+
+    if snapshot is None and resume is None:
+        return None
+    return SnapshotRequest(
+        folder=str(((resume or folder) / FOLDER).absolute()),
+        every_s=_USUAL_S if snapshot is None else seconds_of(snapshot),
+        resume=resume is not None,
+        identity={
+            "script": script.target,
+            "arguments": json.dumps(script.arguments or []),
+            "policy": policy_text(policy),
+            "seed": str(seed),
+        },
+    )

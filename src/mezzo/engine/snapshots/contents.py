@@ -1,0 +1,174 @@
+"""What a snapshot of a session holds beside its state dict, and how a session takes it up whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.engine.onepass import OnePass
+from mezzo.engine.parameters import all_parameters, trained_by
+from mezzo.engine.replicas import bare
+from mezzo.engine.snapshots.background import Copies
+from mezzo.engine.snapshots.randomness import random_states, set_random_states
+from mezzo.engine.snapshots.structure import put_together, take_apart
+from mezzo.engine.state import state_of, take_up
+from mezzo.errors import MezzoError, SnapshotError
+
+if TYPE_CHECKING:
+    from mezzo.engine.session import Session
+
+
+def contents_of(session: Session, extra: Any = None) -> dict[str, Any]:
+    """Return everything of a session that a resumed run needs to be bit-identical, an open window included.
+
+    Tensors are those that training changes: copy them before it goes on.
+    """
+    parameters = all_parameters(session.models, session.optimizers)
+    is_open = session._window.calls > 0
+    return {
+        "session": state_of(session, window_calls=0),
+        "kinds": _kinds(session),
+        "accumulate": session.accumulate,
+        "window": session._window.state_dict() if is_open else None,
+        "gradients": {n: p.grad for n, p in enumerate(parameters) if p.grad is not None} if is_open else {},
+        "norm": session._progress.norm,
+        "buffers": [_unsaved_buffers(model) for model in session.models],
+        "random": random_states(),
+        "position": session._position.state_dict(),
+        "extra": extra,
+    }
+
+
+def set_contents(session: Session, contents: Mapping[str, Any]) -> None:
+    """Put a snapshot's contents in the place of all that a session has; if anything of it does not fit, nothing changes.
+
+    Raises:
+        SnapshotError: it is of another model, or of an open window of another policy or length.
+    """
+    if not isinstance(contents, dict) or "session" not in contents:
+        raise SnapshotError("it holds no session", hint="pass a snapshot that session.save wrote")
+    tree, tensors = take_apart(contents_of(session))
+    before = put_together(tree, Copies().of(tensors))
+    try:
+        _refuse_other(session, contents)
+        _set(session, contents)
+    except Exception as error:  # whatever a forged state makes torch raise: a snapshot is taken up whole or not at all
+        _set(session, before)
+        if isinstance(error, MezzoError):
+            raise SnapshotError(error.message, hint=error.hint) from None
+        raise SnapshotError(
+            f"its contents do not fit this session: {type(error).__name__}: {str(error)[:200]}",
+            hint="build the session as the one that saved the snapshot was built",
+        ) from None
+
+
+def _set(session: Session, contents: Mapping[str, Any]) -> None:
+    state, window = contents["session"], contents["window"]
+    session._open_window()
+    take_up(session, state, window_calls=0)
+    if state["policy"] == str(session.policy):
+        for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
+            keep_formats(optimizer, saved)
+    for model, buffers in zip(session.models, contents["buffers"], strict=True):
+        _set_buffers(bare(model), buffers)
+    parameters = all_parameters(session.models, session.optimizers)
+    for number, parameter in enumerate(parameters):
+        gradient = contents["gradients"].get(number)
+        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+    if window is not None:
+        session._window.load_state_dict(window, session.device)
+    session._progress.windows = state["updates"] + state["skipped"]
+    session._progress.skips.fill_(state["skipped"])
+    session._progress.norm = contents["norm"].to(session.device)
+    session._position.load_state_dict(contents["position"], contents["random"])
+    set_random_states(contents["random"])
+
+
+def keep_formats(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give state tensors the formats that they were saved in: torch loads them in their parameters'."""
+    if isinstance(optimizer, OnePass):
+        return
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, trained_by([optimizer]), strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            held = optimizer.state[parameter].get(name)
+            if isinstance(held, Tensor) and isinstance(value, Tensor) and held.dtype is not value.dtype:
+                optimizer.state[parameter][name] = value.to(held.device, copy=True)
+
+
+def _kinds(session: Session) -> list[str]:
+    """Return the names of the classes whose states torch would load into each other without a word."""
+    return [type(one).__name__ for one in (*session.optimizers, *session.schedulers)]
+
+
+def _refuse_other(session: Session, contents: Mapping[str, Any]) -> None:
+    """Refuse what would be noticed too late: other names, shapes, a window of another kind, moments of other shapes."""
+    for number, (model, saved) in enumerate(zip(session.models, contents["session"]["models"], strict=False)):
+        _refuse_other_model(bare(model), saved, f"model {number}" if len(session.models) > 1 else "the model")
+    if contents["kinds"] != _kinds(session):
+        raise SnapshotError(
+            f"it holds the state of {', '.join(contents['kinds'])}; this session has {', '.join(_kinds(session))}",
+            hint="build optimizer and scheduler as in the run that was stopped",
+        )
+    for optimizer, saved in zip(session.optimizers, contents["session"]["optimizers"], strict=False):
+        if isinstance(optimizer, OnePass):
+            _refuse_other_moments(optimizer, saved)
+    if contents["window"] is None:
+        return
+    policy = contents["session"]["policy"]
+    if policy != str(session.policy) or contents["accumulate"] != session.accumulate:
+        raise SnapshotError(
+            f"it was saved inside an accumulation window, of {contents['accumulate']} micro-batches under policy {policy}; this session "
+            f"has {session.accumulate} under {session.policy!s}",
+            hint="load it under the same policy and accumulate, or load one that was saved after an update",
+        )
+
+
+def _refuse_other_model(model: nn.Module, saved: Mapping[str, Any], what: str) -> None:
+    own = {name: value.shape for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    given = {name: value.shape for name, value in saved.items() if isinstance(value, Tensor)}
+    if own == given:
+        return
+    for name in [*own, *given]:
+        if own.get(name) != given.get(name):
+            raise SnapshotError(
+                f"{name!r} {_shape(given.get(name))} in the snapshot, and {_shape(own.get(name))} in {what}: it is of another model",
+                hint="build the model as in the run that was stopped",
+            )
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "is not" if shape is None else f"has shape {tuple(shape)}"
+
+
+def _refuse_other_moments(optimizer: OnePass, saved: Mapping[str, Any]) -> None:
+    """Refuse moments and masters of other shapes than their weights': the kernels walk through memory by address."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, optimizer.parameters(), strict=False):
+        for name, value in saved["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and name != "step" and value.shape != parameter.shape:
+                raise SnapshotError(
+                    f"{name!r} of parameter {number} has shape {tuple(value.shape)}, and the parameter {tuple(parameter.shape)}",
+                    hint="build the model and the optimizer as in the run that was stopped",
+                )
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are not in a model's state dict, which training may change all the same."""
+    inner = bare(model)
+    saved = inner.state_dict().keys()
+    return {name: buffer for name, buffer in inner.named_buffers() if name not in saved}
+
+
+def _set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, value in buffers.items():
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        before = module._buffers.get(last)
+        if before is not None and before.shape == value.shape:
+            before.copy_(value)
+        else:
+            module.register_buffer(last, value.to(next(model.parameters()).device), persistent=False)

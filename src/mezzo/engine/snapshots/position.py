@@ -1,0 +1,134 @@
+"""Where a training is in its data: which pass over a loader, how many batches of it were delivered, and how it was shuffled.
+
+The order of a pass follows from the random generators at its begin. So these are kept, and a resumed pass begins from them, leaves
+out the batches that were delivered, and continues with the generators of the moment of the save.
+
+Batches of a ``DataLoader`` without workers over an indexed data set are left out by their indices, without loading them. Otherwise they
+are loaded and dropped: generators of workers, and of a data set that is a stream, have to get to the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from mezzo.engine.snapshots.randomness import random_states, set_random_states
+from mezzo.errors import SessionError
+
+
+class Position:
+    """Passes over the data, and the batches of the open one."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        """Passes that are finished."""
+        self._batch = 0
+        self._began: dict[str, Any] | None = None
+        """The generators when the open pass began; None between two passes."""
+        self._own: list[torch.Generator] = []
+        """The generators of the last loader and its samplers."""
+        self._after: list[Any] = []
+        """Their states to continue with where the save was between two passes."""
+        self._resumes: dict[str, Any] | None = None
+        """The generators to continue with once the next pass is where the save was."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        own = [generator.get_state() for generator in self._own]
+        return {"epoch": self.epoch, "batch": self._batch, "began": self._began, "generators": own}
+
+    def load_state_dict(self, state: dict[str, Any], now: dict[str, Any]) -> None:
+        """Continue from a position; ``now`` are the generators at its save."""
+        self.epoch, self._batch, self._began = state["epoch"], state["batch"], state["began"]
+        self._after, self._resumes = state["generators"], now
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of one pass, or the rest of the pass that was open when the position was saved.
+
+        A pass that was left by ``break`` is finished when the next one begins.
+
+        Raises:
+            SessionError: ``loader`` is an iterator, which cannot begin a pass again, or has fewer batches than were delivered.
+        """
+        if iter_is_itself(loader):
+            raise SessionError(
+                f"batches() got the iterator {type(loader).__name__}; allowed: a DataLoader, or what gives a new iterator for each pass",
+                hint="pass the loader itself, not iter(loader), zip(...) or a generator; for several loaders write a class with __iter__",
+            )
+        self._own = generators_of(loader)
+        resumes, self._resumes = self._resumes, None
+        if resumes is not None and self._began is not None:
+            iterator = self._again(loader, self._began)
+            set_random_states(resumes)
+        else:
+            if resumes is not None:
+                self._set_own(self._after)
+                set_random_states(resumes)
+            self.epoch, self._batch = self.epoch + (self._began is not None), 0
+            self._began = {**random_states(), "generators": [generator.get_state() for generator in self._own]}
+            iterator = iter(loader)
+        for batch in iterator:
+            self._batch += 1
+            yield batch
+        self.epoch, self._batch, self._began = self.epoch + 1, 0, None
+
+    def _set_own(self, states: list[Any]) -> None:
+        if states and len(self._own) != len(states):
+            raise SessionError(
+                f"the loader has {len(self._own)} generators of its own, and had {len(states)} when the snapshot was saved",
+                hint="build the loader as in the run that was stopped",
+            )
+        for generator, state in zip(self._own, states, strict=False):
+            generator.set_state(state)
+
+    def _again(self, loader: Iterable[Any], began: dict[str, Any]) -> Iterator[Any]:
+        set_random_states(began)
+        self._set_own(began["generators"])
+        iterator = iter(loader)
+        left_out = leave_out(iterator, self._batch)
+        if left_out < self._batch:
+            raise SessionError(
+                f"the loader ended after {left_out} batches, and {self._batch} were delivered before the snapshot was saved",
+                hint="build the loader as in the run that was stopped: the same data and the same batch size",
+            )
+        return iterator
+
+
+def iter_is_itself(loader: Iterable[Any]) -> bool:
+    """Return whether ``loader`` is an iterator, which gives one pass and no other."""
+    return isinstance(loader, Iterator)
+
+
+def leave_out(iterator: Any, count: int, *, following: Callable[[Any], Any] = next) -> int:
+    """Advance ``iterator`` by ``count`` batches, without loading them where that is the same; return how many there were.
+
+    Args:
+        iterator: of a loader.
+        count: how many to leave out.
+        following: returns the iterator's next batch.
+    """
+    indexed = type(getattr(iterator, "_dataset_fetcher", None)).__name__ == "_MapDatasetFetcher"
+    if indexed and type(iterator).__name__ == "_SingleProcessDataLoaderIter":
+        left_out = sum(1 for _ in islice(iterator._sampler_iter, count))
+        iterator._num_yielded += left_out
+        return left_out
+    for left_out in range(count):
+        try:
+            following(iterator)
+        except StopIteration:
+            return left_out
+    return count
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators of a loader and its samplers, each once; the loader of its own seeds apart from torch's default."""
+    held: list[Any] = [loader] if isinstance(loader, DataLoader) else []
+    for name in ("sampler", "batch_sampler"):
+        held.append(getattr(loader, name, None))
+    held.append(getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    found = (getattr(one, "generator", None) for one in held)
+    return list(dict.fromkeys(one for one in found if isinstance(one, torch.Generator)))

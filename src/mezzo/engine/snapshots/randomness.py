@@ -1,0 +1,38 @@
+"""The states of all random number generators that a training usually draws from: Python's, NumPy's, torch's on every device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states; of devices only those that are in use."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    for name, device in _devices().items():
+        states[name] = device.get_rng_state_all()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Continue from ``states``; a device that is not there any more is left out, and so is one that was not there before."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    for name, device in _devices().items():
+        held = states.get(name, [])
+        if len(held) == device.device_count():
+            device.set_rng_state_all(held)
+
+
+def _devices() -> dict[str, Any]:
+    """Return torch's modules of the accelerators whose generators this process has begun to use."""
+    found = {name: getattr(torch, name, None) for name in ("cuda", "xpu")}
+    return {name: device for name, device in found.items() if device is not None and device.is_initialized()}

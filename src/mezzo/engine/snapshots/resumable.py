@@ -1,0 +1,202 @@
+"""The methods of a session that save it and bring it back: state dicts, snapshots, the position in the data."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mezzo.engine.snapshots.background import Copies, Saving, write_whole
+from mezzo.engine.snapshots.choosing import Refused, load_newest
+from mezzo.engine.snapshots.contents import contents_of, set_contents
+from mezzo.engine.snapshots.folder import Folder
+from mezzo.engine.snapshots.position import Position
+from mezzo.engine.snapshots.structure import take_apart
+from mezzo.engine.state import state_of, take_up
+from mezzo.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from mezzo.engine.session import Session
+
+
+class Loaded(NamedTuple):
+    """The snapshot that was loaded."""
+
+    path: Path
+    updates: int
+    """Updates made before it was saved."""
+    extra: Any
+    """What was passed as ``extra`` to ``save``."""
+    refused: list[Refused]
+    """Newer ones in the folder, each with the reason why it was not loaded."""
+
+
+class Snapshots:
+    """The snapshots that one session writes: its folder, its copy of the state, and the save that is under way."""
+
+    def __init__(self) -> None:
+        self.folder: Folder | None = None
+        self.copies = Copies()
+        self.saving: Saving | None = None
+        self.last_s = time.monotonic()
+        self.notice = _Notice()
+
+    def due(self, every_s: float | None) -> bool:
+        """Return whether ``every_s`` seconds have passed since the last save, or the process was asked to end."""
+        if every_s is None:
+            return True
+        self.notice.listen()
+        return self.notice.given or time.monotonic() - self.last_s >= every_s
+
+    def begin(self, path: Path) -> Folder:
+        """Wait for the save that is under way, and return the folder, locked.
+
+        Raises:
+            SnapshotError: that save failed, or the folder cannot be used.
+        """
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.wait()
+        if self.folder is None or self.folder.path != path:
+            if self.folder is not None:
+                self.folder.release()
+            self.folder = Folder(path)
+        return self.folder
+
+
+class _Notice:
+    """SIGTERM, as a scheduler sends it some seconds before it ends a process."""
+
+    def __init__(self) -> None:
+        self.given = False
+        self._listens = False
+
+    def listen(self) -> None:
+        """Note SIGTERM from now on, unless the script has a handler of its own."""
+        if self._listens or threading.current_thread() is not threading.main_thread():
+            return
+        self._listens = True
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.given = True
+
+
+class Resumable:
+    """What a session inherits: saving and loading."""
+
+    _position: Position
+    _snapshots: Snapshots
+
+    def state_dict(self: Session) -> dict[str, Any]:  # type: ignore[misc]
+        """Return models (in FP32), optimizers, schedulers, scales and counts, to load under any policy.
+
+        Raises:
+            SessionError: a window is open; its gradients are not part of the state.
+        """
+        self._schedules.settle()
+        return state_of(self, window_calls=self._window.calls)
+
+    def load_state_dict(self: Session, state: dict[str, Any]) -> None:  # type: ignore[misc]
+        """Load a state that ``state_dict`` returned, under this policy or another.
+
+        Raises:
+            SessionError: the state has other numbers of models, optimizers, schedulers or losses.
+        """
+        take_up(self, state, window_calls=self._window.calls)
+        self._progress.windows = state["updates"] + state["skipped"]
+        self._progress.skips.fill_(state["skipped"])
+
+    @property
+    def epoch(self) -> int:
+        """The number of passes over ``batches`` that are finished."""
+        return self._position.epoch
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of a pass over ``loader``; after ``load`` those of the open pass that were not trained on yet.
+
+        Raises:
+            SessionError: ``loader`` is an iterator, or not the loader of the run that was stopped.
+        """
+        return self._position.batches(loader)
+
+    def save(  # type: ignore[misc]
+        self: Session,
+        folder: Path | str,
+        *,
+        every_s: float | None = None,
+        keep: int = 3,
+        extra: Any = None,
+    ) -> Saving | None:
+        """Write a snapshot in the background; call it after ``step``, as its last batch counts as trained on.
+
+        Args:
+            folder: where snapshots lie; made if it is not there, and locked until this process ends.
+            every_s: save only if so many seconds have passed since the last save. After SIGTERM the next call saves and ends the process
+                with exit code 143.
+            keep: how many snapshots to keep; older ones are deleted once the new one is whole.
+            extra: numbers, texts and tensors of your own, which ``load`` returns.
+
+        Returns:
+            The save, whose ``wait()`` returns when it is on the disk; None if none was due.
+
+        Raises:
+            SnapshotError: the last save failed, the folder cannot be used, or the state holds what cannot be saved.
+        """
+        return _save(self, Path(folder), every_s=every_s, keep=keep, extra=extra)
+
+    def load(self: Session, path: Path | str, *, must_exist: bool = True) -> Loaded | None:  # type: ignore[misc]
+        """Continue from a snapshot: bit for bit the run that saved it, if this session and its data are built alike.
+
+        Args:
+            path: a snapshot, or a folder, whose newest whole one is taken; a warning names those that were refused.
+            must_exist: whether a folder without any snapshot is an error; if not, None is returned.
+
+        Raises:
+            SnapshotError: there is none, or none can be loaded; the session is as it was.
+        """
+        return _load(self, Path(path), must_exist=must_exist)
+
+
+def _save(session: Session, folder: Path, *, every_s: float | None, keep: int, extra: Any) -> Saving | None:
+    own = session._snapshots
+    if not own.due(every_s):
+        return None
+    _check(session, keep)
+    into = own.begin(folder)
+    session._schedules.settle()
+    tree, tensors = take_apart(contents_of(session, extra))
+    path = into.next_path(updates=session._progress.windows, calls=session._window.calls)
+    write = write_whole(path, tree, own.copies.of(tensors), lambda: into.prune(keep))
+    own.saving, own.last_s = Saving(path, write), time.monotonic()
+    if own.notice.given and every_s is not None:
+        own.saving.wait()
+        raise SystemExit(128 + signal.SIGTERM)
+    return own.saving
+
+
+def _check(session: Session, keep: int) -> None:
+    if not isinstance(keep, int) or keep < 1:
+        raise SnapshotError(f"keep={keep!r}; allowed: a whole number of 1 or more", hint="leave keep out for 3")
+    if session.processes.several:
+        raise SnapshotError(
+            "a session of several processes was to be saved; allowed: one process",
+            hint="save session.state_dict() with torch.distributed.checkpoint",
+        )
+
+
+def _load(session: Session, path: Path, *, must_exist: bool) -> Loaded | None:
+    found = load_newest(path, lambda contents: set_contents(session, contents))
+    if found is not None:
+        contents = found.contents
+        return Loaded(found.path, contents["session"]["updates"], contents["extra"], found.refused)
+    if not must_exist:
+        return None
+    raise SnapshotError(
+        f"there is no snapshot at {str(path)!r}",
+        hint="pass the folder that session.save wrote to; to begin anew where there is none: load(folder, must_exist=False)",
+    )

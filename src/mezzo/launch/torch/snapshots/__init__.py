@@ -1,0 +1,1 @@
+"""Snapshots of a script that knows nothing of them: ``mezzo run --snapshot`` and ``--resume``."""

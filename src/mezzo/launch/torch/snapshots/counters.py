@@ -1,0 +1,96 @@
+"""What counts beside a loader's batches: ``enumerate``, and the variables of the loops around.
+
+A resumed pass leaves out the batches that were delivered, and ``enumerate`` would not know. Its count is a field of a C object that
+Python only shows (``__reduce__``); it is set in memory, at the place where it is seen to lie.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import functools
+import gc
+import inspect
+import itertools
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from mezzo.errors import SnapshotError
+
+_WRAPPERS = (zip, map, filter, reversed, *(one for one in vars(itertools).values() if isinstance(one, type)))
+_COUNT_AT = object.__basicsize__
+"""The first field of an ``enumerate`` object: a Py_ssize_t."""
+
+
+def enumerations(iterator: Any) -> list[Any]:
+    """Return the ``enumerate`` objects through which a loop gets the batches of ``iterator``.
+
+    Raises:
+        SnapshotError: it gets them through ``zip``, ``islice`` or the like, whose state nobody can set.
+    """
+    running = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        running.append(frame)
+        frame = frame.f_back
+    inner = [iterator]
+    if any(frame.f_code.co_flags & inspect.CO_GENERATOR for frame in running):  # tqdm, perhaps; a walk over all objects
+        inner += [one for one in gc.get_objects() if isinstance(one, types.GeneratorType) and one.gi_frame in running]
+    found = []
+    held = gc.get_referrers(*inner)
+    for one in [*held, *gc.get_referrers(*(one for one in held if type(one) is tuple))]:  # zip and map keep a tuple
+        if isinstance(one, enumerate) and any(one.__reduce__()[1][0] is within for within in inner):
+            found.append(one)
+        elif isinstance(one, _WRAPPERS):
+            raise SnapshotError(
+                f"no snapshot: the loop gets its batches through {type(one).__name__}, which a resumed run cannot continue",
+                hint="write `for batch in loader:` or `for number, batch in enumerate(loader):`",
+            )
+    return found
+
+
+def count_of(one: Any) -> int:
+    """Return the number that an ``enumerate`` object gives next."""
+    count: int = one.__reduce__()[1][1]
+    return count
+
+
+def set_count(one: Any, count: int) -> None:
+    """Let an ``enumerate`` object go on with ``count``.
+
+    Raises:
+        SnapshotError: this Python keeps it elsewhere.
+    """
+    if sys.implementation.name == "cpython":
+        field = ctypes.c_ssize_t.from_address(id(one) + _COUNT_AT)
+        if field.value == count_of(one):
+            field.value = count
+            if count_of(one) == count:
+                return
+    raise SnapshotError(
+        "the run cannot be resumed: this Python does not let enumerate() continue",
+        hint="count in a variable of the script instead",
+    )
+
+
+def loop_values(frame: Any) -> dict[str, Any]:
+    """Return the variables of the ``for`` statements around the line that a frame is at, as far as they are numbers or texts.
+
+    The loop over the loader itself is left out: its variable is still the last batch's.
+    """
+    names = _loop_names(frame.f_code.co_filename, frame.f_lineno)
+    values = {name: frame.f_locals.get(name) for name in names}
+    return {name: value for name, value in values.items() if isinstance(value, (int, str))}
+
+
+@functools.cache
+def _loop_names(file: str, line: int) -> tuple[str, ...]:
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and n.lineno < line <= (n.end_lineno or 0)]
+    names = (name.id for loop in loops for name in ast.walk(loop.target) if isinstance(name, ast.Name))
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,294 @@
+"""Take snapshots of a script between two batches, and put one in the place of the state of a script that was started anew.
+
+What a resumed script does: it runs from its first line. Passes over loaders that were finished are shortened to their first batch, so that
+the loop counts as it did; meanwhile nothing that it prints is shown and nothing that it saves by ``torch.save`` is written. The pass
+that was open begins with its generators of then and leaves out the batches that were delivered. Before its next batch every variable,
+model, optimizer, scheduler, scaler and random generator is set to what it was. From there on it is the run that was stopped.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mezzo.engine.snapshots.background import Copies, Saving, write_whole
+from mezzo.engine.snapshots.choosing import Chosen, load_newest
+from mezzo.engine.snapshots.folder import Folder
+from mezzo.engine.snapshots.randomness import random_states, set_random_states
+from mezzo.engine.snapshots.structure import take_apart
+from mezzo.errors import SnapshotError
+from mezzo.launch.patches import Patches
+from mezzo.launch.snapshot_request import SnapshotRequest
+from mezzo.launch.torch.snapshots.counters import count_of, enumerations, loop_values, set_count
+from mezzo.launch.torch.snapshots.passes import Pass, Passes, asked_by_a_for_loop, frames_of_script
+from mezzo.launch.torch.snapshots.variables import Found, is_below, script_folder, set_variables
+from mezzo.launch.torch.state import Run
+from mezzo.measure.steps import StepRecorder
+from mezzo.records import Reason, SnapshotsTaken
+
+_KEEP = 3
+
+
+class ScriptSnapshots:
+    """The snapshots of a run, and the one that it resumes."""
+
+    def __init__(self, run: Run, asked: SnapshotRequest) -> None:
+        """Read the snapshot to resume, if there is to be one, and lock the folder.
+
+        Raises:
+            SnapshotError: there is none that can be loaded, or the folder cannot be used.
+        """
+        self._run, self._asked = run, asked
+        self._resumed = _to_resume(asked) if asked.resume else None
+        self._folder = Folder(Path(asked.folder).absolute())
+        at = None if self._resumed is None else self._resumed.contents["pass"]
+        self._passes = Passes(self._between, at, begins=self._hide_output)
+        self._copies, self._last_s = Copies(), time.monotonic()
+        self._saving: Saving | None = None
+        self._patches = Patches()
+        self._out: Any = None
+        self._nowhere: Any = None
+        self._updates_at: dict[tuple[str, int], int] = {}
+        """The number of updates when a pass was first asked for a batch."""
+        self._notice = self._trains = False
+        self._process = os.getpid()
+        self.taken = SnapshotsTaken(folder=asked.folder, every_s=asked.every_s)
+
+    def install(self) -> None:
+        """Follow the script's loops until ``close``."""
+        self._passes.install(self._patches)
+        self._defer_sigterm()
+        if self._resumed is None:
+            return
+        print(
+            f"mezzo: resuming from {self._resumed.path}; finished passes are shortened, and not shown", file=sys.stderr
+        )
+        for one in self._resumed.refused:
+            print(f"mezzo: not {one.path.name}: {one.why}", file=sys.stderr)
+        self._patches.wrap(torch, "save", self._not_while_bringing)
+
+    def close(self) -> SnapshotsTaken:
+        """Wait for the last save, undo what ``install`` did, and return what was taken."""
+        self._show_output()
+        self._patches.undo()
+        self._settle()
+        return self.taken
+
+    @property
+    def not_reached(self) -> SnapshotError | None:
+        """The error of a script that ended before it came to the place where the run to resume was stopped."""
+        if self._passes.arrived:
+            return None
+        return _not_resumable("the script ended before it came to the place where that run was stopped")
+
+    # --- between two batches ---------------------------------------------------------------------------------------------
+
+    def _between(self, this: Pass, iterator: Any) -> None:
+        if os.getpid() != self._process:
+            return
+        if not self._passes.arrived:
+            if self._passes.is_target(this):
+                self._arrive(iterator)
+            return
+        before = self._updates_at.setdefault((this.place, this.number), self._run.num_updates)
+        if self._run.num_updates == before and not self._notice:
+            return
+        self._trains = True
+        if self._notice or time.monotonic() - self._last_s >= self._asked.every_s:
+            self._last_s = time.monotonic()
+            try:
+                self._save(this, iterator)
+            except SnapshotError as error:  # the training goes on, and the record says what it lacks
+                self._problem("save", error.message)
+            if self._notice:
+                self._settle()
+                self._end(signal.SIGTERM, None)
+
+    def _save(self, this: Pass, iterator: Any) -> None:
+        self._settle()
+        frames, library = frames_of_script()
+        self._refuse_loop(this, frames, library)
+        counts = [count_of(one) for one in enumerations(iterator)]
+        found = Found(is_below(script_folder()))
+        states = [[frame.f_code.co_name, loop_values(frame), found.frame(frame.f_locals)] for frame in frames]
+        self._note(found)
+        run = self._run
+        updates = run.num_updates + (self.taken.resumed_updates or 0)
+        contents = {
+            "run": self._asked.identity,
+            "pass": {"place": this.place, "number": this.number, "delivered": this.delivered, "began": this.began},
+            "counts": counts,
+            "frames": states,
+            "scales": [run.scale.state_dict(), run.inner_scale.state_dict()],
+            "updates": updates,
+            "random": random_states(),
+        }
+        tree, tensors = take_apart(contents)
+        path = self._folder.next_path(updates=updates, calls=0)
+        write = write_whole(path, tree, self._copies.of(tensors), lambda: self._folder.prune(_KEEP))
+        self._saving = Saving(path, write)
+
+    def _refuse_loop(self, this: Pass, frames: list[Any], library: str) -> None:
+        why = ""
+        if library or not frames:
+            why = f"the loop runs in {library or 'code that is not the script'}; use the checkpoints of that library"
+        elif not asked_by_a_for_loop(frames[-1]):
+            why = "the script takes batches by next() in a loop of its own, whose count a resumed run would begin anew"
+        elif self._passes.others_open(this):
+            why = "two loaders are read in turns, and only one of them can be brought back to its place"
+        if why:
+            raise SnapshotError(
+                f"no snapshot: {why}", hint="train in `for batch in loader:`, or use mezzo.Session and its save"
+            )
+
+    def _note(self, found: Found) -> None:
+        """Record what a snapshot holds, and what of the training it does not."""
+        ids = {id(value) for value in found.objects.values()}
+        held = {
+            id(p) for value in found.objects.values() if isinstance(value, torch.nn.Module) for p in value.parameters()
+        }
+        left_out = [Reason(what=path, value="not saved", reason=why) for path, why in found.left_out.items()]
+        for optimizer in self._run.optimizers:
+            name = type(optimizer).__name__
+            if id(optimizer) not in ids and optimizer.state:
+                left_out.append(Reason(what=name, value="not saved", reason="no variable of the script leads to it"))
+            elif any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
+                why = "no module in a variable has all of its parameters"
+                left_out.append(Reason(what=f"parameters of {name}", value="perhaps not saved", reason=why))
+        self.taken = self.taken.model_copy(
+            update={
+                "found": [f"{path}: {type(value).__name__}" for path, value in found.objects.items()],
+                "left_out": left_out,
+            }
+        )
+
+    def _settle(self) -> None:
+        """Wait for the save that is under way, and count it."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            path = saving.wait()
+        except SnapshotError as error:
+            self._problem("save", error.message)
+        else:
+            self.taken = self.taken.model_copy(update={"saved": self.taken.saved + 1, "last": path.name})
+
+    def _problem(self, what: str, why: str) -> None:
+        if all(one.reason != why for one in self.taken.problems):
+            print(f"mezzo: {why}", file=sys.stderr)
+            problems = [*self.taken.problems, Reason(what=what, value="failed", reason=why)]
+            self.taken = self.taken.model_copy(update={"problems": problems})
+
+    # --- resuming --------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, iterator: Any) -> None:
+        """Put the saved state in place."""
+        assert self._resumed is not None
+        contents, run = self._resumed.contents, self._run
+        frames, _ = frames_of_script()
+        counting = enumerations(iterator)
+        if [f.f_code.co_name for f in frames] != [f[0] for f in contents["frames"]] or len(counting) != len(
+            contents["counts"]
+        ):
+            raise _not_resumable("the loop is not where it was in the script")
+        for frame, (_, around, entries) in zip(frames, contents["frames"], strict=True):
+            now = loop_values(frame)
+            if now != around:
+                why = f"the loops around are at {now}, and were at {around}"
+                why = f"{why}: the script continues a checkpoint of its own, or its loops follow results"
+                raise _not_resumable(why)
+            lost = set_variables(frame, entries)
+            if lost:
+                raise _not_resumable(f"the script has no {', '.join(lost)} any more, or of another kind")
+        for one, count in zip(counting, contents["counts"], strict=True):
+            set_count(one, count)
+        self._restart_record(contents["updates"])
+        for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
+            scale.load_state_dict(state)
+        self._passes.arrived = True
+        self._show_output()
+        self._last_s = time.monotonic()
+        set_random_states(contents["random"])
+
+    def _restart_record(self, updates: int) -> None:
+        """Forget the steps of shortened passes: the record begins with the first step that is the resumed run's own."""
+        run = self._run
+        run.close_update()
+        before, run.recorder = run.recorder, StepRecorder()
+        run.recorder.reports = before.reports
+        if before.clock.device is not None:
+            run.recorder.clock.device = before.clock.device
+        self.taken = self.taken.model_copy(
+            update={"resumed_from": str(self._resumed.path), "resumed_updates": updates}  # type: ignore[union-attr]
+        )
+
+    def _hide_output(self) -> None:
+        if self._out is None and not self._passes.arrived:
+            self._nowhere = io.TextIOWrapper(open(os.devnull, "wb"), encoding="utf-8")  # noqa: SIM115
+            self._out, sys.stdout = sys.stdout, self._nowhere
+
+    def _show_output(self) -> None:
+        if self._out is None:
+            return
+        if sys.stdout is self._nowhere:
+            sys.stdout = self._out
+        self._nowhere.close()
+        self._out = None
+
+    def _not_while_bringing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(*args: Any, **kwargs: Any) -> None:
+            if self._passes.arrived:
+                original(*args, **kwargs)
+
+        return save
+
+    def _defer_sigterm(self) -> None:
+        """End after the next batch and a snapshot, not at once; Mezzo's last word to a run still ends it."""
+        self._end: Any = signal.getsignal(signal.SIGTERM)
+        if not callable(self._end):
+            return
+
+        def note(number: int, frame: Any) -> None:
+            if not self._trains or os.getpid() != self._process:
+                self._end(number, frame)
+            self._notice = True
+
+        signal.signal(signal.SIGTERM, note)
+        self._patches.on_undo(lambda: signal.signal(signal.SIGTERM, self._end))
+
+
+def _to_resume(asked: SnapshotRequest) -> Chosen:
+    def check(contents: Any) -> None:
+        if not isinstance(contents, dict) or not isinstance(contents.get("run"), dict) or "frames" not in contents:
+            raise SnapshotError("it holds no script's state", hint="resume a run of mezzo run --snapshot")
+        for name, now in asked.identity.items():
+            then = contents["run"].get(name)
+            if then != now:
+                raise SnapshotError(
+                    f"it is of a run with {name} {then!r}, and this one has {now!r}",
+                    hint="resume with the same script, arguments and policy",
+                )
+
+    found = load_newest(Path(asked.folder), check)
+    if found is None:
+        raise SnapshotError(
+            f"there is no snapshot in {asked.folder!r}",
+            hint="pass --resume the folder of a run with --snapshot; the first one is taken when its time is over",
+        )
+    return found
+
+
+def _not_resumable(why: str) -> SnapshotError:
+    return SnapshotError(
+        f"the run cannot be resumed: {why}",
+        hint="resume with the script as it was; to begin anew, leave --resume out",
+    )

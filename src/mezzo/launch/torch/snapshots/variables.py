@@ -1,0 +1,279 @@
+"""The state of a script, found through its variables: what a debugger would show at the top of its training loop.
+
+From the frames of the script's own files every variable is followed: models, optimizers, schedulers, scalers and generators by their
+states, numbers, texts and lists by value, tensors by their elements, objects of the script's own classes by their attributes. What
+cannot be followed is named. The same path leads to the same variable in a script that was started anew, and its state is put there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import types
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from mezzo.engine.snapshots.contents import keep_formats
+
+_LEAVES = (type(None), bool, int, float, str, bytes, complex, np.number, np.bool_)
+_PASSED_OVER = (
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.GeneratorType,
+    type,
+    PurePath,
+    ArgumentParser,
+    torch.device,
+    torch.dtype,
+    Dataset,
+    DataLoader,
+    Sampler,
+)
+"""What a script makes anew, or what the position in the data covers."""
+_MOST_BYTES = 2**20
+"""Tensors above it that nothing has changed in place are data, not state."""
+_MOST_VALUES = 100_000
+_DEEPEST = 6
+
+
+class Found:
+    """The state of a script's variables, with what was found and what was not."""
+
+    def __init__(self, own: Callable[[str], bool]) -> None:
+        """Begin; ``own`` tells whether a module's file is one of the script's."""
+        self._own = own
+        self._seen: set[int] = set()
+        self._only_looks = False
+        self.objects: dict[str, Any] = {}
+        """Models, optimizers and the like, by their paths."""
+        self.left_out: dict[str, str] = {}
+        """What was not saved, and why, by path."""
+
+    def frame(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a frame's variables."""
+        named = {name: value for name, value in variables.items() if not name.startswith("_")}
+        self._only_looks, before = True, set(self._seen)
+        objects, left_out = dict(self.objects), dict(self.left_out)
+        self._entries(named, "")
+        self._only_looks, self._seen = False, before | self._parts()
+        self.objects, self.left_out = objects, left_out
+        return self._entries(named, "")
+
+    def _parts(self) -> set[int]:
+        """Return what belongs to objects that are saved whole: a model's layers and weights, an optimizer's groups."""
+        parts: set[int] = set()
+        for value in self.objects.values():
+            if isinstance(value, nn.Module):
+                inner = (*value.modules(), *value.parameters(), *value.buffers())
+                parts |= {id(one) for one in inner} - {id(value)}
+            elif isinstance(value, Optimizer):
+                parts |= {id(one) for group in value.param_groups for one in (group, group["params"])}
+                parts |= {id(value.param_groups), id(value.state)}
+        return parts
+
+    def _entries(self, values: Mapping[Any, Any], place: str) -> dict[Any, Any]:
+        entries = {}
+        for name, value in values.items():
+            entry = self._entry(value, f"{place}.{name}" if place else str(name))
+            if entry is not None:
+                entries[name] = entry
+        return entries
+
+    def _entry(self, value: Any, place: str) -> dict[str, Any] | None:
+        if isinstance(value, _PASSED_OVER) or place.count(".") > _DEEPEST:
+            return None
+        if isinstance(value, _LEAVES):
+            return {"value": value}
+        if id(value) in self._seen:  # another name for the same
+            return None
+        self._seen.add(id(value))
+        kind = kind_of(value)
+        if kind is not None:
+            self.objects[place] = value
+            return {kind: None if self._only_looks else _STATES[kind](value)}
+        if isinstance(value, (Tensor, np.ndarray)):
+            return self._array(value, place)
+        if _is_plain(value):
+            return {"value": value}
+        if isinstance(value, (list, tuple)):
+            return {"items": self._entries(dict(enumerate(value)), place)}
+        if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
+            return {"items": self._entries(value, place)}
+        if isinstance(value, (Namespace, types.SimpleNamespace)) or self._own(type(value).__module__):
+            return {"attributes": self._entries(getattr(value, "__dict__", {}), place)}
+        self.left_out[place] = f"a {type(value).__module__}.{type(value).__qualname__}"
+        return None
+
+    def _array(self, value: Any, place: str) -> dict[str, Any] | None:
+        if isinstance(value, Tensor) and value.grad_fn is not None:  # it belongs to a step that is over
+            return {"value": value.detach()} if value.numel() == 1 else None
+        large = value.nbytes > _MOST_BYTES
+        if large and not (isinstance(value, Tensor) and (value._version or value.requires_grad)):
+            if isinstance(value, np.ndarray) or value.is_floating_point():
+                self.left_out[place] = f"{value.nbytes:,} bytes that the loop has not changed in place, taken for data"
+            return None
+        return {"value": value.detach() if isinstance(value, Tensor) else value}
+
+
+def kind_of(value: Any) -> str | None:
+    """Return what kind of object with a state of its own ``value`` is; None for none."""
+    if isinstance(value, nn.Module):
+        return "module"
+    if isinstance(value, Optimizer):
+        return "optimizer"
+    if isinstance(value, (LRScheduler, torch.amp.GradScaler)):
+        return "stateful"
+    if isinstance(value, torch.Generator):
+        return "generator"
+    if isinstance(value, np.random.Generator):
+        return "numpy"
+    return "python" if isinstance(value, random.Random) else None
+
+
+def _module_state(module: nn.Module) -> dict[str, Any]:
+    state = module.state_dict()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {
+        "state": dict(state),
+        "buffers": {name: buffer for name, buffer in module.named_buffers() if name not in state},
+        "gradients": gradients,
+    }
+
+
+def _set_module(module: nn.Module, state: Mapping[str, Any]) -> None:
+    module.load_state_dict(state["state"])
+    for name, buffer in module.named_buffers():
+        if name in state["buffers"] and buffer.shape == state["buffers"][name].shape:
+            buffer.copy_(state["buffers"][name])
+    for name, parameter in module.named_parameters():
+        gradient = state["gradients"].get(name)
+        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+
+def _set_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    optimizer.load_state_dict(state)
+    keep_formats(optimizer, state)
+
+
+_STATES: dict[str, Callable[[Any], Any]] = {
+    "module": _module_state,
+    "optimizer": lambda optimizer: optimizer.state_dict(),
+    "stateful": lambda one: one.state_dict(),
+    "generator": lambda generator: generator.get_state(),
+    "numpy": lambda generator: generator.bit_generator.state,
+    "python": lambda generator: generator.getstate(),
+}
+_SETTERS: dict[str, Callable[[Any, Any], Any]] = {
+    "module": _set_module,
+    "optimizer": _set_optimizer,
+    "stateful": lambda one, state: one.load_state_dict(state),
+    "generator": lambda generator, state: generator.set_state(state),
+    "numpy": lambda generator, state: setattr(generator.bit_generator, "state", state),
+    "python": lambda generator, state: generator.setstate(state),
+}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a container holds nothing but values, and not too many."""
+    left, waiting = _MOST_VALUES, [value]
+    while waiting and left > 0:
+        one = waiting.pop()
+        left -= 1
+        if type(one) is dict:
+            waiting += [*one.keys(), *one.values()]
+        elif type(one) in (list, tuple, set):
+            waiting += one
+        elif not isinstance(one, _LEAVES):
+            return False
+    return not waiting
+
+
+def put(variables: Any, entries: Mapping[Any, Any], place: str = "") -> Iterator[str]:
+    """Put saved entries into a dict, list or object, in place where they can be; yield the paths that lead nowhere.
+
+    Variables that were made inside the loop are not there yet: values are set, and a container without an object of torch is left out.
+    """
+    for name, entry in entries.items():
+        inner = f"{place}.{name}" if place else str(name)
+        ((kind, saved),) = entry.items()
+        here = _get(variables, name)
+        if kind == "value":
+            _put_value(variables, name, here, saved)
+        elif kind == "items" and isinstance(here, (list, tuple, dict)):
+            yield from put(here, saved, inner)
+        elif kind == "attributes" and hasattr(here, "__dict__"):
+            yield from put(here.__dict__, saved, inner)
+        elif kind in _SETTERS and kind_of(here) == kind:
+            _SETTERS[kind](here, saved)
+        elif here is not None or _holds_objects(entry):
+            yield inner
+
+
+def _holds_objects(entry: Mapping[str, Any]) -> bool:
+    ((kind, saved),) = entry.items()
+    return kind in _SETTERS or (kind in ("items", "attributes") and any(map(_holds_objects, saved.values())))
+
+
+def _get(variables: Any, name: Any) -> Any:
+    try:
+        return variables[name]
+    except (LookupError, TypeError):
+        return None
+
+
+def _put_value(variables: Any, name: Any, here: Any, saved: Any) -> None:
+    if isinstance(saved, Tensor) and isinstance(here, Tensor) and here.grad_fn is None and here.shape == saved.shape:
+        with torch.no_grad():
+            here.copy_(saved)
+    elif isinstance(saved, (list, dict, set)) and type(here) is type(saved):  # other names for it go on seeing it
+        here.clear()
+        (here.extend if isinstance(saved, list) else here.update)(saved)  # type: ignore[union-attr]
+    elif isinstance(variables, list) and name >= len(variables):  # it grew in the loop
+        variables.append(saved)
+    elif not isinstance(variables, tuple):
+        variables[name] = saved
+
+
+def set_variables(frame: types.FrameType, entries: Mapping[str, Any]) -> list[str]:
+    """Put saved entries into a frame's variables; return the paths that lead nowhere any more."""
+    variables = frame.f_locals
+    lost = list(put(variables, entries))
+    if variables is not frame.f_globals and sys.version_info < (3, 13):
+        # A function's f_locals are a copy there, written back by this call; reading the attribute again would make a new one.
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    return lost
+
+
+def script_folder() -> Path:
+    """Return the folder of the script that is running."""
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").absolute().parent
+
+
+def is_below(folder: Path) -> Callable[[str], bool]:
+    """Return what tells whether a module is one of the script's own: it lies in ``folder``, and in no installed package."""
+
+    def own(module: str) -> bool:
+        file = getattr(sys.modules.get(module), "__file__", None)
+        return module == "__main__" or is_own_file(file, folder)
+
+    return own
+
+
+def is_own_file(file: str | None, folder: Path) -> bool:
+    """Return whether a file is one of the script's."""
+    if file is None:
+        return False
+    path = Path(file).absolute()
+    return folder in path.parents and "site-packages" not in path.parts

@@ -1,0 +1,48 @@
+"""Runs that are killed again and again end with the bits of the undisturbed run (``make crash-test`` for 200 kills)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from paths import ROOT
+
+PLANTED = """
+import sys
+import crash_test
+from mezzo.engine.snapshots import contents, position
+contents.set_random_states = position.set_random_states = lambda states: None
+sys.argv = ["crash_test", "--kills", "6"]
+crash_test.main()
+"""
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_killed_runs_end_with_the_same_bits() -> None:
+    done = python("-m", "crash_test", "--kills", "24", "--seed", "3")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "24 kills" in done.stdout
+    assert "0 failed" in done.stdout
+    assert "; 0 with other bits" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_crash_test_finds_a_state_that_is_not_restored() -> None:
+    done = python("-c", PLANTED)
+
+    assert done.returncode == 1
+    assert "; 0 with other bits" not in done.stdout

@@ -1,0 +1,131 @@
+"""States as JSON and tensors: what comes back is what was given, types included, and nothing else can."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mezzo import SnapshotError
+from mezzo.engine.snapshots.structure import put_together, take_apart
+
+KEYS = st.text(max_size=4) | st.integers(-3, 3) | st.none() | st.tuples(st.integers(0, 2))
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=4)
+)
+VALUES = st.recursive(
+    LEAVES | st.complex_numbers(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def through_json(state: Any) -> Any:
+    tree, tensors = take_apart(state)
+    return put_together(json.loads(json.dumps(tree)), {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def typed(value: Any) -> Any:
+    """Return ``value`` with the type of everything in it: 1, 1.0 and True differ."""
+    if isinstance(value, dict):
+        return type(value).__name__, [(typed(k), typed(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [typed(v) for v in value]
+    return type(value).__name__, value
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(VALUES)
+def test_values_come_back_with_their_types(value: Any) -> None:
+    assert typed(through_json(value)) == typed(value)
+
+
+def test_dicts_keep_their_kinds() -> None:
+    state = {
+        "milestones": Counter([3, 3, 5]),
+        "ordered": OrderedDict(b=1, a=2),
+        "marked": {"$": "tensor"},
+        "set": {1, 2},
+    }
+
+    assert typed(through_json(state)) == typed(state)
+
+
+def test_numpy_comes_back() -> None:
+    state = {
+        "array": np.array([[1, 2], [3, 4]], dtype=np.uint32),
+        "single": np.float32(0.1),
+        "int": np.int64(7),
+        "double": np.float64(0.1),
+        "nan": math.nan,
+    }
+
+    again = through_json(state)
+
+    assert again["array"].dtype == np.uint32
+    assert again["array"].tolist() == [[1, 2], [3, 4]]
+    assert (type(again["single"]), again["single"]) == (np.float32, np.float32(0.1))
+    assert (type(again["int"]), again["int"]) == (np.int64, 7)
+    assert (again["double"], math.isnan(again["nan"])) == (0.1, True)
+
+
+def test_tensors_keep_their_layout_and_are_written_once() -> None:
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    state = {"a": image, "b": [image, image[0]], "t": torch.arange(6).reshape(2, 3).t(), "gaps": torch.arange(6)[::2]}
+
+    tree, tensors = take_apart(state)
+    again = put_together(tree, {name: tensor.contiguous() for name, tensor in tensors.items()})
+
+    assert list(tensors) == ["a", "b.1", "t", "gaps"]
+    for mine, wanted in [
+        (again["a"], image),
+        (again["b"][0], image),
+        (again["t"], state["t"]),
+        (again["gaps"], state["gaps"]),
+    ]:
+        assert torch.equal(mine, wanted)
+    assert (again["a"].stride(), again["t"].stride()) == (image.stride(), (1, 3))
+
+
+class Thing:
+    """Nothing that JSON knows."""
+
+
+REFUSED = [
+    ({"model": {"deep": [1, Thing()]}}, r"the state holds a Thing at model\.deep\.1; allowed: numbers, texts, bytes"),
+    (lambda: 1, r"the state holds a function at its top"),
+    ({"s": torch.eye(2).to_sparse()}, r"a tensor of layout torch\.sparse_coo at s; allowed: dense tensors"),
+    ({"o": np.array([Thing()])}, "the state holds a ndarray at o"),
+]
+
+
+@pytest.mark.parametrize(("state", "message"), REFUSED)
+def test_what_cannot_be_read_without_running_code_is_refused(state: Any, message: str) -> None:
+    with pytest.raises(SnapshotError, match=message):
+        take_apart(state)
+
+
+FORGED: list[Any] = [
+    {"$": "os.system", "value": "echo"},
+    {"$": "tensor", "value": "none"},
+    {"$": "tensor"},
+    {"$": "tensor", "value": "a", "order": [0, 0]},
+    {"$": "tensor", "value": "a", "order": [5]},
+    {"$": "dict", "value": "x"},
+    {"$": ["tuple"], "value": []},
+    {"$": "bytes", "value": "***"},
+    {"$": "dict", "value": [[1, 2, 3]]},
+]
+
+
+@pytest.mark.parametrize("tree", FORGED)
+def test_forged_trees_are_refused(tree: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        put_together(tree, {"a": torch.ones(2, 2)})
