@@ -25,6 +25,8 @@ from mezzo.launch.frameworks import Framework, Training, training_in
 from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
 from mezzo.launch.progress import EVERY_S, reports_to
+from mezzo.launch.ranks.merged import alone
+from mezzo.launch.ranks.places import answer_with_place
 from mezzo.launch.request import Request, policy_text
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.tracebacks import print_error
@@ -48,6 +50,9 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     request = Request.unpacked(argv[0])
     process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
     shell = surroundings()
+    os.environ.update(request.variables)
+    if request.rank is not None:
+        answer_with_place(request.place_file)
     with interrupts_kill():
         train = training_in(request.framework)
     started, started_at_s = time.perf_counter(), time.time()
@@ -88,6 +93,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             findings=training.findings(),
             first_steps=num_steps if stopped else None,
             files_read=files.found,
+            ranks=[] if request.rank is None else alone(request.rank, training.weights()),
             started_at_s=started_at_s,
             duration_s=time.perf_counter() - started,
             exit_code=exit_code,
