@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.launch.process.command_signals import GRACE_S, Stop, Stopped, stoppable
-from mezzo.launch.ranks.leading import record_name
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.places import place_left
+from mezzo.launch.ranks.requests import beside, for_rank, record_path
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_alone, several_runs
 
@@ -55,7 +55,8 @@ def _run(meeting: Meeting, number: int, asked: dict[str, Any], stop: Stop) -> No
     rank = meeting.launched.rank
     request = Request.model_validate_json(asked["request"])
     folder = meeting.folder_for(f"rank-{rank}")
-    request = of_rank(request, rank).model_copy(update={"record_path": str(folder / record_name(number))})
+    request = for_rank(request, rank, folder=folder, number=number)
+    request = request.model_copy(update={"record_path": str(record_path(folder, number)), "reports_progress": False})
     output = None if asked["output"] is None else beside(Path(asked["output"]), rank)
     told = False
 
@@ -73,18 +74,3 @@ def _run(meeting: Meeting, number: int, asked: dict[str, Any], stop: Stop) -> No
     place = place_left(request)
     ended = {"error": error, "stopped": told, "where": place.where, "waiting": place.waiting}
     meeting.put(f"ended-{number}-{rank}", ended)
-
-
-def of_rank(request: Request, rank: int) -> Request:
-    """Return the request of another rank: its observer's files lie beside those of rank 0."""
-    observe = request.observe
-    if observe is not None and observe.kind == "diagnose" and observe.evidence_path:
-        observe = observe.model_copy(update={"evidence_path": str(beside(Path(observe.evidence_path), rank))})
-    if observe is not None and observe.kind == "fallback":
-        observe = observe.model_copy(update={"folder": str(Path(observe.folder) / f"rank{rank}")})
-    return request.model_copy(update={"rank": rank, "observe": observe, "reports_progress": False})
-
-
-def beside(path: Path, rank: int) -> Path:
-    """Return a rank's own file beside one of rank 0."""
-    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")

@@ -23,8 +23,12 @@ from mezzo.launch.ranks.blame import End, blamed
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import merged
 from mezzo.launch.ranks.places import Place, place_left
+from mezzo.launch.ranks.requests import beside, counts_path, for_rank, record_path
 from mezzo.launch.request import Request
-from mezzo.records import AnyRecord, read_record, write_record
+from mezzo.observe.ranges.counts_file import read_values, values_of_all
+from mezzo.observe.ranges.table import ObservedValues, ranges_record
+from mezzo.policy import Policy
+from mezzo.records import AnyRecord, RangesRecord, read_record, write_record
 
 AFTER_FAILURE_S = 10.0
 """Time for the other processes to fail by themselves, so that their own errors are recorded."""
@@ -110,9 +114,7 @@ class Leader:
         if self._number == 0:
             self._meeting.wait_for_all()
         self._number += 1
-        request = request.model_copy(
-            update={"variables": {**request.variables, **fresh_rendezvous(os.environ)}, "rank": 0}
-        )
+        request = request.model_copy(update={"variables": {**request.variables, **fresh_rendezvous(os.environ)}})
         run = _Run(self._number, limit_s, time.monotonic(), {}, set())
         self._meeting.put(
             f"run-{run.number}",
@@ -121,6 +123,7 @@ class Leader:
                 "output": None if output is None else str(output.absolute()),
             },
         )
+        request = for_rank(request, 0, folder=self._folder(0), number=run.number)
         own = run_one(request, output=output, interrupted=lambda: self._over(run))
         own_end_s, own_stopped = time.monotonic(), run.stopped
         if _failed(own) and run.failed_s is None:
@@ -135,6 +138,8 @@ class Leader:
         hosts = {rank: self._meeting.host_of(rank) for rank in self._meeting.others} | {0: socket.gethostname()}
         limit = f"stopped at its limit of {limit_s:g} s: " if run.over_limit else ""
         record = merged(records, ends=ends, blame=blamed(ends), hosts=hosts, prefix=limit)
+        if isinstance(record, RangesRecord) and (counted := self._counts(run)):
+            record = ranges_record(record.run, values_of_all(counted), policy=Policy.parse(record.policy))
         write_record(record, Path(request.record_path))
         return record
 
@@ -209,13 +214,23 @@ class Leader:
         found = {}
         for rank in run.ended:
             with suppress(RecordError):
-                found[rank] = read_record(self._meeting.folder_for(f"rank-{rank}") / record_name(run.number))
+                found[rank] = read_record(record_path(self._folder(rank), run.number))
         return found
 
+    def _counts(self, run: _Run) -> list[ObservedValues]:
+        """Return the values that each process counted, for the ranges of all."""
+        folders = [self._folder(rank) for rank in range(self.size)]
+        found = [read_values(counts_path(folder, run.number)) for folder in folders]
+        return [values for values in found if values is not None]
 
-def record_name(number: int) -> str:
-    """Return the name of the file with a process's record of a run."""
-    return f"run-{number}.json"
+    def _folder(self, rank: int) -> Path:
+        return self._meeting.folder_for(f"rank-{rank}")
+
+
+def files_of_ranks(path: Path) -> list[Path]:
+    """Return a file of an observer that every rank writes, rank 0's first: that alone for a single process."""
+    lead = leader()
+    return [path, *(beside(path, rank) for rank in range(1, 1 if lead is None else lead.size))]
 
 
 def fresh_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,6 +32,7 @@ from mezzo.engine.kernels import exponents
 from mezzo.formats import BF16, FP16
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.casts import Counts
+from mezzo.observe.ranges.counts_file import write_values
 from mezzo.observe.ranges.listed_formats import ListedFormats
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.observe.settings import RangesSettings
@@ -78,7 +80,7 @@ class Ranges(Observer):
 
     def __init__(self, settings: RangesSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
-        self._policy = settings.policy
+        self._policy, self._counts_path = settings.policy, settings.counts_path
         self._formats = ListedFormats(settings.policy)
         self._lowered: set[Key] = set()
         """Counted tensors that have 16 bits under the policy; the op lists keep all others in FP32."""
@@ -145,6 +147,8 @@ class Ranges(Observer):
             updates_seen=self._updates,
             models=[label for label, inside in self._labels.items() if inside],
         )
+        if self._counts_path:
+            write_values(seen, Path(self._counts_path))
         return ranges_record(run, seen, policy=self._policy)
 
     # --- what the launcher and the hooks call --------------------------------------------------------------------------------------
