@@ -60,7 +60,9 @@ def norm_of_all(gradients: Sequence[Tensor], take: Callable[[list[Tensor]], Tens
     """
     alike: dict[Any, list[Any]] = {}
     for gradient in gradients:
-        alike.setdefault((gradient.device_mesh, gradient.placements) if is_shared(gradient) else None, []).append(gradient)
+        alike.setdefault((gradient.device_mesh, gradient.placements) if is_shared(gradient) else None, []).append(
+            gradient
+        )
     squares = []
     for key, some in alike.items():
         held = [part for part in map(local, some) if part.numel()]
