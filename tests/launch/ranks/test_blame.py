@@ -48,7 +48,10 @@ CASES: dict[str, tuple[list[End], tuple[int, str] | None]] = {
         ],
         (1, "it made no progress at data.py:3"),
     ),
-    "nobody says where it is": ([end(0, STOPPED, stopped=True), end(1, STOPPED, stopped=True)], (0, "it made no progress")),
+    "nobody says where it is": (
+        [end(0, STOPPED, stopped=True), end(1, STOPPED, stopped=True)],
+        (0, "it made no progress"),
+    ),
     "all wait for each other": (
         [end(rank, STOPPED, stopped=True, where=f"train.py:{rank}", waiting=True) for rank in range(2)],
         (0, "it made no progress at train.py:0, with rank 1 at train.py:1"),

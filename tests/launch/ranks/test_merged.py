@@ -56,9 +56,7 @@ def test_ranks_with_other_steps_leave_rank_0s_losses() -> None:
 
 @pytest.mark.parametrize(("name", "values"), [("d", [2.0, 3.0]), ("other", [1.0, 2.0])])
 def test_several_losses_are_averaged_if_they_are_the_same(name: str, values: list[float]) -> None:
-    one, other = (
-        Loss(name=label, steps=[1, 2], values=own) for label, own in (("d", [1.0, 2.0]), (name, [3.0, 4.0]))
-    )
+    one, other = (Loss(name=label, steps=[1, 2], values=own) for label, own in (("d", [1.0, 2.0]), (name, [3.0, 4.0])))
     record = of(run(0, loss=[1.0], losses=[one]), run(1, loss=[1.0], losses=[other]))
     assert record.steps.losses[0].values == values
 

@@ -11,10 +11,13 @@ import pytest
 
 from mezzo.launch.ranks.places import ASKS, Place, place_in
 
-HEAD = "Thread 0x00007f (most recent call first):\n  File \"/usr/lib/python3.11/threading.py\", line 5 in wait\n\n"
+HEAD = 'Thread 0x00007f (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 5 in wait\n\n'
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 TEXTS = [
-    ('  File "/home/me/data.py", line 3 in load\n  File "/home/me/train.py", line 9 in <module>\n', ("data.py:3 in load", False)),
+    (
+        '  File "/home/me/data.py", line 3 in load\n  File "/home/me/train.py", line 9 in <module>\n',
+        ("data.py:3 in load", False),
+    ),
     (
         f'  File "{TORCH}/autograd/graph.py", line 865 in _engine_run_backward\n  File "{TORCH}/_tensor.py", line 1 in backward\n'
         '  File "/home/me/train.py", line 9 in <module>\n',

@@ -12,7 +12,12 @@ from mezzo.policy import Policy
 
 def asked(observe: AnySettings, rank: int, folder: Path) -> AnySettings:
     request = Request(
-        target="t.py", kind="script", policy=Policy.parse("fp16"), record_path="r.json", command=("mezzo",), observe=observe
+        target="t.py",
+        kind="script",
+        policy=Policy.parse("fp16"),
+        record_path="r.json",
+        command=("mezzo",),
+        observe=observe,
     )
     found = for_rank(request, rank, folder=folder, number=4)
     assert found.rank == rank
@@ -21,7 +26,9 @@ def asked(observe: AnySettings, rank: int, folder: Path) -> AnySettings:
 
 
 def test_no_two_ranks_write_one_file(tmp_path: Path) -> None:
-    diagnose = [asked(DiagnoseSettings(evidence_path=str(tmp_path / "run.evidence.json")), r, tmp_path) for r in range(3)]
+    diagnose = [
+        asked(DiagnoseSettings(evidence_path=str(tmp_path / "run.evidence.json")), r, tmp_path) for r in range(3)
+    ]
     assert [Path(o.evidence_path).name for o in diagnose if o.kind == "diagnose"] == [
         "run.evidence.json",
         "run.evidence.rank1.json",
