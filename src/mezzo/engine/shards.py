@@ -49,7 +49,7 @@ def shared_as(parameter: Any, held: Tensor) -> Tensor:
     )
 
 
-def norm_of_all(gradients: Sequence[Tensor], take: Callable[[list[Tensor]], Tensor]) -> Tensor:
+def norm_of_all(gradients: Sequence[Any], take: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Return the norm of gradients over all processes that share them, the same in each.
 
     One all-reduce of one number for each way in which gradients are sharded, by the same processes as exchange the shards.
@@ -68,6 +68,7 @@ def norm_of_all(gradients: Sequence[Tensor], take: Callable[[list[Tensor]], Tens
         held = [part for part in map(local, some) if part.numel()]
         wide = FP64.dtype if has_fp64(local(some[0]).device) else FP32.dtype
         square = take(held).to(wide).square() if held else torch.zeros((), dtype=wide, device=local(some[0]).device)
+        mesh: Any
         mesh, placements = (None, ()) if key is None else key
         for dim, place in enumerate(placements):
             if not place.is_replicate():

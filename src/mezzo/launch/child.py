@@ -15,7 +15,8 @@ import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,21 +24,26 @@ from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
 from mezzo.launch.frameworks import Framework, Training, training_in
 from mezzo.launch.output import MetricReader, MetricStream
+from mezzo.launch.patches import Patches
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
 from mezzo.launch.progress import EVERY_S, reports_to
 from mezzo.launch.ranks.merged import alone
 from mezzo.launch.ranks.places import answer_with_place
 from mezzo.launch.request import Request, policy_text
+from mezzo.launch.spawned import Spawned
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
 from mezzo.observe.settings import step_text
-from mezzo.records import Effective, Finding, Reason, RunRecord, write_record
+from mezzo.records import AnyRecord, Effective, FileRead, Finding, Metric, Reason, RunRecord, write_record
 
 if TYPE_CHECKING:
     from mezzo.observe.observer import Observer  # imports torch
 
 INTERRUPTED = 130
+
+Ending = tuple[int, BaseException | None]
+"""An exit code, and the error that ended the script."""
 
 
 def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int:
@@ -61,6 +67,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         ended_by_signals(),
         train(request.policy, seed=request.seed, observe=request.observe) as training,
         watched as files,
+        _with_processes(request, training) as spawned,
     ):
         if request.reports_progress:
             training.report_to(reports_to(request.progress_file), every_s=EVERY_S)
@@ -76,38 +83,110 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         if exit_code == 0:
             exit_code, error = _trained(request, num_steps, observer)
     with undisturbed():
-        record = RunRecord(
-            command=list(request.command),
-            script=request.target,
-            script_sha256=digest,
-            framework=training.framework,
-            policy=policy_text(request.policy),
-            policy_typed=request.policy_typed,
-            explanation=training.explanation(),
-            seed=request.seed,
-            environment=training.environment().model_copy(update=shell),
-            steps=training.steps(),
-            memory=training.memory(),
-            effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded()]),
+        record = _record(
+            request,
+            training,
+            (exit_code, error),
+            shell=shell,
+            digest=digest,
+            unheeded=unheeded(),
+            files=files.found,
             metric=reader.metric() if reader else None,
-            findings=training.findings(),
-            first_steps=num_steps if stopped else None,
-            files_read=files.found,
-            ranks=[] if request.rank is None else alone(request.rank, training.weights()),
-            started_at_s=started_at_s,
-            duration_s=time.perf_counter() - started,
-            exit_code=exit_code,
-            error=_sentence(error),
+            stopped=stopped,
+            began=(started, started_at_s),
         )
-        write_record(record if observer is None else observer.record(record), path)
+        whole = spawned.together(record)
+        write_record(whole, path)
+    if whole is not record and isinstance(error, ScriptError):  # the processes that it started have trained
+        exit_code, error = 0, None
     if isinstance(error, MezzoError):
         print(f"mezzo: {error}", file=sys.stderr)
-    if observer is None and record.findings:
-        print(f"mezzo: {_in_one_line(record.findings)}", file=sys.stderr)
+    findings = whole.findings if isinstance(whole, RunRecord) else []
+    if observer is None and findings:
+        print(f"mezzo: {_in_one_line(findings)}", file=sys.stderr)
     signalled = isinstance(error, EndedBySignal)
     if signalled or ((observer is not None or stopped) and any(t.daemon for t in threading.enumerate())):
         _exit_at_once(exit_code, tidily=not signalled)
     return exit_code
+
+
+_TRAINING: Training | None = None
+"""The training of this process, for processes that the script forks from it."""
+
+
+@contextmanager
+def _with_processes(request: Request, training: Training) -> Iterator[Spawned]:
+    """Have processes that the script starts record what they train."""
+    global _TRAINING
+    spawned, patches, before = Spawned(request), Patches(), _TRAINING
+    _TRAINING = training
+    if request.framework == "torch":
+        spawned.install(patches)
+    try:
+        yield spawned
+    finally:
+        _TRAINING = before
+        patches.undo()
+
+
+def run_function(request: Request, action: Callable[[], Any]) -> int:
+    """Run a function in a process that a script started itself; return the exit code.
+
+    The process leaves a record if it trained or failed. One that was forked is under the policy already.
+    """
+    shell, began = surroundings(), (time.perf_counter(), time.time())
+    with ExitStack() as stack:
+        training = _TRAINING
+        if training is None:
+            train = training_in(request.framework)
+            training = stack.enter_context(train(request.policy, seed=request.seed, observe=request.observe))
+        exit_code, error = _guarded(action)
+        exit_code, error = _guarded(training.close_update, before=(exit_code, error))
+        if training.num_updates or exit_code:
+            record = _record(request, training, (exit_code, error), shell=shell, began=began)
+            write_record(record, Path(request.record_path))
+    return exit_code
+
+
+def _record(
+    request: Request,
+    training: Training,
+    ending: Ending,
+    *,
+    shell: dict[str, Any],
+    began: tuple[float, float],
+    digest: str = "",
+    unheeded: Sequence[Reason] = (),
+    files: Sequence[FileRead] = (),
+    metric: Metric | None = None,
+    stopped: bool = False,
+) -> AnyRecord:
+    """Return the record of a run that has ended; ``began``: the clock's time and Unix time."""
+    exit_code, error = ending
+    record = RunRecord(
+        command=list(request.command),
+        script=request.target,
+        script_sha256=digest,
+        framework=training.framework,
+        policy=policy_text(request.policy),
+        policy_typed=request.policy_typed,
+        explanation=training.explanation(),
+        seed=request.seed,
+        environment=training.environment().model_copy(update=shell),
+        steps=training.steps(),
+        memory=training.memory(),
+        effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded]),
+        metric=metric,
+        findings=training.findings(),
+        ranks=[] if request.rank is None else alone(request.rank, training.weights()),
+        first_steps=training.num_updates if stopped else None,
+        files_read=list(files),
+        started_at_s=began[1],
+        duration_s=time.perf_counter() - began[0],
+        exit_code=exit_code,
+        error=_sentence(error),
+    )
+    return record if training.observer is None else training.observer.record(record)
 
 
 def _limit(request: Request, training: Training) -> StepLimit | None:
@@ -149,9 +228,6 @@ def _exit_at_once(exit_code: int, *, tidily: bool) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(exit_code)
-
-
-Ending = tuple[int, BaseException | None]
 
 
 def _run_script(request: Request, reader: MetricReader | None) -> Ending:
