@@ -63,7 +63,7 @@ def test_paddles_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pyt
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_an_overflow_in_one_rank_skips_the_same_steps_in_all(kind: str, size: int, tmp_path: Path) -> None:
     policy = "fp16:growth_interval=1"
-    words = ["run", "--policy", policy, "--out", "out", RANKS, kind, "210", "overflow"]
+    words = ["run", "--policy", policy, "--out", "out", RANKS, kind, "230", "overflow"]
     ended = in_processes(words, size=size, folder=tmp_path)
     assert [one.code for one in ended] == [0] * size, ended
     assert len(weights(ended)) == 1

@@ -38,7 +38,9 @@ def main():
     if method == "mp.spawn":
         torch.multiprocessing.spawn(train, args=(folder, what), nprocs=SIZE)
         return
-    started = [multiprocessing.get_context(method).Process(target=train, args=(rank, folder, what)) for rank in range(SIZE)]
+    started = [
+        multiprocessing.get_context(method).Process(target=train, args=(rank, folder, what)) for rank in range(SIZE)
+    ]
     for process in started:
         process.start()
     for process in started:

@@ -15,8 +15,8 @@ import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,23 +27,17 @@ from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.patches import Patches
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
 from mezzo.launch.progress import EVERY_S, reports_to
-from mezzo.launch.ranks.merged import alone
 from mezzo.launch.ranks.places import answer_with_place
-from mezzo.launch.request import Request, policy_text
+from mezzo.launch.recording import Ending, guarded, record_of
+from mezzo.launch.request import Request
 from mezzo.launch.spawned import Spawned
 from mezzo.launch.step_limit import StepLimit
-from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
 from mezzo.observe.settings import step_text
-from mezzo.records import AnyRecord, Effective, FileRead, Finding, Metric, Reason, RunRecord, write_record
+from mezzo.records import Finding, Reason, RunRecord, write_record
 
 if TYPE_CHECKING:
     from mezzo.observe.observer import Observer  # imports torch
-
-INTERRUPTED = 130
-
-Ending = tuple[int, BaseException | None]
-"""An exit code, and the error that ended the script."""
 
 
 def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int:
@@ -78,12 +72,12 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         if os.getpid() != process:  # a process forked by the script ended here: only its parent writes the record
             return exit_code
         stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
-        exit_code, error = _guarded(training.close_update, before=(exit_code, error))
+        exit_code, error = guarded(training.close_update, before=(exit_code, error))
         num_steps, observer = training.num_updates, training.observer
         if exit_code == 0:
             exit_code, error = _trained(request, num_steps, observer)
     with undisturbed():
-        record = _record(
+        record = record_of(
             request,
             training,
             (exit_code, error),
@@ -110,83 +104,16 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     return exit_code
 
 
-_TRAINING: Training | None = None
-"""The training of this process, for processes that the script forks from it."""
-
-
 @contextmanager
 def _with_processes(request: Request, training: Training) -> Iterator[Spawned]:
     """Have processes that the script starts record what they train."""
-    global _TRAINING
-    spawned, patches, before = Spawned(request), Patches(), _TRAINING
-    _TRAINING = training
+    spawned, patches = Spawned(request), Patches()
     if request.framework == "torch":
-        spawned.install(patches)
+        spawned.install(patches, training)
     try:
         yield spawned
     finally:
-        _TRAINING = before
         patches.undo()
-
-
-def run_function(request: Request, action: Callable[[], Any]) -> int:
-    """Run a function in a process that a script started itself; return the exit code.
-
-    The process leaves a record if it trained or failed. One that was forked is under the policy already.
-    """
-    shell, began = surroundings(), (time.perf_counter(), time.time())
-    with ExitStack() as stack:
-        training = _TRAINING
-        if training is None:
-            train = training_in(request.framework)
-            training = stack.enter_context(train(request.policy, seed=request.seed, observe=request.observe))
-        exit_code, error = _guarded(action)
-        exit_code, error = _guarded(training.close_update, before=(exit_code, error))
-        if training.num_updates or exit_code:
-            record = _record(request, training, (exit_code, error), shell=shell, began=began)
-            write_record(record, Path(request.record_path))
-    return exit_code
-
-
-def _record(
-    request: Request,
-    training: Training,
-    ending: Ending,
-    *,
-    shell: dict[str, Any],
-    began: tuple[float, float],
-    digest: str = "",
-    unheeded: Sequence[Reason] = (),
-    files: Sequence[FileRead] = (),
-    metric: Metric | None = None,
-    stopped: bool = False,
-) -> AnyRecord:
-    """Return the record of a run that has ended; ``began``: the clock's time and Unix time."""
-    exit_code, error = ending
-    record = RunRecord(
-        command=list(request.command),
-        script=request.target,
-        script_sha256=digest,
-        framework=training.framework,
-        policy=policy_text(request.policy),
-        policy_typed=request.policy_typed,
-        explanation=training.explanation(),
-        seed=request.seed,
-        environment=training.environment().model_copy(update=shell),
-        steps=training.steps(),
-        memory=training.memory(),
-        effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded]),
-        metric=metric,
-        findings=training.findings(),
-        ranks=[] if request.rank is None else alone(request.rank, training.weights()),
-        first_steps=training.num_updates if stopped else None,
-        files_read=list(files),
-        started_at_s=began[1],
-        duration_s=time.perf_counter() - began[0],
-        exit_code=exit_code,
-        error=_sentence(error),
-    )
-    return record if training.observer is None else training.observer.record(record)
 
 
 def _limit(request: Request, training: Training) -> StepLimit | None:
@@ -204,14 +131,6 @@ def _in_one_line(findings: list[Finding]) -> str:
     where = ", ".join([*(Path(line).name for line in first.lines[:1]), f"step {first.step}"])
     others = f"; also {', '.join(f.code for f in findings[1:])}" if len(findings) > 1 else ""
     return f"{first.code}: {first.title} ({where}){others}; the record says how to fix it"
-
-
-def _with(effective: Effective, more: list[Reason]) -> Effective:
-    return effective.model_copy(update={"left_alone": [*effective.left_alone, *more]})
-
-
-def _stand_in_reasons(request: Request) -> list[Reason]:
-    return [] if request.stand_in is None else [request.stand_in.reason]
 
 
 def _exit_at_once(exit_code: int, *, tidily: bool) -> None:
@@ -236,8 +155,8 @@ def _run_script(request: Request, reader: MetricReader | None) -> Ending:
     if reader is not None:
         sys.stdout, sys.stderr = (cast(Any, MetricStream(stream, reader.line)) for stream in streams)
     try:
-        ending = _guarded(lambda: _execute(request))
-        return ending if isinstance(ending[1], EndedBySignal) else _guarded(_wait_for_threads, before=ending)
+        ending = guarded(lambda: _execute(request))
+        return ending if isinstance(ending[1], EndedBySignal) else guarded(_wait_for_threads, before=ending)
     finally:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, MetricStream):
@@ -265,43 +184,6 @@ def _wait_for_threads() -> None:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon and thread not in pooled:
             thread.join()
-
-
-def _guarded(action: Callable[[], None], *, before: Ending = (0, None)) -> Ending:
-    """Run the script's code; return the exit code that Python would give and the error that ended it, an earlier one first."""
-    ending: Ending = (0, None)
-    try:
-        action()
-    except EndedBySignal as error:
-        ending = error.exit_code, error
-    except SystemExit as leaving:
-        ending = _exit_code(leaving), None
-    except MezzoError as error:
-        ending = error.exit_code, error
-    except KeyboardInterrupt as error:
-        print_error(error)
-        ending = INTERRUPTED, error
-    except BaseException as error:
-        print_error(error)
-        ending = 1, error
-    return ending if before == (0, None) else before
-
-
-def _exit_code(leaving: SystemExit) -> int:
-    if leaving.code is None:
-        return 0
-    if isinstance(leaving.code, int):
-        return leaving.code & 0xFF  # as the system truncates it
-    print(leaving.code, file=sys.stderr)
-    return 1
-
-
-def _sentence(error: BaseException | None) -> str | None:
-    if error is None:
-        return None
-    if isinstance(error, EndedBySignal):
-        return error.sentence
-    return error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _trained(request: Request, num_steps: int, observer: Observer | None) -> Ending:

@@ -12,17 +12,21 @@ import multiprocessing.process
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from mezzo.errors import RecordError
+from mezzo.launch.frameworks import Training, training_in
 from mezzo.launch.patches import Patches
 from mezzo.launch.ranks.blame import End, blamed
 from mezzo.launch.ranks.merged import merged, run_of
 from mezzo.launch.ranks.requests import for_rank
+from mezzo.launch.recording import guarded, record_of
 from mezzo.launch.request import Request
+from mezzo.measure.environment import surroundings
 from mezzo.records import AnyRecord, RunRecord, read_record
 
 _WORKERS = ("torch.utils.data", "multiprocessing", "concurrent", "joblib", "torch._inductor", "mezzo")
@@ -31,6 +35,34 @@ _RANKS = ("LOCAL_RANK", "RANK")
 
 Run = Callable[[Request, Callable[[], Any]], int]
 """Runs a function under a request, leaves the record, and returns the exit code."""
+
+
+_CURRENT: list[Training] = []
+"""The training of this process. Here, because the file that runs the script is also imported under another name than its own."""
+
+
+def inherited() -> Training | None:
+    """Return the training of the process that this one was forked from; None for a fresh process."""
+    return _CURRENT[-1] if _CURRENT else None
+
+
+def run_function(request: Request, action: Callable[[], Any]) -> int:
+    """Run a function in a process that a script started itself; return the exit code.
+
+    The process leaves a record if it trained or failed. One that was forked is under the policy already.
+    """
+    shell, began = surroundings(), (time.perf_counter(), time.time())
+    with ExitStack() as stack:
+        training = inherited()
+        if training is None:
+            train = training_in(request.framework)
+            training = stack.enter_context(train(request.policy, seed=request.seed, observe=request.observe))
+        exit_code, error = guarded(action)
+        exit_code, error = guarded(training.close_update, before=(exit_code, error))
+        if training.num_updates or exit_code:
+            record = record_of(request, training, (exit_code, error), shell=shell, began=began)
+            write_record(record, Path(request.record_path))
+    return exit_code
 
 
 class Recorded:
@@ -44,8 +76,6 @@ class Recorded:
         if "torch" not in sys.modules:  # nothing that it has imported could train
             self._target(*args, **kwargs)
             return
-        from mezzo.launch.child import run_function
-
         code = run_function(Request.model_validate_json(self._request), lambda: self._target(*args, **kwargs))
         if code:
             sys.exit(code)
@@ -61,8 +91,10 @@ class Spawned:
         self._own = os.getpid()
         self._paths: list[Path] = []
 
-    def install(self, patches: Patches) -> None:
+    def install(self, patches: Patches, training: Training) -> None:
         """Have processes that are started from now on record what they train, until ``patches`` are undone."""
+        _CURRENT.append(training)
+        patches.on_undo(_CURRENT.pop)
         patches.wrap(multiprocessing.process.BaseProcess, "start", self._starting)
         patches.wrap(subprocess.Popen, "__init__", self._opening)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.launch.process.command_signals import GRACE_S, Stop, Stopped, stoppable
+from mezzo.launch.ranks.leading import POLL_S
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.places import place_left
 from mezzo.launch.ranks.requests import beside, for_rank, record_path
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_alone, several_runs
 
-_POLL_S = 0.05
 _LEFT_ALONE = 1
 """Exit code of a process whose rank 0 is gone."""
 
@@ -48,7 +48,7 @@ def _follow(meeting: Meeting, stop: Stop) -> int:
             end_s = min(end_s, time.monotonic() + 3 * GRACE_S)
         if time.monotonic() > end_s:
             return stop.exit_code
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 def _run(meeting: Meeting, number: int, asked: dict[str, Any], stop: Stop) -> None:

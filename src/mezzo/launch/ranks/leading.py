@@ -34,7 +34,8 @@ AFTER_FAILURE_S = 10.0
 """Time for the other processes to fail by themselves, so that their own errors are recorded."""
 _STOPPING_S = 20.0
 """Time for a process to end after it is told to, and for its record to arrive."""
-_POLL_S = 0.05
+POLL_S = 0.05
+"""Time between two reads of what other processes have left."""
 
 Interrupted = Callable[[], bool]
 """Whether the run of this process is to be stopped."""
@@ -151,7 +152,7 @@ class Leader:
         left = [rank for rank in self._meeting.others if self._meeting.get(f"alive-{rank}") is not None]
         while left and time.monotonic() < end:
             left = [r for r in left if self._meeting.get(f"bye-{r}") is None and not self._meeting.gone(r)]
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     # --- while it runs -----------------------------------------------------------------------------------------------------------
 
@@ -196,7 +197,7 @@ class Leader:
                     end_s = time.monotonic() + _STOPPING_S
                 if end_s is not None and time.monotonic() > end_s + _STOPPING_S:
                     return
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
 
     # --- when it is over ---------------------------------------------------------------------------------------------------------
 
