@@ -135,7 +135,7 @@ def test_a_script_started_anew_with_a_rank_runs_under_the_policy(
         return
     assert opened[0][1:3] == ["-m", "mezzo.launch.child"]
     again = Request.unpacked(opened[0][3])
-    assert (again.target, again.arguments, again.rank) == (os.path.abspath("train.py"), arguments, 0)
+    assert (again.target, again.arguments, again.rank) == (os.path.abspath("train.py"), arguments, 1)
 
 
 @pytest.mark.slow

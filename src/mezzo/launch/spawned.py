@@ -27,15 +27,11 @@ from mezzo.launch.ranks.requests import for_rank
 from mezzo.launch.recording import guarded, record_of
 from mezzo.launch.request import Request
 from mezzo.measure.environment import surroundings
-from mezzo.records import AnyRecord, RunRecord, read_record
+from mezzo.records import AnyRecord, RunRecord, read_record, write_record
 
 _WORKERS = ("torch.utils.data", "multiprocessing", "concurrent", "joblib", "torch._inductor", "mezzo")
 """Packages whose processes do not train."""
 _RANKS = ("LOCAL_RANK", "RANK")
-
-Run = Callable[[Request, Callable[[], Any]], int]
-"""Runs a function under a request, leaves the record, and returns the exit code."""
-
 
 _CURRENT: list[Training] = []
 """The training of this process. Here, because the file that runs the script is also imported under another name than its own."""
@@ -136,7 +132,7 @@ class Spawned:
 
     def _next(self, request: Request) -> Request:
         """Return the request of the next process."""
-        number = len(self._paths)
+        number = len(self._paths) + 1  # the script's own process writes the files of rank 0
         path = self._path.with_name(f"{self._path.stem}.process{number}.json")
         self._paths.append(path)
         request = request.model_copy(update={"record_path": str(path), "reports_progress": False, "variables": {}})
