@@ -23,7 +23,7 @@ from mezzo.launch.ranks.blame import End, blamed
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import merged
 from mezzo.launch.ranks.places import Place, place_left
-from mezzo.launch.ranks.requests import beside, counts_path, for_rank, record_path
+from mezzo.launch.ranks.requests import counts_path, for_rank, record_path
 from mezzo.launch.request import Request
 from mezzo.observe.ranges.counts_file import read_values, values_of_all
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
@@ -226,12 +226,6 @@ class Leader:
 
     def _folder(self, rank: int) -> Path:
         return self._meeting.folder_for(f"rank-{rank}")
-
-
-def files_of_ranks(path: Path) -> list[Path]:
-    """Return a file of an observer that every rank writes, rank 0's first: that alone for a single process."""
-    lead = leader()
-    return [path, *(beside(path, rank) for rank in range(1, 1 if lead is None else lead.size))]
 
 
 def fresh_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mezzo.launch.request import Request
@@ -38,3 +39,15 @@ def beside(path: Path, rank: int) -> Path:
 def folder_beside(folder: Path, rank: int) -> Path:
     """Return a rank's own folder inside that of rank 0."""
     return folder / f"rank{rank}"
+
+
+def files_of_ranks(path: Path) -> list[Path]:
+    """Return an observer's file of rank 0 and those of other ranks beside it, in order."""
+    others = [
+        (int(found[1]), place) for place in path.parent.glob(f"*{path.suffix}") if (found := _of_rank(path, place))
+    ]
+    return [path, *(place for _, place in sorted(others))]
+
+
+def _of_rank(path: Path, place: Path) -> re.Match[str] | None:
+    return re.fullmatch(rf"{re.escape(path.stem)}\.rank(\d+){re.escape(path.suffix)}", place.name)

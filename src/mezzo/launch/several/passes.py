@@ -22,11 +22,11 @@ from typing import Any
 
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
-from mezzo.launch.ranks.leading import files_of_ranks
+from mezzo.launch.ranks.requests import files_of_ranks
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.observe.nonfinite import fixes
-from mezzo.observe.nonfinite.evidence import of_all, read_evidence
+from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
 from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis, judged, known, last_step, repeats, tried
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
@@ -90,8 +90,7 @@ def _ran(asked: ScriptRun, request: Request, number: int, child: Child, stop: St
         path, output = path.with_name(f"pass{number}.json"), path.with_name(f"pass{number}.log")
         update |= {"output_to_stderr": False, "record_path": str(path)}
     evidence = path.absolute().with_suffix(".evidence.json")  # the script may change the folder
-    places = files_of_ranks(evidence)
-    for place in places:
+    for place in files_of_ranks(evidence):
         place.unlink(missing_ok=True)
     update["observe"] = asked.settings.model_copy(update={"evidence_path": str(evidence)})
     try:
@@ -102,7 +101,15 @@ def _ran(asked: ScriptRun, request: Request, number: int, child: Child, stop: St
         return replace(asked, stopped_by=stop.name)
     if number > 1 and stop.stopped:
         return replace(asked, stopped_by=stop.name)
-    return replace(asked, run=run, evidence=of_all([read_evidence(place) for place in places]))
+    return replace(asked, run=run, evidence=_evidence_at(evidence))
+
+
+def _evidence_at(path: Path) -> Evidence | None:
+    """Return the evidence of all processes of a run; a script's own process shows nothing where it only starts those that train."""
+    found = [read_evidence(place) for place in files_of_ranks(path)]
+    if len(found) > 1 and found[0] is not None and not (found[0].watched or found[0].bad_steps):
+        del found[0]
+    return of_all(found)
 
 
 # --- what to run next ----------------------------------------------------------------------------------------------------------------

@@ -145,7 +145,8 @@ def of_all(by_rank: Sequence[Evidence | None]) -> Evidence | None:
     found = [(rank, evidence) for rank, evidence in enumerate(by_rank) if evidence is not None]
     if not found:
         return None
-    rank, first = next(((r, e) for r, e in found if e.located is not None), found[0])
+    longest = max(found, key=lambda pair: len(pair[1].watched))
+    rank, first = next(((r, e) for r, e in found if e.located is not None), longest)
     elsewhere = first.located is not None and first.found_by_rank is None and rank > 0
     everyone = [evidence for _, evidence in found]
     return first.model_copy(
