@@ -386,14 +386,8 @@ class Driven:
 
 
 def _refuse_what_needs_agreement(models: Iterable[nn.Module], policy: Policy) -> None:
-    """Refuse several processes unless the library averages whole gradients before an update: then all of them decide alike.
-
-    Raises:
-        SessionError: parameters are sharded, or their formats change under ``DistributedDataParallel``, which the library has built.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    size = torch.distributed.get_world_size()
+    """Refuse several processes unless the library averages whole gradients before an update: then all of them decide alike."""
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     sharded = any(is_shared(p) or hasattr(p, "_is_flat_param") for model in models for p in model.parameters())
     if size > 1 and (sharded or policy.casting == "model"):
         what = "sharded parameters" if sharded else f"policy {policy!s}, which casts weights"

@@ -108,7 +108,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
 def _with_processes(request: Request, training: Training) -> Iterator[Spawned]:
     """Have processes that the script starts record what they train."""
     spawned, patches = Spawned(request), Patches()
-    if request.framework == "torch":
+    if request.framework == "torch" and request.observe is None:  # observers follow one process
         spawned.install(patches, training)
     try:
         yield spawned

@@ -23,7 +23,7 @@ from mezzo.launch.frameworks import Training, training_in
 from mezzo.launch.patches import Patches
 from mezzo.launch.ranks.blame import End, blamed
 from mezzo.launch.ranks.merged import merged, run_of
-from mezzo.launch.ranks.requests import counts_path, for_rank
+from mezzo.launch.ranks.requests import for_rank
 from mezzo.launch.recording import guarded, record_of
 from mezzo.launch.request import Request
 from mezzo.measure.environment import surroundings
@@ -146,7 +146,6 @@ class Spawned:
             with suppress(RecordError):
                 record = read_record(path)
             path.unlink(missing_ok=True)
-            counts_path(path.parent, len(found) + 1).unlink(missing_ok=True)
             if record is None or _trained(record):
                 found.append(record)
         if not any(record is not None for record in found):
