@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from helpers_launch import children_in_this_process
 from mezzo import cli
 from mezzo.records import AuditRecord, RunRecord, read_record
 from paths import SCRIPTS
+from processes import in_processes
 
 ONCE = 2 * 8 * 6 * 16 + 2 * 8 * 16 * 2  # the two layers of mlp(6, 16, 2) on a batch of 8
 FIRST = 2 * 8 * 6 * 16  # the first one has no gradient for its input
@@ -169,27 +169,18 @@ def test_daemon_threads_of_a_script_that_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_of_distributed_data_parallel(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "mezzo", "audit", "--out", str(tmp_path), str(SCRIPTS / "distributed.py")]
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stdout=-1, stderr=-1, text=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
-    for folder in (tmp_path, tmp_path / "rank1"):
-        record = read(folder)
-        assert record.flops_by_phase == {
-            "forward": {"fp32": ONCE},
-            "dgrad": {"fp32": ONCE - FIRST},
-            "wgrad": {"fp32": ONCE},
-        }
-        assert {o.module for o in record.operations if o.flops} == {"0", "2"}
-        assert any(o.op == "allreduce_" for o in record.operations)
+    words = ["audit", "--out", str(tmp_path), str(SCRIPTS / "distributed.py")]
+    ended = in_processes(words, folder=tmp_path)
+    assert [one.code for one in ended] == [0, 0], ended
+    record = read(tmp_path)
+    assert record.flops_by_phase == {
+        "forward": {"fp32": ONCE},
+        "dgrad": {"fp32": ONCE - FIRST},
+        "wgrad": {"fp32": ONCE},
+    }
+    assert {o.module for o in record.operations if o.flops} == {"0", "2"}
+    assert any(o.op == "allreduce_" for o in record.operations)
+    assert len(record.run.ranks) == 2
 
 
 # --- scripts of every kind, in this process ------------------------------------------------------

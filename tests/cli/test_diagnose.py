@@ -5,10 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from mezzo.report.html import render_html
 from mezzo.report.sheets.diagnose import diagnose_sheet
 from mezzo.report.text import render
 from paths import FAULTS, SCRIPTS
+from processes import in_processes
 
 pytestmark = pytest.mark.usefixtures("slow_backward_way")
 
@@ -128,25 +125,13 @@ def test_a_script_that_trains_in_a_thread_is_healthy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_end_together_and_name_the_one_at_fault(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "mezzo", "diagnose", "--out", str(tmp_path), PARALLEL, "3"]
-    both = [
-        subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=120)[0].decode() for process in both]
-    assert [process.returncode for process in both] == [1, 1], outputs
-    for folder in (tmp_path, tmp_path / "rank1"):
-        record = read_record(folder / "record.json")
-        assert isinstance(record, DiagnoseRecord)
-        assert (record.verdict, record.module, record.step) == ("invalid_operation", "0", 3)
-        assert len(record.passes) == 1
+    ended = in_processes(["diagnose", "--out", str(tmp_path), PARALLEL, "3"], folder=tmp_path)
+    assert [one.code for one in ended] == [1, 1], ended
     first = read_record(tmp_path / "record.json")
     assert isinstance(first, DiagnoseRecord)
-    assert [(n.what, n.value) for n in first.notes] == [("found by", "the process of rank 1")]
+    assert (first.verdict, first.module, first.step) == ("invalid_operation", "0", 3)
+    assert [one.policy for one in first.passes] == ["fp16", "fp16", "fp32"]  # each in both processes
+    assert ("found by", "the process of rank 1") in [(n.what, n.value) for n in first.notes]
 
 
 # --- in this process -----------------------------------------------------------------------------

@@ -51,12 +51,6 @@ def test_a_script_gets_a_policy_file(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert not any(trained.steps.skipped[1:])  # the first one may look for its loss scale
 
 
-def test_a_distributed_run_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["fallback", FRAGILE]) == 7
-    assert "2 processes; allowed: one" in capfd.readouterr().err
-
-
 def test_a_script_that_is_not_there_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["fallback", "nowhere.py"]) == 2
     assert "nowhere.py" in capfd.readouterr().err

@@ -16,7 +16,7 @@ import pytest
 from helpers_launch import children_in_this_process
 from mezzo import cli
 from mezzo.cli import results
-from mezzo.cli.folders import folder_of_rank, new_folder
+from mezzo.cli.folders import new_folder
 from mezzo.cli.words import WORDS
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.variables import variables_that_matter
@@ -260,17 +260,6 @@ def test_new_folders_have_names_of_their_own(out: Path) -> None:
     found = [new_folder(None, "train: fp16") for _ in range(3)]
     assert len(set(found)) == 3
     assert all(re.fullmatch(r"runs/[-\d]+-train-fp16(-\d+)?", str(folder)) for folder in found)
-
-
-def test_every_process_has_a_folder(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert folder_of_rank(out, "train") == out
-    monkeypatch.setenv("RANK", "3")
-    assert folder_of_rank(out, "train") == out / "rank3"
-    assert folder_of_rank(None, "train").name.endswith("-train-rank3")
-    write_record(left_by("run", "--out", "out", "other.py"), out / "record.json")
-    assert folder_of_rank(out, "train") == out.with_name("out-2") / "rank3"
-    monkeypatch.setenv("RANK", "0")
-    assert folder_of_rank(out, "train") == out.with_name("out-2")
 
 
 def test_fallback_deletes_no_folder_that_it_did_not_make(

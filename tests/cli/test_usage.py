@@ -376,7 +376,7 @@ def test_an_option_of_ours_after_the_script_is_said(
     ("command", "words"),
     [
         ("run", "[default: a new folder under runs/]"),
-        ("run", "with --json, the script's output goes to standard error. In a distributed run"),
+        ("run", "with --json, the script's output goes to standard error. Under torchrun"),
         ("compare", "[default: 20 times the longest run so far, at least 600]"),
         ("fallback", "[default: fp16 0.02, bf16 0.16, fp8 0.5]"),
     ],

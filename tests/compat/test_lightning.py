@@ -23,7 +23,6 @@ from mezzo.records import RunRecord, read_record, write_record
 lightning = pytest.importorskip("lightning")
 from lightning.fabric import Fabric  # noqa: E402
 
-from mezzo.compat.driven import Driven  # noqa: E402
 from mezzo.compat.lightning import MezzoFabricPrecision, MezzoPrecision  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore:.*LeafSpec:FutureWarning")
@@ -433,10 +432,3 @@ def test_what_cannot_work_is_refused_with_its_reason() -> None:
     with pytest.raises(SessionError, match="a Linear is set up after training began with 1 other models"):
         room.setup(linear())
     assert math.isfinite(loss.item())
-
-
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(SessionError, match="training in 2 processes; allowed inside another library: one"):
-        _ = Driven("fp16").session

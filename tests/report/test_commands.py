@@ -111,7 +111,8 @@ def test_where_it_ran(variables: dict[str, str], text: str) -> None:
     assert typed is not None
     there = typed.in_framework("torch 2.13.0", variables)
     assert there.under("audit") == text
-    assert "torchrun" not in there.under("fallback")
+    assert ("torchrun" in there.under("fallback")) is ("torchrun" in text)
+    assert "torchrun" not in there.under("check")
 
 
 def test_other_frameworks_have_three_commands() -> None:

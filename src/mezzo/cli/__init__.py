@@ -9,6 +9,7 @@ import typer
 
 from mezzo.cli import audit, check, compare, diagnose, doctor, fallback, predict, ranges, report, run
 from mezzo.cli.completion import ScriptCommand
+from mezzo.cli.ranks import in_ranks
 from mezzo.cli.usage import usage_error
 from mezzo.cli.words import WORDS
 from mezzo.errors import MezzoError
@@ -64,7 +65,17 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     token = WORDS.set(tuple(words))
     try:
-        code = app(list(words), standalone_mode=False, prog_name="mezzo")
+        return in_ranks(words, lambda: _exit_code(list(words)))
+    except MezzoError as error:
+        return _failed(error)  # of the processes, before the command began
+    finally:
+        WORDS.reset(token)
+
+
+def _exit_code(words: list[str]) -> int:
+    """Run the command in this process and return its exit code."""
+    try:
+        code = app(words, standalone_mode=False, prog_name="mezzo")
     except MezzoError as error:
         return _failed(error)
     except _PARSER_ERROR as error:
@@ -82,8 +93,6 @@ def main(arguments: list[str] | None = None) -> int:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
         return 130
-    finally:
-        WORDS.reset(token)
     return code if isinstance(code, int) else 0
 
 

@@ -28,8 +28,7 @@ def audit(
 ) -> None:
     """Record every operation of chosen training steps with its format, module and phase, and report findings.
 
-    The script runs unedited. In a distributed run (RANK is set), each process writes its own record, ranks above 0 to a
-    folder ending in rankN.
+    The script runs unedited. Under torchrun, srun or mpirun it runs in all processes, and one record has the findings of all.
     """
     from mezzo.launch.runner import observe_child
     from mezzo.observe.settings import AuditSettings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,6 @@ import typer
 from mezzo.cli import options, results
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script
-from mezzo.errors import ScriptError
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
@@ -46,11 +44,6 @@ def fallback(
     from mezzo.launch.several.fallback import fallback_of_script
     from mezzo.policy import Policy
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ScriptError(
-            f"mezzo fallback runs in {os.environ['WORLD_SIZE']} processes; allowed: one",
-            hint="search in one process, without torchrun; the policy file it writes serves distributed runs too",
-        )
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     judged = Policy.of(policy)
     script.check(judged)

@@ -43,15 +43,6 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
     return folder
 
 
-def folder_of_rank(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Path:
-    """Return the folder for the records of this process: in a distributed run, other ranks get a subfolder of rank 0's."""
-    rank = os.environ.get("RANK", "0")
-    if rank == "0":
-        return new_folder(out, name, leaves=leaves)
-    inside = None if out is None else _free(out, leaves) / f"rank{rank}"  # all processes find the same one
-    return new_folder(inside, f"{name}-rank{rank}", leaves=leaves)
-
-
 def _free(out: Path, leaves: Sequence[str]) -> Path:
     folder = next(folder for folder in _numbered(out) if not folder.is_dir() or _is_own(folder, leaves))
     if folder != out:

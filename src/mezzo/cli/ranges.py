@@ -33,8 +33,8 @@ def ranges(
 ) -> None:
     """Show the ranges of a training script's values, and what each format and loss scale would do to them.
 
-    The script runs unedited, in FP32: weights, activations, gradients and updates are counted by exponent. In a
-    distributed run (RANK is set), each process writes its own record, ranks above 0 to a folder ending in rankN.
+    The script runs unedited, in FP32: weights, activations, gradients and updates are counted by exponent. Under torchrun,
+    srun or mpirun one record has the values of all processes.
     """
     from mezzo.launch.runner import observe_child
     from mezzo.observe.settings import RangesSettings

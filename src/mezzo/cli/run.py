@@ -42,8 +42,8 @@ def run(
     """Run an unedited training script under a precision policy.
 
     Output, exit code and signals pass through. The summary follows the script's output; with --json, the script's
-    output goes to standard error. In a distributed run (RANK is set), each process writes its own record, ranks
-    above 0 to a folder ending in rankN.
+    output goes to standard error. Under torchrun, srun or mpirun the script runs in all processes, and one record has
+    the times, memory and skipped steps of each.
     """
     from mezzo.launch.runner import run_child
 

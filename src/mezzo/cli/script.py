@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.folders import folder_of_rank
+from mezzo.cli.folders import new_folder
 from mezzo.cli.progress import shown
 from mezzo.cli.standins import stand_in_for
 from mezzo.cli.words import target_of, typed
@@ -71,8 +71,8 @@ class Script:
         )
 
     def folder(self, name: str, *, leaves: Sequence[str] = ()) -> Path:
-        """Return the folder for the records of this process; ``name`` is part of a new folder's name."""
-        return folder_of_rank(self.out, f"{Path(self.target).stem}-{name}", leaves=leaves)
+        """Return the folder for the command's records; ``name`` is part of a new folder's name."""
+        return new_folder(self.out, f"{Path(self.target).stem}-{name}", leaves=leaves)
 
     def finish(self, record: AnyRecord, folder: Path, *, after_script: bool = False) -> None:
         """Write ``record`` and its report, and print it."""

@@ -27,6 +27,9 @@ from mezzo.formats import FP32
 from mezzo.policy import Policy
 from mezzo.records import RunRecord
 
+_REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Where every process has the whole model, and Accelerate averages the gradients."""
+
 
 class MezzoAccelerator(accelerate.Accelerator):
     """An ``Accelerator`` that prepares and trains under a precision policy.
@@ -36,7 +39,7 @@ class MezzoAccelerator(accelerate.Accelerator):
         **settings: what ``Accelerator`` takes, ``mixed_precision`` left out.
 
     Raises:
-        SessionError: ``mixed_precision`` was given, or several processes train.
+        SessionError: ``mixed_precision`` was given, or processes have parts of the model.
     """
 
     driven: Driven
@@ -52,9 +55,10 @@ class MezzoAccelerator(accelerate.Accelerator):
 
     def take_policy(self, policy: Policy | str) -> None:
         """Start under a policy; for an accelerator that another library created."""
-        if self.distributed_type != DistributedType.NO:
+        if self.distributed_type not in _REPLICATED:
+            allowed = ", ".join(str(kind).rpartition(".")[2] for kind in _REPLICATED)
             raise SessionError(
-                f"MezzoAccelerator runs as {self.distributed_type}; allowed: one process",
+                f"MezzoAccelerator runs as {self.distributed_type}; allowed: {allowed}",
                 hint="use mezzo.Session with torch's DistributedDataParallel or fully_shard",
             )
         self.driven = Driven(policy)

@@ -24,6 +24,7 @@ from mezzo.engine import arguments, checks
 from mezzo.engine.gradients import put_back, set_aside
 from mezzo.engine.parameters import parameters_of, trained_by
 from mezzo.engine.session import Session
+from mezzo.engine.shards import is_shared
 from mezzo.engine.window import Reduction
 from mezzo.errors import SessionError
 from mezzo.launch.schedules import ScriptSchedules
@@ -160,11 +161,7 @@ class Driven:
         return self._session is not None
 
     def _begin(self) -> Observed:
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise SessionError(
-                f"training in {torch.distributed.get_world_size()} processes; allowed inside another library: one",
-                hint="use mezzo.Session with torch's DistributedDataParallel or fully_shard, or mezzo run on the script",
-            )
+        _refuse_what_needs_agreement(self.models, self.policy)
         self._parameters = parameters_of(self.models)  # frozen ones too: they may be unfrozen later
         self._asked = Asked(self._parameters)
         self._session = session = Observed(self.models, self._asked, policy=self.policy)
@@ -385,4 +382,17 @@ class Driven:
                 optimizer_bytes=sum(memory.optimizer_bytes(o) for o in optimizers),
             ),
             effective=Effective(emulated=session.casting.emulates),
+        )
+
+
+def _refuse_what_needs_agreement(models: Iterable[nn.Module], policy: Policy) -> None:
+    """Refuse several processes unless the library averages whole gradients before an update: then all of them decide alike."""
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    sharded = any(is_shared(p) or hasattr(p, "_is_flat_param") for model in models for p in model.parameters())
+    if size > 1 and (sharded or policy.casting == "model"):
+        what = "sharded parameters" if sharded else f"policy {policy!s}, which casts weights"
+        raise SessionError(
+            f"training in {size} processes with {what}; allowed inside another library: DistributedDataParallel under a policy that "
+            "casts operations, as fp16 and bf16 do",
+            hint="use mezzo.Session with torch's DistributedDataParallel or fully_shard, or mezzo run on the script",
         )

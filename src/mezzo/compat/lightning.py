@@ -4,8 +4,8 @@ Forward passes run under the policy, and a step is that of a session: one unscal
 schedules held on a skipped update (Trainer; in Fabric by ``plugin.hold(scheduler)``), a short last window averaged over its
 micro-batches, FP32 masters under ``-master`` policies. The Trainer's checkpoints contain the loss scale, and masters if there are any.
 
-Limits: one device and one process (several are refused); LBFGS is refused; Lightning's ``global_step`` counts skipped updates, as it
-does with its own mixed precision.
+Limits: one device a process; several processes under ``DistributedDataParallel`` only, tried with Fabric; LBFGS is refused;
+Lightning's ``global_step`` counts skipped updates, as it does with its own mixed precision.
 """
 
 from __future__ import annotations

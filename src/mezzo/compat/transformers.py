@@ -48,6 +48,11 @@ class MezzoTrainerMixin:
                 f"TrainingArguments({own[0]}=True) beside policy={str(self.policy)!r}; allowed: one of the two",
                 hint=f"leave {own[0]} out of the arguments: the policy decides",
             )
+        if self.args.world_size > 1:
+            raise SessionError(
+                f"MezzoTrainer in {self.args.world_size} processes; allowed: one",
+                hint="run the script, with transformers' own Trainer, by mezzo run: it works with several processes",
+            )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = MezzoAccelerator
         self.accelerator.take_policy(self.policy)

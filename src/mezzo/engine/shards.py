@@ -7,10 +7,15 @@ torch's distributed tensors are not imported where there are none.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from mezzo.devices import has_fp64
+from mezzo.formats import FP32, FP64
 
 _WHOLE = (Tensor, nn.Parameter)
 
@@ -42,6 +47,34 @@ def shared_as(parameter: Any, held: Tensor) -> Tensor:
     return type(parameter).from_local(  # type: ignore[no-any-return]
         held, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
     )
+
+
+def norm_of_all(gradients: Sequence[Any], take: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """Return the norm of gradients over all processes that share them, the same in each.
+
+    One all-reduce of one number for each way in which gradients are sharded, by the same processes as exchange the shards.
+
+    Args:
+        gradients: some, or all, shared; plain ones count as they are here.
+        take: gives the norm of a list of plain tensors.
+    """
+    alike: dict[Any, list[Any]] = {}
+    for gradient in gradients:
+        alike.setdefault((gradient.device_mesh, gradient.placements) if is_shared(gradient) else None, []).append(
+            gradient
+        )
+    squares = []
+    for key, some in alike.items():
+        held = [part for part in map(local, some) if part.numel()]
+        wide = FP64.dtype if has_fp64(local(some[0]).device) else FP32.dtype
+        square = take(held).to(wide).square() if held else torch.zeros((), dtype=wide, device=local(some[0]).device)
+        mesh: Any
+        mesh, placements = (None, ()) if key is None else key
+        for dim, place in enumerate(placements):
+            if not place.is_replicate():
+                dist.all_reduce(square, group=mesh.get_group(dim))
+        squares.append(square)
+    return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt().float()
 
 
 def parts(tensor: Any) -> int:

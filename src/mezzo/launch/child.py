@@ -15,7 +15,8 @@ import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,16 +24,17 @@ from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
 from mezzo.launch.frameworks import Framework, Training, training_in
 from mezzo.launch.output import MetricReader, MetricStream
+from mezzo.launch.patches import Patches
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
 from mezzo.launch.progress import EVERY_S, reports_to
-from mezzo.launch.request import Request, policy_text
+from mezzo.launch.ranks.places import answer_with_place
+from mezzo.launch.recording import Ending, guarded, record_of
+from mezzo.launch.request import Request
+from mezzo.launch.spawned import Spawned
 from mezzo.launch.step_limit import StepLimit
-from mezzo.launch.tracebacks import print_error
 from mezzo.measure.environment import surroundings
 from mezzo.observe.settings import step_text
-from mezzo.records import Effective, Finding, Reason, RunRecord, write_record
-
-INTERRUPTED = 130
+from mezzo.records import Finding, Reason, RunRecord, write_record
 
 
 def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int:
@@ -45,6 +47,9 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     request = Request.unpacked(argv[0])
     process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
     shell = surroundings()
+    os.environ.update(request.variables)
+    if request.rank is not None:
+        answer_with_place(request.place_file)
     with interrupts_kill():
         train = training_in(request.framework)
     started, started_at_s = time.perf_counter(), time.time()
@@ -53,6 +58,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         ended_by_signals(),
         train(request.policy, seed=request.seed, observe=request.observe) as training,
         watched as files,
+        _with_processes(request, training) as spawned,
     ):
         if request.reports_progress:
             training.report_to(reports_to(request.progress_file), every_s=EVERY_S)
@@ -63,44 +69,50 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         if os.getpid() != process:  # a process forked by the script ended here: only its parent writes the record
             return exit_code
         stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
-        exit_code, error = _guarded(training.close_update, before=(exit_code, error))
+        exit_code, error = guarded(training.close_update, before=(exit_code, error))
         snapshots = training.end_snapshots()
-        num_steps, observer = training.num_updates, training.observer
+        observer = training.observer
         if exit_code == 0:
             exit_code, error = _trained(request, training)
     with undisturbed():
-        record = RunRecord(
-            command=list(request.command),
-            script=request.target,
-            script_sha256=digest,
-            framework=training.framework,
-            policy=policy_text(request.policy),
-            policy_typed=request.policy_typed,
-            explanation=training.explanation(),
-            seed=request.seed,
-            environment=training.environment().model_copy(update=shell),
-            steps=training.steps(),
-            memory=training.memory(),
-            effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded()]),
+        record = record_of(
+            request,
+            training,
+            (exit_code, error),
+            shell=shell,
+            digest=digest,
+            unheeded=unheeded(),
+            files=files.found,
             metric=reader.metric() if reader else None,
-            findings=training.findings(),
             snapshots=snapshots,
-            first_steps=num_steps if stopped else None,
-            files_read=files.found,
-            started_at_s=started_at_s,
-            duration_s=time.perf_counter() - started,
-            exit_code=exit_code,
-            error=_sentence(error),
+            stopped=stopped,
+            began=(started, started_at_s),
         )
-        write_record(record if observer is None else observer.record(record), path)
+        whole = spawned.together(record)
+        write_record(whole, path)
+    if whole is not record and isinstance(error, ScriptError):  # the processes that it started have trained
+        exit_code, error = 0, None
     if isinstance(error, MezzoError):
         print(f"mezzo: {error}", file=sys.stderr)
-    if observer is None and record.findings:
-        print(f"mezzo: {_in_one_line(record.findings)}", file=sys.stderr)
+    findings = whole.findings if isinstance(whole, RunRecord) else []
+    if observer is None and findings:
+        print(f"mezzo: {_in_one_line(findings)}", file=sys.stderr)
     signalled = isinstance(error, EndedBySignal)
     if signalled or ((observer is not None or stopped) and any(t.daemon for t in threading.enumerate())):
         _exit_at_once(exit_code, tidily=not signalled)
     return exit_code
+
+
+@contextmanager
+def _with_processes(request: Request, training: Training) -> Iterator[Spawned]:
+    """Have processes that the script starts record what they train."""
+    spawned, patches = Spawned(request), Patches()
+    if request.framework == "torch" and request.observe is None:  # observers follow one process
+        spawned.install(patches, training)
+    try:
+        yield spawned
+    finally:
+        patches.undo()
 
 
 def _limit(request: Request, training: Training) -> StepLimit | None:
@@ -120,14 +132,6 @@ def _in_one_line(findings: list[Finding]) -> str:
     return f"{first.code}: {first.title} ({where}){others}; the record says how to fix it"
 
 
-def _with(effective: Effective, more: list[Reason]) -> Effective:
-    return effective.model_copy(update={"left_alone": [*effective.left_alone, *more]})
-
-
-def _stand_in_reasons(request: Request) -> list[Reason]:
-    return [] if request.stand_in is None else [request.stand_in.reason]
-
-
 def _exit_at_once(exit_code: int, *, tidily: bool) -> None:
     """End the process without Python's own shutdown, as a signal would.
 
@@ -144,11 +148,8 @@ def _exit_at_once(exit_code: int, *, tidily: bool) -> None:
     os._exit(exit_code)
 
 
-Ending = tuple[int, BaseException | None]
-
-
 def _run_script(request: Request, reader: MetricReader | None, training: Training) -> Ending:
-    ready = _guarded(lambda: training.begin_snapshots(request.snapshots))
+    ready = guarded(lambda: training.begin_snapshots(request.snapshots))
     if ready[1] is not None:
         return ready
     sys.argv = [request.target, *request.arguments]
@@ -156,8 +157,8 @@ def _run_script(request: Request, reader: MetricReader | None, training: Trainin
     if reader is not None:
         sys.stdout, sys.stderr = (cast(Any, MetricStream(stream, reader.line)) for stream in streams)
     try:
-        ending = _guarded(lambda: _execute(request))
-        return ending if isinstance(ending[1], EndedBySignal) else _guarded(_wait_for_threads, before=ending)
+        ending = guarded(lambda: _execute(request))
+        return ending if isinstance(ending[1], EndedBySignal) else guarded(_wait_for_threads, before=ending)
     finally:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, MetricStream):
@@ -185,43 +186,6 @@ def _wait_for_threads() -> None:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon and thread not in pooled:
             thread.join()
-
-
-def _guarded(action: Callable[[], None], *, before: Ending = (0, None)) -> Ending:
-    """Run the script's code; return the exit code that Python would give and the error that ended it, an earlier one first."""
-    ending: Ending = (0, None)
-    try:
-        action()
-    except EndedBySignal as error:
-        ending = error.exit_code, error
-    except SystemExit as leaving:
-        ending = _exit_code(leaving), None
-    except MezzoError as error:
-        ending = error.exit_code, error
-    except KeyboardInterrupt as error:
-        print_error(error)
-        ending = INTERRUPTED, error
-    except BaseException as error:
-        print_error(error)
-        ending = 1, error
-    return ending if before == (0, None) else before
-
-
-def _exit_code(leaving: SystemExit) -> int:
-    if leaving.code is None:
-        return 0
-    if isinstance(leaving.code, int):
-        return leaving.code & 0xFF  # as the system truncates it
-    print(leaving.code, file=sys.stderr)
-    return 1
-
-
-def _sentence(error: BaseException | None) -> str | None:
-    if error is None:
-        return None
-    if isinstance(error, EndedBySignal):
-        return error.sentence
-    return error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _trained(request: Request, training: Training) -> Ending:

@@ -118,6 +118,9 @@ class Training(Protocol):
     def environment(self) -> Environment:
         """Return the machine and the versions."""
 
+    def weights(self) -> str:
+        """Return a digest of the weights, for comparison with other processes; empty if there is none."""
+
 
 class Switch(Protocol):
     """A context that runs the code inside under a policy (None: its own precision) and records every training step."""

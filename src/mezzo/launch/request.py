@@ -75,6 +75,11 @@ class Request(BaseModel):
     output_to_stderr: bool = False
     """Whether the script's standard output goes to standard error, because the command's own is JSON."""
 
+    rank: int | None = None
+    """Which of a job's processes this is; None for the only one."""
+    variables: dict[str, str] = {}
+    """Environment variables for this run, in place of those of the command."""
+
     reports_progress: bool = False
     """Whether the child reports the latest step to ``progress_file``."""
 
@@ -96,6 +101,11 @@ class Request(BaseModel):
     def file(self) -> Path:
         """The file of a request that is too long for a word."""
         return Path(self.record_path).absolute().with_suffix(".request")
+
+    @property
+    def place_file(self) -> Path:
+        """The file that a child in one of several processes writes its traceback to when it is asked."""
+        return Path(self.record_path).absolute().with_suffix(".place")
 
     @property
     def progress_file(self) -> Path:

@@ -11,6 +11,7 @@ import importlib.util
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,17 +23,28 @@ from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.process.fork_server import Starter, child_command
 from mezzo.launch.process.group import Guarded, Process
 from mezzo.launch.progress import followed
+from mezzo.launch.ranks.leading import Interrupted, leader
+from mezzo.launch.ranks.places import ASKS
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
 from mezzo.records import AnyRecord, RunRecord, read_record, write_record
 
 _STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes print there, too
+_PLACE_S = 1.0
+"""Time for a process to say where it is before it is stopped."""
+_STOPPED_S = 5.0
+"""Time for a process to end that was stopped because its run is over in another one."""
+_POLL_S = 0.1
 _STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
 
 
 @contextmanager
-def several_runs() -> Iterator[None]:
-    """Let the runs of PyTorch scripts inside share their imports, if the system can fork; if not, print the reason to standard error."""
+def several_runs(*, says_why: bool = True) -> Iterator[None]:
+    """Let the runs of PyTorch scripts inside share their imports, if the system can fork.
+
+    Args:
+        says_why: whether to print the reason to standard error if they cannot.
+    """
     if sys.platform != "linux":  # elsewhere, native libraries do not survive a fork
         yield
         return
@@ -44,7 +56,7 @@ def several_runs() -> Iterator[None]:
     finally:
         _STARTER.reset(token)
         starter.close()
-        if starter.why_afresh is not None and not stop.stopped:
+        if says_why and starter.why_afresh is not None and not stop.stopped:
             print(f"mezzo: runs imported PyTorch anew: {starter.why_afresh}", file=sys.stderr)
 
 
@@ -64,8 +76,23 @@ def run_child(request: Request, *, output: Path | None = None, limit_s: float | 
 def observe_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> AnyRecord:
     """Run the script of ``request`` and return its record, of the kind that ``request.observe`` asks for.
 
-    A child that died gets a run's record. The arguments are those of ``run_child``.
+    A child that died gets a run's record. The arguments are those of ``run_child``. Under a launcher of several processes the script
+    runs in all of them, and the record is that of all.
     """
+    lead = leader()
+    if lead is None:
+        return run_alone(request, output=output, limit_s=limit_s)
+    return lead.run(request, output=output, limit_s=limit_s, run_one=run_alone)
+
+
+def run_alone(
+    request: Request,
+    *,
+    output: Path | None = None,
+    limit_s: float | None = None,
+    interrupted: Interrupted | None = None,
+) -> AnyRecord:
+    """Run the script of ``request`` in a child of this process alone; ``interrupted`` says, when asked, whether to stop it."""
     path = Path(request.record_path)
     with stoppable() as stop:
         stop.check()
@@ -74,7 +101,7 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
         if importlib.util.find_spec(request.framework) is None:
             exit_code, why = 1, f"the script imports {request.framework}, which is not installed for {sys.executable}"
         else:
-            exit_code, why = _run(request, output, limit_s, stop)
+            exit_code, why = _run(request, output, limit_s, stop, interrupted)
     try:
         return read_record(path)
     except RecordError:
@@ -83,15 +110,22 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
         return record
 
 
-def _run(request: Request, output: Path | None, limit_s: float | None, stop: Stop) -> tuple[int, str]:
+def _run(
+    request: Request, output: Path | None, limit_s: float | None, stop: Stop, interrupted: Interrupted | None
+) -> tuple[int, str]:
     """Run the child to its end; return the exit code, and the reason to record if the child wrote no record."""
     with _sink(output) as sink, followed(request, passes_output=sink is None) as request:
         process = _started(request, sink)
         with stop.passing_to(process):
-            stopped, returned = _wait(process, limit_s)
+            if interrupted is None:
+                stopped, returned = _wait(process, limit_s)
+            else:
+                stopped, returned = _wait_for_ranks(process, request, interrupted)
     request.file.unlink(missing_ok=True)
     if stop.stopped:
         return stop.exit_code, f"stopped by {stop.name} before it could write a record"
+    if stopped and limit_s is None:
+        return 128 + abs(returned), "it was stopped, because the run was over in another process"
     if stopped:
         return 128 - returned, f"it was stopped at its limit of {limit_s:g} s"
     how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
@@ -117,6 +151,23 @@ def _wait(process: Process, limit_s: float | None) -> tuple[bool, int]:
     except subprocess.TimeoutExpired:
         process.kill()  # a framework that hangs in native code reacts to no other signal
         return True, process.wait()
+
+
+def _wait_for_ranks(process: Process, request: Request, interrupted: Interrupted) -> tuple[bool, int]:
+    """Wait for the child, or until the run is over in another process; return whether it was, and the return code."""
+    while True:
+        try:
+            return False, process.wait(_POLL_S)
+        except subprocess.TimeoutExpired:
+            if interrupted():
+                break
+    if ASKS is not None and request.place_file.exists():  # there from the time on when the child can answer
+        process.pass_on(ASKS)
+        end = time.monotonic() + _PLACE_S
+        while time.monotonic() < end and request.place_file.exists() and not request.place_file.stat().st_size:
+            time.sleep(_POLL_S)
+    process.pass_on(signal.SIGTERM, kill_after_s=_STOPPED_S)
+    return True, process.wait()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.emulation_nodes import inside
+from mezzo.engine.shards import local
 
 
 class SavedTensors:
@@ -74,6 +75,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
+    tensor = local(tensor)
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
@@ -84,6 +86,8 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors with the bytes of ``tensor``: of one that several processes share, this process's part."""
+    tensor = local(tensor)
     if tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:

@@ -65,6 +65,8 @@ class RangesSettings(Settings):
     """Numbers of the steps to observe, from 1, in ascending order."""
     policy: JudgedPolicy = Policy.parse("fp16")
     """The policy to judge; the script runs in FP32."""
+    counts_path: str = ""
+    """Where to write the counts, for one of several processes; empty for the only one."""
 
 
 class DiagnoseSettings(Settings):

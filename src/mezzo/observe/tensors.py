@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mezzo.devices import has_fp64
+from mezzo.engine.shards import local
 from mezzo.formats import format_of
 from mezzo.records import Operand
 
@@ -81,9 +82,12 @@ def format_name(tensor: Tensor) -> str:
 
 
 def storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage; None if it has none of its own: sparse, or a wrapper around other tensors."""
+    """Return a tensor's storage; None if it has none of its own: sparse, or a wrapper around other tensors.
+
+    Of a tensor that several processes share it is that of this process's part.
+    """
     try:
-        return tensor.untyped_storage()
+        return local(tensor).untyped_storage()
     except (RuntimeError, NotImplementedError):
         return None
 

@@ -69,6 +69,7 @@ from mezzo.records.ranges import RangesRecord as RangesRecord
 from mezzo.records.ranges import ScaleWindow as ScaleWindow
 from mezzo.records.ranges import TensorRange as TensorRange
 from mezzo.records.ranges import UpdateLoss as UpdateLoss
+from mezzo.records.ranks import RankRun as RankRun
 from mezzo.records.run import AS_IS as AS_IS
 from mezzo.records.run import FILE_CLOCK_TICK_S as FILE_CLOCK_TICK_S
 from mezzo.records.run import Effective as Effective

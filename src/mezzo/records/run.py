@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from mezzo.records.findings import Finding
+from mezzo.records.ranks import RankRun
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
 
 AS_IS = "as-is"
@@ -186,6 +187,10 @@ class RunRecord(WholeRecord):
     """Files that an earlier run of the same comparison may have written."""
     snapshots: SnapshotsTaken | None = None
     """None without ``--snapshot`` and ``--resume``."""
+    ranks: list[RankRun] = []
+    """Every process of a run in several, rank 0 first; empty for one process. Losses above are then the mean of all ranks."""
+    between_ranks: list[Reason] = []
+    """What should be the same in all ranks, and is not."""
     first_steps: int | None = None
     """The number of steps after which the run was stopped, as asked; None for a run that ended by itself."""
     started_at_s: float | None = None

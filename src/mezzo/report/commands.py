@@ -25,7 +25,7 @@ _NAMES_RUNS = ("compare", "check")
 """Commands that replace ``{run}`` in the script's arguments."""
 _CHOOSES = ("KERAS_BACKEND", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTHONPATH")
 """Environment variables that choose what runs and where: without them, the script may be another one."""
-_DISTRIBUTED = ("run", "audit", "diagnose", "ranges")
+_DISTRIBUTED = ("run", "compare", "audit", "diagnose", "ranges", "fallback")
 """Commands that run inside each process of a launcher."""
 _FOR_TRAINERS = ("run", "compare", "check")
 """Commands that accept scripts of every framework; the others observe PyTorch's operations, of Keras on PyTorch too."""

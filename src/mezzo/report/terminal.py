@@ -116,6 +116,7 @@ def print_run(sheet: RunSheet, console: Console) -> None:
     """Print the body of a run."""
     _error(console, sheet.error)
     section(console, "Result", fact_table(sheet.facts))
+    section(console, "Ranks", fact_table([*sheet.ranks, *sheet.between_ranks]))
     _findings(sheet.findings, console)
     section(console, "Policy", fact_table(sheet.explanation))
     section(console, "Memory of a step", _memory_table(sheet.memory))
@@ -133,6 +134,7 @@ def print_compare(sheet: CompareSheet, console: Console) -> None:
         console.print(body)
     console.print()
     _note(console, sheet.method)
+    section(console, "Differences between ranks", fact_table(sheet.between_ranks))
     section(console, "Memory of a step", _memory_table(sheet.memory))
     shares = [(line.policy, line.shares) for line in sheet.effective]
     section(console, "Effective formats", _share_lines(shares))

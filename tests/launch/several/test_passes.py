@@ -228,15 +228,6 @@ def test_nothing_is_run_again_after_an_interruption(tmp_path: Path) -> None:
     assert (record.located, record.fix_tried, record.fix_note) == (True, False, "not tried: the search was interrupted")
 
 
-def test_several_processes_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    record, asked = diagnosed(tmp_path, told(OVERFLOW, {}))
-    assert isinstance(record, DiagnoseRecord)
-    assert isinstance(asked[0].observe, DiagnoseSettings)
-    assert (len(asked), asked[0].observe.steps) == (1, (1, 2, 3, 4, 5))
-    assert record.fix_note == "not tried: several processes cannot be started again from here"
-
-
 @pytest.mark.parametrize(
     ("last", "steps"), [(1, (1,)), (2, (1, 2)), (5, (1, 2, 4, 5)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20))]
 )

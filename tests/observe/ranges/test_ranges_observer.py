@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from mezzo.observe.ranges.casts import SCALES
 from mezzo.observe.settings import RangesSettings
 from mezzo.records import Histogram, RangesRecord, read_record
 from paths import SCRIPTS
+from processes import in_processes
 
 pytestmark = pytest.mark.usefixtures("slow_backward_way")
 
@@ -390,47 +389,16 @@ def test_the_command_runs_a_script_unedited_and_leaves_a_record_and_a_page(
     assert (tmp_path / "out" / "report.html").stat().st_size > 1000
 
 
-DDP_SCRIPT = """
-import os, torch
-from torch import distributed, nn
-rank = int(os.environ["RANK"])
-distributed.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2)
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
-optimizer = torch.optim.AdamW(model.parameters())
-generator = torch.Generator().manual_seed(rank)
-for _ in range(3):
-    optimizer.zero_grad()
-    model(torch.randn(4, 6, generator=generator)).pow(2).mean().backward()
-    optimizer.step()
-distributed.destroy_process_group()
-"""
-
-
 @pytest.mark.slow
-def test_two_processes_of_a_distributed_run_have_a_record_each(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(DDP_SCRIPT)
-    command = [sys.executable, "-m", "mezzo", "ranges", "--out", "out", "train.py"]
-    started = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, "RANK": str(rank), "MEETING": str(tmp_path / "meeting")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in started:
-        printed, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, printed
-    records = [read_record(tmp_path / "out" / place / "record.json") for place in (".", "rank1")]
-    first, second = (values(record) for record in records if isinstance(record, RangesRecord))
-    assert set(first) == set(second) >= {("weights", "0.weight"), ("weight gradients", "2.bias")}
-    assert first["weight gradients", "0.weight"].total == 3 * 48
-    assert first["weights", "0.weight"] == second["weights", "0.weight"]  # DDP keeps them alike
-    assert first["activations", "0"] != second["activations", "0"]
+def test_two_processes_of_a_distributed_run_have_one_record_of_all_their_values(tmp_path: Path) -> None:
+    words = ["ranges", "--steps", "3", "--out", "out", str(SCRIPTS / "ranks.py"), "ddp", "3"]
+    ended = in_processes(words, folder=tmp_path)
+    assert [one.code for one in ended] == [0, 0], ended
+    record = read_record(tmp_path / "out" / "record.json")
+    assert isinstance(record, RangesRecord)
+    found = values(record)
+    assert found["weight gradients", "0.weight"].total == 2 * 3 * 16 * 32  # of two ranks, in three steps
+    assert found["activations", "0"].total == 2 * 3 * 8 * 32
 
 
 Refusal = tuple[list[str], int, str]

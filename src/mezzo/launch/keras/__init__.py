@@ -203,6 +203,10 @@ class KerasTraining:
         choices = [] if self._run.policy is None else explain(self._run.policy)
         return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
 
+    def weights(self) -> str:
+        """Return nothing: several processes are compared in PyTorch only."""
+        return ""
+
     def environment(self) -> Environment:
         """Return the machine and the versions."""
         device = "cpu" if self._run.backend is None else self._run.backend.device_type()

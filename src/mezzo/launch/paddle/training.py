@@ -141,6 +141,10 @@ class PaddleTraining:
         choices = explain_run(self._run.policy, self._run.device)
         return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
 
+    def weights(self) -> str:
+        """Return nothing: several processes are compared in PyTorch only."""
+        return ""
+
     def environment(self) -> Environment:
         """Return the machine and the versions."""
         device = self._run.device or this_device()

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mezzo.launch.process.command_signals import stoppable
+from mezzo.launch.ranks.leading import leader
+from mezzo.launch.ranks.requests import folder_beside
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
-from mezzo.observe.fallback.evidence import Measured, checked, read_measured
+from mezzo.observe.fallback.evidence import Measured, checked, of_all, read_measured
 from mezzo.observe.fallback.find import find
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
@@ -46,7 +48,7 @@ def fallback_of_script(
         assert policy is not None
         return find(measure, policy, folder=str(runs), tolerance=tolerance, fresh=fresh, note=note)
     finally:
-        for gradients in (*runs.glob("*.pt"), *runs.glob("*.npz")):
+        for gradients in (*runs.rglob("*.pt"), *runs.rglob("*.npz")):
             gradients.unlink()
 
 
@@ -70,4 +72,12 @@ class _Children:
             run = run_child(request, output=output)
             stop.check(run)
         where = f"what it printed is in {output}"
-        return checked(read_measured(settings), run, where=where, role=settings.role), run
+        measured = of_all([read_measured(own) for own in _of_ranks(settings)])
+        return checked(measured, run, where=where, role=settings.role), run
+
+
+def _of_ranks(settings: FallbackSettings) -> list[FallbackSettings]:
+    """Return the settings of every process of a run, rank 0's first."""
+    lead, folder = leader(), Path(settings.folder)
+    others = range(1, 1 if lead is None else lead.size)
+    return [settings, *(settings.model_copy(update={"folder": str(folder_beside(folder, rank))}) for rank in others)]

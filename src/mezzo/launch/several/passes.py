@@ -9,13 +9,12 @@ Each run leaves evidence; what to run next follows from that of all so far (``ne
 (``mezzo.observe.nonfinite.verdict``).
 
 A script that sets its seeds does the same each time. One that does not may pass the step unharmed the second time:
-every step after it is inspected then. Several processes are not run again, because all of them would have to be started
-again at once: there every step is inspected from the beginning. Imports no torch.
+every step after it is inspected then. Under a launcher of several processes all of them run again together, and leave evidence each.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +24,11 @@ from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.frameworks.paddlelines import in_paddle
 from mezzo.launch.frameworks import Framework
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
+from mezzo.launch.ranks.requests import files_of_ranks
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.observe.nonfinite import fixes
-from mezzo.observe.nonfinite.evidence import read_evidence
+from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
 from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis, judged, known, last_step, repeats, tried
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
@@ -54,15 +54,13 @@ def diagnose_script(
         child: runs a request; returns its record, and leaves its evidence where the request's settings say.
         note: is told why the script runs again.
     """
-    alone = int(os.environ.get("WORLD_SIZE", "1")) < 2
-    watched = inspected(steps) if alone else tuple(range(1, steps + 1))
     asked: ScriptRun | None = ScriptRun(
         role="first",
         reason="to find the first step that is not finite",
         policy=request.policy,
-        settings=DiagnoseSettings(steps=watched),
+        settings=DiagnoseSettings(steps=inspected(steps)),
     )
-    untried = "" if alone else "several processes cannot be started again from here"
+    untried = ""
     runs: list[ScriptRun] = []
     with stoppable() as stop:
         while asked is not None:
@@ -72,7 +70,7 @@ def diagnose_script(
             if runs:
                 note(f"the script runs again, {asked.reason}")
             runs.append(_ran(asked, request, len(runs) + 1, child, stop))
-            asked = _from_start(next_run(runs), runs[0]) if alone else None
+            asked = _from_start(next_run(runs), runs[0])
     first = runs[0]
     if first.evidence is None:
         assert first.run is not None
@@ -101,7 +99,8 @@ def _ran(asked: ScriptRun, request: Request, number: int, child: Child, stop: St
         path, output = path.with_name(f"pass{number}.json"), path.with_name(f"pass{number}.log")
         update |= {"output_to_stderr": False, "record_path": str(path)}
     evidence = path.absolute().with_suffix(".evidence.json")  # the script may change the folder
-    evidence.unlink(missing_ok=True)
+    for place in files_of_ranks(evidence):
+        place.unlink(missing_ok=True)
     update["observe"] = asked.settings.model_copy(update={"evidence_path": str(evidence)})
     try:
         run = child(request.model_copy(update=update), output=output)
@@ -111,7 +110,15 @@ def _ran(asked: ScriptRun, request: Request, number: int, child: Child, stop: St
         return replace(asked, stopped_by=stop.name)
     if number > 1 and stop.stopped:
         return replace(asked, stopped_by=stop.name)
-    return replace(asked, run=run, evidence=read_evidence(evidence))
+    return replace(asked, run=run, evidence=_evidence_at(evidence))
+
+
+def _evidence_at(path: Path) -> Evidence | None:
+    """Return the evidence of all processes of a run; a script's own process shows nothing where it only starts those that train."""
+    found = [read_evidence(place) for place in files_of_ranks(path)]
+    if len(found) > 1 and found[0] is not None and not (found[0].watched or found[0].bad_steps):
+        del found[0]
+    return of_all(found)
 
 
 # --- what to run next ----------------------------------------------------------------------------------------------------------------

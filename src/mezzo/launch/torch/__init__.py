@@ -26,6 +26,7 @@ from mezzo.launch.torch.sessions import record_sessions
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.updates import Updates
+from mezzo.launch.torch.weights_digest import WeightsDigest
 from mezzo.measure.environment import environment
 from mezzo.measure.live import Report
 from mezzo.observe.observer import Observer
@@ -86,15 +87,21 @@ def switched(
 @contextmanager
 def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | None) -> Iterator[TorchTraining]:
     """Run the code inside as ``switched`` does, for a process that runs one script."""
+    patches = Patches()
     with switched(policy, seed=seed, observe=observe) as (run, counted):
-        yield TorchTraining(run, counted)
+        weights = WeightsDigest(run)
+        weights.install(patches)
+        try:
+            yield TorchTraining(run, counted, weights)
+        finally:
+            patches.undo()
 
 
 class TorchTraining:
     """A PyTorch script's training (``launch.frameworks.Training``)."""
 
-    def __init__(self, run: Run, counted: CountedStep) -> None:
-        self._run, self._counted = run, counted
+    def __init__(self, run: Run, counted: CountedStep, weights: WeightsDigest) -> None:
+        self._run, self._counted, self._weights = run, counted, weights
         self._snapshots: ScriptSnapshots | None = None
         self.not_resumed: MezzoError | None = None
         """Why a run that was to be resumed was not; known after ``end_snapshots``."""
@@ -175,6 +182,10 @@ class TorchTraining:
     def environment(self) -> Environment:
         """Return the machine and the versions."""
         return environment(self._device)
+
+    def weights(self) -> str:
+        """Return a digest of the weights that are not sharded."""
+        return self._weights.text()
 
 
 def _keep_autocast(patches: Patches) -> None:

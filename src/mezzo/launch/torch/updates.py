@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mezzo.engine.gradients import all_finite, set_aside, total_norm
+from mezzo.engine.shards import is_shared, norm_of_all
 from mezzo.launch.patches import Patches
 from mezzo.launch.schedules import ScriptSchedules
 from mezzo.launch.torch.state import EVERY_NORM, NORMS_APART, Run
@@ -235,7 +236,9 @@ def _norm(optimizer: Optimizer) -> Tensor | None:
     gradients = _gradients(optimizer)
     if not gradients:
         return None
-    norm, scale = total_norm(gradients), getattr(optimizer, "grad_scale", None)
+    shared = True in [is_shared(g) for g in gradients]
+    norm = norm_of_all(gradients, total_norm) if shared else total_norm(gradients)
+    scale = getattr(optimizer, "grad_scale", None)
     return norm if scale is None else norm / scale
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError
@@ -59,6 +60,25 @@ def read_measured(settings: FallbackSettings) -> Measured:
     """Return what the run of ``settings`` measured; empty if the run ended before."""
     path = Path(settings.folder) / f"{settings.name}.measured.json"
     return Measured.model_validate_json(path.read_text(encoding="utf-8")) if path.is_file() else Measured()
+
+
+def of_all(by_rank: Sequence[Measured]) -> Measured:
+    """Return the measurements of all processes of a run as one: of every error the largest, since one bad rank spoils the update of all."""
+    first = by_rank[0]
+    local: dict[str, LocalError] = {}
+    for one in (error for measured in by_rank for error in measured.local):
+        known = local.setdefault(one.module, one)
+        local[one.module] = max(known, one, key=lambda error: error.own)
+    errors: dict[int, dict[str, float]] = {}
+    for step in (step for measured in by_rank for step in measured.steps):
+        own = errors.setdefault(step.step, {})
+        for name, error in step.errors.items():
+            own[name] = max(own.get(name, 0.0), error)
+    return Measured(
+        local=list(local.values()),
+        steps=[StepErrors(step=step.step, errors=errors[step.step]) for step in first.steps],
+        problem=next((measured.problem for measured in by_rank if measured.problem), ""),
+    )
 
 
 def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Measured:

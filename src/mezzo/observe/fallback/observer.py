@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map_only
 
 from mezzo.engine.gradients import put_back, set_aside
+from mezzo.engine.shards import is_shared
 from mezzo.formats import FP32
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.fallback.local_errors import Bench, Calls
@@ -209,8 +210,11 @@ class Fallback(Observer):
         return tensor * signs.mul_(FP32.eps).add_(1)
 
 
-def _plain(gradient: Tensor, *, scale: float) -> Tensor:
-    dense = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach().clone()
+def _plain(gradient: Any, *, scale: float) -> Tensor:
+    """Return a dense, unscaled copy in FP32; of a gradient that several processes share, the whole: a part says nothing about its norm."""
+    if is_shared(gradient):
+        gradient = gradient.full_tensor()
+    dense: Tensor = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach().clone()
     return dense.float() if scale == 1.0 else dense.float() / scale
 
 

@@ -6,6 +6,7 @@ The process that runs the script writes them beside the run's record; ``mezzo.ob
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -133,3 +134,27 @@ def write_evidence(evidence: Evidence, path: str) -> None:
 def read_evidence(path: Path) -> Evidence | None:
     """Return what a run showed; None where its process died before it could write it."""
     return Evidence.model_validate_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def of_all(by_rank: Sequence[Evidence | None]) -> Evidence | None:
+    """Return the evidence of all processes of a run as one; None where no process left any.
+
+    The place to blame is rank 0's, or that of the first rank that has one. Every process has what was agreed on while the script ran; one
+    that failed alone has the rest.
+    """
+    found = [(rank, evidence) for rank, evidence in enumerate(by_rank) if evidence is not None]
+    if not found:
+        return None
+    longest = max(found, key=lambda pair: len(pair[1].watched))
+    rank, first = next(((r, e) for r, e in found if e.located is not None), longest)
+    elsewhere = first.located is not None and first.found_by_rank is None and rank > 0
+    everyone = [evidence for _, evidence in found]
+    return first.model_copy(
+        update={
+            "found_by_rank": rank if elsewhere else first.found_by_rank,
+            "bad_steps": sorted({step for one in everyone for step in one.bad_steps}),
+            "faulty_steps": sorted({step for one in everyone for step in one.faulty_steps}),
+            "problems": {name: why for one in reversed(everyone) for name, why in one.problems.items()},
+            "harmless": list({one.line: one for evidence in everyone for one in evidence.harmless}.values()),
+        }
+    )

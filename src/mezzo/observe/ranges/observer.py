@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -30,6 +31,7 @@ from mezzo.engine.kernels import exponents
 from mezzo.formats import BF16, FP16
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.casts import Counts
+from mezzo.observe.ranges.counts_file import write_values
 from mezzo.observe.ranges.listed_formats import JudgedFormats, ListedFormats
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.observe.settings import RangesSettings
@@ -77,7 +79,7 @@ class Ranges(Observer):
 
     def __init__(self, settings: RangesSettings, run: ObservedRun, formats: JudgedFormats | None = None) -> None:
         super().__init__(run, steps=settings.steps)
-        self._policy = settings.policy
+        self._policy, self._counts_path = settings.policy, settings.counts_path
         self._formats = formats or ListedFormats(settings.policy)
         self._lowered: set[Key] = set()
         """Counted tensors that have 16 bits under the policy; the op lists keep all others in FP32."""
@@ -144,6 +146,8 @@ class Ranges(Observer):
             updates_seen=self._updates,
             models=[label for label, inside in self._labels.items() if inside],
         )
+        if self._counts_path:
+            write_values(seen, Path(self._counts_path))
         return ranges_record(run, seen, policy=self._policy)
 
     # --- what the launcher and the hooks call --------------------------------------------------------------------------------------

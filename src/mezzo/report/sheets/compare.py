@@ -11,6 +11,7 @@ from mezzo.records import CompareRecord, Difference, RealGpus, Row, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.colours import Style, styles_of
 from mezzo.report.sheets import shared
+from mezzo.report.sheets.ranks import difference_facts
 from mezzo.report.sheets.shared import Fact, MemoryLine, RunLine, Share
 
 EMULATED = "emulated"
@@ -89,6 +90,8 @@ class CompareSheet:
     memory: list[MemoryLine]
     effective: list[EffectiveLine]
     effective_note: str
+    between_ranks: list[Fact]
+    """What should be the same in all processes of a run, and is not."""
     runs: list[RunLine]
     explanations: list[Explanation]
     real_gpus: RealGpus | None
@@ -116,6 +119,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         memory=shared.memory_lines([(row.policy_shown, row.memory) for row in record.rows]),
         effective=_effective(record),
         effective_note=shared.shares_note(*record.runs),
+        between_ranks=difference_facts(*record.runs),
         runs=[shared.run_line(run) for run in record.runs],
         explanations=_explanations(record),
         real_gpus=record.real_gpus,

@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from mezzo.records import RunRecord, SnapshotsTaken
 from mezzo.report import formatting as fmt
-from mezzo.report.sheets import shared
+from mezzo.report.sheets import ranks, shared
 from mezzo.report.sheets.findings import FindingLine, finding_line
 from mezzo.report.sheets.shared import Fact, MemoryLine, Share
 
@@ -22,6 +22,9 @@ class RunSheet:
     headline: str
     error: str
     facts: list[Fact]
+    ranks: list[Fact]
+    """A line for each process of a run in several."""
+    between_ranks: list[Fact]
     explanation: list[Fact]
     memory: list[MemoryLine]
     shares: list[Share]
@@ -43,6 +46,8 @@ def run_sheet(record: RunRecord) -> RunSheet:
         headline=_run_headline(record, script=script, policy=policy),
         error=shared.error_text(record),
         facts=run_facts(record),
+        ranks=ranks.rank_facts(record),
+        between_ranks=ranks.difference_facts(record),
         explanation=shared.explained(record),
         memory=shared.memory_lines([(record.policy_shown, record.memory)]),
         shares=shared.shares(record.effective.share_by_format),

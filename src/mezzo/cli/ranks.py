@@ -1,0 +1,65 @@
+"""A command in several processes that a launcher started: rank 0 runs it, the others follow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mezzo.errors import ScriptError
+from mezzo.launch.ranks.launched import PADDLES, Launched, launched
+
+_TOGETHER = ("run", "compare", "audit", "diagnose", "ranges", "fallback")
+"""Commands that run a script in all processes at once."""
+_OUT = "--out"
+
+
+def in_ranks(words: Sequence[str], command: Callable[[], int]) -> int:
+    """Run a command and return its exit code; as one of several processes, together with the others.
+
+    Args:
+        words: the command line after ``mezzo``.
+        command: runs it in this process.
+
+    Raises:
+        ScriptError: the processes did not find each other, or Paddle's launcher started them.
+    """
+    if not words or words[0] not in _TOGETHER:
+        return command()
+    _refuse_paddles_launcher()
+    one = launched(os.environ, command=words)
+    return command() if one is None else _together(one, words, command)
+
+
+def _together(one: Launched, words: Sequence[str], command: Callable[[], int]) -> int:
+    from mezzo.launch.ranks.following import follow
+    from mezzo.launch.ranks.leading import leading
+    from mezzo.launch.ranks.meeting import Meeting, meeting_place
+
+    out = _value_of_out(words)
+    meeting = Meeting(one, meeting_place(one, shared=Path("runs") if out is None else Path(out).parent))
+    if one.rank:
+        return follow(meeting)
+    with leading(meeting) as leader:
+        leader.exit_code = 1  # unless it gets to its end
+        leader.exit_code = command()
+    return leader.exit_code
+
+
+def _value_of_out(words: Sequence[str]) -> str | None:
+    """Return the value of ``--out``; the script's own option of that name serves as well: all processes read the same words."""
+    for place, word in enumerate(words):
+        if word == _OUT and place + 1 < len(words):
+            return words[place + 1]
+        if word.startswith(f"{_OUT}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _refuse_paddles_launcher() -> None:
+    count = os.environ.get(PADDLES, "1")
+    if count.isdecimal() and int(count) > 1:
+        raise ScriptError(
+            f"paddle.distributed.launch started {count} processes; Mezzo runs Paddle scripts in one",
+            hint="run mezzo on the script without the launcher: precision problems of one process are those of all",
+        )

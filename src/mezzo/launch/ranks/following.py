@@ -1,0 +1,76 @@
+"""The part of every rank but 0: run what rank 0 says, hand over the record, and end when the command is over. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from mezzo.launch.process.command_signals import GRACE_S, Stop, Stopped, stoppable
+from mezzo.launch.ranks.leading import POLL_S
+from mezzo.launch.ranks.meeting import Meeting
+from mezzo.launch.ranks.places import place_left
+from mezzo.launch.ranks.requests import beside, for_rank, record_path
+from mezzo.launch.request import Request
+from mezzo.launch.runner import run_alone, several_runs
+
+_LEFT_ALONE = 1
+"""Exit code of a process whose rank 0 is gone."""
+
+
+def follow(meeting: Meeting) -> int:
+    """Run what rank 0 says until it says that the command is over; return the command's exit code.
+
+    Raises:
+        ScriptError: there is no rank 0.
+    """
+    meeting.join()
+    try:
+        with stoppable() as stop, several_runs(says_why=False):
+            return _follow(meeting, stop)
+    finally:
+        meeting.put(f"bye-{meeting.launched.rank}", {})
+        meeting.leave()
+
+
+def _follow(meeting: Meeting, stop: Stop) -> int:
+    number, end_s = 1, float("inf")
+    while True:
+        over, asked = meeting.get("over"), meeting.get(f"run-{number}")
+        if over is not None:
+            return stop.exit_code or int(over["exit_code"])
+        if asked is not None:
+            _run(meeting, number, asked, stop)
+            number += 1
+        if meeting.gone(0):
+            return stop.exit_code or _LEFT_ALONE
+        if stop.stopped:  # rank 0 has the signal as well, and says when the records are written
+            end_s = min(end_s, time.monotonic() + 3 * GRACE_S)
+        if time.monotonic() > end_s:
+            return stop.exit_code
+        time.sleep(POLL_S)
+
+
+def _run(meeting: Meeting, number: int, asked: dict[str, Any], stop: Stop) -> None:
+    rank = meeting.launched.rank
+    request = Request.model_validate_json(asked["request"])
+    folder = meeting.folder_for(f"rank-{rank}")
+    request = for_rank(request, rank, folder=folder, number=number)
+    request = request.model_copy(update={"record_path": str(record_path(folder, number)), "reports_progress": False})
+    output = None if asked["output"] is None else beside(Path(asked["output"]), rank)
+    told = False
+
+    def interrupted() -> bool:
+        nonlocal told
+        told = told or meeting.get(f"stop-{number}") is not None or meeting.gone(0)
+        return told
+
+    error: str | None
+    try:
+        record = run_alone(request, output=output, interrupted=interrupted)
+        error = getattr(record, "run", record).error  # type: ignore[union-attr]
+    except Stopped as stopped:
+        error = str(stopped)
+    place = place_left(request)
+    ended = {"error": error, "stopped": told, "where": place.where, "waiting": place.waiting}
+    meeting.put(f"ended-{number}-{rank}", ended)

@@ -1,0 +1,117 @@
+"""Which of several processes this one is, as the launcher that started it says in the environment.
+
+Each launcher has its own variables. ``torchrun`` and what is built on it (``accelerate launch``, ``deepspeed``) set torch's own,
+which count first: they may themselves have been started by one of the others, once a machine. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """One process of several."""
+
+    rank: int
+    size: int
+    """Number of processes of the job."""
+    local_rank: int
+    launcher: str
+    one_machine: bool
+    """Whether all processes are known to run on one machine."""
+    job: str
+    """A text that the processes of a job share, and other jobs do not have at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variables:
+    """The variables of one launcher; of several names for one thing, the first that is set counts."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    """Processes on this machine."""
+    machines: tuple[str, ...] = ()
+    """Number of machines."""
+    job: tuple[str, ...]
+    """What tells jobs apart, all of them together."""
+
+
+_TABLE = (
+    _Variables(
+        launcher="torchrun",
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
+        job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+    ),
+    _Variables(
+        launcher="srun",
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",  # not SLURM_NTASKS: the batch script, one process, has that too
+        local_rank=("SLURM_LOCALID",),
+        local_size=(),
+        machines=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    ),
+    _Variables(
+        launcher="mpirun",
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
+    ),
+    _Variables(
+        launcher="mpiexec",  # MPICH, Intel MPI, MVAPICH
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank=("MPI_LOCALRANKID",),
+        local_size=("MPI_LOCALNRANKS",),
+        job=("PMI_ID_JOB", "PMI_JOBID", "HYDI_CONTROL_FD"),
+    ),
+)
+
+PADDLES = "PADDLE_TRAINERS_NUM"
+"""The variable in which Paddle's own launcher says how many processes it started."""
+
+
+def launched(variables: Mapping[str, str], *, command: Sequence[str] = ()) -> Launched | None:
+    """Return which process of several this one is; None for the only one.
+
+    Args:
+        variables: the environment.
+        command: Mezzo's command line, the same in all processes.
+    """
+    for names in _TABLE:
+        rank, size = _number(variables, (names.rank,)), _number(variables, (names.size,))
+        if rank is None or size is None:
+            continue
+        if size < 2 or not 0 <= rank < size:
+            return None
+        return Launched(
+            rank=rank,
+            size=size,
+            local_rank=_number(variables, names.local_rank) or 0,
+            launcher=names.launcher,
+            one_machine=_number(variables, names.local_size) == size or _number(variables, names.machines) == 1,
+            job=_job(variables, names, command),
+        )
+    return None
+
+
+def _number(variables: Mapping[str, str], names: Sequence[str]) -> int | None:
+    text = next((variables[name] for name in names if variables.get(name)), "")
+    return int(text) if text.isdecimal() else None
+
+
+def _job(variables: Mapping[str, str], names: _Variables, command: Sequence[str]) -> str:
+    known = [f"{name}={variables[name]}" for name in names.job if variables.get(name)]
+    text = "\0".join([names.launcher, variables.get(names.size, ""), *known, *command])
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]

@@ -1,0 +1,249 @@
+"""Rank 0's part of a job: it says which run comes next, runs its own process of it, and makes one record of what all processes recorded.
+
+The other ranks do as they are told (``following``), so that a command decides once what to run, and the runs of a comparison follow
+one another in step. Nothing here takes part in the script's own communication. A process that fails, hangs or vanishes ends the
+run for all: the others are given time to end by themselves, then they are stopped. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mezzo.errors import RecordError
+from mezzo.launch.process.command_signals import GRACE_S, stoppable
+from mezzo.launch.ranks.blame import End, blamed
+from mezzo.launch.ranks.meeting import Meeting
+from mezzo.launch.ranks.merged import merged
+from mezzo.launch.ranks.places import Place, place_left
+from mezzo.launch.ranks.requests import counts_path, for_rank, record_path
+from mezzo.launch.request import Request
+from mezzo.observe.ranges.counts_file import read_values, values_of_all
+from mezzo.observe.ranges.table import ObservedValues, ranges_record
+from mezzo.policy import Policy
+from mezzo.records import AnyRecord, RangesRecord, read_record, write_record
+
+AFTER_FAILURE_S = 10.0
+"""Time for the other processes to fail by themselves, so that their own errors are recorded."""
+_STOPPING_S = 20.0
+"""Time for a process to end after it is told to, and for its record to arrive."""
+POLL_S = 0.05
+"""Time between two reads of what other processes have left."""
+
+Interrupted = Callable[[], bool]
+"""Whether the run of this process is to be stopped."""
+
+
+class RunOne(Protocol):
+    """Runs a request's script in this process's child, with its limit left to the caller, and returns its record."""
+
+    def __call__(self, request: Request, *, output: Path | None, interrupted: Interrupted) -> AnyRecord:
+        """Run to the end, or until ``interrupted``."""
+
+
+_LEADER: ContextVar[Leader | None] = ContextVar("leader", default=None)
+
+
+def leader() -> Leader | None:
+    """Return the leader of the job in this process; None if there is one process only, or another one leads."""
+    return _LEADER.get()
+
+
+@contextmanager
+def leading(meeting: Meeting) -> Iterator[Leader]:
+    """Lead the job of the runs inside."""
+    meeting.open()
+    lead = Leader(meeting)
+    token = _LEADER.set(lead)
+    try:
+        yield lead
+    finally:
+        _LEADER.reset(token)
+        lead.dismiss()
+        meeting.leave()
+
+
+@dataclass
+class _Run:
+    """A run under way, as rank 0 sees it."""
+
+    number: int
+    limit_s: float | None
+    began_s: float
+    ended: dict[int, tuple[dict[str, Any], float]]
+    """What each other process said when it ended, and when that was."""
+    vanished: set[int]
+    failed_s: float | None = None
+    """When the first process failed."""
+    stopped: bool = False
+    over_limit: bool = False
+
+
+class Leader:
+    """The leader of a job's processes."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._number = 0
+        self.exit_code = 0
+        """The command's exit code, which all processes return."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self._meeting.launched.size
+
+    def run(self, request: Request, *, output: Path | None, limit_s: float | None, run_one: RunOne) -> AnyRecord:
+        """Run a request's script in all processes and return one record of all.
+
+        Args:
+            request: what to run.
+            output: a file for the script's output; other ranks have one beside it.
+            limit_s: seconds after which the run is stopped in all processes.
+            run_one: runs it in this process.
+
+        Raises:
+            ScriptError: not all processes have arrived.
+        """
+        if self._number == 0:
+            self._meeting.wait_for_all()
+        self._number += 1
+        request = request.model_copy(update={"variables": {**request.variables, **fresh_rendezvous(os.environ)}})
+        run = _Run(self._number, limit_s, time.monotonic(), {}, set())
+        self._meeting.put(
+            f"run-{run.number}",
+            {
+                "request": request.model_copy(update={"record_path": ""}).model_dump_json(),
+                "output": None if output is None else str(output.absolute()),
+            },
+        )
+        request = for_rank(request, 0, folder=self._folder(0), number=run.number)
+        own = run_one(request, output=output, interrupted=lambda: self._over(run))
+        own_end_s, own_stopped = time.monotonic(), run.stopped
+        if _failed(own) and run.failed_s is None:
+            run.failed_s = own_end_s
+        self._await_others(run)
+        place = place_left(request)
+        ends = [
+            self._own_end(own, own_end_s, own_stopped, place),
+            *(self._end_of(rank, run) for rank in self._meeting.others),
+        ]
+        records = {0: own, **self._records(run)}
+        hosts = {rank: self._meeting.host_of(rank) for rank in self._meeting.others} | {0: socket.gethostname()}
+        limit = f"stopped at its limit of {limit_s:g} s: " if run.over_limit else ""
+        record = merged(records, ends=ends, blame=blamed(ends), hosts=hosts, prefix=limit)
+        if isinstance(record, RangesRecord) and (counted := self._counts(run)):
+            record = ranges_record(record.run, values_of_all(counted), policy=Policy.parse(record.policy))
+        write_record(record, Path(request.record_path))
+        return record
+
+    def dismiss(self) -> None:
+        """Tell the other processes that the command is over, and wait until they have left."""
+        with suppress(OSError):
+            self._meeting.put("over", {"exit_code": self.exit_code})
+        end = time.monotonic() + _STOPPING_S
+        left = [rank for rank in self._meeting.others if self._meeting.get(f"alive-{rank}") is not None]
+        while left and time.monotonic() < end:
+            left = [r for r in left if self._meeting.get(f"bye-{r}") is None and not self._meeting.gone(r)]
+            time.sleep(POLL_S)
+
+    # --- while it runs -----------------------------------------------------------------------------------------------------------
+
+    def _over(self, run: _Run) -> bool:
+        """Learn what the other processes do; return whether the run is to be stopped."""
+        now = time.monotonic()
+        for rank in self._meeting.others:
+            if rank in run.ended or rank in run.vanished:
+                continue
+            found = self._meeting.get(f"ended-{run.number}-{rank}")
+            if found is not None:
+                run.ended[rank] = found, now
+                failed = found["error"] is not None
+            else:
+                failed = self._meeting.gone(rank)
+                if failed:
+                    run.vanished.add(rank)
+            if failed and run.failed_s is None:
+                run.failed_s = now
+        if run.limit_s is not None and now - run.began_s > run.limit_s:
+            run.over_limit = True
+        if run.over_limit or (run.failed_s is not None and now - run.failed_s > AFTER_FAILURE_S):
+            self._stop(run)
+        return run.stopped
+
+    def _stop(self, run: _Run) -> None:
+        if not run.stopped:
+            run.stopped = True
+            self._meeting.put(f"stop-{run.number}", {})
+
+    def _await_others(self, run: _Run) -> None:
+        """Wait until all processes have ended, or are gone."""
+        end_s: float | None = None
+        with stoppable() as stop:
+            while len(run.ended) + len(run.vanished) < len(self._meeting.others):
+                self._over(run)
+                if stop.stopped and end_s is None:  # their launcher, or the terminal, has sent them the signal too
+                    end_s = time.monotonic() + GRACE_S
+                if stop.stopped and end_s is not None and time.monotonic() > end_s:
+                    self._stop(run)
+                if run.stopped and end_s is None:
+                    end_s = time.monotonic() + _STOPPING_S
+                if end_s is not None and time.monotonic() > end_s + _STOPPING_S:
+                    return
+                time.sleep(POLL_S)
+
+    # --- when it is over ---------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _own_end(own: AnyRecord, at_s: float, stopped: bool, place: Place) -> End:
+        return End(rank=0, error=_error(own), at_s=at_s, stopped=stopped, where=place.where, waiting=place.waiting)
+
+    def _end_of(self, rank: int, run: _Run) -> End:
+        if rank not in run.ended:
+            return End(rank=rank, error=None, vanished=True)
+        found, at_s = run.ended[rank]
+        return End(rank=rank, at_s=at_s, **found)
+
+    def _records(self, run: _Run) -> dict[int, AnyRecord]:
+        found = {}
+        for rank in run.ended:
+            with suppress(RecordError):
+                found[rank] = read_record(record_path(self._folder(rank), run.number))
+        return found
+
+    def _counts(self, run: _Run) -> list[ObservedValues]:
+        """Return the values that each process counted, for the ranges of all."""
+        folders = [self._folder(rank) for rank in range(self.size)]
+        found = [read_values(counts_path(folder, run.number)) for folder in folders]
+        return [values for values in found if values is not None]
+
+    def _folder(self, rank: int) -> Path:
+        return self._meeting.folder_for(f"rank-{rank}")
+
+
+def fresh_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that let the next run's processes find each other anew: a store of an earlier run would answer for it.
+
+    The first process of the script then opens the store, on rank 0's machine, whose port this is.
+    """
+    if "MASTER_PORT" not in variables:
+        return {}
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return {"MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def _failed(record: AnyRecord) -> bool:
+    return _error(record) is not None
+
+
+def _error(record: AnyRecord) -> str | None:
+    error: str | None = getattr(getattr(record, "run", record), "error", None)
+    return error

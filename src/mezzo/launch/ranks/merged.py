@@ -1,0 +1,134 @@
+"""One record of what all processes of a run recorded. Pure functions of their records; imports no torch.
+
+The body is rank 0's, with the mean of all ranks' losses: each rank has the loss of its own part of the data. What else the ranks
+measured is in ``ranks``, and what should be the same in all of them, but is not, in ``between_ranks``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+
+from mezzo.launch.ranks.blame import End
+from mezzo.launch.ranks.differences import differences
+from mezzo.records import AnyRecord, AuditRecord, Finding, RankRun, RunRecord, Steps
+
+
+def merged(
+    records: Mapping[int, AnyRecord],
+    *,
+    ends: Sequence[End],
+    blame: tuple[int, str] | None,
+    hosts: Mapping[int, str],
+    prefix: str = "",
+) -> AnyRecord:
+    """Return one record of a run.
+
+    Args:
+        records: by rank; those of ranks that left none are missing.
+        ends: how each process ended, rank 0 first.
+        blame: the rank that ended the run, and why; None for a run that ended well.
+        hosts: the name of each rank's machine.
+        prefix: begins the run's error, if it has one.
+    """
+    own = records[0]
+    runs = {rank: run for rank, record in records.items() if (run := run_of(record)) is not None}
+    ranks = [_rank_run(end, runs.get(end.rank), hosts.get(end.rank, "")) for end in ends]
+    first = runs[0]
+    run = first.model_copy(
+        update={
+            "steps": _mean_losses(first.steps, [runs[rank].steps for rank in sorted(runs)], len(ends)),
+            "metric": next((r.metric for _, r in sorted(runs.items()) if r.metric and r.metric.values), first.metric),
+            "findings": findings_of_all({rank: r.findings for rank, r in runs.items()}),
+            "ranks": ranks,
+            "between_ranks": [] if blame else differences(ranks),
+        }
+    )
+    if blame is not None:
+        rank, why = blame
+        code = next((r.exit_code for r in ranks if r.rank == rank and r.error == why), 0) or 1
+        run = run.model_copy(update={"error": f"{prefix}rank {rank}: {why}", "exit_code": code})
+    if isinstance(own, RunRecord):
+        return run
+    if isinstance(own, AuditRecord):
+        audits = {rank: r.findings for rank, r in records.items() if isinstance(r, AuditRecord)}
+        return own.model_copy(update={"run": run, "findings": findings_of_all(audits)})
+    return own.model_copy(update={"run": run})
+
+
+def run_of(record: AnyRecord) -> RunRecord | None:
+    """Return the run in a record of one run; None in one of several."""
+    found = getattr(record, "run", record)
+    return found if isinstance(found, RunRecord) else None
+
+
+def findings_of_all(by_rank: Mapping[int, Sequence[Finding]]) -> list[Finding]:
+    """Return every rank's findings, each once; those that rank 0 has not name the ranks that have them."""
+    found: dict[tuple[str, str, tuple[str, ...]], tuple[Finding, list[int]]] = {}
+    for rank, findings in sorted(by_rank.items()):
+        for finding in findings:
+            key = finding.code, PurePath(finding.lines[0]).name if finding.lines else "", tuple(finding.modules)
+            found.setdefault(key, (finding, []))[1].append(rank)
+    return [
+        finding if 0 in ranks else finding.model_copy(update={"title": f"{finding.title} (rank {_listed(ranks)})"})
+        for finding, ranks in found.values()
+    ]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _mean_losses(own: Steps, of_ranks: Sequence[Steps], size: int) -> Steps:
+    """Return rank 0's steps with the mean of all ranks' losses, where all ranks made the same steps."""
+    if len(of_ranks) != size or any(len(steps.loss) != len(own.loss) for steps in of_ranks):
+        return own
+    loss = [_mean(values) for values in zip(*(steps.loss for steps in of_ranks), strict=True)]
+    names = [[(loss.name, loss.steps) for loss in steps.losses] for steps in of_ranks]
+    same = all(found == names[0] for found in names)
+    losses = [
+        one.model_copy(
+            update={"values": [_mean(v) for v in zip(*(s.losses[place].values for s in of_ranks), strict=True)]}
+        )
+        for place, one in enumerate(own.losses if same else [])
+    ]
+    return own.model_copy(update={"loss": loss, "losses": losses or own.losses})
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _rank_run(end: End, run: RunRecord | None, host: str) -> RankRun:
+    if run is None:
+        error = "its process vanished" if end.vanished else end.error or "it left no record"
+        return RankRun(rank=end.rank, host=host, exit_code=1, error=error)
+    steps, scale = run.steps, run.final_scale
+    return RankRun(
+        rank=end.rank,
+        host=host,
+        device=run.environment.gpu or run.environment.device,
+        num_steps=len(steps),
+        skipped_steps=[number for number, skipped in enumerate(steps.skipped, start=1) if skipped],
+        final_loss=steps.loss[-1] if steps.loss else None,
+        final_scale=scale,
+        step_ms=_median(steps.time_ms[1:]),
+        cpu_ms=_median(steps.cpu_ms[1:]),
+        total_bytes=run.memory.total_bytes,
+        cuda_allocated_bytes=run.memory.cuda_allocated_bytes,
+        weights=run.ranks[0].weights if run.ranks else "",
+        duration_s=run.duration_s,
+        exit_code=run.exit_code,
+        error=run.error,
+    )
+
+
+def _median(numbers: Sequence[float]) -> float | None:
+    known = [number for number in numbers if number == number]
+    return statistics.median(known) if known else None
+
+
+def alone(rank: int, weights: str) -> list[RankRun]:
+    """Return what a process says of itself in the record that it hands over."""
+    return [RankRun(rank=rank, weights=weights)]

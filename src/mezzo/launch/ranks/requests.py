@@ -1,0 +1,53 @@
+"""A run's request for each process of a job: the same script and settings, files of its own. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mezzo.launch.request import Request
+
+
+def record_path(folder: Path, number: int) -> Path:
+    """Return where a process writes its record of a run, in its folder of the meeting."""
+    return folder / f"run-{number}.json"
+
+
+def counts_path(folder: Path, number: int) -> Path:
+    """Return where a process writes the values that it counted."""
+    return folder / f"run-{number}.counts.json"
+
+
+def for_rank(request: Request, rank: int, *, folder: Path, number: int) -> Request:
+    """Return the request of one rank: its observer's files lie beside those of rank 0, and in its folder of the meeting."""
+    observe = request.observe
+    if observe is not None and observe.kind == "ranges":
+        observe = observe.model_copy(update={"counts_path": str(counts_path(folder, number))})
+    if rank and observe is not None and observe.kind == "diagnose" and observe.evidence_path:
+        observe = observe.model_copy(update={"evidence_path": str(beside(Path(observe.evidence_path), rank))})
+    if rank and observe is not None and observe.kind == "fallback":
+        observe = observe.model_copy(update={"folder": str(folder_beside(Path(observe.folder), rank))})
+        Path(observe.folder).mkdir(exist_ok=True)
+    return request.model_copy(update={"rank": rank, "observe": observe})
+
+
+def beside(path: Path, rank: int) -> Path:
+    """Return a rank's own file beside one of rank 0."""
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def folder_beside(folder: Path, rank: int) -> Path:
+    """Return a rank's own folder inside that of rank 0."""
+    return folder / f"rank{rank}"
+
+
+def files_of_ranks(path: Path) -> list[Path]:
+    """Return an observer's file of rank 0 and those of other ranks beside it, in order."""
+    others = [
+        (int(found[1]), place) for place in path.parent.glob(f"*{path.suffix}") if (found := _of_rank(path, place))
+    ]
+    return [path, *(place for _, place in sorted(others))]
+
+
+def _of_rank(path: Path, place: Path) -> re.Match[str] | None:
+    return re.fullmatch(rf"{re.escape(path.stem)}\.rank(\d+){re.escape(path.suffix)}", place.name)

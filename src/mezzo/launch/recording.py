@@ -1,0 +1,109 @@
+"""A run of a script's code in this process: how it ended, and its record."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mezzo.errors import MezzoError
+from mezzo.launch.frameworks import Training
+from mezzo.launch.process.script_signals import EndedBySignal
+from mezzo.launch.ranks.merged import alone
+from mezzo.launch.request import Request, policy_text
+from mezzo.launch.tracebacks import print_error
+from mezzo.records import AnyRecord, Effective, FileRead, Metric, Reason, RunRecord, SnapshotsTaken
+
+INTERRUPTED = 130
+
+Ending = tuple[int, BaseException | None]
+"""An exit code, and the error that ended the script."""
+
+
+def record_of(
+    request: Request,
+    training: Training,
+    ending: Ending,
+    *,
+    shell: dict[str, Any],
+    began: tuple[float, float],
+    digest: str = "",
+    unheeded: Sequence[Reason] = (),
+    files: Sequence[FileRead] = (),
+    metric: Metric | None = None,
+    snapshots: SnapshotsTaken | None = None,
+    stopped: bool = False,
+) -> AnyRecord:
+    """Return the record of a run that has ended; ``began``: the clock's time and Unix time."""
+    exit_code, error = ending
+    record = RunRecord(
+        command=list(request.command),
+        script=request.target,
+        script_sha256=digest,
+        framework=training.framework,
+        policy=policy_text(request.policy),
+        policy_typed=request.policy_typed,
+        explanation=training.explanation(),
+        seed=request.seed,
+        environment=training.environment().model_copy(update=shell),
+        steps=training.steps(),
+        memory=training.memory(),
+        effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded]),
+        metric=metric,
+        findings=training.findings(),
+        snapshots=snapshots,
+        ranks=[] if request.rank is None else alone(request.rank, training.weights()),
+        first_steps=training.num_updates if stopped else None,
+        files_read=list(files),
+        started_at_s=began[1],
+        duration_s=time.perf_counter() - began[0],
+        exit_code=exit_code,
+        error=_sentence(error),
+    )
+    return record if training.observer is None else training.observer.record(record)
+
+
+def _with(effective: Effective, more: list[Reason]) -> Effective:
+    return effective.model_copy(update={"left_alone": [*effective.left_alone, *more]})
+
+
+def _stand_in_reasons(request: Request) -> list[Reason]:
+    return [] if request.stand_in is None else [request.stand_in.reason]
+
+
+def guarded(action: Callable[[], None], *, before: Ending = (0, None)) -> Ending:
+    """Run the script's code; return the exit code that Python would give and the error that ended it, an earlier one first."""
+    ending: Ending = (0, None)
+    try:
+        action()
+    except EndedBySignal as error:
+        ending = error.exit_code, error
+    except SystemExit as leaving:
+        ending = _exit_code(leaving), None
+    except MezzoError as error:
+        ending = error.exit_code, error
+    except KeyboardInterrupt as error:
+        print_error(error)
+        ending = INTERRUPTED, error
+    except BaseException as error:
+        print_error(error)
+        ending = 1, error
+    return ending if before == (0, None) else before
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    if leaving.code is None:
+        return 0
+    if isinstance(leaving.code, int):
+        return leaving.code & 0xFF  # as the system truncates it
+    print(leaving.code, file=sys.stderr)
+    return 1
+
+
+def _sentence(error: BaseException | None) -> str | None:
+    if error is None:
+        return None
+    if isinstance(error, EndedBySignal):
+        return error.sentence
+    return error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,0 +1,199 @@
+"""Processes that a script starts itself to train in: each records its own run, and the script's process makes one record of all.
+
+``torch.multiprocessing.spawn`` (also Lightning's and Accelerate's launchers) and ``multiprocessing.Process`` start a function, whatever the
+start method; Lightning's launcher of subprocesses starts the script anew with a rank in its environment. Workers of data loaders, pools
+and managers are left as they are. Imports no torch: a process that does not train should not wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.process
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from mezzo.errors import RecordError
+from mezzo.launch.frameworks import Training, training_in
+from mezzo.launch.patches import Patches
+from mezzo.launch.ranks.blame import End, blamed
+from mezzo.launch.ranks.merged import merged, run_of
+from mezzo.launch.ranks.requests import for_rank
+from mezzo.launch.recording import guarded, record_of
+from mezzo.launch.request import Request
+from mezzo.measure.environment import surroundings
+from mezzo.records import AnyRecord, RunRecord, read_record, write_record
+
+_WORKERS = ("torch.utils.data", "multiprocessing", "concurrent", "joblib", "torch._inductor", "mezzo")
+"""Packages whose processes do not train."""
+_RANKS = ("LOCAL_RANK", "RANK")
+
+_CURRENT: list[Training] = []
+"""The training of this process. Here, because the file that runs the script is also imported under another name than its own."""
+
+
+def inherited() -> Training | None:
+    """Return the training of the process that this one was forked from; None for a fresh process."""
+    return _CURRENT[-1] if _CURRENT else None
+
+
+def run_function(request: Request, action: Callable[[], Any]) -> int:
+    """Run a function in a process that a script started itself; return the exit code.
+
+    The process leaves a record if it trained or failed. One that was forked is under the policy already.
+    """
+    shell, began = surroundings(), (time.perf_counter(), time.time())
+    with ExitStack() as stack:
+        training = inherited()
+        if training is None:
+            train = training_in(request.framework)
+            training = stack.enter_context(train(request.policy, seed=request.seed, observe=request.observe))
+        exit_code, error = guarded(action)
+        exit_code, error = guarded(training.close_update, before=(exit_code, error))
+        if training.num_updates or exit_code:
+            record = record_of(request, training, (exit_code, error), shell=shell, began=began)
+            write_record(record, Path(request.record_path))
+    return exit_code
+
+
+class Recorded:
+    """The target of a process, run under a request; it travels to the process by pickle."""
+
+    def __init__(self, target: Callable[..., Any], request: str) -> None:
+        self._target, self._request = target, request
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Run the target; end with its exit code."""
+        if "torch" not in sys.modules:  # nothing that it has imported could train
+            self._target(*args, **kwargs)
+            return
+        code = run_function(Request.model_validate_json(self._request), lambda: self._target(*args, **kwargs))
+        if code:
+            sys.exit(code)
+
+
+class Spawned:
+    """The processes that a script starts, and their records."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._path = Path(request.record_path).absolute()
+        self._target = os.path.abspath(request.target) if request.kind == "script" else request.target
+        self._own = os.getpid()
+        self._paths: list[Path] = []
+
+    def install(self, patches: Patches, training: Training) -> None:
+        """Have processes that are started from now on record what they train, until ``patches`` are undone."""
+        _CURRENT.append(training)
+        patches.on_undo(_CURRENT.pop)
+        patches.wrap(multiprocessing.process.BaseProcess, "start", self._starting)
+        patches.wrap(subprocess.Popen, "__init__", self._opening)
+
+    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def start(process: Any, *args: Any, **kwargs: Any) -> Any:
+            target = getattr(process, "_target", None)
+            if os.getpid() != self._own or target is None or not _may_train(target):
+                return original(process, *args, **kwargs)
+            process._target = Recorded(target, self._next(self._request).model_dump_json())
+            return original(process, *args, **kwargs)
+
+        return start
+
+    def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init(process: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+            own = self._arguments(args) if os.getpid() == self._own and _names_a_rank(kwargs.get("env")) else None
+            if own is not None:
+                request = self._request.model_copy(update={"target": self._target, "arguments": tuple(own)})
+                args = [sys.executable, "-m", "mezzo.launch.child", self._next(request).packed()]
+            return original(process, args, *rest, **kwargs)
+
+        return init
+
+    def _arguments(self, command: Any) -> Sequence[str] | None:
+        """Return the script's arguments in a command that starts it anew; None for any other command."""
+        if not isinstance(command, (list, tuple)) or not command or str(command[0]) != sys.executable:
+            return None
+        words = [str(word) for word in command[1:]]
+        before = ["-m"] if self._request.kind == "module" else []
+        for place, word in enumerate(words):
+            name = word if before else os.path.abspath(word)
+            if name == self._target and words[max(place - len(before), 0) : place] == before:
+                return words[place + 1 :]
+            if not word.startswith("-"):
+                return None
+        return None
+
+    def _next(self, request: Request) -> Request:
+        """Return the request of the next process."""
+        number = len(self._paths) + 1  # the script's own process writes the files of rank 0
+        path = self._path.with_name(f"{self._path.stem}.process{number}.json")
+        self._paths.append(path)
+        request = request.model_copy(update={"record_path": str(path), "reports_progress": False, "variables": {}})
+        return for_rank(request, number, folder=self._path.parent, number=number)
+
+    def together(self, own: AnyRecord) -> AnyRecord:
+        """Return one record of the script's process and of those that it started, and delete theirs."""
+        found: list[AnyRecord | None] = []
+        for path in self._paths:
+            record = None
+            with suppress(RecordError):
+                record = read_record(path)
+            path.unlink(missing_ok=True)
+            if record is None or _trained(record):
+                found.append(record)
+        if not any(record is not None for record in found):
+            return own
+        if (run := run_of(own)) is not None and len(run.steps):
+            found.insert(0, own)
+        records = {rank: record for rank, record in enumerate(found) if record is not None}
+        first = min(records)
+        records[0] = records.get(0, records[first])
+        ends = [End(rank=rank, error=_error(record)) for rank, record in enumerate(found)]
+        if found[0] is own or _error(own) is None or _never(own):
+            return merged(records, ends=ends, blame=blamed(ends), hosts={})
+        return _failed_as(
+            own, merged(records, ends=ends, blame=(0, ""), hosts={})
+        )  # it says which process failed, and why
+
+
+def _failed_as(own: AnyRecord, record: AnyRecord) -> AnyRecord:
+    run, ended = run_of(record), run_of(own)
+    assert run is not None
+    assert ended is not None
+    run = run.model_copy(update={"error": ended.error, "exit_code": ended.exit_code})
+    return run if isinstance(record, RunRecord) else record.model_copy(update={"run": run})
+
+
+def _may_train(target: Any) -> bool:
+    module = str(getattr(target, "__module__", "") or type(target).__module__)
+    return not any(module == name or module.startswith(f"{name}.") for name in _WORKERS)
+
+
+def _names_a_rank(variables: Mapping[str, str] | None) -> bool:
+    return variables is not None and any(variables.get(name) != os.environ.get(name) for name in _RANKS)
+
+
+def _trained(record: AnyRecord) -> bool:
+    run = run_of(record)
+    return run is not None and (len(run.steps) > 0 or (run.error is not None and not _never(record)))
+
+
+def _never(record: AnyRecord) -> bool:
+    """Return whether a process ended without training, which is no fault of one that starts others."""
+    run = run_of(record)
+    return run is not None and not len(run.steps) and (run.error or "").partition(":")[2].startswith(" it never ")
+
+
+def _error(record: AnyRecord | None) -> str | None:
+    if record is None:
+        return "it left no record"
+    run = run_of(record)
+    assert run is not None
+    return run.error or (f"exit code {run.exit_code}" if run.exit_code else None)

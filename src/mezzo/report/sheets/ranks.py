@@ -1,0 +1,56 @@
+"""The processes of a run as display strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mezzo.records import RankRun, RunRecord
+from mezzo.report import formatting as fmt
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.shared import Fact
+
+_SHOWN = 64
+
+
+def rank_facts(record: RunRecord) -> list[Fact]:
+    """Return one line for each process of a run; nothing for one process."""
+    lines = [_rank(rank) for rank in record.ranks[:_SHOWN]]
+    left = len(record.ranks) - len(lines)
+    return [*lines, Fact(what="more", value=f"{left} ranks", reason="record.json has all")] if left else lines
+
+
+def difference_facts(*runs: RunRecord) -> list[Fact]:
+    """Return what should be the same in all processes and is not; of several runs each with the run that shows it."""
+    found = []
+    for run in runs:
+        where = f"{fmt.clean(run.policy_shown)}, seed {run.seed}: " if len(runs) > 1 else ""
+        found += [
+            Fact(what=f"{where}{fact.what}", value=fact.value, reason=fact.reason, tone="warn")
+            for fact in shared.facts(run.between_ranks)
+        ]
+    return found
+
+
+def _rank(rank: RankRun) -> Fact:
+    parts = [fmt.plural(rank.num_steps, "step")]
+    if rank.step_ms is not None:
+        parts.append(f"{fmt.ms_text(rank.step_ms)} a step")
+    memory = rank.cuda_allocated_bytes or rank.total_bytes
+    if memory is not None:
+        parts.append(fmt.bytes_text(memory))
+    if rank.final_loss is not None:
+        parts.append(f"final loss {fmt.number_text(rank.final_loss)}")
+    if rank.skipped_steps:
+        parts.append(f"{len(rank.skipped_steps)} skipped")
+    failed = fmt.clean(rank.error or "")
+    place = _joined([fmt.clean(rank.host), fmt.clean(rank.device)])
+    return Fact(
+        what=f"rank {rank.rank}",
+        value=", ".join(parts),
+        reason=_joined([place, failed]) if failed else place,
+        tone="bad" if failed else "",
+    )
+
+
+def _joined(words: Sequence[str]) -> str:
+    return ", ".join(word for word in words if word)

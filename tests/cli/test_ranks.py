@@ -1,0 +1,151 @@
+"""Commands in several processes, as torchrun starts them: one record, runs in step, and a rank that fails is named."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mezzo import cli
+from mezzo.records import AuditRecord, CompareRecord, FallbackRecord, RangesRecord, RunRecord, read_record
+from paths import SCRIPTS
+from processes import Ended, in_processes
+
+RANKS = str(SCRIPTS / "ranks.py")
+_SAID = re.compile(r"rank (\d+) injected (\d+) weights (\S+)")
+
+
+def read(folder: Path) -> Any:
+    assert not list(folder.glob("rank*/record.json"))  # one record for the job
+    return read_record(folder / "record.json")
+
+
+def weights(ended: list[Ended]) -> set[str]:
+    """Return the sums of weights that the ranks printed."""
+    found = {m[1]: m[3] for one in ended for m in _SAID.finditer(one.printed)}
+    assert len(found) == len(ended)
+    return set(found.values())
+
+
+def test_a_run_in_two_processes(tmp_path: Path) -> None:
+    ended = in_processes(["run", "--policy", "fp16", "--out", "out", RANKS, "ddp", "6"], folder=tmp_path)
+    assert [one.code for one in ended] == [0, 0], ended
+    assert len(weights(ended)) == 1
+    record = read(tmp_path / "out")
+    assert isinstance(record, RunRecord)
+    assert [(r.rank, r.num_steps, r.error) for r in record.ranks] == [(0, 6, None), (1, 6, None)]
+    assert record.ranks[0].weights == record.ranks[1].weights != ""
+    assert record.steps.loss[-1] == pytest.approx(sum(r.final_loss or 0.0 for r in record.ranks) / 2)
+    assert record.between_ranks == []
+    assert "Ranks" in ended[0].printed
+    assert "Result" not in ended[1].printed  # the summary is printed once
+
+
+@pytest.mark.parametrize("words", [["run"], ["run", "nowhere.py"]])
+def test_a_word_that_cannot_be_used_ends_all_processes_and_is_said_once(words: list[str], tmp_path: Path) -> None:
+    ended = in_processes(words, folder=tmp_path, timeout_s=60)
+    assert [one.code for one in ended] == [2, 2]
+    assert "mezzo:" in ended[0].printed
+    assert ended[1].printed == ""
+
+
+def test_paddles_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    assert cli.main(["run", "train.py"]) == 7
+    assert "paddle.distributed.launch started 2 processes; Mezzo runs Paddle scripts in one" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_an_overflow_in_one_rank_skips_the_same_steps_in_all(kind: str, size: int, tmp_path: Path) -> None:
+    policy = "fp16:growth_interval=1"
+    words = ["run", "--policy", policy, "--out", "out", RANKS, kind, "230", "overflow"]
+    ended = in_processes(words, size=size, folder=tmp_path)
+    assert [one.code for one in ended] == [0] * size, ended
+    assert len(weights(ended)) == 1
+    injected = {m[1]: int(m[2]) for one in ended for m in _SAID.finditer(one.printed)}
+    assert sum(injected.values()) >= 100
+    record = read(tmp_path / "out")
+    skipped = [rank.skipped_steps for rank in record.ranks]
+    assert skipped == [skipped[0]] * size
+    assert len(skipped[0]) >= 100
+    assert record.between_ranks == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("raise", "rank 1: ValueError: bad batch"),
+        ("die", "rank 1: the process died with signal SIGKILL before it could write a record"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_rank_that_fails_ends_the_run_for_all(kind: str, what: str, error: str, tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    ended = in_processes(["run", "--out", "out", RANKS, kind, "50", what], folder=tmp_path)
+    record = read(tmp_path / "out")
+    assert record.error == error
+    assert {one.code for one in ended} == {record.exit_code}
+    assert time.monotonic() - began_s < 120
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_run_at_its_limit_and_is_found(tmp_path: Path) -> None:
+    words = [
+        "compare",
+        "--policies",
+        "fp32,fp16",
+        "--seeds",
+        "1",
+        "--timeout",
+        "30",
+        "--out",
+        "out",
+        RANKS,
+        "ddp",
+        "50",
+    ]
+    ended = in_processes([*words, "hang"], folder=tmp_path)
+    assert ended[0].code == ended[1].code != 0
+    for policy in ("fp32", "fp16"):
+        error = read_record(tmp_path / "out" / f"{policy}-seed0" / "record.json").error  # type: ignore[union-attr]
+        assert error is not None
+        assert re.match(r"stopped at its limit of 30 s: rank 1: it made no progress at ranks\.py:36", error), error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_runs_of_a_comparison_follow_one_another_in_all_processes(size: int, tmp_path: Path) -> None:
+    words = ["compare", "--policies", "fp32,fp16", "--seeds", "2", "--out", "out", RANKS, "ddp", "40"]
+    ended = in_processes(words, size=size, folder=tmp_path, timeout_s=400)
+    assert [one.code for one in ended] == [0] * size, ended
+    record = read(tmp_path / "out")
+    assert isinstance(record, CompareRecord)
+    assert [row.verdict for row in record.rows] == ["baseline", "equivalent"]
+    assert len(record.runs) == 4
+    for run in record.runs:
+        assert len({rank.weights for rank in run.ranks}) == 1
+        assert [rank.num_steps for rank in run.ranks] == [40] * size
+
+
+@pytest.mark.slow
+def test_what_one_process_finds_is_what_two_find(tmp_path: Path) -> None:
+    """The ranks' histograms add up; every other figure here is that of each rank."""
+    for words in (["audit", "--steps", "2"], ["ranges", "--steps", "2"], ["fallback", "--fresh", "0"]):
+        ended = in_processes(
+            [*words, "--out", words[0], RANKS, "fsdp" if words[0] == "ranges" else "ddp", "4"], folder=tmp_path
+        )
+        assert [one.code for one in ended] == [0, 0], ended
+    audit, ranges, fallback = (read(tmp_path / name) for name in ("audit", "ranges", "fallback"))
+    assert isinstance(audit, AuditRecord)
+    assert len(audit.run.ranks) == 2
+    assert isinstance(ranges, RangesRecord)
+    counted = {(t.kind, t.name): t.histogram.total for t in ranges.tensors}
+    assert counted["activations", "0"] == 2 * 2 * 8 * 32  # ranks, steps, samples, features
+    assert isinstance(fallback, FallbackRecord)
+    assert fallback.verdict == "not needed"

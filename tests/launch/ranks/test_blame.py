@@ -1,0 +1,86 @@
+"""Which rank is to blame for a run that failed, as a table of how each ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mezzo.launch.ranks.blame import End, blamed, noticed_others
+
+RESET = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:26539: Connection reset by peer"
+KILLED = "the process died with signal SIGKILL before it could write a record"
+STOPPED = "stopped by SIGTERM"
+
+
+def end(rank: int, error: str | None = None, **more: Any) -> End:
+    return End(rank=rank, error=error, **more)
+
+
+CASES: dict[str, tuple[list[End], tuple[int, str] | None]] = {
+    "all well": ([end(0), end(1)], None),
+    "one raises, the other loses its peer first": (
+        [end(0, RESET, at_s=1.0), end(1, "ValueError: bad batch", at_s=2.0)],
+        (1, "ValueError: bad batch"),
+    ),
+    "one is killed": ([end(0, RESET, at_s=2.0), end(1, KILLED, at_s=1.0)], (1, KILLED)),
+    "two raise: the first": (
+        [end(0, "ValueError: late", at_s=2.0), end(1, "KeyError: early", at_s=1.0)],
+        (1, "KeyError: early"),
+    ),
+    "only peers are missed": ([end(0, RESET, at_s=2.0), end(1, RESET, at_s=1.0)], (1, RESET)),
+    "one vanished": ([end(0, RESET, at_s=2.0), end(1, vanished=True)], (1, "its process vanished")),
+    "one hangs, the other waits": (
+        [
+            end(0, STOPPED, stopped=True, where="train.py:9", waiting=True),
+            end(1, STOPPED, stopped=True, where="data.py:3 in load"),
+        ],
+        (1, "it made no progress at data.py:3 in load, with rank 0 at train.py:9"),
+    ),
+    "one hangs, the others read a number from a device": (
+        [end(rank, STOPPED, stopped=True, where="data.py:3" if rank == 2 else "train.py:9") for rank in range(4)],
+        (2, "it made no progress at data.py:3, with ranks 0, 1, 3 at train.py:9"),
+    ),
+    "one hangs until the other's time-out": (
+        [
+            end(0, "DistBackendError: Timed out waiting 1800000ms for recv", at_s=1.0),
+            end(1, STOPPED, stopped=True, where="data.py:3"),
+        ],
+        (1, "it made no progress at data.py:3"),
+    ),
+    "nobody says where it is": (
+        [end(0, STOPPED, stopped=True), end(1, STOPPED, stopped=True)],
+        (0, "it made no progress"),
+    ),
+    "all wait for each other": (
+        [end(rank, STOPPED, stopped=True, where=f"train.py:{rank}", waiting=True) for rank in range(2)],
+        (0, "it made no progress at train.py:0, with rank 1 at train.py:1"),
+    ),
+    "one raises, the other goes on and is stopped": (
+        [end(0, STOPPED, stopped=True, where="train.py:9"), end(1, "ValueError: bad batch", at_s=1.0)],
+        (1, "ValueError: bad batch"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rank_to_blame(name: str) -> None:
+    ends, found = CASES[name]
+    assert blamed(ends) == found
+
+
+@pytest.mark.parametrize(
+    ("error", "noticed"),
+    [
+        (RESET, True),
+        ("RuntimeError: Connection closed by peer [127.0.0.1]:4499", True),
+        ("torch.distributed.DistNetworkError: The client socket has timed out", True),
+        ("DistBackendError: NCCL error in: ProcessGroupNCCL.cpp", True),
+        ("ValueError: bad batch", False),
+        (KILLED, False),
+        ("the loss is nan before the first update", False),
+        ("OutOfMemoryError: CUDA out of memory", False),
+    ],
+)
+def test_errors_of_processes_that_miss_another(error: str, noticed: bool) -> None:
+    assert noticed_others(error) is noticed

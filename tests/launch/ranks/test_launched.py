@@ -1,0 +1,89 @@
+"""Which of several processes this is, by launcher, as a table of environments."""
+
+from __future__ import annotations
+
+import pytest
+
+from mezzo.launch.ranks.launched import launched
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+FOUND = [
+    # environment: launcher, rank, size, local rank, on one machine
+    (TORCHRUN, ("torchrun", 3, 4, 1, False)),
+    ({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}, ("torchrun", 3, 4, 3, True)),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, ("torchrun", 0, 2, 0, False)),  # set by hand
+    (SRUN, ("srun", 5, 8, 1, False)),
+    ({**SRUN, "SLURM_STEP_NUM_NODES": "1"}, ("srun", 5, 8, 1, True)),
+    (OPEN_MPI, ("mpirun", 1, 2, 1, True)),
+    (MPICH, ("mpiexec", 2, 4, 0, False)),
+    ({**SRUN, **TORCHRUN}, ("torchrun", 3, 4, 1, False)),  # srun starts torchrun once a machine
+]
+ALONE = [
+    {},
+    {"RANK": "0"},
+    {"RANK": "0", "WORLD_SIZE": "1"},
+    {"RANK": "", "WORLD_SIZE": "2"},
+    {"RANK": "x", "WORLD_SIZE": "2"},
+    {"RANK": "2", "WORLD_SIZE": "2"},  # no such rank
+    {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # the batch script itself, which is one process
+    {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # an interactive shell
+    {**SRUN, "RANK": "0", "WORLD_SIZE": "1"},  # one process of torchrun inside a job
+]
+
+
+@pytest.mark.parametrize(("variables", "found"), FOUND)
+def test_each_launcher(variables: dict[str, str], found: tuple[str, int, int, int, bool]) -> None:
+    one = launched(variables)
+    assert one is not None
+    assert (one.launcher, one.rank, one.size, one.local_rank, one.one_machine) == found
+
+
+@pytest.mark.parametrize("variables", ALONE)
+def test_one_process(variables: dict[str, str]) -> None:
+    assert launched(variables) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"MASTER_PORT": "29501"}, False),
+        ({"TORCHELASTIC_RUN_ID": "b"}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, False),
+    ],
+)
+def test_the_processes_of_a_job_know_each_other(changed: dict[str, str], same: bool) -> None:
+    one, other = launched(TORCHRUN, command=["run", "t.py"]), launched({**TORCHRUN, **changed}, command=["run", "t.py"])
+    assert one is not None
+    assert other is not None
+    assert (one.job == other.job) is same
+
+
+def test_another_command_is_another_job() -> None:
+    one, other = launched(TORCHRUN, command=["run", "a.py"]), launched(TORCHRUN, command=["run", "b.py"])
+    assert one is not None
+    assert other is not None
+    assert one.job != other.job

@@ -1,0 +1,130 @@
+"""Rank 0 and its followers, which are threads here, and their scripts functions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mezzo.launch.ranks import following, leading
+from mezzo.launch.ranks.launched import Launched
+from mezzo.launch.ranks.leading import Leader, fresh_rendezvous
+from mezzo.launch.ranks.meeting import Meeting
+from mezzo.launch.request import Request
+from mezzo.policy import Policy
+from mezzo.records import AnyRecord, RunRecord, Steps, write_record
+from record_builders import environment
+
+SIZE = 3
+Script = Callable[[Request, Callable[[], bool]], dict[str, Any]]
+"""Returns fields of the record of one rank's run."""
+
+
+def runs(script: Script) -> Any:
+    """Return what runs a request, as the runner does: it leaves a record where the request says."""
+
+    def run_one(request: Request, *, output: Path | None, interrupted: Callable[[], bool]) -> AnyRecord:
+        fields = script(request, interrupted)
+        known: dict[str, Any] = {"command": [], "script": "t.py", "script_sha256": "", "policy": str(request.policy)}
+        record = RunRecord(**known, environment=environment(), **fields)
+        write_record(record, Path(request.record_path))
+        return record
+
+    return run_one
+
+
+@contextmanager
+def job(folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Leader, Any]]:
+    """Yield the leader of a job whose other processes follow in threads."""
+    monkeypatch.setattr(leading, "AFTER_FAILURE_S", 0.2)
+    monkeypatch.setattr(following, "run_alone", runs(script))
+    codes: list[int] = []
+
+    def process(rank: int) -> Meeting:
+        one = Launched(rank=rank, size=SIZE, local_rank=rank, launcher="torchrun", one_machine=True, job="j")
+        return Meeting(one, folder / "meeting", join_s=20)
+
+    def follow(rank: int) -> None:
+        codes.append(following.follow(process(rank)))
+
+    threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, SIZE)]
+    for thread in threads:
+        thread.start()
+    with leading.leading(process(0)) as lead:
+        yield lead, runs(script)
+        lead.exit_code = 7
+    for thread in threads:
+        thread.join()
+    assert codes == [7] * (SIZE - 1)  # every process ends as the command does
+
+
+def request(folder: Path, name: str = "run", policy: str = "fp16") -> Request:
+    path = str(folder / name / "record.json")
+    return Request(target="t.py", kind="script", policy=Policy.parse(policy), record_path=path, command=("mezzo",))
+
+
+def run(lead: Leader, run_one: Any, asked: Request, limit_s: float | None = None) -> RunRecord:
+    Path(asked.record_path).parent.mkdir(exist_ok=True)
+    record = lead.run(asked, output=None, limit_s=limit_s, run_one=run_one)
+    assert isinstance(record, RunRecord)
+    return record
+
+
+def test_runs_follow_one_another_in_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int | None]] = []
+    lock = threading.Lock()
+
+    def script(asked: Request, interrupted: Callable[[], bool]) -> dict[str, Any]:
+        with lock:
+            seen.append((str(asked.policy), asked.rank))
+        return {"steps": Steps(loss=[float(asked.rank or 0)], skipped=[False])}
+
+    with job(tmp_path, script, monkeypatch) as (lead, run_one):
+        for name in ("fp32", "fp16", "fp32"):
+            record = run(lead, run_one, request(tmp_path, name, name))
+            assert record.steps.loss == [1.0]  # the mean of 0, 1, 2
+            assert [rank.rank for rank in record.ranks] == [0, 1, 2]
+    assert [policy for policy, _ in seen] == ["fp32"] * 3 + ["fp16"] * 3 + ["fp32"] * 3  # in step
+    assert sorted(rank for _, rank in seen[:3] if rank is not None) == [0, 1, 2]
+
+
+def test_a_rank_that_fails_ends_the_run_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(asked: Request, interrupted: Callable[[], bool]) -> dict[str, Any]:
+        if asked.rank == 1:
+            return {"error": "ValueError: bad", "exit_code": 1}
+        while not interrupted():
+            time.sleep(0.01)
+        return {"error": "stopped by SIGTERM", "exit_code": 143}
+
+    with job(tmp_path, script, monkeypatch) as (lead, run_one):
+        record = run(lead, run_one, request(tmp_path))
+        assert (record.error, record.exit_code) == ("rank 1: ValueError: bad", 1)
+        assert [rank.error for rank in record.ranks][::2] == ["stopped by SIGTERM"] * 2
+
+
+def test_a_rank_that_hangs_ends_the_run_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(asked: Request, interrupted: Callable[[], bool]) -> dict[str, Any]:
+        while asked.rank == 2 and not interrupted():
+            time.sleep(0.01)
+        return {"error": "stopped by SIGTERM", "exit_code": 143} if asked.rank == 2 else {}
+
+    with job(tmp_path, script, monkeypatch) as (lead, run_one):
+        record = run(lead, run_one, request(tmp_path), limit_s=0.3)
+        assert record.error == "stopped at its limit of 0.3 s: rank 2: it made no progress"
+        record = run(lead, run_one, request(tmp_path, "next"), limit_s=0.3)  # and the next run is a fresh one
+        assert record.error is not None
+
+
+@pytest.mark.parametrize("variables", [{}, {"MASTER_PORT": "29500"}])
+def test_a_store_of_an_earlier_run_is_never_used_again(variables: dict[str, str]) -> None:
+    fresh = fresh_rendezvous(variables)
+    if not variables:
+        assert fresh == {}  # the script finds its processes in its own way
+        return
+    assert fresh["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert fresh["MASTER_PORT"] != "29500"

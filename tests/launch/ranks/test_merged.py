@@ -1,0 +1,102 @@
+"""One record of what all processes recorded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from mezzo.launch.ranks.blame import End
+from mezzo.launch.ranks.merged import alone, merged
+from mezzo.records import AuditRecord, Finding, Loss, Metric, RunRecord, Steps
+from record_builders import environment
+
+NAN = float("nan")
+
+
+def run(rank: int, *, loss: list[float], **fields: Any) -> RunRecord:
+    steps = Steps(
+        loss=loss,
+        losses=fields.pop("losses", []),
+        skipped=fields.pop("skipped", [False] * len(loss)),
+        time_ms=[100.0, 2.0, 4.0][: len(loss)],
+        cpu_ms=[90.0, 1.0, 3.0][: len(loss)],
+        loss_scale=[1024.0] * len(loss),
+    )
+    known: dict[str, Any] = {"command": ["mezzo"], "script": "t.py", "script_sha256": "", "policy": "fp16"}
+    return RunRecord(**known, environment=environment(), steps=steps, ranks=alone(rank, "abc"), **fields)
+
+
+def of(*runs: RunRecord, blame: tuple[int, str] | None = None) -> RunRecord:
+    ends = [End(rank=rank, error=one.error) for rank, one in enumerate(runs)]
+    record = merged(dict(enumerate(runs)), ends=ends, blame=blame, hosts={0: "here", 1: "there"})
+    assert isinstance(record, RunRecord)
+    return record
+
+
+def test_the_loss_is_the_mean_and_each_rank_keeps_its_own() -> None:
+    record = of(run(0, loss=[4.0, 2.0, 1.0]), run(1, loss=[2.0, 2.0, 3.0], skipped=[True, False, False]))
+    assert record.steps.loss == [3.0, 2.0, 2.0]
+    first, second = record.ranks
+    assert (first.final_loss, second.final_loss, second.skipped_steps) == (1.0, 3.0, [1])
+    assert (first.step_ms, first.cpu_ms, first.final_scale) == (3.0, 2.0, 1024.0)  # medians without the first step
+    assert (first.host, second.host, second.weights) == ("here", "there", "abc")
+    assert [one.what for one in record.between_ranks] == ["skipped"]
+    assert RunRecord.model_validate_json(record.model_dump_json()) == record
+
+
+def test_a_loss_that_is_lost_on_one_rank_is_lost() -> None:
+    assert math.isnan(of(run(0, loss=[1.0]), run(1, loss=[NAN])).steps.loss[0])
+
+
+def test_ranks_with_other_steps_leave_rank_0s_losses() -> None:
+    assert of(run(0, loss=[1.0, 2.0]), run(1, loss=[5.0])).steps.loss == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("name", "values"), [("d", [2.0, 3.0]), ("other", [1.0, 2.0])])
+def test_several_losses_are_averaged_if_they_are_the_same(name: str, values: list[float]) -> None:
+    one, other = (Loss(name=label, steps=[1, 2], values=own) for label, own in (("d", [1.0, 2.0]), (name, [3.0, 4.0])))
+    record = of(run(0, loss=[1.0], losses=[one]), run(1, loss=[1.0], losses=[other]))
+    assert record.steps.losses[0].values == values
+
+
+def test_a_metric_that_another_rank_prints() -> None:
+    metric = Metric(name="acc", pattern="acc=(.*)", steps=[1], values=[0.5])
+    assert of(run(0, loss=[1.0]), run(1, loss=[1.0], metric=metric)).metric == metric
+
+
+def test_a_run_that_failed_has_the_reason_of_the_rank_to_blame() -> None:
+    record = of(
+        run(0, loss=[1.0], error="RuntimeError: connection reset", exit_code=1),
+        run(1, loss=[1.0], error="ValueError: bad", exit_code=3),
+        blame=(1, "ValueError: bad"),
+    )
+    assert (record.error, record.exit_code) == ("rank 1: ValueError: bad", 3)
+    assert [rank.error for rank in record.ranks] == ["RuntimeError: connection reset", "ValueError: bad"]
+    assert record.between_ranks == []  # a failed run differs anyway
+
+
+def test_a_rank_without_a_record() -> None:
+    ends = [End(rank=0, error=None), End(rank=1, error=None, vanished=True)]
+    record = merged({0: run(0, loss=[1.0])}, ends=ends, blame=(1, "its process vanished"), hosts={}, prefix="late: ")
+    assert isinstance(record, RunRecord)
+    assert (record.error, record.exit_code) == ("late: rank 1: its process vanished", 1)
+    assert record.ranks[1].error == "its process vanished"
+
+
+def finding(code: str, line: str) -> Finding:
+    return Finding(code=code, title=code.lower(), modules=["m"], detail="", gain="", fix="", lines=[line])
+
+
+def test_findings_of_all_ranks_once_and_those_of_others_with_their_ranks() -> None:
+    shared, own = finding("A601", "/a/t.py:1"), finding("A602", "/a/t.py:2")
+    audits = {
+        rank: AuditRecord(run=run(rank, loss=[1.0]), steps=[3], findings=found)
+        for rank, found in enumerate(([shared], [shared, own], [own]))
+    }
+    ends = [End(rank=rank, error=None) for rank in audits]
+    record = merged(dict(audits), ends=ends, blame=None, hosts={})
+    assert isinstance(record, AuditRecord)
+    assert [one.title for one in record.findings] == ["a601", "a602 (rank 1, 2)"]
+    assert len(record.run.ranks) == 3

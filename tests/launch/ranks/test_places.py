@@ -1,0 +1,77 @@
+"""Where a hanging process is, from the traceback that faulthandler writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mezzo.launch.ranks.places import ASKS, Place, place_in
+
+HEAD = 'Thread 0x00007f (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 5 in wait\n\n'
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+TEXTS = [
+    (
+        '  File "/home/me/data.py", line 3 in load\n  File "/home/me/train.py", line 9 in <module>\n',
+        ("data.py:3 in load", False),
+    ),
+    (
+        f'  File "{TORCH}/autograd/graph.py", line 865 in _engine_run_backward\n  File "{TORCH}/_tensor.py", line 1 in backward\n'
+        '  File "/home/me/train.py", line 9 in <module>\n',
+        ("train.py:9", True),
+    ),
+    (
+        f'  File "{TORCH}/distributed/distributed_c10d.py", line 2 in all_reduce\n  File "/home/me/train.py", line 7 in main\n',
+        ("train.py:7 in main", True),
+    ),
+    (
+        f'  File "{TORCH}/utils/data/dataloader.py", line 2 in _next_data\n  File "/home/me/train.py", line 7 in main\n',
+        ("train.py:7 in main", False),
+    ),
+    (f'  File "{TORCH}/_ops.py", line 2 in call\n', ("", False)),
+    ("", ("", False)),
+]
+
+
+@pytest.mark.parametrize(("frames", "found"), TEXTS)
+def test_the_innermost_line_of_the_script(frames: str, found: tuple[str, bool], tmp_path: Path) -> None:
+    path = tmp_path / "run.place"
+    path.write_text(f"{HEAD}Current thread 0x00007f (most recent call first):\n{frames}")
+    assert place_in(path) == Place(*found)
+
+
+def test_no_file_is_no_place(tmp_path: Path) -> None:
+    assert place_in(tmp_path / "none") == Place("", False)
+
+
+SLEEPS = """
+import sys, threading, time
+from pathlib import Path
+from mezzo.launch.ranks.places import answer_with_place
+answer_with_place(Path(sys.argv[1]))
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+def load():
+    time.sleep(60)
+load()
+"""
+
+
+@pytest.mark.skipif(ASKS is None, reason="no real-time signals")
+def test_a_process_that_sleeps_answers(tmp_path: Path) -> None:
+    script, path = tmp_path / "train.py", tmp_path / "run.place"
+    script.write_text(SLEEPS)
+    process = subprocess.Popen([sys.executable, str(script), str(path)])
+    try:
+        end = time.monotonic() + 20
+        while time.monotonic() < end and not (path.exists() and place_in(path).where.endswith("in load")):
+            if path.exists():
+                time.sleep(0.1)
+                process.send_signal(ASKS or 0)
+            time.sleep(0.05)
+        assert place_in(path) == Place("train.py:8 in load", False)
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,53 @@
+"""Start a command in several processes, as a launcher does."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Ended(NamedTuple):
+    """One process that has ended."""
+
+    code: int
+    printed: str
+
+
+def in_processes(words: Sequence[str], *, size: int = 2, folder: Path, timeout_s: float = 200.0) -> list[Ended]:
+    """Run ``python -m mezzo`` with ``words`` in ``size`` processes with torchrun's variables; return how each ended.
+
+    All are killed after ``timeout_s``.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mezzo", *words],
+            cwd=folder,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        printed = [process.communicate(timeout=timeout_s)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return [Ended(process.returncode, text) for process, text in zip(started, printed, strict=True)]
