@@ -9,7 +9,7 @@ import typer
 from mezzo.cli import options, results
 from mezzo.cli.script import Script, run_and_finish
 
-_SIGNALS = 128
+SIGNALS = 128
 """Exit codes above this are of processes that a signal ended."""
 
 
@@ -52,5 +52,5 @@ def run(
         metric=metric,
     )
     results.note_metric(record)
-    ended = stop.stopped and record.exit_code > _SIGNALS  # otherwise the script ended itself
+    ended = stop.stopped and record.exit_code > SIGNALS  # otherwise the script ended itself
     raise typer.Exit(stop.exit_code if ended else record.exit_code)

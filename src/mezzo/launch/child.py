@@ -83,6 +83,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded()]),
             metric=reader.metric() if reader else None,
             findings=training.findings(),
+            bottleneck=training.bottleneck(),
             first_steps=num_steps if stopped else None,
             files_read=files.found,
             started_at_s=started_at_s,

@@ -28,6 +28,8 @@ class StepClock:
         """The device that the run trains on, once known."""
         self._ended: _Mark | None = None
         self._last = self._mark()
+        self.began_s = self._last[0]
+        """Time of ``time.perf_counter`` from which the first step counts."""
         self._time_ms: list[float] = []
         self._cpu_ms: list[float] = []
         self._unread: deque[tuple[int, _Mark, _Mark]] = deque()

@@ -24,13 +24,14 @@ from mezzo.launch.torch.sessions import record_sessions
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.updates import Updates
+from mezzo.launch.torch.watching import Watch, watched
 from mezzo.measure.environment import environment
 from mezzo.measure.live import Report
 from mezzo.observe.observer import Observer
 from mezzo.observe.settings import AnySettings
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
+from mezzo.records import Bottleneck, Effective, Environment, Finding, Memory, Reason, Steps
 
 
 @contextmanager
@@ -82,14 +83,18 @@ def switched(
 def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | None) -> Iterator[TorchTraining]:
     """Run the code inside as ``switched`` does, for a process that runs one script."""
     with switched(policy, seed=seed, observe=observe) as (run, counted):
-        yield TorchTraining(run, counted)
+        if observe is not None:  # times under an observer are the observer's
+            yield TorchTraining(run, counted)
+            return
+        with watched(run, counted) as watch:
+            yield TorchTraining(run, counted, watch)
 
 
 class TorchTraining:
     """A PyTorch script's training (``launch.frameworks.Training``)."""
 
-    def __init__(self, run: Run, counted: CountedStep) -> None:
-        self._run, self._counted = run, counted
+    def __init__(self, run: Run, counted: CountedStep, watch: Watch | None = None) -> None:
+        self._run, self._counted, self._watch = run, counted, watch
         self.framework = f"torch {torch.__version__}"
 
     @property
@@ -112,7 +117,11 @@ class TorchTraining:
 
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
-        self._run.recorder.reports.begin(report, every_s=every_s)
+        watch = self._watch
+        if watch is None:
+            self._run.recorder.reports.begin(report, every_s=every_s)
+            return
+        self._run.recorder.reports.begin(lambda latest: report(latest._replace(waits=watch.now())), every_s=every_s)
 
     def stop_after(self, limit: StepLimit) -> None:
         """Stop the script at ``limit``."""
@@ -133,6 +142,10 @@ class TorchTraining:
     def effective(self) -> Effective:
         """Return what really ran in which format."""
         return self._counted.effective()
+
+    def bottleneck(self) -> Bottleneck | None:
+        """Return what held the script back."""
+        return None if self._watch is None else self._watch.bottleneck(self.steps(), self.effective())
 
     def findings(self) -> list[Finding]:
         """Return misuse of the script's own mixed precision."""
