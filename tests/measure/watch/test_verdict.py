@@ -36,7 +36,11 @@ CASES: list[tuple[str, Evidence, str]] = [
     ("a lock beside a loader", dataclasses.replace(PLAIN, idle_share=0.7, input_s=0.1), "waiting"),
     ("a loader beside a lock", dataclasses.replace(PLAIN, idle_share=0.8, input_s=0.5), "input"),
     ("an exchange", dataclasses.replace(PLAIN, communication_s=0.4, idle_share=0.4), "communication"),
-    ("a busy machine", dataclasses.replace(PLAIN, refused_share=0.8, operations=[dataclasses.replace(PRODUCT, cpu_s=0.018)]), "arithmetic"),
+    (
+        "a busy machine",
+        dataclasses.replace(PLAIN, refused_share=0.8, operations=[dataclasses.replace(PRODUCT, cpu_s=0.018)]),
+        "arithmetic",
+    ),
     ("a lock on a busy machine", dataclasses.replace(PLAIN, refused_share=0.4, idle_share=0.5), "waiting"),
     ("no operations", dataclasses.replace(PLAIN, operations=[]), "unknown"),
     ("too few steps", dataclasses.replace(PLAIN, num_steps=4), "unknown"),
@@ -44,7 +48,11 @@ CASES: list[tuple[str, Evidence, str]] = [
     ("a busy GPU", on_gpu(GPU), "arithmetic"),
     ("a busy GPU that copies", on_gpu(GPU, operations=[COPY]), "bandwidth"),
     ("a GPU at its power limit", on_gpu(LIMITED), "power"),
-    ("a limit reached now and then", on_gpu(LIMITED.model_copy(update={"throttled": {"power limit": 0.1}})), "arithmetic"),
+    (
+        "a limit reached now and then",
+        on_gpu(LIMITED.model_copy(update={"throttled": {"power limit": 0.1}})),
+        "arithmetic",
+    ),
     ("a GPU at 40%", on_gpu(GPU.model_copy(update={"utilization": 0.4})), "host"),
     ("a GPU at 40% that waits for data", on_gpu(GPU.model_copy(update={"utilization": 0.4}), input_s=0.58), "input"),
     ("a GPU whose thread sleeps", on_gpu(GPU, idle_share=0.9), "arithmetic"),
@@ -65,7 +73,9 @@ def test_shares_are_of_the_time_that_others_did_not_take() -> None:
     """Of 1 s: 0.2 s asleep, 0.4 s refused, 0.1 s in a loader that computes, 0.3 s of other work: ready 0.8 s, ran half of it."""
     work = dataclasses.replace(PRODUCT, cpu_s=0.035)
     shares = shares_of(
-        dataclasses.replace(PLAIN, idle_share=0.2, refused_share=0.4, input_s=0.1, operations=[work], communication_s=0.0)
+        dataclasses.replace(
+            PLAIN, idle_share=0.2, refused_share=0.4, input_s=0.1, operations=[work], communication_s=0.0
+        )
     )
     # The loader's sleep comes first: its 0.1 s are within the 0.2 s asleep. Left: 0.1 s asleep elsewhere and 0.8 s * 1/2 of work.
     whole = 0.1 + 0.1 + 0.4
@@ -74,9 +84,13 @@ def test_shares_are_of_the_time_that_others_did_not_take() -> None:
 
 
 def test_a_loader_without_workers_is_told_to_have_some() -> None:
-    slow = dataclasses.replace(PLAIN, input_s=0.5, loader=Loader(num_workers=0, pin_memory=False, persistent_workers=False))
+    slow = dataclasses.replace(
+        PLAIN, input_s=0.5, loader=Loader(num_workers=0, pin_memory=False, persistent_workers=False)
+    )
     assert bottleneck(slow).change[0].startswith("DataLoader(num_workers=4)")
-    worked = dataclasses.replace(slow, on_gpu=True, loader=Loader(num_workers=2, pin_memory=False, persistent_workers=False))
+    worked = dataclasses.replace(
+        slow, on_gpu=True, loader=Loader(num_workers=2, pin_memory=False, persistent_workers=False)
+    )
     words = " ".join(bottleneck(worked).change)
     assert all(word in words for word in ("more workers than 2", "persistent_workers=True", "pin_memory=True"))
 

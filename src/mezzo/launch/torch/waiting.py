@@ -14,7 +14,7 @@ from mezzo.launch.patches import Patches
 from mezzo.measure.watch.verdict import Loader
 from mezzo.measure.watch.waits import Waits
 
-COLLECTIVES = [
+COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_object",
@@ -34,7 +34,7 @@ COLLECTIVES = [
     "scatter",
     "scatter_object_list",
     "send",
-]
+)
 """Functions of torch.distributed that wait for other processes. An asynchronous one waits in ``Work.wait``."""
 
 
