@@ -24,7 +24,8 @@ _NOT_THE_SCRIPTS = (
     *_LIBRARIES,
     *(str(Path(path).resolve()) for path in _LIBRARIES),
 )
-_INSTALLED = ("site-packages", "dist-packages")
+_PACKAGES = "-packages"
+"""In the paths of installed packages: ``site-packages``, ``dist-packages``."""
 
 
 _ASLEEP = 0.5
@@ -96,7 +97,7 @@ def line_of(frame: FrameType | None) -> str:
     """Return the innermost line of the script's own code as ``train.py:15``; empty if there is none."""
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_NOT_THE_SCRIPTS) and not any(folder in path for folder in _INSTALLED):
+        if not path.startswith(_NOT_THE_SCRIPTS) and _PACKAGES not in path:
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
