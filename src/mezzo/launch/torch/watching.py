@@ -78,10 +78,15 @@ class Watch:
         end_s = begin_s + wall_s
         num_steps = len(steps) - first
         waits, host, gpu = self.waits, self.host.shares(begin_s, end_s), self._gpu
-        exchanged_s = waits.exchange_s() * num_steps
+        missing: list[Reason] = []
+        try:
+            exchanged_s = waits.exchange_s() * num_steps
+        except RuntimeError as error:  # of DDP's own log
+            exchanged_s = 0.0
+            missing.append(Reason(what="DDP's exchanges", value="not measured", reason=str(error).partition("\n")[0]))
         waited_s = waits.communication.between(begin_s, end_s) + exchanged_s
         operations = [Work(flops=o.flops, bytes=o.bytes, cpu_s=o.cpu_s) for o in self._counted.operations()]
-        missing = self._missing(effective, has_host=host is not None)
+        missing += self._missing(effective, has_host=host is not None)
         emulated = effective.emulated
         return bottleneck(
             Evidence(
@@ -130,7 +135,8 @@ class Watch:
 
     def _sample_gpu(self) -> None:
         if self._gpu is None:
-            index = torch.cuda.current_device()
+            device = self._run.recorder.clock.device  # the current device is that of this thread
+            index = 0 if device is None or device.index is None else device.index
             uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
             self._gpu = open_counters(None if uuid is None else str(uuid), index)
         if isinstance(self._gpu, GpuCounters):
