@@ -146,6 +146,15 @@ def test_a_long_policy_and_a_hostile_one_stay_one_line(tmp_path: Path) -> None:
     assert "\n" not in name
 
 
+def test_waits_are_shown_only_while_a_script_is_watched(tmp_path: Path, clock: Clock) -> None:
+    for watches, shown_waits in ((True, ", input 43%"), (False, "")):
+        one = request(tmp_path, "as-is", None, watches=watches)
+        progress, _ = display()
+        with progress.following(one, passes_output=True):
+            reports_to(one.progress_file)(Latest(4, 0.5, 1, "input 43%"))
+            assert f"step 4, loss 0.5, 1 skipped{shown_waits}, " in parts(progress)
+
+
 def test_plain_lines_come_seldom_and_only_while_something_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
-from mezzo.cli import audit, check, compare, diagnose, doctor, fallback, predict, ranges, report, run
+from mezzo.cli import audit, check, compare, diagnose, doctor, fallback, predict, ranges, report, run, watch
 from mezzo.cli.completion import ScriptCommand
 from mezzo.cli.ranks import in_ranks
 from mezzo.cli.usage import usage_error
@@ -31,6 +31,7 @@ _SCRIPT = {"allow_interspersed_args": False}
 app.command("doctor")(doctor.doctor)
 app.command("check", cls=ScriptCommand, context_settings=_SCRIPT)(check.check)
 app.command("run", cls=ScriptCommand, context_settings=_SCRIPT)(run.run)
+app.command("watch", cls=ScriptCommand, context_settings=_SCRIPT)(watch.watch)
 app.command("compare", cls=ScriptCommand, context_settings=_SCRIPT)(compare.compare)
 app.command("audit", cls=ScriptCommand, context_settings=_SCRIPT)(audit.audit)
 app.command("diagnose", cls=ScriptCommand, context_settings=_SCRIPT)(diagnose.diagnose)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _PLAIN_EVERY_S = 10.0
 """Between two plain lines."""
+_WATCH_EVERY_S = 2.0
+"""The same under ``mezzo watch``."""
 _LONGEST_NAME = 48
 _BAR = 12
 
@@ -120,7 +122,9 @@ class Progress:
                 if not live.is_started:
                     live.start()  # not before: it hides the cursor, which belongs to a script that prints here
                 live.update(self._line(current), refresh=True)
-            elif current is not None and time.monotonic() - self._told_s >= _PLAIN_EVERY_S:
+            elif current is not None and time.monotonic() - self._told_s >= (
+                _WATCH_EVERY_S if current.request.watches else _PLAIN_EVERY_S
+            ):
                 self._told_s = time.monotonic()
                 self.console.print(f"mezzo: {', '.join(self._parts(current))}", markup=False, soft_wrap=True)
 
@@ -151,6 +155,8 @@ class Progress:
                 parts.append(f"loss {fmt.number_text(current.latest.loss, digits=3)}")
             if current.latest.num_skipped:
                 parts.append(f"{current.latest.num_skipped} skipped")
+            if current.request.watches and current.latest.waits:
+                parts.append(current.latest.waits)
         left_s = self._left_s()
         return [*parts, _time_text(time.monotonic() - current.began_s) if left_s is None else _left_text(left_s)]
 

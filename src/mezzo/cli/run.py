@@ -11,7 +11,7 @@ from mezzo.cli import options, results
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.cli.snapshots import check_snapshots, snapshot_request
 
-_SIGNALS = 128
+SIGNALS = 128
 """Exit codes above this are of processes that a signal ended."""
 
 
@@ -64,5 +64,5 @@ def run(
         metric=metric,
     )
     results.note_metric(record)
-    ended = stop.stopped and record.exit_code > _SIGNALS  # otherwise the script ended itself
+    ended = stop.stopped and record.exit_code > SIGNALS  # otherwise the script ended itself
     raise typer.Exit(stop.exit_code if ended else record.exit_code)

@@ -84,6 +84,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             unheeded=unheeded(),
             files=files.found,
             metric=reader.metric() if reader else None,
+            bottleneck=training.bottleneck(),
             snapshots=snapshots,
             stopped=stopped,
             began=(started, started_at_s),

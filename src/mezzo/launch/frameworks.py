@@ -23,6 +23,7 @@ from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
 from mezzo.records import (
     AnyRecord,
+    Bottleneck,
     Effective,
     Environment,
     Finding,
@@ -108,6 +109,9 @@ class Training(Protocol):
 
     def effective(self) -> Effective:
         """Return what really ran in which format, and what was left alone."""
+
+    def bottleneck(self) -> Bottleneck | None:
+        """Return what held the script back; None if that is not measured in this framework."""
 
     def findings(self) -> list[Finding]:
         """Return misuse of the script's own mixed precision; empty if it is not checked in this framework."""

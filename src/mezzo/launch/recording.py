@@ -13,7 +13,7 @@ from mezzo.launch.process.script_signals import EndedBySignal
 from mezzo.launch.ranks.merged import alone
 from mezzo.launch.request import Request, policy_text
 from mezzo.launch.tracebacks import print_error
-from mezzo.records import AnyRecord, Effective, FileRead, Metric, Reason, RunRecord, SnapshotsTaken
+from mezzo.records import AnyRecord, Bottleneck, Effective, FileRead, Metric, Reason, RunRecord, SnapshotsTaken
 
 INTERRUPTED = 130
 
@@ -32,6 +32,7 @@ def record_of(
     unheeded: Sequence[Reason] = (),
     files: Sequence[FileRead] = (),
     metric: Metric | None = None,
+    bottleneck: Bottleneck | None = None,
     snapshots: SnapshotsTaken | None = None,
     stopped: bool = False,
 ) -> AnyRecord:
@@ -52,6 +53,7 @@ def record_of(
         effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded]),
         metric=metric,
         findings=training.findings(),
+        bottleneck=bottleneck,
         snapshots=snapshots,
         ranks=[] if request.rank is None else alone(request.rank, training.weights()),
         first_steps=training.num_updates if stopped else None,

@@ -82,6 +82,8 @@ class Request(BaseModel):
 
     reports_progress: bool = False
     """Whether the child reports the latest step to ``progress_file``."""
+    watches: bool = False
+    """Whether the progress shown says what the script waits for."""
 
     def packed(self) -> str:
         """Return the request as one command-line word: JSON, or the name of a file if that is too long for the system."""

@@ -16,6 +16,8 @@ class Latest(NamedTuple):
     """The last step's loss; None if only the device knows it."""
     num_skipped: int | None = None
     """Skipped updates so far; None if only the device knows."""
+    waits: str = ""
+    """What the training waits for, in a few words."""
 
 
 Report: TypeAlias = Callable[[Latest], None]

@@ -30,6 +30,8 @@ class StepClock:
         self.ended: Mark | None = None
         """The last mark of the open step."""
         self._last = self._mark()
+        self.began_s = self._last[0]
+        """Time of ``time.perf_counter`` from which the first step counts."""
         self._time_ms: list[float] = []
         self._cpu_ms: list[float] = []
         self._unread: deque[tuple[int, Mark, Mark]] = deque()

@@ -19,6 +19,9 @@ from mezzo.records.audit import Phase as Phase
 from mezzo.records.audit import Product as Product
 from mezzo.records.audit import RoundTrip as RoundTrip
 from mezzo.records.audit import WideProduct as WideProduct
+from mezzo.records.bottleneck import Bottleneck as Bottleneck
+from mezzo.records.bottleneck import GpuUse as GpuUse
+from mezzo.records.bottleneck import Limit as Limit
 from mezzo.records.check import Answer as Answer
 from mezzo.records.check import CheckRecord as CheckRecord
 from mezzo.records.check import CheckStage as CheckStage

@@ -6,6 +6,7 @@ import math
 from pathlib import PurePath
 from typing import Literal
 
+from mezzo.records.bottleneck import Bottleneck
 from mezzo.records.findings import Finding
 from mezzo.records.ranks import RankRun
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
@@ -183,6 +184,8 @@ class RunRecord(WholeRecord):
     metric: Metric | None = None
     findings: list[Finding] = []
     """Misuse of the script's own mixed precision (codes A6xx), the most severe first."""
+    bottleneck: Bottleneck | None = None
+    """What held the run back; None where it was not measured, as under an observer and outside PyTorch."""
     files_read: list[FileRead] = []
     """Files that an earlier run of the same comparison may have written."""
     snapshots: SnapshotsTaken | None = None

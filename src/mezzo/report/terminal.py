@@ -117,6 +117,7 @@ def print_run(sheet: RunSheet, console: Console) -> None:
     _error(console, sheet.error)
     section(console, "Result", fact_table(sheet.facts))
     section(console, "Ranks", fact_table([*sheet.ranks, *sheet.between_ranks]))
+    section(console, "What holds this run back", fact_table(sheet.bottleneck))
     _findings(sheet.findings, console)
     section(console, "Policy", fact_table(sheet.explanation))
     section(console, "Memory of a step", _memory_table(sheet.memory))

@@ -130,6 +130,9 @@ class PaddleTraining:
         """Return what really ran in which format."""
         return self._counted.effective()
 
+    def bottleneck(self) -> None:
+        """Return None: only PyTorch scripts are watched."""
+
     def findings(self) -> list[Finding]:
         """Return an empty list: only PyTorch's mixed precision is checked."""
         return []

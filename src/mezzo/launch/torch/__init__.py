@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,7 @@ from mezzo.launch.torch.sessions import record_sessions
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.updates import Updates
+from mezzo.launch.torch.watching import Watch, watched
 from mezzo.launch.torch.weights_digest import WeightsDigest
 from mezzo.measure.environment import environment
 from mezzo.measure.live import Report
@@ -33,7 +34,7 @@ from mezzo.observe.observer import Observer
 from mezzo.observe.settings import AnySettings
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Finding, Memory, Reason, SnapshotsTaken, Steps
+from mezzo.records import Bottleneck, Effective, Environment, Finding, Memory, Reason, SnapshotsTaken, Steps
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.snapshots.script import ScriptSnapshots
@@ -91,8 +92,11 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
     with switched(policy, seed=seed, observe=observe) as (run, counted):
         weights = WeightsDigest(run)
         weights.install(patches)
+        # Times under an observer are the observer's.
+        watching = watched(run, counted) if observe is None else nullcontext(None)
         try:
-            yield TorchTraining(run, counted, weights)
+            with watching as watch:
+                yield TorchTraining(run, counted, weights, watch)
         finally:
             patches.undo()
 
@@ -100,8 +104,8 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
 class TorchTraining:
     """A PyTorch script's training (``launch.frameworks.Training``)."""
 
-    def __init__(self, run: Run, counted: CountedStep, weights: WeightsDigest) -> None:
-        self._run, self._counted, self._weights = run, counted, weights
+    def __init__(self, run: Run, counted: CountedStep, weights: WeightsDigest, watch: Watch | None) -> None:
+        self._run, self._counted, self._weights, self._watch = run, counted, weights, watch
         self._snapshots: ScriptSnapshots | None = None
         self.not_resumed: MezzoError | None = None
         """Why a run that was to be resumed was not; known after ``end_snapshots``."""
@@ -127,7 +131,11 @@ class TorchTraining:
 
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
-        self._run.recorder.reports.begin(report, every_s=every_s)
+        watch = self._watch
+        if watch is None:
+            self._run.recorder.reports.begin(report, every_s=every_s)
+            return
+        self._run.recorder.reports.begin(lambda latest: report(latest._replace(waits=watch.now())), every_s=every_s)
 
     def stop_after(self, limit: StepLimit) -> None:
         """Stop the script at ``limit``."""
@@ -164,6 +172,10 @@ class TorchTraining:
     def effective(self) -> Effective:
         """Return what really ran in which format."""
         return self._counted.effective()
+
+    def bottleneck(self) -> Bottleneck | None:
+        """Return what held the script back."""
+        return None if self._watch is None else self._watch.bottleneck(self.steps(), self.effective())
 
     def findings(self) -> list[Finding]:
         """Return misuse of the script's own mixed precision."""

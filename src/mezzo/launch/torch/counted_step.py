@@ -24,6 +24,7 @@ from mezzo.measure import memory
 from mezzo.measure.cudapeaks import CudaPeaks
 from mezzo.measure.effective import Counted, effective
 from mezzo.measure.flops import FlopCounter
+from mezzo.measure.watch.operations import OperationTimes, TimedOperation
 from mezzo.records import Effective, Memory
 
 _UPDATES_WEIGHED = 2  # the first successful update creates the optimizer's state
@@ -37,6 +38,9 @@ class CountedStep:
         self._saved = memory.SavedTensors()
         self._peaks = CudaPeaks()
         self._flops: FlopCounter | None = None
+        self._times = OperationTimes()
+        self._num_timed = 0
+        """Operations of the counted step; later ones belong to the next."""
         self._stack: contextlib.ExitStack | None = None
         self._due = self._over = self._forced_eager = False
         self._counted_step: int | None = None
@@ -108,6 +112,16 @@ class CountedStep:
                 switched_off=self._flops.switched_off,
                 step=self._counted_step,
             )
+            self._num_timed = len(self._times.operations)
+
+    def operations(self) -> list[TimedOperation]:
+        """Return the operations of the counted step with their times; none if it was compiled code, made to run eagerly."""
+        return [] if self._forced_eager else self._times.operations[: self._num_timed]
+
+    @property
+    def was_compiled(self) -> bool:
+        """Whether the script compiles code, so that the counted step is not like the others."""
+        return self._forced_eager
 
     def memory(self) -> Memory:
         """Return the bytes of the inspected step, and the allocator's peaks over the run, all devices together."""
@@ -177,6 +191,7 @@ class CountedStep:
             self._forced_eager = self._run.compiles
             torch.compiler.set_stance("force_eager")
             self._stack.callback(torch.compiler.set_stance, "default")
+        self._stack.enter_context(self._times)
         self._stack.enter_context(self._flops)
         self._saved.start(self._parameters())
         self._stack.callback(self._saved.stop)

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from mezzo.records import RunRecord, SnapshotsTaken
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import ranks, shared
+from mezzo.report.sheets.bottleneck import bottleneck_facts
 from mezzo.report.sheets.findings import FindingLine, finding_line
 from mezzo.report.sheets.shared import Fact, MemoryLine, Share
 
@@ -31,6 +32,7 @@ class RunSheet:
     shares_note: str
     left_alone: list[Fact]
     findings: list[FindingLine]
+    bottleneck: list[Fact]
     environment: list[Fact]
     command: str
 
@@ -54,6 +56,7 @@ def run_sheet(record: RunRecord) -> RunSheet:
         shares_note=shared.shares_note(record),
         left_alone=shared.facts(record.effective.left_alone),
         findings=[finding_line(finding) for finding in record.findings],
+        bottleneck=bottleneck_facts(record.bottleneck),
         environment=shared.environment_facts(record.environment, framework=record.framework),
         command=shared.command_text(record.command, record.environment),
     )

@@ -1,0 +1,162 @@
+"""Watch a PyTorch script while it trains, in a thread that wakes ten times a second, and say at the end what held it back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mezzo.gpus import find_gpu
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.counted_step import CountedStep
+from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.waiting import ScriptWaits
+from mezzo.measure.watch.host import HostSamples
+from mezzo.measure.watch.nvml import GpuCounters, open_counters
+from mezzo.measure.watch.rates import Rates, cpu_rates
+from mezzo.measure.watch.verdict import Evidence, Work, bottleneck
+from mezzo.records import Bottleneck, Effective, Reason, Steps
+
+_EVERY_S = 0.1
+_GPU_EVERY = 10
+"""Samples of the host between two of the GPU."""
+_WARM_UP = 0.1
+"""Share of the steps that is left out at the beginning."""
+
+
+class Watch:
+    """The measurements of one script."""
+
+    def __init__(self, run: Run, counted: CountedStep) -> None:
+        self._run, self._counted = run, counted
+        self.waits, self.host = ScriptWaits(), HostSamples()
+        self._gpu: GpuCounters | str | None = None
+        """Why there are no counters, if it is a string."""
+        self._over = threading.Event()
+        self._began_s = time.perf_counter()
+
+    def sample(self) -> None:
+        """Sample until ``stop``; runs in a thread of its own."""
+        taken = 0
+        while not self._over.wait(_EVERY_S):
+            self.host.take()
+            if taken % _GPU_EVERY == 0 and self._run.device_type == "cuda" and self._run.recorder.num_closed:
+                self._sample_gpu()
+            taken += 1
+
+    def stop(self) -> None:
+        """End ``sample``."""
+        self._over.set()
+
+    def now(self) -> str:
+        """Return what was measured so far, in a few words."""
+        end_s = time.perf_counter()
+        wall_s = max(end_s - self._began_s, 1e-9)
+        parts = [f"input {self.waits.input.total_s / wall_s:.0%}"]
+        if len(self.waits.communication):
+            parts.append(f"communication {self.waits.communication.total_s / wall_s:.0%}")
+        shares = self.host.shares(self._began_s, end_s)
+        if shares is not None:
+            parts.append(f"thread asleep {shares.slept:.0%}")
+        if isinstance(self._gpu, GpuCounters) and self._gpu.samples:
+            last = self._gpu.samples[-1]
+            parts += [] if last.utilization is None else [f"GPU {last.utilization:.0%}"]
+            parts += [] if last.power_w is None else [f"{last.power_w:.0f} W"]
+        return ", ".join(parts)
+
+    def bottleneck(self, steps: Steps, effective: Effective) -> Bottleneck:
+        """Return what held the script back, by the steps after the first tenth and the counted one."""
+        on_gpu = self._run.device_type == "cuda"
+        clock = self._run.recorder.clock
+        first = min(max(2, int(len(steps) * _WARM_UP)), len(steps))
+        begin_s = clock.began_s + sum(steps.time_ms[:first]) / 1e3
+        wall_s = sum(steps.time_ms[first:]) / 1e3
+        end_s = begin_s + wall_s
+        num_steps = len(steps) - first
+        waits, host, gpu = self.waits, self.host.shares(begin_s, end_s), self._gpu
+        missing: list[Reason] = []
+        try:
+            exchanged_s = waits.exchange_s() * num_steps
+        except RuntimeError as error:  # of DDP's own log
+            exchanged_s = 0.0
+            missing.append(Reason(what="DDP's exchanges", value="not measured", reason=str(error).partition("\n")[0]))
+        waited_s = waits.communication.between(begin_s, end_s) + exchanged_s
+        operations = [Work(flops=o.flops, bytes=o.bytes, cpu_s=o.cpu_s) for o in self._counted.operations()]
+        missing += self._missing(effective, has_host=host is not None)
+        emulated = effective.emulated
+        return bottleneck(
+            Evidence(
+                num_steps=num_steps,
+                wall_s=wall_s,
+                input_s=waits.input.between(begin_s, end_s) if len(waits.input) else None,
+                communication_s=waited_s if len(waits.communication) or exchanged_s else None,
+                idle_share=None if host is None else host.slept,
+                refused_share=0.0 if host is None else host.refused,
+                operations=[] if emulated else operations,
+                rates=None if emulated or not operations else self._rates(effective),
+                on_gpu=on_gpu,
+                compiled=self._counted.was_compiled,
+                emulated=emulated,
+                loader=waits.loader(),
+                sleeping_line=_commonest(self.host.sleeping),
+                gpu=gpu.use() if isinstance(gpu, GpuCounters) else None,
+                not_measured=missing,
+            )
+        )
+
+    def _missing(self, effective: Effective, *, has_host: bool) -> list[Reason]:
+        found = []
+        if isinstance(self._gpu, str):
+            found.append(("GPU counters", self._gpu))
+        if not has_host:
+            found.append(("sleep of the thread", "the run was too short to sample it"))
+        if effective.emulated:
+            found.append(
+                ("operations", "lower formats were emulated, so their times say nothing; watch the script as it is")
+            )
+        elif self._counted.was_compiled:
+            found.append(("operations", "compiled code's operations are not seen"))
+        if not len(self.waits.input):
+            found.append(("input", "the script has no DataLoader in its training thread"))
+        return [Reason(what=what, value="not measured", reason=why) for what, why in found]
+
+    def _rates(self, effective: Effective) -> Rates | None:
+        if self._run.device_type != "cuda":
+            return cpu_rates(torch.get_num_threads()) if self._run.device_type in (None, "cpu") else None
+        gpu = find_gpu(torch.cuda.get_device_name())
+        if gpu is None:
+            return None
+        form = max(effective.flops_by_format, key=lambda f: effective.flops_by_format[f], default="fp32")
+        return Rates(gpu.flops_per_s(form) or gpu.fp32_flops_per_s, gpu.bandwidth_bytes_per_s)
+
+    def _sample_gpu(self) -> None:
+        if self._gpu is None:
+            device = self._run.recorder.clock.device  # the current device is that of this thread
+            index = 0 if device is None or device.index is None else device.index
+            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+            self._gpu = open_counters(None if uuid is None else str(uuid), index)
+        if isinstance(self._gpu, GpuCounters):
+            self._gpu.take()
+
+
+def _commonest(lines: Counter[str]) -> str:
+    return lines.most_common(1)[0][0] if lines else ""
+
+
+@contextmanager
+def watched(run: Run, counted: CountedStep) -> Iterator[Watch]:
+    """Watch the code inside."""
+    watch, patches = Watch(run, counted), Patches()
+    thread = threading.Thread(target=watch.sample, name="mezzo-watch", daemon=True)
+    try:
+        watch.waits.install(patches)
+        thread.start()
+        yield watch
+    finally:
+        watch.stop()
+        thread.join()
+        patches.undo()

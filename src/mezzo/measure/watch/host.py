@@ -1,0 +1,103 @@
+"""Sample the training thread from outside, ten times a second: its CPU time, the time it was refused a core, and its line.
+
+Linux counts for each thread how long it ran and how long it was ready to run while others had the cores
+(``/proc/self/task/*/schedstat``). The rest of the time it slept: on a lock, in ``time.sleep``, on a disk or a socket. A machine
+that other processes keep busy therefore is not taken for a script that waits. Elsewhere only the CPU time of the whole process
+is known, which other threads may fill: the sleeping time is then a lower bound.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_NOT_THE_SCRIPTS = (
+    "<",
+    str(Path(__file__).parents[2]),
+    *_LIBRARIES,
+    *(str(Path(path).resolve()) for path in _LIBRARIES),
+)
+_PACKAGES = "-packages"
+"""In the paths of installed packages: ``site-packages``, ``dist-packages``."""
+
+
+_ASLEEP = 0.5
+"""Share of the time since the last sample below which a thread's line says where it sleeps."""
+_FEWEST = 3
+"""Samples below which nothing is said."""
+
+
+class HostSample(NamedTuple):
+    """One sample of the training thread."""
+
+    at_s: float
+    """By ``time.perf_counter``."""
+    ran_s: float
+    """CPU time of the thread."""
+    refused_s: float
+    """Time in which the thread was ready to run and other threads had the cores."""
+
+
+class HostShares(NamedTuple):
+    """Shares of a time."""
+
+    slept: float
+    refused: float
+
+
+class HostSamples:
+    """Samples of the thread that created it."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._file = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        self.samples: list[HostSample] = []
+        self.sleeping: Counter[str] = Counter()
+        """How often the thread was seen at each line of the script while it had slept since the sample before."""
+
+    def take(self) -> None:
+        """Take one sample; costs one small file and a walk up the thread's stack."""
+        sample = HostSample(time.perf_counter(), *self._times_s())
+        if self.samples:
+            before = self.samples[-1]
+            ready_s = sample.ran_s - before.ran_s + sample.refused_s - before.refused_s
+            busy = ready_s / max(sample.at_s - before.at_s, 1e-9)
+            line = line_of(sys._current_frames().get(self._thread)) if busy < _ASLEEP else ""
+            if line:
+                self.sleeping[line] += 1
+        self.samples.append(sample)
+
+    def shares(self, begin_s: float, end_s: float) -> HostShares | None:
+        """Return what the thread did between two times; None if too little was sampled."""
+        inside = [sample for sample in self.samples if begin_s <= sample.at_s <= end_s]
+        if len(inside) < _FEWEST:
+            return None
+        first, last = inside[0], inside[-1]
+        wall_s = last.at_s - first.at_s
+        ran, refused = (last.ran_s - first.ran_s) / wall_s, (last.refused_s - first.refused_s) / wall_s
+        return HostShares(slept=min(max(1.0 - ran - refused, 0.0), 1.0), refused=min(max(refused, 0.0), 1.0))
+
+    def _times_s(self) -> tuple[float, float]:
+        try:
+            with open(self._file, encoding="ascii") as file:
+                ran_ns, refused_ns, _ = file.read().split()
+            return int(ran_ns) * 1e-9, int(refused_ns) * 1e-9
+        except (OSError, ValueError):
+            return time.process_time(), 0.0
+
+
+def line_of(frame: FrameType | None) -> str:
+    """Return the innermost line of the script's own code as ``train.py:15``; empty if there is none."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_NOT_THE_SCRIPTS) and _PACKAGES not in path:
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

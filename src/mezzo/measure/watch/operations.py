@@ -1,0 +1,51 @@
+"""Time each operation of one step on the host, with the operations and bytes that its operands imply.
+
+The clock is the CPU time of the thread: on a busy machine, time in which another process had the core does not count. On a GPU
+an operation's time is that of its launch, so only operations and bytes say anything there.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mezzo.measure.flops import COUNTS, reals
+
+
+class TimedOperation(NamedTuple):
+    """One operation of the step."""
+
+    flops: int
+    bytes: int
+    """Of its operands and results, each read or written once; 0 for a view."""
+    cpu_s: float
+    """CPU time of its thread."""
+
+
+class OperationTimes(TorchDispatchMode):
+    """A dispatch mode that times every operation; entered before other modes, so that it does not time them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[TimedOperation] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run one operation and time it."""
+        began_s = time.thread_time()
+        result = func(*args, **(kwargs or {}))
+        cpu_s = time.thread_time() - began_s
+        count = COUNTS.get(func.overloadpacket)
+        flops = 0 if count is None else count(result, *args) * reals(args)
+        moved = 0 if func.is_view else _bytes((args, kwargs, result))
+        self.operations.append(TimedOperation(flops, moved, cpu_s))
+        return result
+
+
+def _bytes(values: Any) -> int:
+    found = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
+    return sum(t.numel() * t.element_size() for t in found.values() if t.layout is torch.strided)

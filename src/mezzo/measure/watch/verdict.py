@@ -1,0 +1,264 @@
+"""From what was measured of a run to what holds it back: a pure function, decided by shares of the run's own time.
+
+    input          the thread waited for its DataLoader
+    communication  it waited in a collective of torch.distributed
+    waiting        it slept elsewhere: a lock, ``time.sleep``, a disk, a socket
+    preempted      it was ready to run, and other processes had the cores: no fault of the script, never the verdict
+    host           it ran Python, or operations so small that starting them takes longer than the work
+    bandwidth      it ran operations that move more bytes than the machine can while it computes their products
+    arithmetic     it ran products: nothing holds it back but the device's rate
+
+The usual marks of a busy GPU: utilisation above 90%, memory above 80%, power above 60% of the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mezzo.measure.watch.rates import Rates
+from mezzo.records import Bottleneck, GpuUse, Limit, Reason
+
+BUSY, FULL, POWERED = 0.9, 0.8, 0.6
+"""The usual marks: utilisation, memory, and power against its limit."""
+_LOST = 0.25
+"""Share of the time from which a wait is what holds a run back. A healthy loader takes a few per cent."""
+_MIN_STEPS, _MIN_S = 5, 0.2
+_TINY_S = 10e-6
+"""An operation with less work than this on the machine is as long as its start."""
+_HOST = 0.6
+"""Share of the busy time from which the host is named."""
+_AT_LIMIT, _OFTEN = 0.95, 0.3
+"""Power against its limit, and share of the samples that were held down by it, from which power is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One operation's work and its CPU time."""
+
+    flops: int
+    bytes: int
+    cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """The settings of the data loader that was waited for."""
+
+    num_workers: int
+    pin_memory: bool
+    persistent_workers: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What was measured of a run, over the same steps."""
+
+    num_steps: int
+    wall_s: float
+    input_s: float | None = None
+    communication_s: float | None = None
+    idle_share: float | None = None
+    """Share of the time in which the training thread slept, waits for input and communication included."""
+    refused_share: float = 0.0
+    """Share in which it was ready to run and other processes or threads had the cores."""
+    operations: Sequence[Work] = ()
+    """Of one step; empty if they were not counted."""
+    rates: Rates | None = None
+    """Of the device, to weigh operations against bytes."""
+    on_gpu: bool = False
+    compiled: bool = False
+    emulated: bool = False
+    loader: Loader | None = None
+    sleeping_line: str = ""
+    gpu: GpuUse | None = None
+    not_measured: list[Reason] = field(default_factory=list)
+
+
+def bottleneck(seen: Evidence) -> Bottleneck:
+    """Return what holds a run back, and what to change."""
+    if seen.num_steps < _MIN_STEPS or seen.wall_s < _MIN_S:
+        short = f"not known: too short to tell, {seen.num_steps} steps in {seen.wall_s:.2g} s after the first tenth"
+        return Bottleneck(limit="unknown", sentence=short, gpu=seen.gpu, not_measured=seen.not_measured)
+    shares = shares_of(seen)
+    limit = _limit(seen, shares)
+    total_s = sum(one.cpu_s for one in seen.operations)
+    line = seen.sleeping_line if limit == "waiting" else ""
+    return Bottleneck(
+        limit=limit,
+        sentence=_sentence(limit, seen, shares, line),
+        change=_changes(limit, seen),
+        shares=shares,
+        line=line,
+        operations=len(seen.operations) or None,
+        operation_us=1e6 * total_s / len(seen.operations) if seen.operations else None,
+        gpu=seen.gpu,
+        not_measured=seen.not_measured,
+    )
+
+
+def shares_of(seen: Evidence) -> dict[str, float]:
+    """Return the share of the time by kind, as far as it was measured.
+
+    Shares are of the time without ``preempted``, which is a share of the whole time: what other processes took is no time
+    of the script's. It is taken from waits that computed, as a loader without workers does, and from the rest alike.
+    """
+    waits = {"input": seen.input_s, "communication": seen.communication_s}
+    known = {name: min(waited_s / seen.wall_s, 1.0) for name, waited_s in waits.items() if waited_s is not None}
+    waited = min(sum(known.values()), 1.0)
+    if seen.on_gpu:
+        return _rounded(known | _gpu_kinds(seen, waited))
+    idle, refused = seen.idle_share or 0.0, seen.refused_share
+    asleep = min(waited, idle)
+    ran = 1.0 - refused / max(1.0 - idle, refused, 1e-9)
+    """Of the time in which the thread was ready to run, the share in which it had a core."""
+    waited_alone = asleep + (waited - asleep) * ran
+    parts = {name: share * waited_alone / waited for name, share in known.items()} if waited else dict(known)
+    if seen.idle_share is not None:
+        parts["waiting"] = idle - asleep
+    busy = max(1.0 - idle - (waited - asleep), 0.0) * ran
+    whole = max(sum(parts.values()) + busy, 1e-9)
+    preempted = {"preempted": refused} if seen.idle_share is not None else {}
+    parts |= {name: busy * share for name, share in _kinds(seen, busy).items()}
+    return _rounded({name: part / whole for name, part in parts.items()} | preempted)
+
+
+def _rounded(shares: dict[str, float]) -> dict[str, float]:
+    return {name: round(share, 4) for name, share in shares.items()}
+
+
+def _kinds(seen: Evidence, busy: float) -> dict[str, float]:
+    """Return host, bandwidth and arithmetic as shares of the CPU's busy time; empty where operations or rates are not known."""
+    if seen.rates is None or not seen.operations:
+        return {}
+    seconds = {"bandwidth": 0.0, "arithmetic": 0.0}
+    for one in seen.operations:
+        kind, work_s = _kind(one, seen.rates)
+        if work_s >= _TINY_S:
+            seconds[kind] += one.cpu_s
+    known_s = sum(seconds.values())
+    host_s = max(busy * seen.wall_s / seen.num_steps - known_s, 0.0)
+    total_s = known_s + host_s
+    return {"host": host_s / total_s, **{k: v / total_s for k, v in seconds.items()}} if total_s else {}
+
+
+def _kind(one: Work, rates: Rates) -> tuple[str, float]:
+    """Return what an operation waits for, and the least time that its work takes at the device's rates."""
+    multiply_s, move_s = one.flops / rates.flops_per_s, one.bytes / rates.bytes_per_s
+    return ("arithmetic" if multiply_s >= move_s else "bandwidth"), max(multiply_s, move_s)
+
+
+def _gpu_kinds(seen: Evidence, waited: float) -> dict[str, float]:
+    """Return the kinds by the GPU's own utilisation: what it idles beyond known waits is the host's."""
+    used = None if seen.gpu is None else seen.gpu.utilization
+    shares = {} if used is None else {"host": max(1.0 - used - waited, 0.0)}
+    busy = max(1.0 - waited - shares.get("host", 0.0), 0.0)
+    if seen.rates is None or not seen.operations:
+        return shares
+    seconds = {"bandwidth": 0.0, "arithmetic": 0.0}
+    for one in seen.operations:
+        kind, work_s = _kind(one, seen.rates)
+        seconds[kind] += work_s
+    total_s = sum(seconds.values())
+    return shares | ({kind: busy * s / total_s for kind, s in seconds.items()} if total_s else {})
+
+
+def _limit(seen: Evidence, shares: dict[str, float]) -> Limit:
+    lost: dict[Limit, float] = {
+        name: shares[name] for name in ("input", "communication", "waiting") if shares.get(name, 0.0) >= _LOST
+    }
+    if lost:
+        return max(lost, key=lambda name: lost[name])
+    if _held_by_power(seen.gpu):
+        return "power"
+    host = shares.get("host", 0.0)
+    device = shares.get("bandwidth", 0.0) + shares.get("arithmetic", 0.0)
+    if host >= (_LOST if seen.on_gpu else _HOST * (host + device)) and host > 0:
+        return "host"
+    if not device:
+        return "unknown"
+    return "bandwidth" if shares["bandwidth"] > shares["arithmetic"] else "arithmetic"
+
+
+def _held_by_power(gpu: GpuUse | None) -> bool:
+    if gpu is None or gpu.power_w is None or not gpu.power_limit_w:
+        return False
+    often = max(gpu.throttled.get("power limit", 0.0), gpu.throttled.get("power brake", 0.0)) >= _OFTEN
+    return often and gpu.power_w >= _AT_LIMIT * gpu.power_limit_w
+
+
+def _sentence(limit: Limit, seen: Evidence, shares: dict[str, float], line: str) -> str:
+    def share(name: str) -> str:
+        return f"{shares.get(name, 0.0):.0%}"
+
+    where = f", most often at {line}" if line else ""
+    match limit:
+        case "input":
+            return f"input: {share('input')} of the time is spent waiting for the data loader"
+        case "communication":
+            return f"communication: {share('communication')} of the time is spent waiting in torch.distributed"
+        case "waiting":
+            return f"waiting: the training thread sleeps {share('waiting')} of the time{where}"
+        case "power":
+            return "power: the GPU runs at its power limit, which holds its clock down"
+        case "host":
+            mean_us = 1e6 * sum(one.cpu_s for one in seen.operations) / max(len(seen.operations), 1)
+            counted = f"{len(seen.operations)} operations a step of {mean_us:.0f} us on average"
+            return f"host: {share('host')} of the time is Python and the start of operations ({counted})"
+        case "bandwidth":
+            return f"memory bandwidth: {share('bandwidth')} of the time is spent in operations that mostly move memory"
+        case "arithmetic":
+            return (
+                f"arithmetic: {share('arithmetic')} of the time is spent in products, and no wait reaches {_LOST:.0%}"
+            )
+    why = "compiled code's operations are not seen" if seen.compiled else "no operation was counted"
+    why = "formats were emulated, so times of operations say nothing" if seen.emulated else why
+    return f"not known: no wait reaches {_LOST:.0%}, and {why}"
+
+
+def _changes(limit: Limit, seen: Evidence) -> list[str]:
+    """Return what to change, the most promising first."""
+    match limit:
+        case "input":
+            return _loader_changes(seen)
+        case "communication":
+            return [
+                "exchange gradients once a window of micro-batches: no_sync(), or mezzo.Session's accumulate",
+                "larger batches on each process, so that a step computes longer between exchanges",
+                "larger DDP buckets (bucket_cap_mb), and as many batches on each rank",
+            ]
+        case "waiting":
+            where = f" at {seen.sleeping_line}" if seen.sleeping_line else ""
+            return [f"remove the wait{where}, or move it to another thread: a lock, a sleep, a file or a server"]
+        case "host":
+            compiled = [] if seen.compiled else ["torch.compile, which joins small operations"]
+            captured = ["the step as a CUDA graph (mezzo.Session's capture)"] if seen.on_gpu else []
+            return ["a larger batch", *compiled, *captured, "fewer, larger operations in place of loops in Python"]
+        case "bandwidth":
+            lower = "a 16-bit policy, which halves the bytes: mezzo compare"
+            compiled = [] if seen.compiled else ["torch.compile, which fuses element-wise operations"]
+            return [*compiled, lower, "channels_last for convolutions", "fused optimizers (mezzo.AdamW, fused=True)"]
+        case "power":
+            return [
+                "a lower precision, which needs less energy for each product",
+                "a higher limit, if the owner allows one",
+            ]
+        case "arithmetic":
+            return ["a lower precision: mezzo compare shows what it keeps and gains"]
+    return []
+
+
+def _loader_changes(seen: Evidence) -> list[str]:
+    loader = seen.loader
+    if loader is None:
+        return ["read batches ahead, in a DataLoader with workers"]
+    changes = []
+    if loader.num_workers == 0:
+        changes.append("DataLoader(num_workers=4): it has none, so it reads while nothing trains")
+    else:
+        changes.append(f"more workers than {loader.num_workers}, or cheaper transforms and decoding")
+        if not loader.persistent_workers:
+            changes.append("persistent_workers=True: its workers start anew each epoch")
+    if seen.on_gpu and not loader.pin_memory:
+        changes.append("pin_memory=True, and .to(device, non_blocking=True)")
+    return [*changes, "data that is prepared once and kept in memory or in a faster format"]

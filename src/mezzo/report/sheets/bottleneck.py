@@ -1,0 +1,54 @@
+"""What holds a run back, as display strings."""
+
+from __future__ import annotations
+
+from mezzo.records import Bottleneck, GpuUse
+from mezzo.report import formatting as fmt
+from mezzo.report.sheets.shared import Fact, facts
+
+BUSY, FULL, POWERED = "usually above 90%", "usually above 80%", "usually above 60% of the limit"
+_SHARES = {
+    "input": "waiting for the data loader",
+    "communication": "waiting in torch.distributed",
+    "waiting": "asleep: a lock, a sleep, a file, a socket",
+    "preempted": "of the whole time: other threads or processes had the cores",
+    "host": "Python, and starting operations",
+    "bandwidth": "operations that mostly move memory",
+    "arithmetic": "products",
+}
+
+
+def bottleneck_facts(found: Bottleneck | None) -> list[Fact]:
+    """Return what holds a run back, what to change, and the measurements; nothing where nothing was measured."""
+    if found is None:
+        return []
+    limit, _, why = fmt.clean(found.sentence).partition(": ")
+    rows = [Fact(what="held back by", value=limit, reason=why)]
+    rows += [Fact(what="change", value=str(n), reason=fmt.clean(text)) for n, text in enumerate(found.change, start=1)]
+    rows += [
+        Fact(what=name, value=fmt.share_text(found.shares[name]), reason=meaning)
+        for name, meaning in _SHARES.items()
+        if name in found.shares
+    ]
+    if found.operations is not None and found.operation_us is not None:
+        mean = f"{found.operation_us:.0f} us on average on the host"
+        rows.append(Fact(what="operations a step", value=str(found.operations), reason=mean))
+    return [*rows, *([] if found.gpu is None else _gpu(found.gpu)), *facts(found.not_measured)]
+
+
+def _gpu(gpu: GpuUse) -> list[Fact]:
+    rows = [Fact(what="GPU", value=fmt.clean(gpu.name), reason=f"{gpu.num_samples} samples, one a second")]
+    if gpu.utilization is not None:
+        rows.append(Fact(what="utilization", value=fmt.share_text(gpu.utilization), reason=BUSY))
+    if gpu.memory_share is not None:
+        rows.append(Fact(what="GPU memory", value=fmt.share_text(gpu.memory_share), reason=FULL))
+    if gpu.power_w is not None:
+        limit = "" if gpu.power_limit_w is None else f" of {gpu.power_limit_w:.0f}"
+        rows.append(Fact(what="power", value=f"{gpu.power_w:.0f}{limit} W", reason=POWERED))
+    if gpu.temperature_c is not None:
+        rows.append(Fact(what="temperature", value=f"{gpu.temperature_c:.0f} C", reason="the highest"))
+    if gpu.clock_mhz is not None:
+        limit = "" if gpu.clock_limit_mhz is None else f" of {gpu.clock_limit_mhz:.0f}"
+        rows.append(Fact(what="clock", value=f"{gpu.clock_mhz:.0f}{limit} MHz"))
+    held = ", ".join(f"{fmt.clean(reason)} in {share:.0%} of the samples" for reason, share in gpu.throttled.items())
+    return [*rows, Fact(what="held down by", value=held or "nothing")]

@@ -1,0 +1,103 @@
+"""From evidence to verdict: every limit, by hand-made evidence with known shares."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mezzo.measure.watch.rates import Rates
+from mezzo.measure.watch.verdict import Evidence, Loader, Work, bottleneck, shares_of
+from mezzo.records import GpuUse
+
+RATES = Rates(flops_per_s=1e11, bytes_per_s=1e10)
+STEP_S = 0.1
+PRODUCT = Work(flops=int(1e10), bytes=int(1e7), cpu_s=0.09)
+COPY = Work(flops=0, bytes=int(1e9), cpu_s=0.09)
+TINY = Work(flops=100, bytes=100, cpu_s=5e-6)
+PLAIN = Evidence(num_steps=10, wall_s=10 * STEP_S, idle_share=0.0, operations=[PRODUCT], rates=RATES)
+GPU = GpuUse(name="H100", num_samples=9, utilization=0.97, power_w=400, power_limit_w=700)
+LIMITED = GPU.model_copy(update={"power_w": 690.0, "throttled": {"power limit": 0.8}})
+
+
+def on_gpu(gpu: GpuUse | None, **more: object) -> Evidence:
+    return dataclasses.replace(PLAIN, on_gpu=True, gpu=gpu, **more)
+
+
+CASES: list[tuple[str, Evidence, str]] = [
+    ("products", PLAIN, "arithmetic"),
+    ("a copy", dataclasses.replace(PLAIN, operations=[COPY]), "bandwidth"),
+    ("tiny operations", dataclasses.replace(PLAIN, operations=[TINY] * 900), "host"),
+    ("python alone", dataclasses.replace(PLAIN, operations=[TINY]), "host"),
+    ("a loader", dataclasses.replace(PLAIN, input_s=0.5), "input"),
+    ("a loader that keeps up", dataclasses.replace(PLAIN, input_s=0.05), "arithmetic"),
+    ("a loader's workers", dataclasses.replace(PLAIN, input_s=0.6, idle_share=0.6), "input"),
+    ("a lock", dataclasses.replace(PLAIN, idle_share=0.5), "waiting"),
+    ("a lock beside a loader", dataclasses.replace(PLAIN, idle_share=0.7, input_s=0.1), "waiting"),
+    ("a loader beside a lock", dataclasses.replace(PLAIN, idle_share=0.8, input_s=0.5), "input"),
+    ("an exchange", dataclasses.replace(PLAIN, communication_s=0.4, idle_share=0.4), "communication"),
+    (
+        "a busy machine",
+        dataclasses.replace(PLAIN, refused_share=0.8, operations=[dataclasses.replace(PRODUCT, cpu_s=0.018)]),
+        "arithmetic",
+    ),
+    ("a lock on a busy machine", dataclasses.replace(PLAIN, refused_share=0.4, idle_share=0.5), "waiting"),
+    ("no operations", dataclasses.replace(PLAIN, operations=[]), "unknown"),
+    ("too few steps", dataclasses.replace(PLAIN, num_steps=4), "unknown"),
+    ("too short", dataclasses.replace(PLAIN, wall_s=0.1), "unknown"),
+    ("a busy GPU", on_gpu(GPU), "arithmetic"),
+    ("a busy GPU that copies", on_gpu(GPU, operations=[COPY]), "bandwidth"),
+    ("a GPU at its power limit", on_gpu(LIMITED), "power"),
+    (
+        "a limit reached now and then",
+        on_gpu(LIMITED.model_copy(update={"throttled": {"power limit": 0.1}})),
+        "arithmetic",
+    ),
+    ("a GPU at 40%", on_gpu(GPU.model_copy(update={"utilization": 0.4})), "host"),
+    ("a GPU at 40% that waits for data", on_gpu(GPU.model_copy(update={"utilization": 0.4}), input_s=0.58), "input"),
+    ("a GPU whose thread sleeps", on_gpu(GPU, idle_share=0.9), "arithmetic"),
+    ("a GPU without counters", on_gpu(None), "arithmetic"),
+    ("a GPU without facts", on_gpu(None, rates=None), "unknown"),
+]
+
+
+@pytest.mark.parametrize(("seen", "limit"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_the_limit_is_named(seen: Evidence, limit: str) -> None:
+    found = bottleneck(seen)
+    assert found.limit == limit
+    assert found.sentence
+    assert bool(found.change) == (limit != "unknown")
+
+
+def test_shares_are_of_the_time_that_others_did_not_take() -> None:
+    """Of 1 s: 0.2 s asleep, 0.4 s refused, 0.1 s in a loader that computes, 0.3 s of other work: ready 0.8 s, ran half of it."""
+    work = dataclasses.replace(PRODUCT, cpu_s=0.035)
+    shares = shares_of(
+        dataclasses.replace(
+            PLAIN, idle_share=0.2, refused_share=0.4, input_s=0.1, operations=[work], communication_s=0.0
+        )
+    )
+    # The loader's sleep comes first: its 0.1 s are within the 0.2 s asleep. Left: 0.1 s asleep elsewhere and 0.8 s * 1/2 of work.
+    whole = 0.1 + 0.1 + 0.4
+    expected = {"input": 0.1 / whole, "waiting": 0.1 / whole, "arithmetic": 0.35 / whole, "host": 0.05 / whole}
+    assert shares == pytest.approx(expected | {"preempted": 0.4, "communication": 0, "bandwidth": 0}, abs=1e-4)
+
+
+def test_a_loader_without_workers_is_told_to_have_some() -> None:
+    slow = dataclasses.replace(
+        PLAIN, input_s=0.5, loader=Loader(num_workers=0, pin_memory=False, persistent_workers=False)
+    )
+    assert bottleneck(slow).change[0].startswith("DataLoader(num_workers=4)")
+    worked = dataclasses.replace(
+        slow, on_gpu=True, loader=Loader(num_workers=2, pin_memory=False, persistent_workers=False)
+    )
+    words = " ".join(bottleneck(worked).change)
+    assert all(word in words for word in ("more workers than 2", "persistent_workers=True", "pin_memory=True"))
+
+
+def test_the_line_that_sleeps_is_named() -> None:
+    found = bottleneck(dataclasses.replace(PLAIN, idle_share=0.9, sleeping_line="train.py:15"))
+    assert found.line == "train.py:15"
+    assert "train.py:15" in found.sentence
+    assert "train.py:15" in found.change[0]
+    assert bottleneck(dataclasses.replace(PLAIN, sleeping_line="train.py:15")).line == ""
