@@ -59,6 +59,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         limit = _limit(request, training)
+        elements = training.change_models(request.models) if request.models is not None else lambda: None
         exit_code, error = _run_script(request, reader)
         if os.getpid() != process:  # a process forked by the script ended here: only its parent writes the record
             return exit_code
@@ -84,6 +85,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             metric=reader.metric() if reader else None,
             findings=training.findings(),
             first_steps=num_steps if stopped else None,
+            input_elements=elements(),
             files_read=files.found,
             started_at_s=started_at_s,
             duration_s=time.perf_counter() - started,

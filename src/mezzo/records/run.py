@@ -11,6 +11,8 @@ from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, Who
 
 AS_IS = "as-is"
 """In place of a policy: the script keeps its own precision."""
+CHANNELS_LAST, COMPILED = "memory layout", "torch.compile"
+"""Changes to a script's models, as the explanation of a run names them."""
 
 
 class Loss(Value):
@@ -162,6 +164,8 @@ class RunRecord(WholeRecord):
     metric: Metric | None = None
     findings: list[Finding] = []
     """Misuse of the script's own mixed precision (codes A6xx), the most severe first."""
+    input_elements: float | None = None
+    """Elements of the first tensor given to the models, a step (the median); None where they were not counted."""
     files_read: list[FileRead] = []
     """Files that an earlier run of the same comparison may have written."""
     first_steps: int | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import paddle
 
 from mezzo.errors import ScriptError
 from mezzo.frameworks.paddle import explain_run
+from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.paddle.backward import BackwardPasses
 from mezzo.launch.paddle.counted_step import CountedStep
 from mezzo.launch.paddle.forward import Regions
@@ -98,6 +99,13 @@ class PaddleTraining:
         raise ScriptError(
             "a step limit was set for a Paddle script; allowed: PyTorch scripts",
             hint="leave the limit out, or pass arguments that make the script train for fewer steps",
+        )
+
+    def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
+        """Refuse: only PyTorch models are changed."""
+        raise ScriptError(
+            "--channels-last or --compile was given for a Paddle script; allowed: PyTorch scripts",
+            hint="leave it out",
         )
 
     def close_update(self) -> None:
