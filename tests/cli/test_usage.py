@@ -35,7 +35,7 @@ FILES = {
     "a file": "",
 }
 POLICIES = "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8"
-RUN_OPTIONS = "--policy, -m, --seed, --metric, --out, --log-to, --json"
+RUN_OPTIONS = "--policy, -m, --channels-last, --compile, --seed, --metric, --out, --log-to, --json"
 COMMANDS = "doctor, check, run, compare, audit, diagnose, ranges, fallback, predict, tune, report"
 
 # What is typed after mezzo, what is said, the hint; a tail of dots stands for more.

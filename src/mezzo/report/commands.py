@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from mezzo.records.run import RUN_NAME
 from mezzo.report import formatting as fmt
 
-FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last", "--compile"))
+FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last", "--compile", "--slurm"))
 """Options without a value, of all commands on a script; every other option has one."""
 
 CARRIED: Mapping[str, tuple[str, ...]] = {

@@ -15,7 +15,7 @@ from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
-from mezzo.launch.several.compared_runs import folder_name, named_arguments
+from mezzo.launch.several.compared_runs import GRACE_S, folder_name, named_arguments
 from mezzo.launch.several.resuming import Finished
 from mezzo.measure.tune.configurations import Configuration
 from mezzo.measure.tune.plan import FINAL, Known, Trial, fault, next_trial, steps_of
@@ -23,8 +23,6 @@ from mezzo.measure.tune.speed import speed_of
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
 
-_GRACE_S = 30.0
-"""Time beyond the budget before a run is killed."""
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 120.0
 """A run may take so many times as long as the first one: compilation takes minutes."""
 
@@ -104,7 +102,7 @@ class Tune:
             ),
         )
         place.mkdir(parents=True, exist_ok=True)
-        limit_s = max(self._end_s - time.monotonic(), 0.0) + _GRACE_S
+        limit_s = max(self._end_s - time.monotonic(), 0.0) + GRACE_S
         if self._first_s:
             limit_s = min(limit_s, max(_TIMES_LONGER * self._first_s, _LEAST_LIMIT_S))
         return run_child(request, output=place / "output.log", limit_s=limit_s)
