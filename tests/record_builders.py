@@ -26,6 +26,9 @@ from mezzo.records import (
     Row,
     RunRecord,
     Steps,
+    TuneRecord,
+    TuneRow,
+    TuneTrial,
     Verdict,
 )
 
@@ -314,6 +317,62 @@ def check_record(**fields: object) -> CheckRecord:
         "environment": environment(),
     }
     return CheckRecord.model_validate(known | fields)
+
+
+def tune_record(**fields: object) -> TuneRecord:
+    """Return a search that found a faster configuration among several."""
+    rows = [
+        TuneRow(
+            name="as-is",
+            policy="as-is",
+            state="now",
+            reason="what the script does now",
+            steps=80,
+            step_ms=212.0,
+            inputs=1.0,
+        ),
+        TuneRow(
+            name="bf16, batch-size 64, compiled",
+            policy="bf16",
+            settings={"batch-size": "64"},
+            compiles=True,
+            state="faster",
+            reason="equivalent beside fp32 in the first 80 steps: loss 0.41 against 0.41",
+            steps=80,
+            step_ms=251.0,
+            inputs=2.0,
+            speedup=1.69,
+            speedup_low=1.61,
+            speedup_high=1.77,
+            memory_bytes=9 * 2**30,
+            verdict="equivalent",
+        ),
+        TuneRow(
+            name="bf16, batch-size 128",
+            policy="bf16",
+            settings={"batch-size": "128"},
+            state="barred",
+            reason="it needs 17 GiB, above the limit of 12 GiB",
+            memory_bytes=17 * 2**30,
+        ),
+    ]
+    known: dict[str, object] = {
+        "command": ["mezzo", "tune", "--vary", "batch-size=64,128", "train.py"],
+        "script": "examples/train.py",
+        "decision": "use",
+        "chosen": rows[1].name,
+        "why": "1.69 times the inputs a second of the script now",
+        "next_command": "mezzo run --policy bf16 --compile train.py --batch-size 64",
+        "next_why": "trains so, with the script unedited",
+        "rows": rows,
+        "trials": [TuneTrial(name="as-is", round="1", seed=0, outcome="212 ms a step", folder="runs/x", resumed=True)],
+        "budget_s": 600.0,
+        "steps": 20,
+        "repeats": 3,
+        "notes": [Reason(what="fp16", value="left out", reason="emulated here")],
+        "environment": environment(),
+    }
+    return TuneRecord.model_validate(known | fields)
 
 
 def doctor_record() -> DoctorRecord:

@@ -253,6 +253,7 @@ def write_pages(folder: Path) -> dict[str, Path]:
         "diagnose": diagnosis(folder),
         "ranges": ranges(),
         "fallback": fallback(),
+        "tune": build.tune_record(),
         "doctor": build.doctor_record(),
     }
     pages = {name: folder / name / "report.html" for name in records}

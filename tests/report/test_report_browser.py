@@ -28,6 +28,7 @@ KINDS = {  # with the number of charts that have lines
     "diagnose": 2,
     "ranges": 2,
     "fallback": 0,
+    "tune": 0,
     "doctor": 0,
     "together": 0,
     "index": 1,

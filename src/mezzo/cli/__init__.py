@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
-from mezzo.cli import audit, check, compare, diagnose, doctor, fallback, predict, ranges, report, run, watch
+from mezzo.cli import audit, check, compare, diagnose, doctor, fallback, predict, ranges, report, run, tune, watch
 from mezzo.cli.completion import ScriptCommand
 from mezzo.cli.ranks import in_ranks
 from mezzo.cli.usage import usage_error
@@ -38,6 +38,7 @@ app.command("diagnose", cls=ScriptCommand, context_settings=_SCRIPT)(diagnose.di
 app.command("ranges", cls=ScriptCommand, context_settings=_SCRIPT)(ranges.ranges)
 app.command("fallback", cls=ScriptCommand, context_settings=_SCRIPT)(fallback.fallback)
 app.command("predict", cls=ScriptCommand, context_settings=_SCRIPT)(predict.predict)
+app.command("tune", cls=ScriptCommand, context_settings=_SCRIPT)(tune.tune)
 app.command("report")(report.report)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
-import platform
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +17,7 @@ from mezzo.cli.check_record import CheckOptions, check_record, formats_of
 from mezzo.cli.patches import with_patch
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script
-from mezzo.cli.words import typed
+from mezzo.cli.words import resuming
 from mezzo.errors import PolicyError, ScriptError
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
@@ -97,7 +94,7 @@ def check(
             record, code = _checked(asked, folder)
         except Stopped as stopped:
             results.note(f"stopped by {stop.name}; what is finished is kept in {folder}. To go on, type:")
-            print(f"  {_resuming(folder, num_arguments=len(arguments or ()))}", file=sys.stderr)
+            print(f"  {resuming(folder, num_arguments=len(arguments or ()))}", file=sys.stderr)
             raise typer.Exit(stopped.exit_code) from None
         if write_patch:
             left_s = asked.budget.seconds - asked.budget.spent_s
@@ -205,22 +202,9 @@ def _settings(asked: CheckOptions, offers: list[Reason]) -> Settings:
 
 def _finished(asked: CheckOptions, folder: Path, settings: Settings) -> Finished:
     """Return what an interrupted check of the same script left in the folder."""
-    from mezzo.launch.frameworks import own_sources
     from mezzo.launch.several.resuming import Finished
-    from mezzo.measure.environment import package_version
 
-    script, text = asked.script, hashlib.sha256()
-    for source in own_sources(script.target, kind="module" if script.as_module else "script"):
-        text.update(source.encode())
-    identity = {
-        "script": script.target,
-        "the script's text": text.hexdigest(),
-        "its arguments": shlex.join(settings.arguments),
-        "--metric": asked.metric or "",
-        "mezzo": package_version("mezzo") or "",
-        "torch": package_version("torch") or "",
-        "python": platform.python_version(),
-    }
+    identity = asked.script.identity(**{"--metric": asked.metric or ""})
     finished = Finished(folder, identity)
     if finished.why_anew:
         asked.budget.say(f"everything runs anew: {finished.why_anew}")
@@ -251,15 +235,3 @@ def _show_output(checking: Check) -> None:
         return
     for line in lines[-_TAIL:]:
         print(f"  | {line}", file=sys.stderr)
-
-
-def _resuming(folder: Path, *, num_arguments: int) -> str:
-    """Return the command that goes on in ``folder``: as typed, with that folder."""
-    words = list(typed())
-    script = len(words) - num_arguments - 1
-    options_given = words[2:script]
-    for place, word in enumerate(options_given):
-        if word == "--out" or word.startswith("--out="):
-            del options_given[place : place + (1 if "=" in word else 2)]
-            break
-    return shlex.join([*words[:2], "--out", str(folder), *options_given, *words[script:]])

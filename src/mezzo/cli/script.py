@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -69,6 +72,24 @@ class Script:
             command=typed(),
             **asked,
         )
+
+    def identity(self, **more: str) -> dict[str, str]:
+        """Return what must be the same for a command to go on where it was interrupted; ``more`` are options of the command."""
+        from mezzo.launch.frameworks import own_sources
+        from mezzo.measure.environment import package_version
+
+        text = hashlib.sha256()
+        for source in own_sources(self.target, kind="module" if self.as_module else "script"):
+            text.update(source.encode())
+        return {
+            "script": self.target,
+            "the script's text": text.hexdigest(),
+            "its arguments": shlex.join(self.arguments or ()),
+            **more,
+            "mezzo": package_version("mezzo") or "",
+            "torch": package_version("torch") or "",
+            "python": platform.python_version(),
+        }
 
     def folder(self, name: str, *, leaves: Sequence[str] = ()) -> Path:
         """Return the folder for the command's records; ``name`` is part of a new folder's name."""

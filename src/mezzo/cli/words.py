@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -33,6 +35,18 @@ def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Ta
     words = typed()
     before = words[: max(len(words) - len(own) - 1, 1)]
     return Target(name, module=module, arguments=own, typed=tuple(word for word in before if word != "-m"))
+
+
+def resuming(folder: Path, *, num_arguments: int) -> str:
+    """Return the command that goes on in ``folder``: as typed, with that folder."""
+    words = list(typed())
+    script = len(words) - num_arguments - 1
+    options_given = words[2:script]
+    for place, word in enumerate(options_given):
+        if word == "--out" or word.startswith("--out="):
+            del options_given[place : place + (1 if "=" in word else 2)]
+            break
+    return shlex.join([*words[:2], "--out", str(folder), *options_given, *words[script:]])
 
 
 def value_after(option: str) -> str:

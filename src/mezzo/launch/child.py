@@ -65,6 +65,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         limit = _limit(request, training)
+        elements = training.change_models(request.models) if request.models is not None else lambda: None
         exit_code, error = _run_script(request, reader, training)
         if os.getpid() != process:  # a process forked by the script ended here: only its parent writes the record
             return exit_code
@@ -84,6 +85,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             unheeded=unheeded(),
             files=files.found,
             metric=reader.metric() if reader else None,
+            input_elements=elements(),
             bottleneck=training.bottleneck(),
             snapshots=snapshots,
             stopped=stopped,

@@ -12,12 +12,13 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.step_limit import StepLimit
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
@@ -97,6 +98,13 @@ class Training(Protocol):
 
     def end_snapshots(self) -> SnapshotsTaken | None:
         """Wait for the last snapshot, and return what was taken; None if none was asked for."""
+
+    def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
+        """Change every model at its first call; return a function that returns the elements that a step is given.
+
+        Raises:
+            ScriptError: models of this framework cannot be changed.
+        """
 
     def close_update(self) -> None:
         """Close the update that is open when the script has ended."""

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
 
 from mezzo.launch.frameworks import Framework
+from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.observe.settings import AnySettings, read_policy
 from mezzo.policy import Policy
@@ -72,6 +73,8 @@ class Request(BaseModel):
     stop_after_s: float | None = None
     """Stop the script at the end of the step in which so many seconds have passed since it began."""
     snapshots: SnapshotRequest | None = None
+    models: ModelChanges | None = None
+    """What to change in the script's models beside their precision; None changes nothing."""
     output_to_stderr: bool = False
     """Whether the script's standard output goes to standard error, because the command's own is JSON."""
 

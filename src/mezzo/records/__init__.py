@@ -74,6 +74,8 @@ from mezzo.records.ranges import TensorRange as TensorRange
 from mezzo.records.ranges import UpdateLoss as UpdateLoss
 from mezzo.records.ranks import RankRun as RankRun
 from mezzo.records.run import AS_IS as AS_IS
+from mezzo.records.run import CHANNELS_LAST as CHANNELS_LAST
+from mezzo.records.run import COMPILED as COMPILED
 from mezzo.records.run import FILE_CLOCK_TICK_S as FILE_CLOCK_TICK_S
 from mezzo.records.run import Effective as Effective
 from mezzo.records.run import FileRead as FileRead
@@ -83,6 +85,11 @@ from mezzo.records.run import Metric as Metric
 from mezzo.records.run import RunRecord as RunRecord
 from mezzo.records.run import SnapshotsTaken as SnapshotsTaken
 from mezzo.records.run import Steps as Steps
+from mezzo.records.tune import TuneDecision as TuneDecision
+from mezzo.records.tune import TuneRecord as TuneRecord
+from mezzo.records.tune import TuneRow as TuneRow
+from mezzo.records.tune import TuneState as TuneState
+from mezzo.records.tune import TuneTrial as TuneTrial
 from mezzo.records.values import SCHEMA_VERSION as SCHEMA_VERSION
 from mezzo.records.values import Environment as Environment
 from mezzo.records.values import Reason as Reason

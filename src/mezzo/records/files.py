@@ -22,6 +22,7 @@ from mezzo.records.fallback import FallbackRecord
 from mezzo.records.predict import PredictRecord
 from mezzo.records.ranges import RangesRecord
 from mezzo.records.run import RunRecord
+from mezzo.records.tune import TuneRecord
 from mezzo.records.values import SCHEMA_VERSION
 
 AnyRecord: TypeAlias = (
@@ -34,6 +35,7 @@ AnyRecord: TypeAlias = (
     | DiagnoseRecord
     | FallbackRecord
     | PredictRecord
+    | TuneRecord
 )
 
 Record = Annotated[AnyRecord, Field(discriminator="kind")]

@@ -13,6 +13,8 @@ from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, Who
 
 AS_IS = "as-is"
 """In place of a policy: the script keeps its own precision."""
+CHANNELS_LAST, COMPILED = "memory layout", "torch.compile"
+"""Changes to a script's models, as the explanation of a run names them."""
 
 
 class Loss(Value):
@@ -186,6 +188,8 @@ class RunRecord(WholeRecord):
     """Misuse of the script's own mixed precision (codes A6xx), the most severe first."""
     bottleneck: Bottleneck | None = None
     """What held the run back; None where it was not measured, as under an observer and outside PyTorch."""
+    input_elements: float | None = None
+    """Elements of the first tensor given to the models, a step (the median); None where they were not counted."""
     files_read: list[FileRead] = []
     """Files that an earlier run of the same comparison may have written."""
     snapshots: SnapshotsTaken | None = None

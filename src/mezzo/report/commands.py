@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, replace
 from mezzo.records.run import RUN_NAME
 from mezzo.report import formatting as fmt
 
-FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last"))
+FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last", "--compile", "--slurm"))
 """Options without a value, of all commands on a script; every other option has one."""
 
 CARRIED: Mapping[str, tuple[str, ...]] = {
     "--metric": ("run", "compare", "check"),
-    "--log-to": ("run", "compare", "check", "audit", "diagnose", "ranges", "fallback"),
+    "--log-to": ("run", "compare", "check", "audit", "diagnose", "ranges", "fallback", "tune"),
 }
 """Options that mean the same in several commands, and these commands. No other option is passed from one command to another."""
 
 _OWN = ("--out", "--json", "--policy", "--policies")
 """Options that are not repeated even by the same command: results go to a new folder, and the policy is chosen anew."""
-_NAMES_RUNS = ("compare", "check")
+_NAMES_RUNS = ("compare", "check", "tune")
 """Commands that replace ``{run}`` in the script's arguments."""
 _CHOOSES = ("KERAS_BACKEND", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTHONPATH")
 """Environment variables that choose what runs and where: without them, the script may be another one."""

@@ -21,6 +21,7 @@ from mezzo.report.sheets import (
     ranges,
     real_gpus,
     run,
+    tune,
 )
 from mezzo.report.sheets.answers import Answer
 
@@ -48,6 +49,7 @@ VIEWS: dict[str, View] = {
     "fallback": View(sheet=fallback.fallback_sheet, body=terminal.print_fallback, answer=answers.fallback_answer),
     "ranges": View(sheet=ranges.ranges_sheet, body=terminal.print_ranges, answer=answers.ranges_answer),
     "predict": View(sheet=predict.predict_sheet, body=predict.print_predict, answer=predict.predict_answer),
+    "tune": View(sheet=tune.tune_sheet, body=tune.print_tune, answer=tune.tune_answer, framed=False),
     "doctor": View(sheet=doctor.doctor_sheet, body=terminal.print_doctor, answer=answers.doctor_answer),
 }
 """By kind of record."""

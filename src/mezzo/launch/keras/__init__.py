@@ -6,7 +6,7 @@ Keras is patched as soon as the script has imported it, on the backend that the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from mezzo.launch.keras import seeds
 from mezzo.launch.keras.layers import Layers
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
+from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
 from mezzo.launch.snapshot_request import SnapshotRequest
@@ -165,6 +166,13 @@ class KerasTraining:
 
     def end_snapshots(self) -> None:
         """Return None: none are taken."""
+
+    def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
+        """Refuse: only PyTorch models are changed."""
+        raise ScriptError(
+            "--channels-last or --compile was given for a Keras script; allowed: PyTorch scripts",
+            hint="leave it out",
+        )
 
     def close_update(self) -> None:
         """Read the steps not read yet, and close the one that an observer still has open."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import paddle
 
 from mezzo.errors import ScriptError
 from mezzo.frameworks.paddle import explain_run
+from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.paddle.backward import BackwardPasses
 from mezzo.launch.paddle.counted_step import CountedStep
 from mezzo.launch.paddle.forward import Regions
@@ -113,6 +114,13 @@ class PaddleTraining:
 
     def end_snapshots(self) -> None:
         """Return None: none are taken."""
+
+    def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
+        """Refuse: only PyTorch models are changed."""
+        raise ScriptError(
+            "--channels-last or --compile was given for a Paddle script; allowed: PyTorch scripts",
+            hint="leave it out",
+        )
 
     def close_update(self) -> None:
         """Close the update that is open."""

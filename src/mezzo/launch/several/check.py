@@ -18,7 +18,7 @@ from mezzo.errors import MezzoError
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import observe_child, run_child
-from mezzo.launch.several.compared_runs import folder_name, named_arguments, run_name
+from mezzo.launch.several.compared_runs import GRACE_S, folder_name, named_arguments, run_name
 from mezzo.launch.several.fallback import fallback_of_script
 from mezzo.launch.several.passes import diagnose_script
 from mezzo.launch.several.plan import Asked, Known, first_run_limit_s, next_asked
@@ -36,8 +36,6 @@ from mezzo.records import (
     write_record,
 )
 
-_GRACE_S = 30.0
-"""Time beyond the budget before a run is killed: its estimate may have been too low."""
 _FOR_FIRST = 0.5
 """Share of the budget after which a first run without a step is killed: there would be no time for the others."""
 _RANGES_STEPS, _INSPECTED = 20, 200
@@ -136,7 +134,7 @@ class Check:
         return self.settings.make_request(policy, folder=place, arguments=arguments, seed=seed, **more)
 
     def _left_s(self) -> float:
-        return max(self._end_s - time.monotonic(), 0.0) + _GRACE_S
+        return max(self._end_s - time.monotonic(), 0.0) + GRACE_S
 
     def run_script(self, asked: Asked, place: Path, stop: Stop) -> RunRecord:
         """Run the script under one policy with one seed, the first time with a limit for its steps."""

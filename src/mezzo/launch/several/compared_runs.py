@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from mezzo.records.run import RUN_NAME
 
 _LONGEST = 80
+GRACE_S = 30.0
+"""Time beyond a command's budget before a run is killed: its estimate may have been too low."""
 
 
 def folder_name(policy: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 
 from mezzo.errors import MezzoError, UnsupportedFormatError
+from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_seeds
 from mezzo.launch.snapshot_request import SnapshotRequest
@@ -20,6 +21,7 @@ from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.forward import Regions
 from mezzo.launch.torch.lint_hooks import report_to_lint
+from mezzo.launch.torch.model_changes import ChangedModels
 from mezzo.launch.torch.observers import observer_for
 from mezzo.launch.torch.own_amp import replace_amp
 from mezzo.launch.torch.sessions import record_sessions
@@ -157,6 +159,11 @@ class TorchTraining:
         self.not_resumed = snapshots.not_reached
         return snapshots.close()
 
+    def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
+        """Change every model at its first call; return a function that returns the elements that a step is given."""
+        self._run.changed = ChangedModels(self._run, changes)
+        return self._run.changed.input_elements
+
     def close_update(self) -> None:
         """Close the update that is open."""
         self._run.close_update()
@@ -183,13 +190,14 @@ class TorchTraining:
 
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
+        changed = [] if self._run.changed is None else self._run.changed.explanation()
         if self._run.policy is None:
-            return []
+            return changed
         try:
             choices = self._run.policy.explain(self._device)
         except UnsupportedFormatError as error:  # the run ended with this error, and its record says so
             return [Reason(what="arithmetic", value="impossible here", reason=error.message)]
-        return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
+        return [*(Reason(what=c.what, value=c.value, reason=c.reason) for c in choices), *changed]
 
     def environment(self) -> Environment:
         """Return the machine and the versions."""

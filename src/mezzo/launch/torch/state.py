@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -28,6 +28,9 @@ from mezzo.observe.one_module import OneModule, TorchModule
 from mezzo.observe.skips import Update
 from mezzo.policy import Policy
 from mezzo.records import Reason
+
+if TYPE_CHECKING:
+    from mezzo.launch.torch.model_changes import ChangedModels
 
 _KEPT_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "loss", "binary_cross_entropy"}
 
@@ -82,6 +85,8 @@ class Run:
         self.observer: Observer | None = None
         self.limit: StepLimit | None = None
         """Where the script is to be stopped; None for its own end."""
+        self.changed: ChangedModels | None = None
+        """What is changed in the script's models beside their precision; None for nothing."""
         self.compiles = False
         """Whether the script has called torch.compile."""
         self.before_compiling: list[Callable[[], Any]] = []

@@ -19,7 +19,7 @@ Command = Callable[..., str]
 """Returns the command line of a command of Mezzo on the same script: its name, then its options."""
 
 WENT_WRONG = ("diverged", "stopped_learning", "failed")
-_FEWEST_STEPS = 30
+FEWEST_STEPS = 30
 """Steps below which runs that were stopped early show nothing: a dynamic loss scale alone takes up to 16 to settle."""
 _NOTHING, _LITTLE = 1.05, 0.05
 """The gain in speed and the share of memory below which a policy gains nothing."""
@@ -88,7 +88,7 @@ def answered(case: Case) -> Answer:
     if wrong := baseline_fault(case.comparison):
         return _failed(case, wrong)
     first_steps = max((run.first_steps or 0 for run in case.comparison.runs), default=0)
-    if 0 < first_steps < _FEWEST_STEPS and case.rows:
+    if 0 < first_steps < FEWEST_STEPS and case.rows:
         return _too_few_steps(case, first_steps)
     alike = [row for row in case.rows if row.verdict == "equivalent" and not _is_void(case, row)]
     best = preferred([_candidate(case, row) for row in alike], by_bound=case.for_gpu)
@@ -216,7 +216,7 @@ def _too_few_steps(case: Case, number: int) -> Answer:
     return Answer(
         decision="undecided",
         policy=case.baseline,
-        why=f"only {number} step{'s' * (number != 1)} a run fit the budget, and fewer than {_FEWEST_STEPS} show nothing",
+        why=f"only {number} step{'s' * (number != 1)} a run fit the budget, and fewer than {FEWEST_STEPS} show nothing",
         others=_others(case, ""),
         next_command=case.command("check", "--budget", case.more_time),
         next_why="has time for more steps; arguments that make a step shorter help as well",

@@ -1,0 +1,309 @@
+"""``mezzo tune``: the fastest configuration of a script on this machine, measured."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mezzo.cli import options, results
+from mezzo.cli.budget import Budget, clock, seconds_of
+from mezzo.cli.progress import shown
+from mezzo.cli.script import Script
+from mezzo.cli.words import resuming, typed
+from mezzo.errors import ScriptError, UsageError, nearest
+from mezzo.launch.process.command_signals import Stopped, stoppable
+
+if TYPE_CHECKING:
+    from mezzo.devices import Device, Support
+    from mezzo.launch.several.tune import Tune
+    from mezzo.measure.tune.answer import Found
+    from mezzo.measure.tune.configurations import Changes, Configuration
+    from mezzo.records import Reason, TuneRecord
+
+_UNITS_BYTES = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(MB|GB|MiB|GiB)?", re.IGNORECASE)
+_CHANGES = "channels-last,compile"
+_VARY = "type: --vary batch-size=32,64,128"
+
+
+def tune(
+    target: options.Target,
+    arguments: options.Arguments = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUES",
+            help="Values of an option of the script to try, as batch-size=32,64,128. May be repeated.",
+        ),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(help="Policies to try, separated by commas. [default: those that this device has units for]"),
+    ] = None,
+    changes: Annotated[
+        str,
+        typer.Option(
+            help="Changes to the models to try: channels-last, compile, channels-last+compile, separated by commas; or none."
+        ),
+    ] = _CHANGES,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The most memory that a configuration may take, as 12GiB.")
+    ] = None,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Time for everything, as 90s, 10m or 1h.", show_default=True)
+    ] = "10m",
+    steps: Annotated[
+        int, typer.Option(min=10, help="Steps of each run of the first round; finalists run four times as many.")
+    ] = 20,
+    repeats: Annotated[int, typer.Option(min=2, help="Runs of each finalist, each with its own seed.")] = 3,
+    as_module: options.AsModule = False,
+    out: options.Out = None,
+    log_to: options.LogTo = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find the fastest way to run a training script on this machine, and the command for it.
+
+    Runs the script, unedited, for a few steps in every combination of precision policy, values of its own options (--vary), memory
+    layout and torch.compile. The fastest are run longer and repeated beside the script as it is now, and must train like FP32.
+
+    Ctrl-C keeps what is finished: the same command with the same --out goes on from there. Exit code 0: there is an answer (to keep
+    the script as it is is one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
+    """
+    from mezzo.measure.tune.configurations import grid
+
+    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
+    time_left, varied, changed = Budget(seconds_of(budget)), _varied(vary or []), _changes(changes)
+    limit_bytes = None if memory is None else _bytes_of(memory)
+    asked = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+    script.check(*(options.asked_policy(name) for name in asked or []))
+    _check_trainable(script)
+    folder = script.folder("tune")
+    with stoppable() as stop, shown() as progress:
+        time_left.console = progress.console
+        notes, chosen = _policies(script, asked)
+        configurations = grid(chosen, varied, changed, arguments or [])
+        identity = {"--steps": str(steps)}
+        try:
+            tuning = _tuning(script, folder, time_left, configurations, identity, (steps, repeats, limit_bytes))
+            record, code = _tuned(script, tuning, time_left, notes)
+        except Stopped as stopped:
+            results.note(f"stopped by {stop.name}; what is finished is kept in {folder}. To go on, type:")
+            print(f"  {resuming(folder, num_arguments=len(arguments or ()))}", file=sys.stderr)
+            raise typer.Exit(stopped.exit_code) from None
+        script.finish(record, folder)
+    raise typer.Exit(stop.exit_code or code)
+
+
+# --- what was typed ------------------------------------------------------------------------------------------------------------
+
+
+def _varied(texts: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name, listed = name.strip().lstrip("-"), [value.strip() for value in values.split(",")]
+        if not (name and equals and all(listed)):
+            raise UsageError(f"--vary {text!r}; allowed: an option of the script and its values", hint=_VARY)
+        found.setdefault(name, []).extend(listed)
+    return found
+
+
+def _changes(text: str) -> list[Changes]:
+    from mezzo.measure.tune.configurations import CHANGES
+
+    names = [name.strip() for name in text.split(",")]
+    if names == ["none"]:
+        return []
+    for name in names:
+        if name not in CHANGES:
+            raise UsageError(
+                f"--changes {text!r} names {name!r}; {nearest(name, [*CHANGES, 'none'])}",
+                hint=f"type: --changes {_CHANGES}",
+            )
+    return [CHANGES[name] for name in names]
+
+
+def _bytes_of(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    size = int(float(found[1]) * _UNITS_BYTES[(found[2] or "").upper()]) if found else 0
+    if size <= 0:
+        raise UsageError(
+            f"--memory {text!r}; allowed: a number above 0 with a unit, MiB, GiB, MB or GB", hint="type: --memory 12GiB"
+        )
+    return size
+
+
+def _check_trainable(script: Script) -> None:
+    """Refuse scripts that a search cannot run: of other frameworks, or in several processes."""
+    from mezzo.launch.frameworks import framework_of
+
+    framework = framework_of(script.target, kind="module" if script.as_module else "script")
+    if framework != "torch":
+        raise ScriptError(
+            f"mezzo tune was given a script in {framework}; allowed: PyTorch scripts",
+            hint="mezzo compare measures policies in every framework",
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ScriptError(
+            f"mezzo tune runs in {os.environ['WORLD_SIZE']} processes; allowed: one",
+            hint="tune in one process, without torchrun, with the batch of one process",
+        )
+
+
+# --- before the first run ------------------------------------------------------------------------------------------------------
+
+
+def _policies(script: Script, asked: list[str] | None) -> tuple[list[Reason], list[str]]:
+    """Return what is left out, with reasons, and the policies to try beside the script's own precision."""
+    from mezzo.launch.request import policy_text
+    from mezzo.measure.doctor import facts
+    from mezzo.records import Reason
+
+    here = facts().devices[0]
+    if asked is not None:
+        return [], [policy_text(options.asked_policy(name)) for name in asked]
+    found = _supported(here)
+    left_out = [
+        Reason(what=name, value="left out", reason=_why_out(here.name, one))
+        for name, one in found.items()
+        if one.level != "native"
+    ]
+    return left_out, [name for name, one in found.items() if one.level == "native"]
+
+
+def _supported(here: Device) -> dict[str, Support]:
+    from mezzo.formats import BF16, E4M3, FP16, TF32
+
+    formats = {"tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": E4M3}
+    return {name: here.support(fmt) for name, fmt in formats.items()}
+
+
+def _why_out(device: str, one: Support) -> str:
+    slow = "; emulated, it is never faster" if one.level == "emulated" else ""
+    return f"{device}: {one.reason}{slow}"
+
+
+def _tuning(
+    script: Script,
+    folder: Path,
+    budget: Budget,
+    configurations: list[Configuration],
+    identity: dict[str, str],
+    limits: tuple[int, int, int | None],
+) -> Tune:
+    from mezzo.launch.several.plan import MARGIN
+    from mezzo.launch.several.resuming import Finished
+    from mezzo.launch.several.tune import Tune
+    from mezzo.measure.tune.plan import Known
+
+    steps, repeats, memory_bytes = limits
+    finished = Finished(folder, script.identity(**identity))
+    if finished.why_anew:
+        budget.say(f"everything runs anew: {finished.why_anew}")
+    elif len(finished):
+        budget.say(f"{len(finished)} finished runs of the interrupted search are used again")
+    finished.write()
+    budget.say(f"{len(configurations)} configurations, the script as it is among them")
+    known = Known(
+        configurations=tuple(configurations), steps=steps, repeats=repeats, memory_bytes=memory_bytes, margin=MARGIN
+    )
+    return Tune(
+        known=known,
+        budget_s=max(budget.seconds - budget.spent_s, 1.0),
+        folder=folder,
+        finished=finished,
+        make_request=script.request,
+        arguments=tuple(script.arguments or ()),
+        say=budget.say,
+    )
+
+
+# --- after the last run --------------------------------------------------------------------------------------------------------
+
+
+def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason]) -> tuple[TuneRecord, int]:
+    """Run what is needed; return the record and the exit code."""
+    from mezzo.launch.runner import several_runs
+    from mezzo.measure.tune.answer import answered
+    from mezzo.measure.tune.plan import Trial
+    from mezzo.records import TuneRecord
+
+    with several_runs():
+        known = tuning.run()
+    found = answered(known)
+    tuning.finished.forget()
+    command, why = _next(script, found, budget)
+    first = known.runs.get(Trial(known.now, 0))
+    assert first is not None
+    record = TuneRecord(
+        command=list(typed()),
+        script=script.target,
+        decision=found.decision,
+        chosen=found.chosen.name,
+        why=found.why,
+        next_command=command,
+        next_why=why,
+        rows=found.rows,
+        trials=tuning.trials,
+        memory_limit_bytes=known.memory_bytes,
+        budget_s=budget.seconds,
+        steps=known.steps,
+        repeats=known.repeats,
+        notes=[*left_out, *_limits(known.steps)],
+        environment=first.environment,
+        duration_s=budget.spent_s,
+    )
+    if found.decision == "failed":
+        return record, first.exit_code or 1
+    return record, 0 if found.decision in ("use", "keep") else 1
+
+
+def _limits(steps: int) -> list[Reason]:
+    from mezzo.measure.tune.plan import TIMES_LONGER
+    from mezzo.records import Reason
+
+    judged = f"the first {TIMES_LONGER * steps} steps of each seed"
+    return [
+        Reason(what="judged by", value=judged, reason="mezzo compare judges whole runs"),
+        Reason(
+            what="not tried",
+            value="checkpointing and CUDA graphs",
+            reason="Mezzo cannot switch them on from outside the script",
+        ),
+    ]
+
+
+def _next(script: Script, found: Found, budget: Budget) -> tuple[str, str]:
+    """Return the command to type next, and what it does."""
+    from mezzo.records import AS_IS
+
+    words = [*(["-m"] if script.as_module else []), script.target]
+    own, chosen = found.chosen.arguments(script.arguments or []), found.chosen
+    if found.decision == "use":
+        given = ["--channels-last"] * chosen.channels_last + ["--compile"] * chosen.compiles
+        if chosen.policy == AS_IS and not given:
+            return shlex.join(["python", *words, *own]), "trains so, without Mezzo"
+        return shlex.join(["mezzo", "run", "--policy", chosen.policy, *given, *words, *own]), (
+            "trains so, with the script unedited"
+        )
+    if found.decision == "undecided":
+        more = f"{-(-int(3 * budget.seconds) // 60)}m"
+        place = [word for word in typed() if word != "mezzo"]
+        return shlex.join(["mezzo", place[0], "--budget", more, *_without_budget(place[1:])]), (
+            f"has more time than {clock(budget.seconds)}"
+        )
+    why = "is the script as it is" if found.decision == "keep" else "shows what fails, without Mezzo"
+    return shlex.join(["python", *words, *own]), why
+
+
+def _without_budget(words: list[str]) -> list[str]:
+    if "--budget" in words:
+        place = words.index("--budget")
+        return [*words[:place], *words[place + 2 :]]
+    return words

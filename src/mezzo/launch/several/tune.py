@@ -1,0 +1,130 @@
+"""Run a script in many configurations, few steps first, to find the fastest one on this machine. Imports no torch.
+
+What to run next follows from what is known (``mezzo.measure.tune.plan``); each finished run is listed on disk (``resuming``), so that
+an interrupted search goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mezzo.launch.model_changes import ModelChanges
+from mezzo.launch.process.command_signals import Stop, stoppable
+from mezzo.launch.request import Request
+from mezzo.launch.runner import run_child
+from mezzo.launch.several.compared_runs import GRACE_S, folder_name, named_arguments
+from mezzo.launch.several.resuming import Finished
+from mezzo.measure.tune.configurations import Configuration
+from mezzo.measure.tune.plan import FINAL, Known, Trial, fault, next_trial, steps_of
+from mezzo.measure.tune.speed import speed_of
+from mezzo.policy import Policy
+from mezzo.records import AS_IS, RunRecord, TuneTrial
+
+_TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 120.0
+"""A run may take so many times as long as the first one: compilation takes minutes."""
+
+
+@dataclass
+class Tune:
+    """A search under way: what is known, and what was run."""
+
+    known: Known
+    budget_s: float
+    folder: Path
+    finished: Finished
+    make_request: Callable[..., Request]
+    """Returns a request for a policy (None: the script's own precision), given ``folder`` and more fields of the request."""
+    arguments: Sequence[str]
+    """The script's own."""
+    say: Callable[[str], None]
+    trials: list[TuneTrial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._end_s = time.monotonic() + self.budget_s
+        self._first_s = 0.0
+
+    def run(self) -> Known:
+        """Run what the plan asks for until nothing is left to run or the time is over.
+
+        Raises:
+            Stopped: a signal has stopped the command.
+        """
+        with stoppable() as stop:
+            while (trial := next_trial(self.known)) is not None:
+                self._do(trial, stop)
+                left = (self._end_s - time.monotonic()) / self.budget_s
+                self.known = replace(self.known, left_share=left)
+        return self.known
+
+    def _do(self, trial: Trial, stop: Stop) -> None:
+        name, began = _folder(trial), time.monotonic()
+        place, title = self.folder / name, _title(trial)
+        found = self.finished.record(name)
+        resumed = isinstance(found, RunRecord)
+        if not isinstance(found, RunRecord):
+            stop.check()
+            self.say(f"{title}: {steps_of(self.known, trial.round)} steps")
+            found = self._ran(trial, place)
+            stop.check()
+            self.finished.add(name, place / "record.json")
+        took = time.monotonic() - began
+        self._first_s = self._first_s or took
+        self.known = replace(self.known, runs={**self.known.runs, trial: found})
+        outcome = fault(self.known, trial) or self._outcome(trial)
+        self.say(f"{title}: {outcome}" + (" (from the interrupted search)" if resumed else ""))
+        self.trials.append(
+            TuneTrial(
+                name=trial.configuration.name,
+                round="final" if trial.round == FINAL else str(trial.round + 1),
+                seed=trial.repeat,
+                outcome=outcome,
+                folder=str(place),
+                duration_s=took,
+                resumed=resumed,
+            )
+        )
+
+    def _ran(self, trial: Trial, place: Path) -> RunRecord:
+        configuration = trial.configuration
+        arguments = named_arguments(configuration.arguments(self.arguments), place.name)
+        request = self.make_request(
+            None if configuration.policy == AS_IS else Policy.parse(configuration.policy),
+            folder=place,
+            arguments=arguments,
+            seed=trial.repeat,
+            stop_after_steps=steps_of(self.known, trial.round),
+            compared_since_s=self.finished.since_s,
+            models=ModelChanges(
+                channels_last=configuration.channels_last, compiles=configuration.compiles, counts_inputs=True
+            ),
+        )
+        place.mkdir(parents=True, exist_ok=True)
+        limit_s = max(self._end_s - time.monotonic(), 0.0) + GRACE_S
+        if self._first_s:
+            limit_s = min(limit_s, max(_TIMES_LONGER * self._first_s, _LEAST_LIMIT_S))
+        return run_child(request, output=place / "output.log", limit_s=limit_s)
+
+    def _outcome(self, trial: Trial) -> str:
+        speed = speed_of(self.known.runs[trial])
+        assert speed is not None
+        times = None if trial.configuration == self.known.now else self.known.over_now(trial)
+        over = "" if times is None else f", {times:.3g}x as fast as the script now"
+        return f"{speed.step_ms:.3g} ms a step{over}"
+
+
+def _folder(trial: Trial) -> str:
+    number = f"final-seed{trial.repeat}" if trial.round == FINAL else f"round{trial.round + 1}"
+    return f"{number}-{_plain(trial.configuration)}"
+
+
+def _plain(configuration: Configuration) -> str:
+    name = configuration.name.replace(", ", ",").replace(" ", "=").replace("/", "_")
+    return folder_name(name)
+
+
+def _title(trial: Trial) -> str:
+    number = f"final, seed {trial.repeat}" if trial.round == FINAL else f"round {trial.round + 1}"
+    return f"{trial.configuration.name} ({number})"

@@ -1,0 +1,210 @@
+"""What a search runs next, from what it knows so far: a pure function, so that every course of a search is a row of a test.
+
+1. Every configuration with a few steps, what the script does now first. What fails, exceeds the memory, is emulated or changes nothing
+   is out, and so is every larger batch than one that did not fit.
+2. The faster half of them with twice the steps, until few are left. What is clearly slower than the script now is out.
+3. The finalists, the script as it is now, and FP32 on the same batches, interleaved, seed by seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mezzo.formats import FP32
+from mezzo.measure.tune.configurations import Configuration
+from mezzo.measure.tune.speed import Speed, speed_of
+from mezzo.records import AS_IS, CHANNELS_LAST, COMPILED, RunRecord
+
+FINALISTS = 3
+FINAL = 100
+"""The number of the last round, after any other."""
+TIMES_LONGER = 4
+"""How many times the steps of the first round the finalists run."""
+_SLOWER = 0.9
+"""Share of the present speed below which a configuration is out without repeats."""
+_FOR_ROUNDS = 0.5
+"""Share of the budget before the finals; the rest is for repeats."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the script."""
+
+    configuration: Configuration
+    round: int
+    repeat: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What a search knows so far."""
+
+    configurations: tuple[Configuration, ...]
+    """What the script does now first."""
+    steps: int
+    """Of the first round."""
+    repeats: int
+    memory_bytes: int | None = None
+    """The most that a configuration may take; None for no limit."""
+    margin: float
+    """Largest difference in the final loss that counts as equivalent, as a share of FP32's."""
+    left_share: float = 1.0
+    """What is left of the budget."""
+    runs: Mapping[Trial, RunRecord] = field(default_factory=dict)
+
+    @property
+    def now(self) -> Configuration:
+        """What the script does now."""
+        return self.configurations[0]
+
+    def speed(self, trial: Trial) -> Speed | None:
+        """Return the speed of a trial; None without one."""
+        run = self.runs.get(trial)
+        return None if run is None else speed_of(run)
+
+    def over_now(self, trial: Trial) -> float | None:
+        """Return how many times as fast a trial is as the script now, in the same round and repeat."""
+        mine, now = self.speed(trial), self.speed(replace(trial, configuration=self.now))
+        if mine is None or now is None:
+            return None
+        return mine.over(now, alike=trial.configuration.settings == self.now.settings)
+
+
+def steps_of(known: Known, round: int) -> int:
+    """Return the number of steps of a round's runs."""
+    return known.steps * (TIMES_LONGER if round == FINAL else min(2**round, TIMES_LONGER))
+
+
+def next_trial(known: Known) -> Trial | None:
+    """Return the next run; None if nothing is left to run, or no time."""
+    if known.left_share <= 0:
+        return None
+    first = Trial(known.now, 0)
+    if first not in known.runs:
+        return first
+    if fault(known, first):
+        return None
+    for number, playing in enumerate(rounds(known)):
+        if known.left_share < 1 - _FOR_ROUNDS:
+            break
+        for configuration in playing:
+            trial = Trial(configuration, number)
+            if trial not in known.runs and not (number == 0 and pruned(known, configuration)):
+                return trial
+    return next(_missing_finals(known), None)
+
+
+def rounds(known: Known) -> Iterator[list[Configuration]]:
+    """Yield who plays in each round before the finals, the script as it is now first."""
+    playing, number = list(known.configurations), 0
+    while number == 0 or len(playing) > FINALISTS + 1:
+        yield playing
+        playing = [known.now, *_survivors(known, playing, number)]
+        number += 1
+
+
+def finalists(known: Known) -> list[Configuration]:
+    """Return the configurations that are repeated, the fastest first."""
+    *_, last = enumerate(rounds(known))
+    number, playing = last
+    return _survivors(known, playing, number)[:FINALISTS]
+
+
+def _survivors(known: Known, playing: Sequence[Configuration], number: int) -> list[Configuration]:
+    """Return the faster half of those who played in a round, at least as many as there are finalists."""
+    speeds: dict[Configuration, float] = {}
+    for configuration in playing:
+        trial = next(
+            (Trial(configuration, n) for n in range(number, -1, -1) if Trial(configuration, n) in known.runs), None
+        )
+        if configuration == known.now or trial is None or fault(known, trial):
+            continue
+        times = known.over_now(trial)
+        if times is not None and times >= _SLOWER:
+            speeds[configuration] = times
+    ranked = sorted(speeds, key=lambda one: -speeds[one])
+    return ranked[: max(math.ceil(len(playing) / 2) - 1, FINALISTS)]
+
+
+def quality_baselines(known: Known) -> list[Configuration]:
+    """Return the FP32 runs that the finalists are compared with: one for each of their settings."""
+    return [
+        Configuration(policy=FP32.name, settings=settings)
+        for settings in dict.fromkeys(f.settings for f in finalists(known))
+    ]
+
+
+def _missing_finals(known: Known) -> Iterator[Trial]:
+    chosen = finalists(known)
+    if not chosen:
+        return
+    playing = list(dict.fromkeys([known.now, *chosen, *quality_baselines(known)]))
+    for repeat in range(known.repeats):
+        start = repeat % len(playing)
+        for configuration in playing[start:] + playing[:start]:
+            trial = Trial(configuration, FINAL, repeat)
+            if trial not in known.runs:
+                yield trial
+
+
+# --- what bars a configuration -------------------------------------------------------------------------------------------------
+
+
+def fault(known: Known, trial: Trial) -> str:
+    """Return why a trial's configuration cannot be the answer; empty if it can."""
+    run, configuration = known.runs[trial], trial.configuration
+    if run.error is not None or (run.exit_code and run.first_steps is None):
+        return run.error or f"it ended with exit code {run.exit_code}"
+    if (needed := memory_of(run)) is not None and known.memory_bytes is not None and needed > known.memory_bytes:
+        return f"it needs {_gib(needed)}, above the limit of {_gib(known.memory_bytes)}"
+    if run.effective.emulated:
+        return "its formats are emulated here: its speed says nothing"
+    if run.changed_nothing and run.policy != AS_IS:
+        return f"{run.policy} changed nothing"
+    done = {reason.what for reason in run.explanation}
+    for asked, what in ((configuration.channels_last, CHANNELS_LAST), (configuration.compiles, COMPILED)):
+        if asked and what not in done:
+            why = next((one.reason for one in run.effective.left_alone if one.what in (what, "channels-last")), "")
+            return f"{what} changed nothing" + (f": {why}" if why else "")
+    if speed_of(run) is None:
+        return f"it made {len(run.steps)} steps, too few to be timed"
+    return ""
+
+
+def memory_of(run: RunRecord) -> int | None:
+    """Return the bytes that a run needs: the allocator's peak on a GPU, else those of a step; None if neither was measured."""
+    memory = run.memory
+    return memory.cuda_reserved_bytes or memory.cuda_allocated_bytes or memory.total_bytes
+
+
+def pruned(known: Known, configuration: Configuration) -> str:
+    """Return why a configuration need not be run: a smaller batch did not fit; empty if it is to be run."""
+    for trial, run in known.runs.items():
+        other = trial.configuration
+        if trial.round == 0 and _is_larger(configuration, other) and _did_not_fit(known, run):
+            return f"{other.name} did not fit, and its batch is smaller"
+    return ""
+
+
+def _did_not_fit(known: Known, run: RunRecord) -> bool:
+    needed = memory_of(run)
+    over = needed is not None and known.memory_bytes is not None and needed > known.memory_bytes
+    return over or (run.error is not None and "out of memory" in run.error.lower())
+
+
+def _is_larger(configuration: Configuration, other: Configuration) -> bool:
+    """Return whether two configurations differ in nothing but the batch, and the first one's is larger."""
+    if replace(configuration, settings=()) != replace(other, settings=()):
+        return False
+    mine, its = dict(configuration.settings), dict(other.settings)
+    differing = [name for name in mine if mine[name] != its.get(name)]
+    if mine.keys() != its.keys() or len(differing) != 1 or "batch" not in differing[0]:
+        return False
+    values = mine[differing[0]], its[differing[0]]
+    return all(value.isdecimal() for value in values) and int(values[0]) > int(values[1])
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"

@@ -1,0 +1,170 @@
+"""A search for the fastest configuration as display strings: the answer first, then every configuration, then every run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from mezzo.records import TuneRecord, TuneRow
+from mezzo.report import formatting as fmt
+from mezzo.report import terminal
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.answers import Answer
+from mezzo.report.sheets.shared import Fact
+
+_TONES = {"use": "good", "keep": "quiet", "undecided": "open", "failed": "bad"}
+_BORDER_COLOURS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
+_STATE_TONES = {"faster": "good", "barred": "bad", "failed": "bad"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneLine:
+    """One configuration."""
+
+    name: str
+    state: str
+    tone: str
+    step: str
+    speedup: str
+    interval: str
+    inputs: str
+    memory: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialLine:
+    """One run."""
+
+    what: str
+    round: str
+    outcome: str
+    duration: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSheet:
+    """The words and tables of a search, ready for any view."""
+
+    title: str
+    script: str
+    headline: str
+    tone: str
+    why: str
+    lines: list[TuneLine]
+    trials: list[TrialLine]
+    notes: list[Fact]
+    next_command: str
+    next_why: str
+    environment: list[Fact]
+    command: str
+
+
+def tune_sheet(record: TuneRecord) -> TuneSheet:
+    """Return the sheet of ``record``."""
+    script = fmt.clean(PurePath(record.script).name)
+    headline = _headline(record, script)
+    again = {True: " (from the interrupted search)", False: ""}
+    return TuneSheet(
+        title=f"{script}: {headline}",
+        script=fmt.clean(record.script),
+        headline=headline,
+        tone=_TONES[record.decision],
+        why=fmt.clean(record.why).rstrip(".") + ".",
+        lines=[_line(row) for row in record.rows],
+        trials=[
+            TrialLine(
+                what=fmt.clean(trial.name),
+                round=f"final, seed {trial.seed}" if trial.round == "final" else trial.round,
+                outcome=fmt.clean(trial.outcome) + again[trial.resumed],
+                duration=fmt.duration_text(trial.duration_s),
+            )
+            for trial in record.trials
+        ],
+        notes=shared.facts(record.notes),
+        next_command=fmt.clean(record.next_command),
+        next_why=fmt.clean(record.next_why),
+        environment=shared.environment_facts(record.environment),
+        command=shared.command_text(record.command, record.environment),
+    )
+
+
+def tune_answer(record: TuneRecord, sheet: TuneSheet) -> Answer:
+    """Return the answer that the page begins with: the decision, and the figures of the configuration to use."""
+    row = next((row for row in record.rows if row.name == record.chosen), None)
+    facts = []
+    if row is not None and row.step_ms is not None:
+        facts.append(Fact(what="time a step", value=fmt.ms_text(row.step_ms), reason="median after the first steps"))
+        if record.decision == "use" and row.speedup is not None:
+            value = fmt.ratio_text(row.speedup)
+            facts.append(Fact(what="as fast as now", value=value, reason=_interval(row)))
+        if row.memory_bytes is not None:
+            facts.append(Fact(what="memory", value=fmt.bytes_text(row.memory_bytes)))
+    return Answer(tone=sheet.tone, word=record.decision, facts=facts)
+
+
+def _headline(record: TuneRecord, script: str) -> str:
+    if record.decision == "use":
+        row = next(row for row in record.rows if row.name == record.chosen)
+        return f"Use {fmt.clean(record.chosen)}: {fmt.ratio_text(row.speedup)} as fast"
+    if record.decision == "keep":
+        return f"Keep {script} as it is"
+    return "Undecided" if record.decision == "undecided" else f"No answer: {script} cannot be timed"
+
+
+def _line(row: TuneRow) -> TuneLine:
+    return TuneLine(
+        name=fmt.clean(row.name),
+        state=row.state,
+        tone=_STATE_TONES.get(row.state, "quiet"),
+        step=fmt.ms_text(row.step_ms),
+        speedup=fmt.ratio_text(row.speedup),
+        interval=_interval(row),
+        inputs=fmt.ratio_text(row.inputs),
+        memory=fmt.bytes_text(row.memory_bytes),
+        reason=fmt.clean(row.reason),
+    )
+
+
+def _interval(row: TuneRow) -> str:
+    if row.speedup_low is None or row.speedup_high is None or math.isnan(row.speedup_low):
+        return ""
+    return f"95% CI {fmt.ratio_text(row.speedup_low)} to {fmt.ratio_text(row.speedup_high)}"
+
+
+# --- the terminal --------------------------------------------------------------------------------------------------------------
+
+
+def print_tune(sheet: TuneSheet, console: Console) -> None:
+    """Print every configuration, then the answer in a box, then the command, which must stay whole to be pasted."""
+    table = terminal.plain_table("configuration", "state", "time a step", "as fast as now", "inputs a step", "memory")
+    for line in sheet.lines:
+        speed = f"{line.speedup}\n{line.interval}" if line.interval else line.speedup
+        table.add_row(Text(line.name), line.state, line.step, Text(speed), line.inputs, line.memory)
+    console.print(table)
+    told = [Fact(what=line.name, value=line.state, reason=line.reason) for line in sheet.lines[1:]]
+    terminal.section(console, "Why", terminal.fact_table(told))
+    console.print()
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    rows = [("why", sheet.why), *((note.what, f"{note.value}: {note.reason}.") for note in sheet.notes)]
+    for what, value in [*rows, ("next", f"{sheet.next_why}:")]:
+        grid.add_row(Text(what), Text(value))
+    console.print(
+        Panel(
+            grid,
+            title=Text(sheet.headline, style="bold"),
+            title_align="left",
+            box=ROUNDED,
+            border_style=_BORDER_COLOURS[sheet.tone],
+        )
+    )
+    console.print(Text(f"  {sheet.next_command}", style="bold"), soft_wrap=True)
