@@ -32,6 +32,7 @@ def record_training(
     policy: Policy | None = None,
     zero_grad: ZeroGrad = "before_forward",
     steps: int = STEPS,
+    gpu: bool = True,
 ) -> Tape:
     """Return the tape of a training on fake tensors.
 
@@ -44,6 +45,7 @@ def record_training(
         policy: the precision; None for FP32.
         zero_grad: where gradients are set to None.
         steps: how many steps to record.
+        gpu: whether the operations are those of a GPU, or those of a CPU.
     """
     model = _built(build)
     model.train()
@@ -56,7 +58,7 @@ def record_training(
         recorder.phase = "optimizer"  # some optimizers make their state at once
         made = optimizer(model.parameters())
         for group in made.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
+            if gpu and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch chooses on a GPU
         kept: Any = None
         for _ in range(steps):
@@ -67,7 +69,7 @@ def record_training(
             if zero_grad == "before_forward":
                 made.zero_grad()
             recorder.phase = "forward"
-            with fake, cuda_operators(), modules_named(model, recorder):
+            with fake, cuda_operators() if gpu else nullcontext(), modules_named(model, recorder):
                 with region():
                     loss, outputs = loss_of(model, inputs)
                 kept = outputs

@@ -1,0 +1,162 @@
+"""Small trainings that a calibration times: kinds of layers, each at several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A training of a few steps."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, Tensor]]
+    """The input, and the classes it belongs to."""
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+
+
+class _Block(nn.Module):
+    """A bottleneck of depthwise and pointwise convolutions with a gate on its channels."""
+
+    def __init__(self, width: int, window: int) -> None:
+        super().__init__()
+        wide = 3 * width
+        self.widen = nn.Sequential(nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish())
+        self.mix = nn.Sequential(
+            nn.Conv2d(wide, wide, window, padding=window // 2, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.ReLU(inplace=True),
+        )
+        self.gate = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(wide, width, 1), nn.ReLU(), nn.Conv2d(width, wide, 1), nn.Hardsigmoid()
+        )
+        self.narrow = nn.Sequential(nn.Conv2d(wide, width, 1, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(self.widen(x))
+        result: Tensor = x + self.narrow(y * self.gate(y))
+        return result
+
+
+class _Attention(nn.Module):
+    """A layer of a transformer."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.joint, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
+        query, key, value = (t.view(size).transpose(1, 2) for t in self.joint(self.first(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(x.shape)
+        x = x + self.drop(self.out(mixed))
+        result: Tensor = x + self.drop(self.wide(self.second(x)))
+        return result
+
+
+class _Language(nn.Module):
+    """An embedding, layers of a transformer and a product over the vocabulary."""
+
+    def __init__(self, width: int, words: int, dropout: float) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.layers = nn.Sequential(*(_Attention(width, width // 32, dropout) for _ in range(2)))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.layers(self.words(x))).flatten(0, 1)
+        return result
+
+
+class _Recurrent(nn.Module):
+    """A recurrent layer, whose last state is classified."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(width, width, batch_first=True), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.layer(x)[0][:, -1])
+        return result
+
+
+def _convolutional(width: int) -> nn.Module:
+    def part(a: int, b: int, window: int, stride: int) -> list[nn.Module]:
+        conv = nn.Conv2d(a, b, window, stride=stride, padding=window // 2, bias=False)
+        return [conv, nn.BatchNorm2d(b), nn.ReLU(inplace=True)]
+
+    return nn.Sequential(
+        *part(3, width, 7, 2),
+        nn.MaxPool2d(3, 2, 1),
+        *part(width, 2 * width, 3, 1),
+        *part(2 * width, 2 * width, 1, 1),
+        *part(2 * width, 4 * width, 3, 2),
+        *part(4 * width, 8 * width, 3, 2),
+        nn.MaxPool2d(2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8 * width, 10),
+    )
+
+
+def _mobile(width: int, window: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, stride=2, padding=1),
+        _Block(width, window),
+        nn.AvgPool2d(2),
+        _Block(width, window),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, 10),
+    )
+
+
+def _dense(width: int, activation: Callable[[], nn.Module]) -> nn.Module:
+    layers = [part for _ in range(3) for part in (nn.Linear(width, width), activation(), nn.Dropout(0.1))]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+def _pictures(batch: int, size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
+
+
+def _vectors(*size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(*size), torch.randint(10, size[:1])
+
+
+def _words(batch: int, length: int, words: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(words, (batch, length)), torch.randint(words, (batch * length,))
+
+
+def probes() -> Iterator[Probe]:
+    """Yield the trainings."""
+    sgd: Any = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+    adam: Any = partial(torch.optim.AdamW, lr=1e-4)
+    for width, batch, size in ((16, 4, 64), (32, 4, 96), (32, 16, 64), (64, 8, 64)):
+        yield Probe("convolutional", partial(_convolutional, width), partial(_pictures, batch, size), sgd)
+    for width, batch, size, window in ((16, 4, 64, 3), (24, 8, 96, 5), (48, 16, 32, 3), (96, 16, 32, 5)):
+        yield Probe("mobile", partial(_mobile, width, window), partial(_pictures, batch, size), adam)
+    for width, batch, length, words, dropout in ((128, 4, 32, 1000, 0.0), (192, 8, 128, 2000, 0.1), (384, 4, 128, 8000, 0.1)):
+        yield Probe("transformer", partial(_Language, width, words, dropout), partial(_words, batch, length, words), adam)
+    for width, batch in ((256, 32), (1024, 64), (2048, 256)):
+        yield Probe("dense", partial(_dense, width, nn.ReLU), partial(_vectors, batch, width), sgd)
+        yield Probe("dense", partial(_dense, width, nn.Tanh), partial(_vectors, batch, width), adam)
+    for width, batch, length in ((64, 16, 16), (256, 32, 32)):
+        yield Probe("recurrent", partial(_Recurrent, width), partial(_vectors, batch, length, width), adam)
+
+
+def loss_of(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss of ``model``."""
+    return F.cross_entropy(model(inputs[0]), inputs[1])
