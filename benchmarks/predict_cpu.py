@@ -7,6 +7,7 @@ next. None of them is among the calibration's probes. timm, torchvision and tran
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -46,7 +47,11 @@ def _tokens(length: int, n: int) -> dict[str, Tensor]:
 class _Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.layer, self.head = nn.Embedding(2000, 128), nn.LSTM(128, 192, 2, batch_first=True), nn.Linear(192, 4)
+        self.words, self.layer, self.head = (
+            nn.Embedding(2000, 128),
+            nn.LSTM(128, 192, 2, batch_first=True),
+            nn.Linear(192, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.head(self.layer(self.words(x))[0][:, -1])
@@ -55,7 +60,7 @@ class _Recurrent(nn.Module):
 
 def _dense() -> nn.Module:
     widths = (784, 1500, 800, 400, 10)
-    layers = [part for a, b in zip(widths, widths[1:], strict=False) for part in (nn.Linear(a, b), nn.ReLU())]
+    layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
@@ -70,7 +75,9 @@ def _sentences(n: int) -> dict[str, Tensor]:
 def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[int], Inputs], Any, int]]:
     """Return the models: how they are built, their inputs, their loss and the batch size."""
     timm, tr, tv = imported("timm"), imported("transformers"), imported("torchvision").models
-    bert = tr.BertConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, vocab_size=8000)
+    bert = tr.BertConfig(
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, vocab_size=8000
+    )
     gpt = tr.GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=8000)
 
     def timed(name: str, size: int, **options: Any) -> tuple[Any, Any, Any]:
@@ -104,7 +111,9 @@ def main() -> None:
         begin = time.monotonic()
         found = calibrate("cpu")
         found.save()
-        print(f"calibrated in {time.monotonic() - begin:.0f} s; probes' steps {found.low} to {found.high}; kept in {found.path}")
+        print(
+            f"calibrated in {time.monotonic() - begin:.0f} s; probes' steps {found.low} to {found.high}; kept in {found.path}"
+        )
     errors = []
     for name, (build, batch_of, loss, batch) in models().items():
         optimizer = partial(torch.optim.AdamW, lr=1e-4)

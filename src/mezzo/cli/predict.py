@@ -15,6 +15,7 @@ from mezzo.errors import MezzoError, UsageError, nearest
 
 if TYPE_CHECKING:
     from mezzo.measure.predict.plan import Tapes
+    from mezzo.measure.predict.sharding import Job
     from mezzo.records import Reason
 
 USUAL = "t4,l4,rtx-4090,a100-80gb,h100-sxm"
@@ -44,6 +45,12 @@ def predict(
     channels_last: Annotated[
         bool, typer.Option("--channels-last", help="Store images channels-last, which 16-bit convolutions prefer.")
     ] = False,
+    gpus_per_job: Annotated[
+        int, typer.Option(min=1, help="GPUs of one machine that train together, each on a batch of its own.")
+    ] = 1,
+    shard: Annotated[
+        str, typer.Option(help="How they share the training: ddp (all hold everything) or fsdp (each a share).")
+    ] = "ddp",
     out: options.Out = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
@@ -56,10 +63,12 @@ def predict(
     from mezzo.gpus import GPUS, gpu_named
     from mezzo.measure.environment import environment
     from mezzo.measure.predict import named, plan
+    from mezzo.measure.predict.sharding import check_job
     from mezzo.records import PredictRecord
 
     if optimizer not in named.OPTIMIZERS:
         raise UsageError(f"--optimizer {optimizer!r} cannot be predicted", hint=nearest(optimizer, named.OPTIMIZERS))
+    job = check_job(gpus_per_job, shard)
     wanted = plan.check_policies([name.strip() for name in policies.split(",")])
     cards = (
         list(GPUS.values()) if gpus == "all" else [gpu_named(name.strip(), option="--gpus") for name in gpus.split(",")]
@@ -74,7 +83,7 @@ def predict(
         else _of_script(target, arguments or [], wanted)
     )
     made = [
-        plan.predict(traced.tapes, gpu, policy, batch=traced.batch, channels_last=channels_last)
+        plan.predict(traced.tapes, gpu, policy, batch=traced.batch, channels_last=channels_last, job=job)
         for gpu in cards
         for policy in wanted
     ]
@@ -87,11 +96,13 @@ def predict(
         input=traced.size,
         unit=traced.unit,
         batch=traced.batch,
+        gpus_per_job=job.num_gpus,
+        shard=job.shard if job.num_gpus > 1 else "",
         optimizer=traced.optimizer,
         channels_last=channels_last,
         headroom=plan.HEADROOM,
         predictions=made,
-        assumptions=[*traced.assumptions, *_assumptions(channels_last, images=traced.unit == "images")],
+        assumptions=[*traced.assumptions, *_assumptions(channels_last, job, images=traced.unit == "images")],
     )
     results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to)
 
@@ -154,7 +165,7 @@ def _of_script(target: str, arguments: list[str], policies: list[str]) -> _Trace
     return _Traced(target, "the script's own batch", "steps", 1, "the script's optimizer", tapes, [stated])
 
 
-def _assumptions(channels_last: bool, *, images: bool) -> list[Reason]:
+def _assumptions(channels_last: bool, job: Job, *, images: bool) -> list[Reason]:
     from mezzo.measure.predict.memory import DRIVER_BYTES
     from mezzo.records import Reason
 
@@ -171,5 +182,18 @@ def _assumptions(channels_last: bool, *, images: bool) -> list[Reason]:
             value=f"{DRIVER_BYTES >> 20} MiB",
             reason="it differs by driver; cuDNN's workspaces come on top, at times 10% to 15% of the memory",
         ),
-        Reason(what="step", value="eager, one GPU", reason="torch.compile and several GPUs are not predicted"),
+        _sharing(job),
     ]
+
+
+def _sharing(job: Job) -> Reason:
+    from mezzo.measure.predict.sharding import LINK_SHARE
+    from mezzo.records import Reason
+
+    if job.num_gpus == 1:
+        return Reason(what="step", value="eager, one GPU", reason="torch.compile is not predicted")
+    return Reason(
+        what="step",
+        value=f"eager, {job.num_gpus} GPUs of one machine, {job.shard}",
+        reason=f"links reach {LINK_SHARE:.0%} of their speed, an assumption; no measured job stands behind this",
+    )

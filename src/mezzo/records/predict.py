@@ -27,8 +27,10 @@ class Prediction(Value):
     validated: bool = False
     """Whether measured rows of this architecture and precision stand behind the constants."""
     step_ms: float = 0.0
+    communication_ms: float = 0.0
+    """What GPUs of a job send in a step, most of it beside computation."""
     throughput: float = 0.0
-    """Images or sequences a second at the record's batch size."""
+    """Images or sequences a second at the record's batch size, of all GPUs of the job."""
     throughput_low: float = 0.0
     """10th percentile, from the errors on architectures that were left out of the fit."""
     throughput_high: float = 0.0
@@ -69,6 +71,10 @@ class PredictRecord(WholeRecord):
     """The size of one input."""
     unit: str
     batch: int
+    gpus_per_job: int = 1
+    """GPUs that train together, each on a batch of its own."""
+    shard: str = ""
+    """How they share the training: ``ddp`` or ``fsdp``; empty for one GPU."""
     optimizer: str
     channels_last: bool
     headroom: float

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mezzo.devices import cpu_name, this_device
 from mezzo.measure.predict.operations import operations_of
@@ -28,8 +27,8 @@ from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.tape import Operation
 
 _REPEATS = 5
-_PROBE_S = 4.0
-"""Most time of one probe's repeats; with 19 probes and two kinds of timing a calibration stays below two minutes."""
+_PROBE_S = 2.5
+"""Most time of one probe's repeats; with 26 probes and two kinds of timing a calibration stays below two minutes."""
 
 
 @dataclass(frozen=True)

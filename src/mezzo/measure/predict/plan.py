@@ -18,6 +18,7 @@ from mezzo.measure.predict.memory import (
     PredictedMemory,
     predict_memory,
 )
+from mezzo.measure.predict.sharding import Job
 from mezzo.measure.predict.tape import Tape, check_same_steps
 from mezzo.measure.predict.time import Card, Columns, longer_of, operation_bounds
 from mezzo.records import ModuleShare, Prediction
@@ -26,6 +27,7 @@ HEADROOM = 0.13
 """Of 65 measured trainings none needed more than 1 / (1 - 0.13) times the prediction."""
 PREDICTED = ("fp32", "tf32", "fp16", "bf16", "fp16-pure", "bf16-pure")
 """Policies that can be predicted."""
+ALONE = Job()
 _WORTH, _EVEN = 1.15, 1.03
 _MOST = 1 << 16
 _SHOWN = 8
@@ -72,7 +74,14 @@ def recorded_as(policy: str) -> str:
 
 
 def predict(
-    tapes: dict[str, Tapes], gpu: Gpu, policy: str, *, batch: int, channels_last: bool, headroom: float = HEADROOM
+    tapes: dict[str, Tapes],
+    gpu: Gpu,
+    policy: str,
+    *,
+    batch: int,
+    channels_last: bool,
+    headroom: float = HEADROOM,
+    job: Job = ALONE,
 ) -> Prediction:
     """Return the prediction for ``policy`` on ``gpu``.
 
@@ -83,44 +92,48 @@ def predict(
         batch: the batch size.
         channels_last: whether images are stored channels-last.
         headroom: share of the memory that the largest batch leaves free.
+        job: how many GPUs train together; ``batch`` is that of each.
     """
     why = impossible(gpu, policy)
     if why:
         return Prediction(gpu=gpu.name, policy=policy, possible=False, reason=why)
     own = tapes[recorded_as(policy)]
     tape = own.at(batch)
-    step = _Step(tape, gpu, tf32=policy != "fp32", channels_last=channels_last)
+    step = _Step(tape, gpu, tf32=policy != "fp32", channels_last=channels_last, job=job)
     wide = tapes["fp32"].at(batch)
-    over_fp32 = _Step(wide, gpu, tf32=False, channels_last=channels_last).seconds / step.seconds
+    over_fp32 = _Step(wide, gpu, tf32=False, channels_last=channels_last, job=job).seconds / step.seconds
     has_tf32 = gpu.tf32_flops_per_s is not None
-    over_tf32 = _Step(wide, gpu, tf32=True, channels_last=channels_last).seconds / step.seconds if has_tf32 else None
-    memory, known = _memory(tape, gpu), fitted()
-    largest = _largest_batch(own, gpu, headroom)
+    in_tf32 = _Step(wide, gpu, tf32=True, channels_last=channels_last, job=job).seconds if has_tf32 else None
+    over_tf32 = None if in_tf32 is None else in_tf32 / step.seconds
+    rank = job.tape_of_rank(tape)
+    memory, known = _memory(rank, gpu), fitted()
+    largest = _largest_batch(own, gpu, headroom, job)
     made = Prediction(
         gpu=gpu.name,
         policy=policy,
         possible=True,
         reason="" if policy != "tf32" or has_tf32 else f"{gpu.label} has no TF32: this is FP32",
-        validated=known.covers(gpu.architecture, "fp16" if policy.startswith("fp16") else policy),
+        validated=job == ALONE and known.covers(gpu.architecture, "fp16" if policy.startswith("fp16") else policy),
         step_ms=step.seconds * 1e3,
-        throughput=batch / step.seconds,
-        throughput_low=batch / step.seconds * known.low,
-        throughput_high=batch / step.seconds * known.high,
+        communication_ms=step.communication_s * 1e3,
+        throughput=job.num_gpus * batch / step.seconds,
+        throughput_low=job.num_gpus * batch / step.seconds * known.low,
+        throughput_high=job.num_gpus * batch / step.seconds * known.high,
         bounds=step.bounds(),
         modules=step.modules(),
         allocated_bytes=memory.allocated_bytes,
         reserved_bytes=memory.reserved_bytes,
         device_bytes=memory.reserved_bytes + DRIVER_BYTES,
         memory_bytes=memory.by_kind_bytes,
-        fits=memory_under_limit(tape, gpu, 0.0).fits,
+        fits=memory_under_limit(rank, gpu, 0.0).fits,
         largest_batch=largest,
         over_fp32=over_fp32,
         over_tf32=over_tf32,
     )
     if largest:
-        seconds = _Step(own.at(largest), gpu, tf32=policy != "fp32", channels_last=channels_last).seconds
-        made = made.model_copy(update={"largest_throughput": largest / seconds})
-    share = memory.reserved_bytes / _memory(wide, gpu).reserved_bytes
+        seconds = _Step(own.at(largest), gpu, tf32=policy != "fp32", channels_last=channels_last, job=job).seconds
+        made = made.model_copy(update={"largest_throughput": job.num_gpus * largest / seconds})
+    share = memory.reserved_bytes / _memory(job.tape_of_rank(wide), gpu).reserved_bytes
     return made.model_copy(update={"verdict": verdict(policy, over_fp32, over_tf32, share)})
 
 
@@ -151,9 +164,11 @@ def verdict(policy: str, over_fp32: float, over_tf32: float | None, memory_share
 
 
 class _Step:
-    """One step on one GPU."""
+    """One step on one GPU of a job."""
 
-    def __init__(self, tape: Tape, gpu: Gpu, *, tf32: bool, channels_last: bool) -> None:
+    def __init__(self, tape: Tape, gpu: Gpu, *, tf32: bool, channels_last: bool, job: Job = ALONE) -> None:
+        self.communication_s = job.communication_s(tape, gpu)
+        alone, tape = tape, job.tape_of_rank(tape)
         self.tape = tape
         ops, constants = Columns.of(tape.operations), fitted().constants
         found = operation_bounds(ops, Card.of(gpu, tf32=tf32, channels_last=channels_last), constants)
@@ -161,7 +176,7 @@ class _Step:
         self.latency = constants.latency_s
         self.each = found.total
         self.device_s, self.host_s = float(found.total.sum()), len(tape.operations) * constants.launch_s
-        self.seconds = float(longer_of(self.device_s, self.host_s))
+        self.seconds = job.step_s(float(longer_of(self.device_s, self.host_s)), self.communication_s, alone)
 
     def bounds(self) -> dict[str, float]:
         """Return the share of the step by what its operations wait for."""
@@ -220,11 +235,11 @@ def _workspace_bytes(gpu: Gpu) -> int:
     return CUBLAS_WORKSPACE_HOPPER_BYTES if gpu.compute_capability == "9.0" else CUBLAS_WORKSPACE_BYTES
 
 
-def _largest_batch(tapes: Tapes, gpu: Gpu, headroom: float) -> int | None:
+def _largest_batch(tapes: Tapes, gpu: Gpu, headroom: float, job: Job) -> int | None:
     """Return the largest batch size that fits, 0 if none does; found by doubling and halving, replayed each time."""
 
     def fits(batch: int) -> bool:
-        return memory_under_limit(tapes.at(batch), gpu, headroom).fits
+        return memory_under_limit(job.tape_of_rank(tapes.at(batch)), gpu, headroom).fits
 
     if tapes.other is None:
         return None

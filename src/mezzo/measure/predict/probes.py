@@ -28,15 +28,20 @@ class _Block(nn.Module):
 
     def __init__(self, width: int, window: int) -> None:
         super().__init__()
-        wide = 3 * width
-        self.widen = nn.Sequential(nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish())
+        wide = 4 * width
+        act = nn.SiLU if window == 3 else nn.Hardswish
+        self.widen = nn.Sequential(nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide), act())
         self.mix = nn.Sequential(
             nn.Conv2d(wide, wide, window, padding=window // 2, groups=wide, bias=False),
             nn.BatchNorm2d(wide),
-            nn.ReLU(inplace=True),
+            act(inplace=True),
         )
         self.gate = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(wide, width, 1), nn.ReLU(), nn.Conv2d(width, wide, 1), nn.Hardsigmoid()
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(wide, width, 1),
+            act(),
+            nn.Conv2d(width, wide, 1),
+            nn.Sigmoid() if window == 3 else nn.Hardsigmoid(),
         )
         self.narrow = nn.Sequential(nn.Conv2d(wide, width, 1, bias=False), nn.BatchNorm2d(width))
 
@@ -92,18 +97,33 @@ class _Recurrent(nn.Module):
         return result
 
 
-def _convolutional(width: int) -> nn.Module:
-    def part(a: int, b: int, window: int, stride: int) -> list[nn.Module]:
-        conv = nn.Conv2d(a, b, window, stride=stride, padding=window // 2, bias=False)
-        return [conv, nn.BatchNorm2d(b), nn.ReLU(inplace=True)]
+def _part(a: int, b: int, window: int, stride: int) -> list[nn.Module]:
+    conv = nn.Conv2d(a, b, window, stride=stride, padding=window // 2, bias=False)
+    return [conv, nn.BatchNorm2d(b), nn.ReLU(inplace=True)]
 
+
+def _bottlenecks(width: int) -> nn.Module:
+    layers = [
+        *_part(3, width, 7, 4),
+        *_part(width, 4 * width, 1, 1),
+        *_part(4 * width, 2 * width, 1, 1),
+        *_part(2 * width, 2 * width, 3, 2),
+        *_part(2 * width, 8 * width, 1, 1),
+        *_part(8 * width, 4 * width, 1, 1),
+        *_part(4 * width, 4 * width, 3, 2),
+        *_part(4 * width, 16 * width, 1, 2),
+    ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16 * width, 10))
+
+
+def _convolutional(width: int) -> nn.Module:
     return nn.Sequential(
-        *part(3, width, 7, 2),
+        *_part(3, width, 7, 2),
         nn.MaxPool2d(3, 2, 1),
-        *part(width, 2 * width, 3, 1),
-        *part(2 * width, 2 * width, 1, 1),
-        *part(2 * width, 4 * width, 3, 2),
-        *part(4 * width, 8 * width, 3, 2),
+        *_part(width, 2 * width, 3, 1),
+        *_part(2 * width, 2 * width, 1, 1),
+        *_part(2 * width, 4 * width, 3, 2),
+        *_part(4 * width, 8 * width, 3, 2),
         nn.MaxPool2d(2),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
@@ -146,14 +166,22 @@ def probes() -> Iterator[Probe]:
     adam: Any = partial(torch.optim.AdamW, lr=1e-4)
     for width, batch, size in ((16, 4, 64), (32, 4, 96), (32, 16, 64), (64, 8, 64)):
         yield Probe("convolutional", partial(_convolutional, width), partial(_pictures, batch, size), sgd)
-    for width, batch, size, window in ((16, 4, 64, 3), (24, 8, 96, 5), (48, 16, 32, 3), (96, 16, 32, 5)):
+    for width, batch, size in ((32, 8, 96), (64, 4, 64), (128, 4, 64)):
+        yield Probe("bottlenecks", partial(_bottlenecks, width), partial(_pictures, batch, size), adam)
+    for width, batch, size, window in ((8, 8, 64, 3), (16, 4, 64, 3), (24, 8, 96, 5), (48, 16, 32, 3), (96, 16, 32, 5)):
         yield Probe("mobile", partial(_mobile, width, window), partial(_pictures, batch, size), adam)
-    for width, batch, length, words, dropout in ((128, 4, 32, 1000, 0.0), (192, 8, 128, 2000, 0.1), (384, 4, 128, 8000, 0.1)):
-        yield Probe("transformer", partial(_Language, width, words, dropout), partial(_words, batch, length, words), adam)
-    for width, batch in ((256, 32), (1024, 64), (2048, 256)):
+    for width, batch, length, words, dropout in (
+        (128, 4, 32, 1000, 0.0),
+        (192, 8, 128, 2000, 0.1),
+        (384, 4, 128, 8000, 0.1),
+    ):
+        yield Probe(
+            "transformer", partial(_Language, width, words, dropout), partial(_words, batch, length, words), adam
+        )
+    for width, batch in ((256, 32), (1024, 16), (2048, 128), (4096, 4)):
         yield Probe("dense", partial(_dense, width, nn.ReLU), partial(_vectors, batch, width), sgd)
         yield Probe("dense", partial(_dense, width, nn.Tanh), partial(_vectors, batch, width), adam)
-    for width, batch, length in ((64, 16, 16), (256, 32, 32)):
+    for width, batch, length in ((64, 16, 16), (128, 16, 32), (256, 32, 32)):
         yield Probe("recurrent", partial(_Recurrent, width), partial(_vectors, batch, length, width), adam)
 
 

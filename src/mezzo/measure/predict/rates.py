@@ -1,7 +1,7 @@
 """Rates of one machine: for each kind of operation the seconds it takes, as a line through what was timed there.
 
 ``seconds = each + bytes x per_byte + flops x per_flop``, by the operation's name and format, none of the three negative. An operation
-that was never timed takes the rates of its class: products, or everything else.
+that was never timed takes the rates of the nearest kind, at last of all products or of everything else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from mezzo.measure.predict.tape import Operation
+from mezzo.measure.predict.tape import Operation, Shape
 
 
 class Line(NamedTuple):
@@ -56,8 +56,9 @@ class Rates:
 
     def line(self, operation: Operation) -> Line:
         """Return the line of the operation's kind; that of its class where its kind was not timed."""
-        other = PRODUCTS if operation.flops else OTHERS
-        return self.lines.get(kind_of(operation)) or self.lines[other]
+        kind = kind_of(operation)
+        near = (kind, kind.removesuffix(" thin"), kind.replace(" large", ""), PRODUCTS if operation.flops else OTHERS)
+        return next(self.lines[name] for name in near if name in self.lines)
 
     @classmethod
     def fitted(cls, timed: Sequence[Timed]) -> Rates:
@@ -78,15 +79,29 @@ class Rates:
         return Rates(self.lines, scale=scale, between_s=between)
 
 
+_MAPPED_BYTES = 32 << 20
+"""Above this size glibc maps fresh pages for each result, and the system clears them; on a GPU it is far out of the L2 cache."""
+_THIN = 32
+"""Products with a side below this are bound by reading their operands."""
+
+
 def kind_of(operation: Operation) -> str:
-    """Return the operation's kind: name and format; depthwise and small-window convolutions are kinds of their own."""
+    """Return the operation's kind: its name, its format, and what makes its rate another one."""
     shape, kind = operation.shape, f"{operation.name} {operation.format}"
-    if not operation.name.startswith("convolution"):
-        return kind
-    if shape.products > 1:
-        depthwise = shape.columns <= 1 or shape.depth <= shape.window
-        return f"{kind} {'depthwise' if depthwise else 'grouped'}"
-    return f"{kind} {'pointwise' if shape.window == 1 else 'window'}"
+    if operation.written_bytes > _MAPPED_BYTES:
+        kind += " large"
+    if operation.name.startswith("convolution"):
+        if shape.products > 1:
+            return f"{kind} {'depthwise' if is_depthwise(shape) else 'grouped'}"
+        kind += " pointwise" if shape.window == 1 else " window"
+    if operation.flops and 0 < min(shape.rows, shape.columns, shape.depth) <= _THIN:
+        kind += " thin"
+    return kind
+
+
+def is_depthwise(shape: Shape) -> bool:
+    """Return whether a grouped convolution, or a gradient of one, has one channel a group."""
+    return min(shape.rows, shape.columns) <= 1 or shape.depth <= shape.window
 
 
 def line_through(timed: Sequence[Timed]) -> Line:

@@ -30,7 +30,7 @@ from mezzo.errors import UsageError
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.tape import Tape
-from mezzo.measure.predict.training import STEPS, modules_named, optimizer_state, region_of
+from mezzo.measure.predict.training import STEPS, modules_named, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
 
 
@@ -94,6 +94,7 @@ class ScriptRecorder:
         if module not in self._models:
             self._models.append(module)
             self.recorder.phase = "setup"
+            self.tape.units.update(units_of(module))
             self.recorder.own(module.parameters(), "parameters")
             self.recorder.own(module.buffers(), "buffers")
         self.recorder.step_begins()
@@ -117,6 +118,8 @@ class ScriptRecorder:
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.recorder.phase = "optimizer"
+        if self.recorder.recording:
+            self.tape.optimizer_starts.append(len(self.tape.events))
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True

@@ -53,6 +53,7 @@ def record_training(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     _make_fake(model, fake)
     region = region_of(policy)
+    recorder.tape.units = units_of(model)
     with recorder:
         _setup(model, recorder)
         recorder.phase = "optimizer"  # some optimizers make their state at once
@@ -81,6 +82,7 @@ def record_training(
             del loss, outputs
             recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
             recorder.phase = "optimizer"
+            recorder.tape.optimizer_starts.append(len(recorder.tape.events))
             made.step()
             recorder.label(optimizer_state(made), "optimizer")
             if zero_grad == "after_step":
@@ -88,6 +90,17 @@ def record_training(
             del inputs
     del kept
     return recorder.tape
+
+
+def units_of(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of parameters by layer of a list, named up to its first number; ``""`` for what lies in none."""
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        end = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), 0)
+        unit = ".".join(parts[:end])
+        found[unit] = found.get(unit, 0) + parameter.numel() * parameter.element_size()
+    return found
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
