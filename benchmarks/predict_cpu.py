@@ -118,7 +118,7 @@ def main() -> None:
     for name, (build, batch_of, loss, batch) in models().items():
         optimizer = partial(torch.optim.AdamW, lr=1e-4)
         tape = record_training(build, batch_of, loss, batch=batch, optimizer=optimizer, gpu=False)
-        predicted = float(found.rates.seconds(tape.operations).sum())
+        predicted = float(found.rates["fp32"].seconds(tape.operations).sum())
         measured = _measured(build, batch_of(batch), loss, optimizer, options.seconds)
         errors.append(100 * (predicted / measured - 1))
         print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,7 @@ from mezzo.errors import MezzoError, UsageError, nearest
 if TYPE_CHECKING:
     from mezzo.measure.predict.plan import Tapes
     from mezzo.measure.predict.sharding import Job
-    from mezzo.records import Reason
+    from mezzo.records import Prediction, Reason
 
 USUAL = "t4,l4,rtx-4090,a100-80gb,h100-sxm"
 
@@ -35,7 +36,9 @@ def predict(
     batch: Annotated[int, typer.Option(min=1, help="Images or sequences in a batch of --model.")] = 32,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.  [default: 128]")] = None,
     image: Annotated[int | None, typer.Option(min=1, help="Height and width of images.  [default: 224]")] = None,
-    gpus: Annotated[str, typer.Option(metavar="NAMES", help="GPUs by name, separated by commas, or all.")] = USUAL,
+    gpus: Annotated[
+        str, typer.Option(metavar="NAMES", help="GPUs by name, separated by commas, or all; cpu is this machine's.")
+    ] = USUAL,
     policies: Annotated[
         str, typer.Option(metavar="NAMES", help="fp32, tf32, fp16, bf16, fp16-pure, bf16-pure.")
     ] = "fp32,tf32,bf16,fp16",
@@ -51,6 +54,12 @@ def predict(
     shard: Annotated[
         str, typer.Option(help="How they share the training: ddp (all hold everything) or fsdp (each a share).")
     ] = "ddp",
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure the rates of this machine's GPU, or CPU, for two minutes, and keep them."
+        ),
+    ] = False,
     out: options.Out = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
@@ -63,6 +72,7 @@ def predict(
     from mezzo.gpus import GPUS, gpu_named
     from mezzo.measure.environment import environment
     from mezzo.measure.predict import named, plan
+    from mezzo.measure.predict.calibrate import calibration_of
     from mezzo.measure.predict.sharding import check_job
     from mezzo.records import PredictRecord
 
@@ -70,9 +80,10 @@ def predict(
         raise UsageError(f"--optimizer {optimizer!r} cannot be predicted", hint=nearest(optimizer, named.OPTIMIZERS))
     job = check_job(gpus_per_job, shard)
     wanted = plan.check_policies([name.strip() for name in policies.split(",")])
-    cards = (
-        list(GPUS.values()) if gpus == "all" else [gpu_named(name.strip(), option="--gpus") for name in gpus.split(",")]
-    )
+    names = list(GPUS) if gpus == "all" else [name.strip() for name in gpus.split(",")]
+    cards = [gpu_named(name, option="--gpus") for name in names if name != "cpu"]
+    if calibrate and _calibrated() and target is None and model is None:
+        return
     if (target is None) == (model is None):
         raise UsageError(
             "predict needs a script or a model, and not both", hint="mezzo predict train.py, or --model timm:resnet50"
@@ -83,10 +94,20 @@ def predict(
         else _of_script(target, arguments or [], wanted)
     )
     made = [
-        plan.predict(traced.tapes, gpu, policy, batch=traced.batch, channels_last=channels_last, job=job)
+        plan.predict(
+            traced.tapes,
+            gpu,
+            policy,
+            batch=traced.batch,
+            channels_last=channels_last,
+            job=job,
+            calibration=calibration_of(gpu),
+        )
         for gpu in cards
         for policy in wanted
     ]
+    if "cpu" in names:
+        made.append(_on_cpu(model, batch, (image, sequence), optimizer, channels_last))
     if gpus == "all":
         made.sort(key=lambda one: -one.throughput)
     record = PredictRecord(
@@ -102,7 +123,11 @@ def predict(
         channels_last=channels_last,
         headroom=plan.HEADROOM,
         predictions=made,
-        assumptions=[*traced.assumptions, *_assumptions(channels_last, job, images=traced.unit == "images")],
+        assumptions=[
+            *traced.assumptions,
+            *_kept_rates(made),
+            *_assumptions(channels_last, job, images=traced.unit == "images"),
+        ],
     )
     results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to)
 
@@ -163,6 +188,57 @@ def _of_script(target: str, arguments: list[str], policies: list[str]) -> _Trace
         reason="traced tensors have no numbers: what depends on a loss or a sample runs as with these",
     )
     return _Traced(target, "the script's own batch", "steps", 1, "the script's optimizer", tapes, [stated])
+
+
+def _calibrated() -> bool:
+    """Measure this machine's rates, keep them, and say where."""
+    from mezzo.measure.predict.calibrate import calibrate, this_kind
+
+    found = calibrate(this_kind(), note=results.note)
+    found.save()
+    results.note(
+        f"{found.device}: steps of the probes ran at {found.low:.0%} to {found.high:.0%} of the predicted speed; "
+        f"kept in {found.path}"
+    )
+    return True
+
+
+def _on_cpu(
+    model: str | None, batch: int, sizes: tuple[int | None, int | None], optimizer: str, channels_last: bool
+) -> Prediction:
+    from mezzo.measure.predict import named, plan
+    from mezzo.measure.predict.calibrate import device_name, kept
+
+    found = kept(device_name("cpu"))
+    if model is None or found is None:
+        raise UsageError(
+            "--gpus cpu needs a model by name" if model is None else "this CPU is not calibrated",
+            hint="name it with --model" if model is None else "run mezzo predict --calibrate once",
+        )
+    one = named.named_model(model, image=sizes[0], sequence=sizes[1])
+    tape = named.tape_of(one, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
+    return plan.predict_cpu(tape, found, batch=batch)
+
+
+def _kept_rates(made: Sequence[Prediction]) -> list[Reason]:
+    from mezzo.gpus import GPUS
+    from mezzo.measure.predict.calibrate import calibration_of, device_name, kept
+    from mezzo.records import Reason
+
+    found = {
+        one.gpu: kept(device_name("cpu")) if one.gpu == "cpu" else calibration_of(GPUS[one.gpu])
+        for one in made
+        if one.calibrated
+    }
+    return [
+        Reason(
+            what=f"rates of {name}",
+            value=str(one.path),
+            reason=f"measured on {one.device}, {one.date}, torch {one.torch}",
+        )
+        for name, one in found.items()
+        if one is not None
+    ]
 
 
 def _assumptions(channels_last: bool, job: Job, *, images: bool) -> list[Reason]:

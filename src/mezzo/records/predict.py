@@ -20,12 +20,15 @@ class Prediction(Value):
     """One GPU under one policy."""
 
     gpu: str
+    """Its name; ``cpu`` for the CPU of the machine that predicts."""
     policy: str
     possible: bool
     reason: str = ""
     """Why it is not possible, or what the policy becomes on this GPU."""
     validated: bool = False
     """Whether measured rows of this architecture and precision stand behind the constants."""
+    calibrated: bool = False
+    """Whether rates measured on this machine stand behind the time, in place of the constants."""
     step_ms: float = 0.0
     communication_ms: float = 0.0
     """What GPUs of a job send in a step, most of it beside computation."""

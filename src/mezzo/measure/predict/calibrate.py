@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from mezzo.devices import cpu_name, this_device
+from mezzo.gpus import Gpu, find_gpu
 from mezzo.measure.predict.operations import operations_of
 from mezzo.measure.predict.probes import Probe, loss_of, probes
 from mezzo.measure.predict.rates import Line, Rates, Timed
@@ -28,7 +30,10 @@ from mezzo.measure.predict.tape import Operation
 
 _REPEATS = 5
 _PROBE_S = 2.5
-"""Most time of one probe's repeats; with 26 probes and two kinds of timing a calibration stays below two minutes."""
+"""Most time of one probe's repeats; with 30 probes, timed twice, a calibration of a CPU takes about two minutes."""
+
+
+_GPU_SCALE = 16
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class Calibration:
     threads: int
     date: str
     torch: str
-    rates: Rates
+    rates: dict[str, Rates]
+    """By policy."""
     low: float
     """10th percentile of measured over predicted speed of the probes' steps."""
     high: float
@@ -68,9 +74,25 @@ def kept(device: str) -> Calibration | None:
     if not path.exists():
         return None
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    found = data.pop("rates")
-    lines = {kind: Line(*line) for kind, line in found.pop("lines").items()}
-    return Calibration(**data, rates=Rates(lines, **found))
+    rates = {
+        policy: Rates({kind: Line(*line) for kind, line in found.pop("lines").items()}, **found)
+        for policy, found in data.pop("rates").items()
+    }
+    return Calibration(**data, rates=rates)
+
+
+def calibration_of(gpu: Gpu) -> Calibration | None:
+    """Return the kept calibration of this machine's GPU if it is a ``gpu``."""
+    if not torch.cuda.is_available():
+        return None
+    name = device_name("cuda")
+    found = find_gpu(name)
+    return kept(name) if found is not None and found.name == gpu.name else None
+
+
+def this_kind() -> str:
+    """Return torch's device type that a calibration of this machine measures: a GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_name(kind: str) -> str:
@@ -85,16 +107,19 @@ def calibrate(kind: str, *, note: Callable[[str], None] = lambda _: None) -> Cal
         kind: ``cpu`` or ``cuda``.
         note: told which probe runs.
     """
-    timed: list[Timed] = []
-    steps: list[tuple[list[Operation], float]] = []
-    for number, probe in enumerate(chosen := list(probes())):
-        note(f"calibrating {device_name(kind)}: {probe.name}, {number + 1} of {len(chosen)}")
-        running = _Running(probe, kind)
-        found = running.operations()
-        timed += found
-        steps.append(([one.operation for one in found], running.seconds()))
-    rates = Rates.fitted(timed).with_steps(steps)
-    speeds = [float(rates.seconds(operations).sum()) / seconds for operations, seconds in steps]
+    rates: dict[str, Rates] = {}
+    speeds: list[float] = []
+    for policy in _policies(kind):
+        timed: list[Timed] = []
+        steps: list[tuple[list[Operation], float]] = []
+        for number, probe in enumerate(chosen := list(probes(1 if kind == "cpu" else _GPU_SCALE))):
+            note(f"calibrating {device_name(kind)} in {policy}: {probe.name}, {number + 1} of {len(chosen)}")
+            running = _Running(probe, kind, policy)
+            found = running.operations()
+            timed += found
+            steps.append(([one.operation for one in found], running.seconds()))
+        rates[policy] = Rates.fitted(timed).with_steps(steps)
+        speeds += [float(rates[policy].seconds(operations).sum()) / seconds for operations, seconds in steps]
     low, high = np.quantile(speeds, [0.1, 0.9])
     return Calibration(
         device=device_name(kind),
@@ -107,12 +132,35 @@ def calibrate(kind: str, *, note: Callable[[str], None] = lambda _: None) -> Cal
     )
 
 
+def _policies(kind: str) -> list[str]:
+    """Return the policies that the device computes in its own units."""
+    if kind == "cpu":
+        return ["fp32"]
+    return ["fp32", *(["tf32", "bf16"] if torch.cuda.get_device_capability() >= (8, 0) else []), "fp16"]
+
+
+@contextmanager
+def _precision(policy: str, kind: str) -> Iterator[None]:
+    """Run the block under ``policy``, TF32 only where it is asked for."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn) if kind == "cuda" else ()
+    own = [backend.allow_tf32 for backend in backends]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(policy)
+    try:
+        for backend in backends:
+            backend.allow_tf32 = policy != "fp32"
+        with nullcontext() if dtype is None else torch.autocast(kind, dtype):
+            yield
+    finally:
+        for backend, allowed in zip(backends, own, strict=True):
+            backend.allow_tf32 = allowed
+
+
 class _Running:
     """A probe on its device."""
 
-    def __init__(self, probe: Probe, kind: str) -> None:
+    def __init__(self, probe: Probe, kind: str, policy: str) -> None:
         torch.manual_seed(0)
-        self.kind = kind
+        self.kind, self.policy = kind, policy
         self.model = probe.build().to(kind)
         self.inputs: Any = tuple(t.to(kind) for t in probe.inputs())
         self.optimizer = probe.optimizer(self.model.parameters())
@@ -122,7 +170,10 @@ class _Running:
     def step(self) -> None:
         """Run one step."""
         self.optimizer.zero_grad()
-        loss_of(self.model, self.inputs).backward()
+        with _precision(self.policy, self.kind):
+            loss = loss_of(self.model, self.inputs)
+        with _precision("tf32" if self.policy != "fp32" else "fp32", self.kind):
+            loss.backward()
         self.optimizer.step()
 
     def operations(self) -> list[Timed]:

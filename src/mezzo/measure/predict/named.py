@@ -148,8 +148,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 """With torch's defaults, which matter to neither time nor memory; SGD with momentum."""
 
 
-def tape_of(model: NamedModel, policy: str, batch: int, *, optimizer: str, channels_last: bool) -> Tape:
-    """Return the tape of ``model``'s training under ``policy``: autocast, or the whole model cast for ``-pure``."""
+def tape_of(
+    model: NamedModel, policy: str, batch: int, *, optimizer: str, channels_last: bool, gpu: bool = True
+) -> Tape:
+    """Return the tape of ``model``'s training under ``policy``: autocast, or the whole model cast for ``-pure``.
+
+    ``gpu`` says whether the operations are a GPU's or a CPU's.
+    """
     compute, _, pure = policy.partition("-")
     dtype = {form.name: form.dtype for form in (FP16, BF16)}[compute] if pure else None
 
@@ -169,4 +174,5 @@ def tape_of(model: NamedModel, policy: str, batch: int, *, optimizer: str, chann
         batch=batch,
         optimizer=OPTIMIZERS[optimizer],
         policy=None if dtype is not None else Policy.parse(policy),
+        gpu=gpu,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu
+from mezzo.measure.predict.calibrate import Calibration
 from mezzo.measure.predict.constants import fitted
 from mezzo.measure.predict.memory import (
     CUBLAS_WORKSPACE_BYTES,
@@ -18,6 +20,7 @@ from mezzo.measure.predict.memory import (
     PredictedMemory,
     predict_memory,
 )
+from mezzo.measure.predict.rates import Rates
 from mezzo.measure.predict.sharding import Job
 from mezzo.measure.predict.tape import Tape, check_same_steps
 from mezzo.measure.predict.time import Card, Columns, longer_of, operation_bounds
@@ -82,6 +85,7 @@ def predict(
     channels_last: bool,
     headroom: float = HEADROOM,
     job: Job = ALONE,
+    calibration: Calibration | None = None,
 ) -> Prediction:
     """Return the prediction for ``policy`` on ``gpu``.
 
@@ -93,32 +97,34 @@ def predict(
         channels_last: whether images are stored channels-last.
         headroom: share of the memory that the largest batch leaves free.
         job: how many GPUs train together; ``batch`` is that of each.
+        calibration: rates measured on a GPU of this kind; None for the constants that ship.
     """
     why = impossible(gpu, policy)
     if why:
         return Prediction(gpu=gpu.name, policy=policy, possible=False, reason=why)
     own = tapes[recorded_as(policy)]
-    tape = own.at(batch)
-    step = _Step(tape, gpu, tf32=policy != "fp32", channels_last=channels_last, job=job)
-    wide = tapes["fp32"].at(batch)
-    over_fp32 = _Step(wide, gpu, tf32=False, channels_last=channels_last, job=job).seconds / step.seconds
+    tape, wide = own.at(batch), tapes["fp32"].at(batch)
+    pace = _Pace(gpu, channels_last, job, calibration)
+    step = pace.step(tape, policy)
+    over_fp32 = pace.step(wide, "fp32").seconds / step.seconds
     has_tf32 = gpu.tf32_flops_per_s is not None
-    in_tf32 = _Step(wide, gpu, tf32=True, channels_last=channels_last, job=job).seconds if has_tf32 else None
-    over_tf32 = None if in_tf32 is None else in_tf32 / step.seconds
+    over_tf32 = pace.step(wide, "tf32").seconds / step.seconds if has_tf32 else None
     rank = job.tape_of_rank(tape)
-    memory, known = _memory(rank, gpu), fitted()
+    memory, throughput = _memory(rank, gpu), job.num_gpus * batch / step.seconds
     largest = _largest_batch(own, gpu, headroom, job)
+    low, high = pace.band
     made = Prediction(
         gpu=gpu.name,
         policy=policy,
         possible=True,
         reason="" if policy != "tf32" or has_tf32 else f"{gpu.label} has no TF32: this is FP32",
-        validated=job == ALONE and known.covers(gpu.architecture, "fp16" if policy.startswith("fp16") else policy),
+        validated=job == ALONE and fitted().covers(gpu.architecture, policy.removesuffix("-pure")),
+        calibrated=pace.is_calibrated(policy),
         step_ms=step.seconds * 1e3,
         communication_ms=step.communication_s * 1e3,
-        throughput=job.num_gpus * batch / step.seconds,
-        throughput_low=job.num_gpus * batch / step.seconds * known.low,
-        throughput_high=job.num_gpus * batch / step.seconds * known.high,
+        throughput=throughput,
+        throughput_low=throughput * low,
+        throughput_high=throughput * high,
         bounds=step.bounds(),
         modules=step.modules(),
         allocated_bytes=memory.allocated_bytes,
@@ -131,10 +137,32 @@ def predict(
         over_tf32=over_tf32,
     )
     if largest:
-        seconds = _Step(own.at(largest), gpu, tf32=policy != "fp32", channels_last=channels_last, job=job).seconds
+        seconds = pace.step(own.at(largest), policy).seconds
         made = made.model_copy(update={"largest_throughput": job.num_gpus * largest / seconds})
     share = memory.reserved_bytes / _memory(job.tape_of_rank(wide), gpu).reserved_bytes
     return made.model_copy(update={"verdict": verdict(policy, over_fp32, over_tf32, share)})
+
+
+def predict_cpu(tape: Tape, calibration: Calibration, *, batch: int) -> Prediction:
+    """Return the prediction for this machine's CPU in FP32, from a tape of CPU operations and its calibration."""
+    each = calibration.rates["fp32"].seconds(tape.operations)
+    seconds, memory = float(each.sum()), predict_memory(tape, workspace_bytes=0)
+    return Prediction(
+        gpu="cpu",
+        policy="fp32",
+        possible=True,
+        calibrated=True,
+        step_ms=seconds * 1e3,
+        throughput=batch / seconds,
+        throughput_low=batch / seconds * calibration.low,
+        throughput_high=batch / seconds * calibration.high,
+        modules=_modules(tape, each, np.full(len(each), "arithmetic")),
+        allocated_bytes=memory.allocated_bytes,
+        memory_bytes=memory.by_kind_bytes,
+        fits=memory.allocated_bytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        over_fp32=1.0,
+        verdict=f"This machine, {calibration.threads} threads.",
+    )
 
 
 def impossible(gpu: Gpu, policy: str) -> str:
@@ -163,20 +191,48 @@ def verdict(policy: str, over_fp32: float, over_tf32: float | None, memory_share
     return f"Not worth it: {gain:.2f} times {against}'s speed{memory}."
 
 
+@dataclass(frozen=True)
+class _Pace:
+    """How fast steps run on one kind of GPU."""
+
+    gpu: Gpu
+    channels_last: bool
+    job: Job
+    calibration: Calibration | None
+
+    def is_calibrated(self, policy: str) -> bool:
+        """Return whether steps under ``policy``, and the FP32 that they are compared with, have measured rates."""
+        needed = {"fp32", policy.removesuffix("-pure"), *(["tf32"] if self.gpu.tf32_flops_per_s is not None else [])}
+        return self.calibration is not None and needed - {"tf32"} <= set(self.calibration.rates)
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """10th and 90th percentile of measured over predicted throughput."""
+        known = self.calibration or fitted()
+        return known.low, known.high
+
+    def step(self, tape: Tape, policy: str) -> _Step:
+        """Return a step of ``tape``."""
+        rates = None
+        if self.calibration is not None and self.is_calibrated(policy):
+            rates = self.calibration.rates.get(policy.removesuffix("-pure"), self.calibration.rates["fp32"])
+        return _Step(tape, self, tf32=policy != "fp32", rates=rates)
+
+
 class _Step:
     """One step on one GPU of a job."""
 
-    def __init__(self, tape: Tape, gpu: Gpu, *, tf32: bool, channels_last: bool, job: Job = ALONE) -> None:
+    def __init__(self, tape: Tape, pace: _Pace, *, tf32: bool, rates: Rates | None) -> None:
+        job, gpu = pace.job, pace.gpu
         self.communication_s = job.communication_s(tape, gpu)
-        alone, tape = tape, job.tape_of_rank(tape)
-        self.tape = tape
-        ops, constants = Columns.of(tape.operations), fitted().constants
-        found = operation_bounds(ops, Card.of(gpu, tf32=tf32, channels_last=channels_last), constants)
+        self.tape = job.tape_of_rank(tape)
+        ops, constants = Columns.of(self.tape.operations), fitted().constants
+        found = operation_bounds(ops, Card.of(gpu, tf32=tf32, channels_last=pace.channels_last), constants)
         self.parts = {"arithmetic": found.arithmetic, "bandwidth": found.traffic}
         self.latency = constants.latency_s
-        self.each = found.total
-        self.device_s, self.host_s = float(found.total.sum()), len(tape.operations) * constants.launch_s
-        self.seconds = job.step_s(float(longer_of(self.device_s, self.host_s)), self.communication_s, alone)
+        self.each = found.total if rates is None else rates.seconds(self.tape.operations)
+        self.device_s, self.host_s = float(self.each.sum()), len(self.tape.operations) * constants.launch_s
+        self.seconds = job.step_s(float(longer_of(self.device_s, self.host_s)), self.communication_s, tape)
 
     def bounds(self) -> dict[str, float]:
         """Return the share of the step by what its operations wait for."""
@@ -194,21 +250,25 @@ class _Step:
         return np.where(self.each < 2 * self.latency, "launch", longer)
 
     def modules(self) -> list[ModuleShare]:
-        """Return the modules with the largest shares; names are cut where the tree is deep."""
-        kinds = self._kinds()
-        found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for operation, seconds, kind in zip(self.tape.operations, self.each, kinds, strict=True):
-            name = "(optimizer)" if operation.phase == "optimizer" else _cut(operation.module)
-            found[name][str(kind)] += float(seconds)
-        order = sorted(found, key=lambda name: -sum(found[name].values()))
-        return [
-            ModuleShare(
-                module=name,
-                share=sum(found[name].values()) / self.device_s,
-                bound=max(found[name], key=lambda kind: found[name][kind]),
-            )
-            for name in order[:_SHOWN]
-        ]
+        """Return the modules with the largest shares."""
+        return _modules(self.tape, self.each, self._kinds())
+
+
+def _modules(tape: Tape, each: np.ndarray, kinds: np.ndarray) -> list[ModuleShare]:
+    """Return the modules with the largest shares of ``each``; names are cut where the tree is deep."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for operation, seconds, kind in zip(tape.operations, each, kinds, strict=True):
+        name = "(optimizer)" if operation.phase == "optimizer" else _cut(operation.module)
+        found[name][str(kind)] += float(seconds)
+    order = sorted(found, key=lambda name: -sum(found[name].values()))
+    return [
+        ModuleShare(
+            module=name,
+            share=sum(found[name].values()) / float(each.sum()),
+            bound=max(found[name], key=lambda kind: found[name][kind]),
+        )
+        for name in order[:_SHOWN]
+    ]
 
 
 def _cut(module: str) -> str:

@@ -26,13 +26,14 @@ class Probe:
 class _Block(nn.Module):
     """A bottleneck of depthwise and pointwise convolutions with a gate on its channels."""
 
-    def __init__(self, width: int, window: int) -> None:
+    def __init__(self, width: int, window: int, stride: int = 1) -> None:
         super().__init__()
+        self.whole = stride == 1
         wide = 4 * width
         act = nn.SiLU if window == 3 else nn.Hardswish
         self.widen = nn.Sequential(nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide), act())
         self.mix = nn.Sequential(
-            nn.Conv2d(wide, wide, window, padding=window // 2, groups=wide, bias=False),
+            nn.Conv2d(wide, wide, window, stride=stride, padding=window // 2, groups=wide, bias=False),
             nn.BatchNorm2d(wide),
             act(inplace=True),
         )
@@ -47,8 +48,8 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.mix(self.widen(x))
-        result: Tensor = x + self.narrow(y * self.gate(y))
-        return result
+        found: Tensor = self.narrow(y * self.gate(y))
+        return x + found if self.whole else found
 
 
 class _Attention(nn.Module):
@@ -135,6 +136,7 @@ def _mobile(width: int, window: int) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, width, 3, stride=2, padding=1),
         _Block(width, window),
+        _Block(width, window, stride=2),
         nn.AvgPool2d(2),
         _Block(width, window),
         nn.AdaptiveAvgPool2d(1),
@@ -160,29 +162,33 @@ def _words(batch: int, length: int, words: int) -> tuple[Tensor, Tensor]:
     return torch.randint(words, (batch, length)), torch.randint(words, (batch * length,))
 
 
-def probes() -> Iterator[Probe]:
-    """Yield the trainings."""
+def probes(scale: int = 1) -> Iterator[Probe]:
+    """Yield the trainings, their batches ``scale`` times as large: a GPU is not filled by what fills a CPU's core."""
     sgd: Any = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
     adam: Any = partial(torch.optim.AdamW, lr=1e-4)
     for width, batch, size in ((16, 4, 64), (32, 4, 96), (32, 16, 64), (64, 8, 64)):
-        yield Probe("convolutional", partial(_convolutional, width), partial(_pictures, batch, size), sgd)
+        yield Probe("convolutional", partial(_convolutional, width), partial(_pictures, batch * scale, size), sgd)
     for width, batch, size in ((32, 8, 96), (64, 4, 64), (128, 4, 64)):
-        yield Probe("bottlenecks", partial(_bottlenecks, width), partial(_pictures, batch, size), adam)
+        yield Probe("bottlenecks", partial(_bottlenecks, width), partial(_pictures, batch * scale, size), adam)
     for width, batch, size, window in ((8, 8, 64, 3), (16, 4, 64, 3), (24, 8, 96, 5), (48, 16, 32, 3), (96, 16, 32, 5)):
-        yield Probe("mobile", partial(_mobile, width, window), partial(_pictures, batch, size), adam)
+        yield Probe("mobile", partial(_mobile, width, window), partial(_pictures, batch * scale, size), adam)
     for width, batch, length, words, dropout in (
         (128, 4, 32, 1000, 0.0),
         (192, 8, 128, 2000, 0.1),
         (384, 4, 128, 8000, 0.1),
     ):
         yield Probe(
-            "transformer", partial(_Language, width, words, dropout), partial(_words, batch, length, words), adam
+            "transformer",
+            partial(_Language, width, words, dropout),
+            partial(_words, batch * scale, length, words),
+            adam,
         )
     for width, batch in ((256, 32), (1024, 16), (2048, 128), (4096, 4)):
-        yield Probe("dense", partial(_dense, width, nn.ReLU), partial(_vectors, batch, width), sgd)
-        yield Probe("dense", partial(_dense, width, nn.Tanh), partial(_vectors, batch, width), adam)
+        yield Probe("dense", partial(_dense, width, nn.ReLU), partial(_vectors, batch * scale, width), sgd)
+        yield Probe("dense", partial(_dense, width, nn.Tanh), partial(_vectors, batch * scale, width), adam)
+    yield Probe("large", partial(nn.Linear, 8192, 8192), partial(_vectors, 4 * scale, 8192), adam)
     for width, batch, length in ((64, 16, 16), (128, 16, 32), (256, 32, 32)):
-        yield Probe("recurrent", partial(_Recurrent, width), partial(_vectors, batch, length, width), adam)
+        yield Probe("recurrent", partial(_Recurrent, width), partial(_vectors, batch * scale, length, width), adam)
 
 
 def loss_of(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:

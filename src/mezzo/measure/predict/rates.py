@@ -1,6 +1,6 @@
 """Rates of one machine: for each kind of operation the seconds it takes, as a line through what was timed there.
 
-``seconds = each + bytes x per_byte + flops x per_flop``, by the operation's name and format, none of the three negative. An operation
+``seconds = each + bytes x per_byte + work x per_flop``, by the operation's name and format, none of the three negative. An operation
 that was never timed takes the rates of the nearest kind, at last of all products or of everything else.
 """
 
@@ -27,7 +27,12 @@ class Line(NamedTuple):
     def seconds(self, operation: Operation) -> float:
         """Return the seconds of ``operation``."""
         moved = operation.read_bytes + operation.written_bytes
-        return self.each_s + moved * self.per_byte_s + operation.flops * self.per_flop_s
+        return self.each_s + moved * self.per_byte_s + _work(operation) * self.per_flop_s
+
+
+def _work(operation: Operation) -> int:
+    """Return the operations of a product; the channels of a normalisation, each of which has a cost of its own."""
+    return operation.flops or operation.shape.rows
 
 
 class Timed(NamedTuple):
@@ -57,7 +62,13 @@ class Rates:
     def line(self, operation: Operation) -> Line:
         """Return the line of the operation's kind; that of its class where its kind was not timed."""
         kind = kind_of(operation)
-        near = (kind, kind.removesuffix(" thin"), kind.replace(" large", ""), PRODUCTS if operation.flops else OTHERS)
+        near = (
+            kind,
+            kind.partition(f" {_THIN_WORD}")[0],
+            kind.removesuffix(" strided"),
+            kind.replace(" large", ""),
+            PRODUCTS if operation.flops else OTHERS,
+        )
         return next(self.lines[name] for name in near if name in self.lines)
 
     @classmethod
@@ -81,7 +92,7 @@ class Rates:
 
 _MAPPED_BYTES = 32 << 20
 """Above this size glibc maps fresh pages for each result, and the system clears them; on a GPU it is far out of the L2 cache."""
-_THIN = 32
+_THIN, _THIN_WORD = 32, "thin"
 """Products with a side below this are bound by reading their operands."""
 
 
@@ -92,11 +103,24 @@ def kind_of(operation: Operation) -> str:
         kind += " large"
     if operation.name.startswith("convolution"):
         if shape.products > 1:
-            return f"{kind} {'depthwise' if is_depthwise(shape) else 'grouped'}"
+            return f"{kind} {'depthwise' if is_depthwise(shape) else 'grouped'}{' strided' if _is_strided(operation) else ''}"
         kind += " pointwise" if shape.window == 1 else " window"
-    if operation.flops and 0 < min(shape.rows, shape.columns, shape.depth) <= _THIN:
-        kind += " thin"
+    if operation.flops:
+        sides = {"rows": shape.rows, "columns": shape.columns, "depth": shape.depth}
+        thinnest = min(sides, key=lambda side: sides[side])
+        if 0 < sides[thinnest] <= _THIN:
+            kind += f" {_THIN_WORD} {thinnest}"
     return kind
+
+
+def _is_strided(operation: Operation) -> bool:
+    """Return whether a convolution's input is larger than twice its output, from the bytes that it moves."""
+    if operation.name == "convolution_weight_gradient":
+        shape = operation.shape
+        sent = shape.products * shape.rows * shape.depth * (4 if operation.format == "fp32" else 2)
+        return operation.read_bytes - sent > 2 * sent
+    x, y = operation.read_bytes, operation.written_bytes
+    return y > 2 * x if operation.name == "convolution_input_gradient" else x > 2 * y
 
 
 def is_depthwise(shape: Shape) -> bool:
@@ -108,7 +132,7 @@ def line_through(timed: Sequence[Timed]) -> Line:
     """Return the line with the least squares of relative errors."""
     seconds = np.array([one.seconds for one in timed])
     moved = np.array([one.operation.read_bytes + one.operation.written_bytes for one in timed])
-    flops = np.array([one.operation.flops for one in timed])
+    flops = np.array([_work(one.operation) for one in timed])
     columns = np.stack([np.ones(len(timed)), moved, flops], axis=1) / seconds[:, None]
     return Line(*_not_negative(columns, np.ones(len(timed))))
 
