@@ -15,6 +15,7 @@ from mezzo.cli.words import typed
 from mezzo.errors import MezzoError, UsageError, nearest
 
 if TYPE_CHECKING:
+    from mezzo.gpus import Gpu
     from mezzo.measure.predict.plan import Tapes
     from mezzo.measure.predict.sharding import Job
     from mezzo.records import Prediction, Reason
@@ -72,7 +73,6 @@ def predict(
     from mezzo.gpus import GPUS, gpu_named
     from mezzo.measure.environment import environment
     from mezzo.measure.predict import named, plan
-    from mezzo.measure.predict.calibrate import calibration_of
     from mezzo.measure.predict.sharding import check_job
     from mezzo.records import PredictRecord
 
@@ -93,19 +93,7 @@ def predict(
         if target is None
         else _of_script(target, arguments or [], wanted)
     )
-    made = [
-        plan.predict(
-            traced.tapes,
-            gpu,
-            policy,
-            batch=traced.batch,
-            channels_last=channels_last,
-            job=job,
-            calibration=calibration_of(gpu),
-        )
-        for gpu in cards
-        for policy in wanted
-    ]
+    made = _priced(traced, cards, wanted, channels_last, job)
     if "cpu" in names:
         made.append(_on_cpu(model, batch, (image, sequence), optimizer, channels_last))
     if gpus == "all":
@@ -188,6 +176,25 @@ def _of_script(target: str, arguments: list[str], policies: list[str]) -> _Trace
         reason="traced tensors have no numbers: what depends on a loss or a sample runs as with these",
     )
     return _Traced(target, "the script's own batch", "steps", 1, "the script's optimizer", tapes, [stated])
+
+
+def _priced(traced: _Traced, cards: list[Gpu], policies: list[str], channels_last: bool, job: Job) -> list[Prediction]:
+    from mezzo.measure.predict import plan
+    from mezzo.measure.predict.calibrate import calibration_of
+
+    return [
+        plan.predict(
+            traced.tapes,
+            gpu,
+            policy,
+            batch=traced.batch,
+            channels_last=channels_last,
+            job=job,
+            calibration=calibration_of(gpu),
+        )
+        for gpu in cards
+        for policy in policies
+    ]
 
 
 def _calibrated() -> bool:

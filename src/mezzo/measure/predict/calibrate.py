@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from mezzo.devices import cpu_name, this_device
+from mezzo.formats import BF16, FP16
 from mezzo.gpus import Gpu, find_gpu
 from mezzo.measure.predict.operations import operations_of
 from mezzo.measure.predict.probes import Probe, loss_of, probes
@@ -144,7 +145,7 @@ def _precision(policy: str, kind: str) -> Iterator[None]:
     """Run the block under ``policy``, TF32 only where it is asked for."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn) if kind == "cuda" else ()
     own = [backend.allow_tf32 for backend in backends]
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(policy)
+    dtype = {form.name: form.dtype for form in (FP16, BF16)}.get(policy)
     try:
         for backend in backends:
             backend.allow_tf32 = policy != "fp32"

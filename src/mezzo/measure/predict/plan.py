@@ -147,6 +147,7 @@ def predict_cpu(tape: Tape, calibration: Calibration, *, batch: int) -> Predicti
     """Return the prediction for this machine's CPU in FP32, from a tape of CPU operations and its calibration."""
     each = calibration.rates["fp32"].seconds(tape.operations)
     seconds, memory = float(each.sum()), predict_memory(tape, workspace_bytes=0)
+    kinds = np.array(["arithmetic" if op.flops else "bandwidth" for op in tape.operations])
     return Prediction(
         gpu="cpu",
         policy="fp32",
@@ -156,8 +157,11 @@ def predict_cpu(tape: Tape, calibration: Calibration, *, batch: int) -> Predicti
         throughput=batch / seconds,
         throughput_low=batch / seconds * calibration.low,
         throughput_high=batch / seconds * calibration.high,
-        modules=_modules(tape, each, np.full(len(each), "arithmetic")),
+        bounds={kind: float(each[kinds == kind].sum() / seconds) for kind in ("arithmetic", "bandwidth", "launch")},
+        modules=_modules(tape, each, kinds),
         allocated_bytes=memory.allocated_bytes,
+        reserved_bytes=memory.allocated_bytes,  # the C library's allocator keeps little
+        device_bytes=memory.allocated_bytes,
         memory_bytes=memory.by_kind_bytes,
         fits=memory.allocated_bytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         over_fp32=1.0,
