@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mezzo.measure.predict.memory import DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.plan import HEADROOM
-from mezzo.measure.predict.sharding import Job
 from mezzo.measure.predict.training import ZeroGrad, record_training
 from predict_models import NotBuilt, installed
 from predict_transformers4 import transformers_4, with_causal_masks
@@ -210,8 +209,8 @@ def adapted(model: nn.Module, names: str, rank: int) -> nn.Module:
 
 def fms_row(cells: Mapping[str, str]) -> Found:
     """Predict a row of gpu_memory_fms_a100.csv: allocated peak and device, with checkpointing and weights in 16 bits."""
-    if cells["n_gpus"] != "1" and (cells["method"] != "full" or "FSDP" not in cells["parallelism"]):
-        raise NotBuilt("adapters or experts over several GPUs")
+    if cells["n_gpus"] != "1":
+        raise NotBuilt("several GPUs")
     if not cells["torch_peak_alloc_bytes"] or cells["finished"] != "yes":
         raise NotBuilt("the job did not finish, or its peak was not recorded")
     if cells["framework_config"] != "none":
@@ -239,11 +238,9 @@ def fms_row(cells: Mapping[str, str]) -> Found:
             optimizer=torch.optim.AdamW,
             zero_grad="after_step",
         )
-    job = Job(int(cells["n_gpus"]), "fsdp")
-    tape = job.tape_of_rank(tape)
     limited = predict_memory(tape, limit_bytes=A100_BYTES - DRIVER_BYTES)
     return Found(
-        name=f"{cells['model']} {cells['method']} x{job.num_gpus} b{cells['batch_per_gpu']} x {length}",
+        name=f"{cells['model']} {cells['method']} b{cells['batch_per_gpu']} x {length}",
         predicted_bytes=predict_memory(tape).allocated_bytes,
         measured_bytes=int(float(cells["torch_peak_alloc_bytes"])),
         device_bytes=limited.reserved_bytes + DRIVER_BYTES,
