@@ -147,8 +147,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 """With torch's defaults, which matter to neither time nor memory; SGD with momentum."""
 
 
-def tape_of(model: NamedModel, policy: str, batch: int, *, optimizer: str, channels_last: bool) -> Tape:
-    """Return the tape of ``model``'s training under ``policy``."""
+def tape_of(
+    model: NamedModel, policy: str, batch: int, *, optimizer: str, channels_last: bool, gpu: bool = True
+) -> Tape:
+    """Return the tape of ``model``'s training under ``policy``; ``gpu`` says whether the operations are a GPU's or a CPU's."""
 
     def build() -> nn.Module:
         made = model.build()
@@ -164,4 +166,5 @@ def tape_of(model: NamedModel, policy: str, batch: int, *, optimizer: str, chann
         batch=batch,
         optimizer=OPTIMIZERS[optimizer],
         policy=Policy.parse(policy),
+        gpu=gpu,
     )

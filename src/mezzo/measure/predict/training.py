@@ -34,6 +34,7 @@ def record_training(
     policy: Policy | None = None,
     zero_grad: ZeroGrad = "before_forward",
     steps: int = STEPS,
+    gpu: bool = True,
 ) -> Tape:
     """Return the tape of a training on fake tensors.
 
@@ -46,6 +47,7 @@ def record_training(
         policy: the precision; None for FP32.
         zero_grad: where gradients are set to None.
         steps: how many steps to record.
+        gpu: whether the operations are those of a GPU, or those of a CPU.
     """
     model = _built(build, policy)
     model.train()
@@ -53,13 +55,14 @@ def record_training(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     _make_fake(model, fake)
     region = region_of(policy)
+    recorder.tape.units = units_of(model)
     with recorder:
         _setup(model, recorder)
         recorder.phase = "optimizer"  # some optimizers make their state at once
         made = optimizer(model.parameters())
         masters = _masters(model, made, policy, recorder)
         for group in made.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
+            if gpu and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch chooses on a GPU
         kept: Any = None
         for _ in range(steps):
@@ -70,7 +73,7 @@ def record_training(
             if zero_grad == "before_forward":
                 made.zero_grad()
             recorder.phase = "forward"
-            with fake, cuda_operators(), modules_named(model, recorder):
+            with fake, cuda_operators() if gpu else nullcontext(), modules_named(model, recorder):
                 with region():
                     loss, outputs = loss_of(model, inputs)
                 kept = outputs
@@ -82,7 +85,7 @@ def record_training(
             del loss, outputs
             recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
             recorder.phase = "optimizer"
-            recorder.tape.optimizer_starts += (len(recorder.tape.events),)
+            recorder.tape.optimizer_starts.append(len(recorder.tape.events))
             masters.pull_gradients()
             made.step()
             masters.push()
@@ -93,6 +96,17 @@ def record_training(
             del inputs
     del kept
     return recorder.tape
+
+
+def units_of(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of parameters by layer of a list, named up to its first number; ``""`` for what lies in none."""
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        end = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), 0)
+        unit = ".".join(parts[:end])
+        found[unit] = found.get(unit, 0) + parameter.numel() * parameter.element_size()
+    return found
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:

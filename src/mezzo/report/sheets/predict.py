@@ -58,8 +58,8 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         title=f"{fmt.clean(record.model)}: prediction",
         model=fmt.clean(record.model),
         headline=_headline(record),
-        details=f"{fmt.clean(record.input)}, {fmt.clean(record.optimizer)}. Predicted, not measured. The band holds 8 of 10 measured "
-        f"trainings on GPU architectures that were left out of the fit; the largest batch leaves {record.headroom:.0%} "
+        details=f"{fmt.clean(record.input)}, {fmt.clean(record.optimizer)}{_job(record)}. Predicted, not measured. "
+        f"The band holds 8 of 10 measured trainings on GPU architectures that were left out of the fit; the largest batch leaves {record.headroom:.0%} "
         "of the memory free.",
         unit=fmt.clean(record.unit),
         cost_head=f"cost a million {fmt.clean(record.unit)}"
@@ -138,7 +138,7 @@ def _line(one: Prediction) -> PredictLine:
     notes = [
         one.verdict,
         f"{one.reason}." if one.reason else "",
-        "" if one.validated else "Not validated: no measured rows.",
+        _trust(one),
     ]
     notes.insert(0, "" if one.fits else "Does not fit.")
     return PredictLine(
@@ -159,6 +159,18 @@ def _line(one: Prediction) -> PredictLine:
         ],
         kinds=[Fact(what=k, value=fmt.bytes_text(n), reason="") for k, n in sorted(one.memory_bytes.items())],
     )
+
+
+def _trust(one: Prediction) -> str:
+    """Return what stands behind the prediction where it is not measured rows."""
+    if one.calibrated:
+        return "Rates measured on this machine; the band is that of its calibration."
+    return "" if one.validated else "Not validated: no measured rows."
+
+
+def _job(record: PredictRecord) -> str:
+    """Return how many GPUs train together, where several do."""
+    return f", {record.gpus_per_job} GPUs a job ({fmt.clean(record.shard)})" if record.gpus_per_job > 1 else ""
 
 
 # --- the terminal --------------------------------------------------------------------------------------------------------------
