@@ -14,8 +14,7 @@ Under ``torch.compile`` the compiler computes again what its graph says, which h
 from __future__ import annotations
 
 import random
-import types
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from mezzo.engine.conversion import unwrap, wrap
 from mezzo.errors import SessionError
 
 Keeps: TypeAlias = Literal["inputs", "products"]
@@ -52,10 +52,29 @@ PRODUCTS = tuple(
 _KEPT = frozenset(PRODUCTS)
 
 
+class Checkpointed:
+    """How a module is checkpointed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Start with a module that is not."""
+        self.module = module
+        self.keeps: Keeps | None = None
+        """None while the module runs as it would without checkpointing."""
+        self.changed: list[tuple[nn.Module, str]] = []
+        """The buffers that its forward pass changes: their modules, and their names there."""
+
+    def contexts(self) -> Contexts:
+        """Return the contexts of the first forward pass and of the second."""
+        if self.keeps == "inputs":
+            return nullcontext(), _Again(nullcontext(), self.module, self.changed)
+        products: dict[Any, list[Any]] = {}
+        return _Keep(products), _Again(_Reuse(products), self.module, self.changed)
+
+
 def apply(model: nn.Module, regions: Mapping[str, Keeps], *, changed: Collection[str] = ()) -> None:
     """Checkpoint the modules of ``model`` that ``regions`` names, and no others.
 
-    Names, parameters, hooks and the state dict stay as they are: only the module's ``forward`` is replaced.
+    Names, parameters, hooks and the state dict stay as they are: only the module's ``forward`` is wrapped.
 
     Args:
         model: the model.
@@ -64,52 +83,45 @@ def apply(model: nn.Module, regions: Mapping[str, Keeps], *, changed: Collection
     """
     remove(model)
     for name, keeps in regions.items():
-        prefix = f"{name}." if name else ""
-        own = tuple(buffer.removeprefix(prefix) for buffer in changed if buffer.startswith(prefix))
         module = model.get_submodule(name)
-        module.forward = CheckpointedForward(module, keeps, own)
+        how = _how(module)
+        if how is None:
+            how = Checkpointed(module)
+            wrap(module, _forward, how)
+        prefix = f"{name}." if name else ""
+        own = (buffer.removeprefix(prefix).rpartition(".") for buffer in changed if buffer.startswith(prefix))
+        how.keeps, how.changed = keeps, [(module.get_submodule(path), leaf) for path, _, leaf in own]
 
 
 def remove(model: nn.Module) -> None:
     """Let every module that ``apply`` changed run as before."""
     for module in model.modules():
-        held = vars(module).get("forward")
-        if isinstance(held, CheckpointedForward):
-            held.give_back()
+        how = _how(module)
+        if how is not None:
+            how.keeps = None  # a session may have wrapped the module since
+            unwrap(module, _forward)
 
 
-class CheckpointedForward:
-    """A module's ``forward``, checkpointed wherever gradients are on."""
+def _how(module: nn.Module) -> Checkpointed | None:
+    """Return how ``module`` is checkpointed, also if its forward was wrapped again; None if it never was."""
+    forward = vars(module).get("forward")
+    while isinstance(forward, partial):
+        if forward.func is _forward:
+            how: Checkpointed = forward.args[1]
+            return how
+        forward = forward.args[0] if forward.args else None
+    return None
 
-    def __init__(self, module: nn.Module, keeps: Keeps, changed: tuple[str, ...]) -> None:
-        """Wrap ``module.forward``; ``changed`` names the module's buffers that it changes."""
-        self.module, self.forward, self.keeps = module, module.forward, keeps
-        self._changed = [(module.get_submodule(path), leaf) for path, _, leaf in (n.rpartition(".") for n in changed)]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns."""
-        if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        run = partial(self.forward, **kwargs) if kwargs else self.forward  # checkpoint has keywords of its own
-        if not torch.compiler.is_compiling():
-            return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
-        if self.keeps == "products":  # Dynamo wants a plain function
-            return checkpoint(run, *args, use_reentrant=False, context_fn=_keeping_products)
-        return checkpoint(run, *args, use_reentrant=False)
-
-    def give_back(self) -> None:
-        """Restore the module's own ``forward``."""
-        own = isinstance(self.forward, types.MethodType) and self.forward.__func__ is type(self.module).forward
-        if own:
-            del self.module.forward
-        else:  # another library had replaced it before
-            self.module.forward = self.forward
-
-    def _contexts(self) -> Contexts:
-        if self.keeps == "inputs":
-            return nullcontext(), _Again(nullcontext(), self.module, self._changed)
-        products: dict[Any, list[Any]] = {}
-        return _Keep(products), _Again(_Reuse(products), self.module, self._changed)
+def _forward(call: Callable[..., Any], how: Checkpointed, *args: Any, **kwargs: Any) -> Any:
+    if how.keeps is None or not torch.is_grad_enabled():
+        return call(*args, **kwargs)
+    run = partial(call, **kwargs) if kwargs else call  # checkpoint has keywords of its own
+    if not torch.compiler.is_compiling():
+        return checkpoint(run, *args, use_reentrant=False, context_fn=how.contexts)
+    if how.keeps == "products":  # Dynamo wants a plain function
+        return checkpoint(run, *args, use_reentrant=False, context_fn=_keeping_products)
+    return checkpoint(run, *args, use_reentrant=False)
 
 
 def _keeping_products() -> Contexts:
