@@ -13,14 +13,12 @@ Under ``torch.compile`` the compiler computes again what its graph says, which h
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from mezzo.engine.conversion import unwrap, wrap
+from mezzo.engine.randomness import HostStates
 from mezzo.errors import SessionError
 
 Keeps: TypeAlias = Literal["inputs", "products"]
@@ -201,20 +200,20 @@ class _Again(AbstractContextManager[None]):
         """Copy the state in which the first forward pass begins."""
         self._inner, self._module = inner, module
         self._copies = [(owner, name, owner._buffers[name].detach().clone()) for owner, name in changed]  # type: ignore[union-attr]
-        self._random = _random_states()
+        self._random = HostStates.now()
 
     def __enter__(self) -> None:
         self._now = [(owner, name, owner._buffers[name]) for owner, name, _ in self._copies]
         for owner, name, copy in self._copies:
             owner._buffers[name] = copy.clone()  # a second backward pass through the graph needs the copy again
         self._versions = self._other_buffers()
-        self._random_now = _random_states()
-        _set_random_states(self._random)
+        self._random_now = HostStates.now()
+        self._random.set()
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
-        _set_random_states(self._random_now)
+        self._random_now.set()
         changed = [name for name, state in self._other_buffers().items() if self._versions.get(name) != state]
         for owner, name, buffer in self._now:
             owner._buffers[name] = buffer
@@ -233,14 +232,3 @@ class _Again(AbstractContextManager[None]):
 
 def _version(buffer: Tensor) -> int:
     return 0 if buffer.is_inference() else buffer._version
-
-
-def _random_states() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
-
-
-def _set_random_states(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-
-

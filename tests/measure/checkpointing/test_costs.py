@@ -80,7 +80,10 @@ class Shared(nn.Module):
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "transformer": (Transformer, (BATCH, TOKENS, WIDTH)),
-    "convolutional": (lambda: nn.Sequential(*(residual(4) for _ in range(3)), nn.Flatten(), nn.Linear(256, 2)), (2, 4, 8, 8)),
+    "convolutional": (
+        lambda: nn.Sequential(*(residual(4) for _ in range(3)), nn.Flatten(), nn.Linear(256, 2)),
+        (2, 4, 8, 8),
+    ),
     "shared": (Shared, (BATCH, TOKENS, WIDTH)),
 }
 PLANS: list[dict[str, Any]] = [
@@ -193,4 +196,3 @@ def test_recomputed_flops_are_those_that_torch_counts(name: str, how: dict[str, 
     assert recomputing - flops() == plan.recomputed_flops
     if plan.name == "full":
         assert plan.recomputed_flops > 0
-

@@ -196,9 +196,7 @@ class Paths:
                 lowest = cost
         return kept
 
-    def _go_on(
-        self, state: State, labels: list[Label], begin: int, end: int, to: dict[State, list[Label]]
-    ) -> None:
+    def _go_on(self, state: State, labels: list[Label], begin: int, end: int, to: dict[State, list[Label]]) -> None:
         chosen = dict(state[1])
         for candidate in self._beginning[begin]:
             name = candidate.call.module

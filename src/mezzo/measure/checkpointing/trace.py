@@ -191,7 +191,14 @@ class _Tracer:
             prefix = f"{call.module}." if call.module else ""
             call.copied_bytes = sum(buffer_bytes[name] for name in changed if name.startswith(prefix))
         classes = {name: type(module).__name__ for name, module in self.model.named_modules()}
-        return Trace(events=self.events, sizes=self.sizes, calls=self.calls, classes=classes, changed=changed, casts=frozenset(self._casts))
+        return Trace(
+            events=self.events,
+            sizes=self.sizes,
+            calls=self.calls,
+            classes=classes,
+            changed=changed,
+            casts=frozenset(self._casts),
+        )
 
     def computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note an operation, and what it changed in place."""
