@@ -1,8 +1,8 @@
 """A batch trained on in parts that fit, with the update that the whole batch would have given.
 
 Each part's loss is a mean; the parts' gradients are averaged by the number of samples, or of what ``compute_loss`` says that its mean
-is over. So the update is that of the whole batch, apart from rounding and from what mixes samples: batch normalisation normalises over a part, and
-updates its running statistics once a part.
+is over. So the update is that of the whole batch, apart from rounding and from what mixes samples: batch normalisation normalises
+over a part, and updates its running statistics once a part.
 
 When a part runs out of memory, the batch begins again with parts of half the size. Nothing is lost or repeated, because nothing that
 lasts has changed: gradients of the batch are dropped (those of the window's earlier batches were set aside), and buffers, random

@@ -1,8 +1,8 @@
 """The blocks of a model: the modules that ``full``, ``every-k`` and ``selective`` plans checkpoint.
 
 A model's blocks are its modules of one class, which run several times in a pass: the class with which checkpointing every one has
-the lowest peak. So a stage of blocks, which saves too much when it runs again, loses to its blocks, and they win over their own parts, which
-keep more inputs. Measured, not guessed from names.
+the lowest peak. So a stage of blocks, which saves too much when it runs again, loses to its blocks, and they win over their own parts,
+which keep more inputs. Measured, not guessed from names.
 """
 
 from __future__ import annotations

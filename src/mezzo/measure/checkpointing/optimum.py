@@ -80,9 +80,13 @@ def candidates_of(trace: Trace, *, smallest_share: float = _SMALLEST_SHARE) -> l
                 regions[keeps] = region
         if regions:
             found.append(Candidate(call, regions))
-    # A module that is called more than once has to be a candidate in each call, or its other calls would be priced wrongly.
-    calls, counted = Counter(c.module for c in trace.calls), Counter(c.call.module for c in found)
-    return [c for c in found if calls[c.call.module] == counted[c.call.module]]
+    # A plan holds for every call of a module, so what it keeps has to be possible in each.
+    calls = Counter(call.module for call in trace.calls)
+    ways_of = Counter((one.call.module, keeps) for one in found for keeps in one.regions)
+    for one in found:
+        for keeps in [k for k in one.regions if ways_of[one.call.module, k] < calls[one.call.module]]:
+            del one.regions[keeps]
+    return [one for one in found if one.regions]
 
 
 def cost_of(region: Region) -> int:
@@ -214,8 +218,10 @@ class Paths:
         self, state: State, labels: list[Label], candidate: Candidate, keeps: Keeps, to: dict[State, list[Label]]
     ) -> None:
         chosen, name, region = dict(state[1]), candidate.call.module, candidate.regions[keeps]
-        inner = [(other, None) for other in self._inside[id(candidate.call)]]  # no checkpoint within a checkpoint
-        for other, wanted in [*inner, *([(name, keeps)] if name in self._again else [])]:
+        # No checkpoint within a checkpoint: neither what lies inside, nor what begins here and lies around.
+        around = {c.call.module for c in self._beginning[candidate.call.begin]} & self._again - {name}
+        without = [(other, None) for other in {*self._inside[id(candidate.call)], *around}]
+        for other, wanted in [*without, *([(name, keeps)] if name in self._again else [])]:
             if chosen.setdefault(other, wanted) != wanted:
                 return
         kept = state[0] | region.kept
