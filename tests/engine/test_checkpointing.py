@@ -189,11 +189,13 @@ def test_copies_and_pickles_are_checkpointed_on_their_own(policy: str) -> None:
     Session(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)  # may wrap them again
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         how = checkpointing._how(other.blocks[0])
-        assert how is not None and how.module is other.blocks[0] and how.keeps == "inputs"
+        assert how is not None
+        assert (how.module, how.keeps) == (other.blocks[0], "inputs")
         checkpointing.remove(other)
         assert how.keeps is None
     kept = checkpointing._how(model.blocks[0])  # type: ignore[arg-type]
-    assert kept is not None and kept.keeps == "inputs"
+    assert kept is not None
+    assert kept.keeps == "inputs"
     assert list(model.state_dict()) == list(Model().state_dict())
 
 

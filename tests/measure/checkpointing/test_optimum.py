@@ -155,10 +155,10 @@ def any_trace(data: st.DataObject) -> Trace:
 def chain(costs: Sequence[int]) -> Trace:
     """Return a chain of calls, each with storages of its own, that save as much as they cost."""
     events: list[Computed | Saved] = []
-    calls, sizes = [], {0: 1}
+    calls, sizes = [], {0: 0}
     for number, price in enumerate(costs):
         begin = len(events)
-        sizes[2 * number + 1], sizes[2 * number + 2] = price, 1
+        sizes[2 * number + 1], sizes[2 * number + 2] = price, 0
         events += [Computed(price * 1000, 0, True), Saved(2 * number + 1, True)]
         calls.append(Call(module=f"m{number}", begin=begin, end=len(events), arguments=frozenset({2 * number})))
     return Trace(events=events, sizes=sizes, calls=calls, classes={call.module: "M" for call in calls})

@@ -22,11 +22,12 @@ def blocks_of(trace: Trace) -> list[str]:
         if name:
             by_class[trace.classes[name]].append(name)
     calls = Counter(call.module for call in trace.calls)
-    levels = [level for level in map(_outermost, by_class.values()) if sum(calls[name] for name in level) > 1]
+    levels = [level for level in map(outermost, by_class.values()) if sum(calls[name] for name in level) > 1]
     if not levels:
-        return _outermost([name for name in able if name]) or able
+        return outermost([name for name in able if name]) or able
     return min(levels, key=lambda level: costs_of(trace, dict.fromkeys(level, "inputs")).peak_bytes)
 
 
-def _outermost(names: list[str]) -> list[str]:
+def outermost(names: list[str]) -> list[str]:
+    """Return the names that lie in none of the others."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

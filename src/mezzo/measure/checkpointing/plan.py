@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from mezzo.engine import checkpointing
 from mezzo.engine.casting import Casting
 from mezzo.engine.checkpointing import Keeps
 from mezzo.errors import UsageError
-from mezzo.measure.checkpointing.blocks import blocks_of
+from mezzo.measure.checkpointing.blocks import blocks_of, outermost
 from mezzo.measure.checkpointing.costs import Costs, costs_of
 from mezzo.measure.checkpointing.optimum import best_plan, least_peak
 from mezzo.measure.checkpointing.trace import Computed, Trace, trace, unwrapped
@@ -87,9 +87,10 @@ class CheckpointPlan:
             named = [name or "(the model)" for name, one in self.regions.items() if one == keeps]
             if named:
                 lines.append(f"  {words}: {', '.join(named)}")
-        lines += [f"  left out: {name or '(the model)'}: {why}" for name, why in list(self.refused.items())[:3]]
-        if len(self.refused) > 3:
-            lines.append(f"  left out: {len(self.refused) - 3} more")
+        left_out = outermost([name for name in self.refused if name])
+        lines += [f"  left out: {name}: {self.refused[name]}" for name in left_out[:3]]
+        if len(left_out) > 3:
+            lines.append(f"  left out: {len(left_out) - 3} more")
         return "\n".join(lines)
 
     def _share(self, costs: Costs) -> float:
@@ -127,6 +128,11 @@ def checkpoint(
             f"mezzo.checkpoint got budget={budget!r} and plan={plan!r}; allowed: one of the two",
             hint='pass budget="12GiB", or plan="full", "every-2", "selective" or "none"',
         )
+    if plan is not None and plan not in NAMED and not _EVERY.fullmatch(plan):
+        raise UsageError(
+            f"there is no checkpointing plan {plan!r}; allowed: none, full, every-K with a number, selective",
+            hint='pass plan="every-2", or budget="12GiB" for the plan with the least recomputation',
+        )
     inner = unwrapped(model)
     if not inner.training:
         raise UsageError(
@@ -137,8 +143,7 @@ def checkpoint(
     first = next((t for t in (*inner.parameters(), *inner.buffers())), None)
     casting = Casting.of(Policy.of(policy), "cpu" if first is None else first.device.type)
     traced = trace(inner, runner(sample, casting.region))
-    made = plan_for(traced, name=plan, budget_bytes=None if budget is None else bytes_of_text(budget))
-    made.regions = _agreed(made.regions)
+    made = _agreed(traced, lambda: plan_for(traced, plan if budget is None else budget))
     made.apply(inner)
     return made
 
@@ -155,20 +160,21 @@ def runner(sample: Any, region: Callable[[], AbstractContextManager[Any]]) -> Ca
     return run
 
 
-def plan_for(traced: Trace, *, name: str | None = None, budget_bytes: int | None = None) -> CheckpointPlan:
-    """Return the plan called ``name``, or the best within ``budget_bytes``.
+def plan_for(traced: Trace, wanted: str | int | None) -> CheckpointPlan:
+    """Return the plan that is called ``wanted``, or the best within that many bytes.
 
     Raises:
         UsageError: there is no such plan.
     """
     blocks = blocks_of(traced)
-    others = {one: costs_of(traced, named_regions(traced, one, blocks)) for one in NAMED if one != name}
-    if name is not None:
-        regions = named_regions(traced, name, blocks)
+    named = None if isinstance(wanted, int) else named_regions(traced, str(wanted), blocks)
+    if named is not None:
+        name, regions = str(wanted), named
         guarantee = f"{len(regions)} of {len(blocks)} blocks ({_classes(traced, blocks)})."
     else:
-        assert budget_bytes is not None
+        budget_bytes = bytes_of_text(wanted if isinstance(wanted, int) else str(wanted))
         name, (regions, guarantee) = f"within {bytes_text(budget_bytes)}", _within(traced, budget_bytes)
+    others = {one: costs_of(traced, named_regions(traced, one, blocks) or {}) for one in NAMED if one != name}
     return CheckpointPlan(
         name=name,
         regions=regions,
@@ -194,12 +200,8 @@ def _within(traced: Trace, budget_bytes: int) -> tuple[dict[str, Keeps], str]:
     return found.regions, f"{which.capitalize()}{', within 1% of a forward pass' if found.slack else ''}."
 
 
-def named_regions(traced: Trace, name: str, blocks: Sequence[str]) -> dict[str, Keeps]:
-    """Return the regions of the plan called ``name``.
-
-    Raises:
-        UsageError: there is no such plan.
-    """
+def named_regions(traced: Trace, name: str, blocks: Sequence[str]) -> dict[str, Keeps] | None:
+    """Return the regions of the plan called ``name``; None if no plan is called so."""
     every = _EVERY.fullmatch(name)
     if name == "none":
         return {}
@@ -210,24 +212,28 @@ def named_regions(traced: Trace, name: str, blocks: Sequence[str]) -> dict[str, 
         return {block: "products" for block in blocks if block not in whole}
     if every is not None:
         return dict.fromkeys(blocks[:: int(every.group(1))], "inputs")
-    raise UsageError(
-        f"there is no checkpointing plan {name!r}; allowed: none, full, every-K with a number, selective",
-        hint='pass plan="every-2", or budget="12GiB" for the plan with the least recomputation',
-    )
+    return None
 
 
 def _classes(traced: Trace, blocks: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(traced.classes[block] for block in blocks)) or "no module saves anything"
 
 
-def _agreed(regions: dict[str, Keeps]) -> dict[str, Keeps]:
-    """Return the first process's regions: normalisation across processes meets in both passes, so all need the same plan."""
+def _agreed(traced: Trace, choose: Callable[[], CheckpointPlan]) -> CheckpointPlan:
+    """Return the first process's plan: normalisation across processes meets in both passes, so all need the same one."""
     if not (dist.is_available() and dist.is_initialized()):
-        return regions
-    held: list[Any] = [regions]
+        return choose()
+    held: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            held = [choose()]
+        except UsageError as error:
+            held = [error]
     dist.broadcast_object_list(held, src=0)
-    agreed: dict[str, Keeps] = held[0]
-    return agreed
+    if isinstance(held[0], UsageError):
+        raise held[0]
+    made: CheckpointPlan = held[0]
+    return replace(made, costs=costs_of(traced, made.regions))
 
 
 def bytes_of_text(text: str | int) -> int:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -109,7 +111,7 @@ def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> tuple[str, ...]
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         now = owner._buffers[leaf]
-        if now is None or now.shape != before.shape or not _same_numbers(now, before):
+        if now is None or now.shape != before.shape or not _same_numbers(owner, now, before):
             changed.append(name)
             if now is not None and now.shape == before.shape:
                 now.copy_(before)
@@ -118,10 +120,10 @@ def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> tuple[str, ...]
     return tuple(changed)
 
 
-def _same_numbers(one: Tensor, other: Tensor) -> bool:
-    if isinstance(one, torch._subclasses.FakeTensor):  # no numbers: what a normalisation tracks changes
-        return False
-    return torch.equal(one.nan_to_num(), other.nan_to_num())
+def _same_numbers(owner: nn.Module, now: Tensor, before: Tensor) -> bool:
+    if isinstance(now, FakeTensor):  # no numbers to compare: a normalisation changes what it tracks
+        return not isinstance(owner, _NormBase)
+    return torch.equal(now.nan_to_num(), before.nan_to_num())
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
