@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from mezzo.engine.autocast_kernels import weight_casts
 from mezzo.engine.conversion import unwrap, wrap
 from mezzo.engine.randomness import HostStates
 from mezzo.errors import SessionError
@@ -206,13 +207,14 @@ class _Again(AbstractContextManager[None]):
         self._now = [(owner, name, owner._buffers[name]) for owner, name, _ in self._copies]
         for owner, name, copy in self._copies:
             owner._buffers[name] = copy.clone()  # a second backward pass through the graph needs the copy again
-        self._versions = self._other_buffers()
+        self._versions, self._casts = self._other_buffers(), weight_casts().made()
         self._random_now = HostStates.now()
         self._random.set()
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
+        weight_casts().keep_only(self._casts)  # the region of the backward pass would keep those of every module to its end
         self._random_now.set()
         changed = [name for name, state in self._other_buffers().items() if self._versions.get(name) != state]
         for owner, name, buffer in self._now:

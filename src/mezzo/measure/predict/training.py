@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casting import Casting
+from mezzo.measure.checkpointing.plan import plan_for
+from mezzo.measure.checkpointing.trace import trace
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.tape import Tape
@@ -32,6 +34,7 @@ def record_training(
     policy: Policy | None = None,
     zero_grad: ZeroGrad = "before_forward",
     steps: int = STEPS,
+    checkpoint: str | None = None,
 ) -> Tape:
     """Return the tape of a training on fake tensors.
 
@@ -44,6 +47,7 @@ def record_training(
         policy: the precision; None for FP32.
         zero_grad: where gradients are set to None.
         steps: how many steps to record.
+        checkpoint: a plan of ``mezzo.checkpoint`` by name, or its budget, for the model; None to keep everything.
     """
     model = _built(build)
     model.train()
@@ -51,6 +55,8 @@ def record_training(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     _make_fake(model, fake)
     region = region_of(policy)
+    if checkpoint is not None:
+        _checkpoint(model, fake, region, lambda: loss_of(model, batch_of(batch)), checkpoint)
     with recorder:
         _setup(model, recorder)
         recorder.phase = "optimizer"  # some optimizers make their state at once
@@ -75,7 +81,8 @@ def record_training(
                     made.zero_grad()
                 recorder.phase = "backward"
                 recorder.tape.backward_starts.append(len(recorder.tape.events))
-                loss.backward()
+                with nullcontext() if checkpoint is None else backward_region_of(policy)():
+                    loss.backward()
             del loss, outputs
             recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
             recorder.phase = "optimizer"
@@ -86,6 +93,22 @@ def record_training(
             del inputs
     del kept
     return recorder.tape
+
+
+def _checkpoint(
+    model: nn.Module,
+    fake: FakeTensorMode,
+    region: Callable[[], AbstractContextManager[Any]],
+    forward: Callable[[], Any],
+    wanted: str,
+) -> None:
+    """Checkpoint the fake ``model`` by the plan that ``mezzo.checkpoint`` would choose."""
+
+    def run(_: nn.Module) -> Any:
+        with fake, cuda_operators(), region():
+            return forward()
+
+    plan_for(trace(model, run), wanted).apply(model)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -137,6 +160,13 @@ def region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]
         return nullcontext
     casting = Casting.of(policy.replace(arithmetic="native"), "cpu")
     return casting.region
+
+
+def backward_region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what opens the region in which checkpointed modules run again."""
+    if policy is None or not policy.lowers:
+        return nullcontext
+    return Casting.of(policy.replace(arithmetic="native"), "cpu").backward
 
 
 @contextmanager
