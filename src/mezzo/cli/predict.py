@@ -44,6 +44,13 @@ def predict(
     channels_last: Annotated[
         bool, typer.Option("--channels-last", help="Store images channels-last, which 16-bit convolutions prefer.")
     ] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLANS",
+            help="With --model: also predict checkpointed: full, every-2, selective, or what may wait for backward, as 12GiB.",
+        ),
+    ] = None,
     out: options.Out = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
@@ -68,6 +75,11 @@ def predict(
         raise UsageError(
             "predict needs a script or a model, and not both", hint="mezzo predict train.py, or --model timm:resnet50"
         )
+    if checkpoint is not None and target is not None:
+        raise UsageError(
+            f"--checkpoint {checkpoint} belongs to --model, and {target} is a script",
+            hint="call mezzo.checkpoint(model, sample, ...) in the script: its step is then predicted as it is",
+        )
     traced = (
         _of_model(str(model), wanted, batch, (image, sequence), optimizer, channels_last)
         if target is None
@@ -78,6 +90,15 @@ def predict(
         for gpu in cards
         for policy in wanted
     ]
+    for kept in [] if checkpoint is None else [name.strip() for name in checkpoint.split(",")]:
+        again = _of_model(str(model), wanted, batch, (image, sequence), optimizer, channels_last, kept)
+        made += [
+            plan.predict(again.tapes, gpu, policy, batch=batch, channels_last=channels_last).model_copy(
+                update={"checkpoint": kept}
+            )
+            for gpu in cards
+            for policy in wanted
+        ]
     if gpus == "all":
         made.sort(key=lambda one: -one.throughput)
     record = PredictRecord(
@@ -116,14 +137,17 @@ def _of_model(
     sizes: tuple[int | None, int | None],
     optimizer: str,
     channels_last: bool,
+    checkpoint: str | None = None,
 ) -> _Traced:
     from mezzo.measure.predict import named, plan
 
     found = named.named_model(model, image=sizes[0], sequence=sizes[1])
     tapes: dict[str, Tapes] = {}
     for policy in plan.to_record(policies):
-        results.note(f"tracing {model} in {policy}")
-        tape_of = partial(named.tape_of, found, policy, optimizer=optimizer, channels_last=channels_last)
+        results.note(f"tracing {model} in {policy}" + (f", checkpointed: {checkpoint}" if checkpoint else ""))
+        tape_of = partial(
+            named.tape_of, found, policy, optimizer=optimizer, channels_last=channels_last, checkpoint=checkpoint
+        )
         try:
             tapes[policy] = plan.Tapes.record(tape_of, batch)
         except MezzoError:

@@ -214,7 +214,9 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
-        weight_casts().keep_only(self._casts)  # the region of the backward pass would keep those of every module to its end
+        weight_casts().keep_only(
+            self._casts
+        )  # the region of the backward pass would keep those of every module to its end
         self._random_now.set()
         changed = [name for name, state in self._other_buffers().items() if self._versions.get(name) != state]
         for owner, name, buffer in self._now:

@@ -21,6 +21,8 @@ class Prediction(Value):
 
     gpu: str
     policy: str
+    checkpoint: str = ""
+    """The plan of activation checkpointing; empty where everything is kept."""
     possible: bool
     reason: str = ""
     """Why it is not possible, or what the policy becomes on this GPU."""

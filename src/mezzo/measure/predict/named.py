@@ -148,7 +148,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 """With torch's defaults, which matter to neither time nor memory; SGD with momentum."""
 
 
-def tape_of(model: NamedModel, policy: str, batch: int, *, optimizer: str, channels_last: bool, checkpoint: str | None = None) -> Tape:
+def tape_of(
+    model: NamedModel, policy: str, batch: int, *, optimizer: str, channels_last: bool, checkpoint: str | None = None
+) -> Tape:
     """Return the tape of ``model``'s training under ``policy``: autocast, or the whole model cast for ``-pure``."""
     compute, _, pure = policy.partition("-")
     dtype = {form.name: form.dtype for form in (FP16, BF16)}[compute] if pure else None

@@ -103,6 +103,11 @@ def _checkpoint(
     wanted: str,
 ) -> None:
     """Checkpoint the fake ``model`` by the plan that ``mezzo.checkpoint`` would choose."""
+    config = getattr(model, "config", None)
+    if getattr(
+        config, "use_cache", False
+    ):  # blocks that fill a cache cannot run again, and transformers turns it off as well
+        config.use_cache = False  # type: ignore[union-attr]
 
     def run(_: nn.Module) -> Any:
         with fake, cuda_operators(), region():

@@ -57,7 +57,7 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         f"trainings on GPU architectures that were left out of the fit; the largest batch leaves {record.headroom:.0%} "
         "of the memory free.",
         unit=fmt.clean(record.unit),
-        lines=[_line(one) for one in record.predictions],
+        lines=[_line(one, _trade(one, record)) for one in record.predictions],
         assumptions=shared.facts(record.assumptions),
         environment=shared.environment_facts(record.environment),
         command=shared.command_text(record.command, record.environment),
@@ -107,12 +107,12 @@ def _headline(record: PredictRecord) -> str:
     )
 
 
-def _line(one: Prediction) -> PredictLine:
+def _line(one: Prediction, trade: str) -> PredictLine:
     if not one.possible:
         missing = fmt.MISSING
         return PredictLine(
             gpu=fmt.clean(one.gpu),
-            policy=fmt.clean(one.policy),
+            policy=_policy(one),
             throughput=missing,
             band=missing,
             step=missing,
@@ -126,14 +126,14 @@ def _line(one: Prediction) -> PredictLine:
         )
     bound = max(one.bounds, key=lambda kind: one.bounds[kind])
     notes = [
-        one.verdict,
+        trade or one.verdict,
         f"{one.reason}." if one.reason else "",
         "" if one.validated else "Not validated: no measured rows.",
     ]
     notes.insert(0, "" if one.fits else "Does not fit.")
     return PredictLine(
         gpu=fmt.clean(one.gpu),
-        policy=fmt.clean(one.policy),
+        policy=_policy(one),
         throughput=_rate(one.throughput),
         band=f"{_rate(one.throughput_low)} to {_rate(one.throughput_high)}",
         step=fmt.ms_text(one.step_ms),
@@ -148,6 +148,21 @@ def _line(one: Prediction) -> PredictLine:
         ],
         kinds=[Fact(what=k, value=fmt.bytes_text(n), reason="") for k, n in sorted(one.memory_bytes.items())],
     )
+
+
+def _policy(one: Prediction) -> str:
+    return fmt.clean(f"{one.policy}, {one.checkpoint}" if one.checkpoint else one.policy)
+
+
+def _trade(one: Prediction, record: PredictRecord) -> str:
+    """Return what checkpointing costs and saves against the same policy on the same GPU without it."""
+    same = (p for p in record.predictions if (p.gpu, p.policy, p.checkpoint) == (one.gpu, one.policy, ""))
+    plain = next(same, None)
+    if not one.checkpoint or plain is None or not plain.possible:
+        return ""
+    slower = one.step_ms / plain.step_ms - 1
+    saved = fmt.bytes_text(max(0, plain.allocated_bytes - one.allocated_bytes))
+    return f"Checkpointing: {saved} less, the step {slower:.0%} longer."
 
 
 def _rate(value: float) -> str:
