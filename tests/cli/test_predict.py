@@ -148,6 +148,20 @@ def test_a_calibration_is_kept_and_named(
     assert [one.value for one in record.assumptions if one.what == "rates of cpu"] == [str(kept)]
 
 
+def test_checkpointing_shows_what_it_costs_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "predict --model transformers:tiny --batch 64 --gpus a100-80gb --policies fp16 --checkpoint full,selective --out"
+    assert cli.main([*words.split(), str(tmp_path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    record = read_record(tmp_path / "record.json")
+    assert isinstance(record, PredictRecord)
+    plain, full, selective = record.predictions
+    assert [one.checkpoint for one in record.predictions] == ["", "full", "selective"]
+    assert plain.allocated_bytes > selective.allocated_bytes > full.allocated_bytes
+    assert plain.step_ms < full.step_ms
+    assert "fp16, full" in shown
+    assert "less, the step" in shown
+
+
 def test_the_record_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "predict --model transformers:tiny --gpus all --policies fp32 --json --out"
     assert cli.main([*words.split(), str(tmp_path)]) == 0

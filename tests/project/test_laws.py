@@ -52,12 +52,13 @@ MAY_IMPORT = {
     "notebook": "records report",
     "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
     "cli": f"{FACTS} engine measure observe patching launch report cli __init__",
-    "__init__": f"{FACTS} engine callables report notebook",  # on first use only, or in a notebook
+    "__init__": f"{FACTS} engine measure callables report notebook",  # on first use only, or in a notebook
     "__main__": "cli",
 }
 
 PINNED_EXPORTS = [
     "audit",
+    "checkpoint",
     "AdamW",
     "Choice",
     "DynamicScale",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -90,6 +91,13 @@ def predict(
             "--calibrate", help="Measure the rates of this machine's GPU, or CPU, for two minutes, and keep them."
         ),
     ] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLANS",
+            help="With --model: also predict checkpointed: full, every-2, selective, or what may wait for backward, as 12GiB.",
+        ),
+    ] = None,
     out: options.Out = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
@@ -117,18 +125,24 @@ def predict(
         _calibrate()
         if target is None and model is None:
             return
-    check_target(target, model, sequence=sequence, image=image, optimizer=optimizer, as_module=as_module)
-    sizes, kind = (image, sequence), optimizer or "adamw"
-    traced = (
-        of_model(str(model), wanted, batch or _BATCH, sizes, kind, channels_last)
-        if target is None
-        else of_script(target, arguments or [], wanted, batch, as_module)
+    own = {"--sequence": sequence, "--image": image, "--optimizer": optimizer, "--checkpoint": checkpoint}
+    check_target(target, model, own=own, as_module=as_module)
+    size, sizes, kind = batch or _BATCH, (image, sequence), optimizer or "adamw"
+    on_cpu = [_on_cpu(model, size, sizes, kind, channels_last)] if _CPU in names else []
+    trace_model = partial(
+        of_model, str(model), wanted, batch=size, sizes=sizes, optimizer=kind, channels_last=channels_last
     )
+    traced = trace_model() if target is None else of_script(target, arguments or [], wanted, batch, as_module)
+    plans = [traced, *(trace_model(checkpoint=one.strip()) for one in (checkpoint or "").split(",") if one.strip())]
     own_layout, channels_last = traced.channels_last, channels_last or bool(traced.channels_last)
     where = [_conditions(gpu, channels_last, job) for gpu in cards]
-    made = [_predicted(traced, one, policy, prices.get(one.gpu.name)) for one in where for policy in wanted]
-    if _CPU in names:
-        made.append(_on_cpu(model, batch or _BATCH, sizes, kind, channels_last))
+    made = [
+        _predicted(one, conditions, policy, prices.get(conditions.gpu.name))
+        for one in plans
+        for conditions in where
+        for policy in wanted
+    ]
+    made += on_cpu
     if gpus == "all":
         made.sort(key=lambda one: -one.throughput)
     record = PredictRecord(
@@ -150,7 +164,7 @@ def predict(
             *assumptions(channels_last, own_layout, job, asked=target is None),
         ],
     )
-    record = _with_best(record, traced, where, slurm)
+    record = _with_best(record, plans, where, slurm)
     results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to)
 
 
@@ -174,21 +188,26 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
         job=where.job,
         calibration=where.calibration,
     )
+    if traced.checkpoint:  # no measured row has it
+        one = one.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})
     if price_per_hour is None or not one.possible:
         return one
     cost = renting.cost_per_million(one.throughput, price_per_hour * where.job.num_gpus)
     return one.model_copy(update={"cost_per_million": cost})
 
 
-def _with_best(record: PredictRecord, traced: Traced, where: list[Conditions], slurm: bool) -> PredictRecord:
-    """Return the record with what it has of its fastest prediction alone."""
+def _with_best(record: PredictRecord, plans: list[Traced], where: list[Conditions], slurm: bool) -> PredictRecord:
+    """Return the record with what it has of the fastest GPU alone."""
     from mezzo.measure.predict.detail import detail_of
 
-    best = record.best
-    own = None if best is None else next((one for one in where if one.gpu.name == best.gpu), None)
-    if best is None or own is None:  # this machine's CPU has no curves
+    on_gpus = [one for one in record.predictions if one.gpu != _CPU]
+    best = record.model_copy(update={"predictions": on_gpus}).best
+    if best is None:
         return record
-    curves = [one for one in record.predictions if one.gpu == best.gpu and one.possible and one.largest_batch]
+    own = next(one for one in where if one.gpu.name == best.gpu)
+    traced = next(one for one in plans if one.checkpoint == best.checkpoint)
+    same = [one for one in record.predictions if (one.gpu, one.checkpoint) == (best.gpu, best.checkpoint)]
+    curves = [one for one in same if one.possible and one.largest_batch]
     detail = detail_of(traced.tapes, best, curves, batch=traced.batch, where=own)
     if not slurm:
         return record.model_copy(update={"detail": detail})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,10 @@ def check_target(
     target: str | None,
     model: str | None,
     *,
-    sequence: int | None,
-    image: int | None,
-    optimizer: str | None,
+    own: Mapping[str, str | int | None],
     as_module: bool,
 ) -> None:
-    """Check that either a script or a model is named, with options that belong to it."""
+    """Check that either a script or a model is named, with options that belong to it; ``own`` are those of models."""
     from mezzo.measure.predict import named
 
     if (target is None) == (model is None):
@@ -35,13 +34,18 @@ def check_target(
         )
     if target is None and as_module:
         raise UsageError(f"-m belongs to a script, not to --model {model}", hint="leave it out")
-    if optimizer is not None and optimizer not in named.OPTIMIZERS:
+    optimizer = own["--optimizer"]
+    if isinstance(optimizer, str) and optimizer not in named.OPTIMIZERS:
         raise UsageError(
             f"--optimizer {optimizer!r} cannot be predicted; {nearest(optimizer, named.OPTIMIZERS)}",
             hint="type --optimizer adamw, or predict your own script, which has its own optimizer",
         )
-    own = {"--sequence": sequence, "--image": image, "--optimizer": optimizer}
     for name, value in own.items():
+        if target is not None and value is not None and name == "--checkpoint":
+            raise UsageError(
+                f"{name} {value} belongs to --model, and {target} is a script",
+                hint="call mezzo.checkpoint(model, sample, ...) in the script: its step is then predicted as it is",
+            )
         if target is not None and value is not None:
             raise UsageError(
                 f"{name} {value} belongs to --model; {target} has its own",
@@ -70,24 +74,31 @@ class Traced:
     assumptions: list[Reason]
     channels_last: bool | None = None
     """Whether images are stored channels-last; None where there are none."""
+    checkpoint: str = ""
+    """The plan of activation checkpointing; empty where everything is kept."""
 
 
 def of_model(
     model: str,
     policies: list[str],
+    *,
     batch: int,
     sizes: tuple[int | None, int | None],
     optimizer: str,
     channels_last: bool,
+    checkpoint: str | None = None,
 ) -> Traced:
-    """Return the tapes of a model by name; ``sizes`` are those of images and sequences."""
+    """Return the tapes of a model by name, checkpointed by a plan if one is given; ``sizes`` are those of images and sequences."""
     from mezzo.measure.predict import named, plan
 
     found = named.named_model(model, image=sizes[0], sequence=sizes[1])
     tapes: dict[str, Tapes] = {}
     for policy in plan.to_record(policies):
-        results.note(f"tracing {model} in {_for(policy, policies)}")
-        tape_of = partial(named.tape_of, found, policy, optimizer=optimizer, channels_last=channels_last)
+        how = f", checkpointed: {checkpoint}" if checkpoint else ""
+        results.note(f"tracing {model} in {_for(policy, policies)}{how}")
+        tape_of = partial(
+            named.tape_of, found, policy, optimizer=optimizer, channels_last=channels_last, checkpoint=checkpoint
+        )
         try:
             tapes[policy] = plan.Tapes.record(tape_of, batch)
         except MezzoError:
@@ -95,7 +106,7 @@ def of_model(
         except Exception as error:  # a library's constructors and forward passes raise what they like
             raise _untraceable(model, policy, error) from error
     layout = channels_last if found.unit == "images" else None
-    return Traced(model, found.size, found.unit, batch, optimizer, tapes, [], layout)
+    return Traced(model, found.size, found.unit, batch, optimizer, tapes, [], layout, checkpoint or "")
 
 
 def _for(recorded: str, policies: list[str]) -> str:

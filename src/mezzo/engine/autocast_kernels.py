@@ -189,6 +189,14 @@ class WeightCasts:
         """Drop all casts, or those of one weight."""
         self._kept = {} if weight is None else {k: v for k, v in self._kept.items() if v[0] is not weight}
 
+    def made(self) -> set[tuple[int, bool, torch.dtype]]:
+        """Return the keys of all casts."""
+        return set(self._kept)
+
+    def keep_only(self, keys: set[tuple[int, bool, torch.dtype]]) -> None:
+        """Drop the casts whose keys are not in ``keys``."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key in keys}
+
     def items(self) -> dict[Tensor, Tensor]:
         """Return the casts by weight."""
         return {weight: cast for weight, _, cast in self._kept.values()}
@@ -246,6 +254,11 @@ class Region:
         _LOCAL.depth -= 1
         if _LOCAL.depth == 0:
             _LOCAL.casts.clear()
+
+
+def weight_casts() -> WeightCasts:
+    """Return the casts of weights that this thread's region keeps."""
+    return _LOCAL.casts
 
 
 def open_table() -> CastTable | None:

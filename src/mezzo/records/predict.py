@@ -22,6 +22,8 @@ class Prediction(Value):
     gpu: str
     """Its name; ``cpu`` for the CPU of the machine that predicts."""
     policy: str
+    checkpoint: str = ""
+    """The plan of activation checkpointing; empty where everything is kept."""
     possible: bool
     reason: str = ""
     """Why it is not possible, or what the policy becomes on this GPU."""
@@ -97,6 +99,8 @@ class PredictionDetail(Value):
 
     gpu: str
     policy: str
+    checkpoint: str = ""
+    """The plan of activation checkpointing; empty where everything is kept."""
     limit_bytes: int
     """What the GPU has for torch's allocator."""
     curves: list[BatchCurve] = []

@@ -23,6 +23,7 @@ def detail_of(
     return PredictionDetail(
         gpu=best.gpu,
         policy=best.policy,
+        checkpoint=best.checkpoint,
         limit_bytes=where.gpu.memory_bytes - DRIVER_BYTES,
         curves=[_curve(tapes[recorded_as(one.policy)], one, where) for one in others],
         timeline=timeline(where.job.tape_of_rank(own)),

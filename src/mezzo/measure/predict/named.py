@@ -148,9 +148,26 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def tape_of(
-    model: NamedModel, policy: str, batch: int, *, optimizer: str, channels_last: bool, gpu: bool = True
+    model: NamedModel,
+    policy: str,
+    batch: int,
+    *,
+    optimizer: str,
+    channels_last: bool,
+    gpu: bool = True,
+    checkpoint: str | None = None,
 ) -> Tape:
-    """Return the tape of ``model``'s training under ``policy``; ``gpu`` says whether the operations are a GPU's or a CPU's."""
+    """Return the tape of ``model``'s training under ``policy``.
+
+    Args:
+        model: the model.
+        policy: one of the policies that are recorded.
+        batch: the batch size.
+        optimizer: one of ``OPTIMIZERS``.
+        channels_last: whether images are stored channels-last.
+        gpu: whether the operations are a GPU's or a CPU's.
+        checkpoint: a plan of ``mezzo.checkpoint`` by name, or its budget; None to keep everything.
+    """
 
     def build() -> nn.Module:
         made = model.build()
@@ -167,4 +184,5 @@ def tape_of(
         optimizer=OPTIMIZERS[optimizer],
         policy=Policy.parse(policy),
         gpu=gpu,
+        checkpoint=checkpoint,
     )
