@@ -268,8 +268,7 @@ class Row:
         if cache is not None:
             path = cache / (hashlib.sha256(repr((one, batch)).encode()).hexdigest()[:16] + ".pickle")
             if path.exists():
-                found: Tape = pickle.loads(path.read_bytes())
-                return found
+                return Tape(**vars(pickle.loads(path.read_bytes())))  # with the defaults of fields that came later
         tape = one._record(batch)
         if path is not None:
             path.write_bytes(pickle.dumps(tape))

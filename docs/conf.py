@@ -32,7 +32,7 @@ copybutton_prompt_text = "$ "
 CONTENTS: dict[str, list[str]] = {
     "Start": ["tutorial", "check", "choosing-a-policy", "troubleshooting", "tuning", "formats", "migrating"],
     "Commands": ["scripts", "watch", "compare", "patch", "predict", "tune", "diagnose", "audit", "ranges", "fallback", "hardware", "exit-codes"],
-    "Library": ["session", "policies", "optimizers", "distributed", "fast-path"],
+    "Library": ["session", "policies", "optimizers", "checkpointing", "snapshots", "distributed", "fast-path"],
     "Frameworks": ["lightning", "accelerate", "transformers", "apex", "keras", "paddle"],
     "Results": ["report", "records", "tracking", "notebook", "agents", "findings/README"],
     "Trust": ["examples", "paper", "benchmarks", "public-scripts"],

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mezzo import cli
-from mezzo.measure.predict import named
+from mezzo.measure.predict import calibrate, named
+from mezzo.measure.predict.probes import probes
 from mezzo.records import PredictRecord, read_record
 from paths import ROOT
 
@@ -112,6 +113,53 @@ def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path
     (tmp_path / "train.py").touch()
     assert cli.main(["predict", "--out", str(tmp_path), str(tmp_path / "trian.py")]) == 2
     assert "did you mean train.py?" in capsys.readouterr().err
+
+
+def test_a_job_of_several_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "predict --model transformers:tiny --gpus a100-80gb --policies fp32 --gpus-per-job 8 --shard fsdp --json --out"
+    )
+    assert cli.main([*words.split(), str(tmp_path)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["gpus_per_job"], record["shard"]) == (8, "fsdp")
+    found = record["predictions"][0]
+    assert found["validated"] is False
+    assert found["throughput"] == pytest.approx(8 * 32 / (found["step_ms"] / 1e3))
+    assert found["communication_ms"] > 0
+    assert any(one["value"] == "eager, 8 GPUs of one machine, fsdp" for one in record["assumptions"])
+
+
+def test_a_calibration_is_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "probes", lambda scale: [next(probes())])
+    monkeypatch.setattr(calibrate, "_PROBE_S", 0.05)
+    words = ["predict", "--model", "transformers:tiny", "--gpus", "cpu", "--policies", "fp32"]
+    assert cli.main([*words, "--out", str(tmp_path / "before")]) == 2
+    assert "this CPU is not calibrated" in capsys.readouterr().err
+    assert cli.main(["predict", "--calibrate"]) == 0
+    kept = next((tmp_path / "mezzo" / "calibration").iterdir())
+    assert str(kept.name) in capsys.readouterr().err.replace("\n", "")
+    assert cli.main([*words, "--out", str(tmp_path / "after")]) == 0
+    record = read_record(tmp_path / "after" / "record.json")
+    assert isinstance(record, PredictRecord)
+    assert [(one.gpu, one.calibrated) for one in record.predictions] == [("cpu", True)]
+    assert [one.value for one in record.assumptions if one.what == "rates of cpu"] == [str(kept)]
+
+
+def test_checkpointing_shows_what_it_costs_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "predict --model transformers:tiny --batch 64 --gpus a100-80gb --policies fp16 --checkpoint full,selective --out"
+    assert cli.main([*words.split(), str(tmp_path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    record = read_record(tmp_path / "record.json")
+    assert isinstance(record, PredictRecord)
+    plain, full, selective = record.predictions
+    assert [one.checkpoint for one in record.predictions] == ["", "full", "selective"]
+    assert plain.allocated_bytes > selective.allocated_bytes > full.allocated_bytes
+    assert plain.step_ms < full.step_ms
+    assert "fp16, full" in shown
+    assert "less, the step" in shown
 
 
 def test_the_record_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

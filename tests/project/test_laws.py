@@ -52,12 +52,13 @@ MAY_IMPORT = {
     "notebook": "records report",
     "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
     "cli": f"{FACTS} engine measure observe patching launch report cli __init__",
-    "__init__": f"{FACTS} engine callables report notebook",  # on first use only, or in a notebook
+    "__init__": f"{FACTS} engine measure callables report notebook",  # on first use only, or in a notebook
     "__main__": "cli",
 }
 
 PINNED_EXPORTS = [
     "audit",
+    "checkpoint",
     "AdamW",
     "Choice",
     "DynamicScale",
@@ -82,7 +83,7 @@ PINNED_EXPORTS = [
     "ranges",
     "read_record",
 ]
-MAX_EXPORTS = 24
+MAX_EXPORTS = 25
 
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60

@@ -22,6 +22,8 @@ from benchmarks.readme import LINES, PICTURE, results, table, unfair, written
 import record_builders as build
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+THROUGHPUT = "docs/images/predicted_throughput.svg"
+PREDICTIONS = (ROOT / "docs/predict.md").read_text(encoding="utf-8")
 
 
 def test_the_table_is_what_the_results_say() -> None:
@@ -47,7 +49,8 @@ def test_every_picture_is_made_by_a_command() -> None:
     assert re.findall(r"!\[[^]]*\]\(([^)]+)\)", TEXT) == [recording.PICTURE, PICTURE]
     taken = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/images").iterdir()}
     drawn = {format_pictures.REACH, format_pictures.UPDATES, format_pictures.GRADIENT_VALUES}
-    assert taken == {recording.PICTURE, PICTURE, *drawn}
+    assert taken == {recording.PICTURE, PICTURE, THROUGHPUT, *drawn}
+    assert f"predict_accuracy.py --rows FILE --hold-out gpu-family --plot {THROUGHPUT}`" in PREDICTIONS
     assert re.search(r"^readme: .*\n\t.*python -m benchmarks\.readme$", (ROOT / "Makefile").read_text(), re.M)
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mezzo.cli import options, renting, results
+from mezzo.cli.assumed import assumptions
 from mezzo.cli.folders import new_folder
+from mezzo.cli.traced import Traced, check_target, of_model, of_script
 from mezzo.cli.words import typed
-from mezzo.errors import MezzoError, UsageError, nearest
+from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
-    from mezzo.measure.predict.plan import Tapes
-    from mezzo.records import Prediction, PredictionDetail, Reason
+    from mezzo.gpus import Gpu
+    from mezzo.measure.predict.sharding import Job
+    from mezzo.measure.predict.step import Conditions
+    from mezzo.records import Prediction, PredictRecord
 
 USUAL = "t4,l4,rtx-4090,a100-80gb,h100-sxm"
 _BATCH = 32
+_CPU = "cpu"
+"""What --gpus calls the CPU of this machine."""
 
 
 def predict(
@@ -45,7 +49,10 @@ def predict(
     ] = None,
     gpus: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="GPUs by name, separated by commas, or all, the fastest first."),
+        typer.Option(
+            metavar="NAMES",
+            help="GPUs by name, separated by commas, or all, the fastest first; cpu is this machine's, with --model.",
+        ),
     ] = USUAL,
     policies: Annotated[
         str,
@@ -72,6 +79,25 @@ def predict(
         bool, typer.Option("--slurm", help="Also print the #SBATCH lines that ask for the fastest GPU.")
     ] = False,
     as_module: options.AsModule = False,
+    gpus_per_job: Annotated[
+        int, typer.Option(min=1, help="GPUs of one machine that train together, each on a batch of its own.")
+    ] = 1,
+    shard: Annotated[
+        str, typer.Option(help="How they share the training: ddp (all hold everything) or fsdp (each a share).")
+    ] = "ddp",
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure the rates of this machine's GPU, or CPU, for two minutes, and keep them."
+        ),
+    ] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLANS",
+            help="With --model: also predict checkpointed: full, every-2, selective, or what may wait for backward, as 12GiB.",
+        ),
+    ] = None,
     out: options.Out = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
@@ -86,27 +112,37 @@ def predict(
     from mezzo.gpus import GPUS, gpu_named
     from mezzo.measure.environment import environment
     from mezzo.measure.predict import plan
+    from mezzo.measure.predict.calibrate import rates_used
+    from mezzo.measure.predict.sharding import check_job
     from mezzo.records import PredictRecord
 
+    job = check_job(gpus_per_job, shard)
     wanted = plan.check_policies([name.strip() for name in policies.split(",")])
-    cards = (
-        list(GPUS.values()) if gpus == "all" else [gpu_named(name.strip(), option="--gpus") for name in gpus.split(",")]
-    )
-    cards = list({gpu.name: gpu for gpu in cards}.values())
+    names = list(GPUS) if gpus == "all" else [name.strip() for name in gpus.split(",")]
+    cards = list({gpu.name: gpu for gpu in (gpu_named(one, option="--gpus") for one in names if one != _CPU)}.values())
     prices = renting.prices_of(price, cards)
-    _check_target(target, model, sequence=sequence, image=image, optimizer=optimizer, as_module=as_module)
-    traced = (
-        _of_model(str(model), wanted, batch or _BATCH, (image, sequence), optimizer or "adamw", channels_last)
-        if target is None
-        else _of_script(target, arguments or [], wanted, batch, as_module)
+    if calibrate:
+        _calibrate()
+        if target is None and model is None:
+            return
+    own = {"--sequence": sequence, "--image": image, "--optimizer": optimizer, "--checkpoint": checkpoint}
+    check_target(target, model, own=own, as_module=as_module)
+    size, sizes, kind = batch or _BATCH, (image, sequence), optimizer or "adamw"
+    on_cpu = [_on_cpu(model, size, sizes, kind, channels_last)] if _CPU in names else []
+    trace_model = partial(
+        of_model, str(model), wanted, batch=size, sizes=sizes, optimizer=kind, channels_last=channels_last
     )
+    traced = trace_model() if target is None else of_script(target, arguments or [], wanted, batch, as_module)
+    plans = [traced, *(trace_model(checkpoint=one.strip()) for one in (checkpoint or "").split(",") if one.strip())]
     own_layout, channels_last = traced.channels_last, channels_last or bool(traced.channels_last)
+    where = [_conditions(gpu, channels_last, job) for gpu in cards]
     made = [
-        plan.predict(traced.tapes, gpu, policy, batch=traced.batch, channels_last=channels_last)
-        for gpu in cards
+        _predicted(one, conditions, policy, prices.get(conditions.gpu.name))
+        for one in plans
+        for conditions in where
         for policy in wanted
     ]
-    made = [_priced(one, prices.get(one.gpu)) for one in made]
+    made += on_cpu
     if gpus == "all":
         made.sort(key=lambda one: -one.throughput)
     record = PredictRecord(
@@ -116,182 +152,93 @@ def predict(
         input=traced.size,
         unit=traced.unit,
         batch=traced.batch,
+        gpus_per_job=job.num_gpus,
+        shard=job.shard if job.num_gpus > 1 else "",
         optimizer=traced.optimizer,
         channels_last=channels_last,
         headroom=plan.HEADROOM,
         predictions=made,
-        assumptions=[*traced.assumptions, *_assumptions(channels_last, own_layout, asked=target is None)],
+        assumptions=[
+            *traced.assumptions,
+            *rates_used(made),
+            *assumptions(channels_last, own_layout, job, asked=target is None),
+        ],
     )
-    record = record.model_copy(update=_of_best(record.best, made, traced, channels_last, slurm, record.assumptions))
+    record = _with_best(record, plans, where, slurm)
     results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to)
 
 
-def _check_target(
-    target: str | None,
-    model: str | None,
-    *,
-    sequence: int | None,
-    image: int | None,
-    optimizer: str | None,
-    as_module: bool,
-) -> None:
-    """Check that either a script or a model is named, with options that belong to it."""
-    from mezzo.measure.predict import named
+def _conditions(gpu: Gpu, channels_last: bool, job: Job) -> Conditions:
+    from mezzo.measure.predict.calibrate import calibration_of
+    from mezzo.measure.predict.step import Conditions
 
-    if (target is None) == (model is None):
-        given = "neither" if target is None else f"the script {target!r} and --model {model!r}"
-        raise UsageError(
-            f"predict needs a script or a model, and not both; it was given {given}",
-            hint="type mezzo predict train.py, or mezzo predict --model timm:resnet50",
-        )
-    if target is None and as_module:
-        raise UsageError(f"-m belongs to a script, not to --model {model}", hint="leave it out")
-    if optimizer is not None and optimizer not in named.OPTIMIZERS:
-        raise UsageError(
-            f"--optimizer {optimizer!r} cannot be predicted; {nearest(optimizer, named.OPTIMIZERS)}",
-            hint="type --optimizer adamw, or predict your own script, which has its own optimizer",
-        )
-    own = {"--sequence": sequence, "--image": image, "--optimizer": optimizer}
-    for name, value in own.items():
-        if target is not None and value is not None:
-            raise UsageError(
-                f"{name} {value} belongs to --model; {target} has its own",
-                hint=f"leave it out, or put it after {target} if it is the script's own argument",
-            )
-    if target is not None and not as_module and not Path(target).is_file():
-        near = sorted(
-            path.name for path in (Path(target).parent if Path(target).parent.is_dir() else Path()).glob("*.py")
-        )
-        raise UsageError(
-            f"there is no script {target!r}; {nearest(Path(target).name, near) if near else 'the folder has no scripts'}",
-            hint="check the path; for a model by name, type --model timm:resnet50",
-        )
+    return Conditions(gpu=gpu, channels_last=channels_last, job=job, calibration=calibration_of(gpu))
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """What was traced, by recorded policy."""
-
-    name: str
-    size: str
-    unit: str
-    batch: int
-    optimizer: str
-    tapes: dict[str, Tapes]
-    assumptions: list[Reason]
-    channels_last: bool | None = None
-    """Whether images are stored channels-last; None where there are none."""
-
-
-def _of_model(
-    model: str,
-    policies: list[str],
-    batch: int,
-    sizes: tuple[int | None, int | None],
-    optimizer: str,
-    channels_last: bool,
-) -> _Traced:
-    from mezzo.measure.predict import named, plan
-
-    found = named.named_model(model, image=sizes[0], sequence=sizes[1])
-    tapes: dict[str, Tapes] = {}
-    for policy in plan.to_record(policies):
-        results.note(f"tracing {model} in {_for(policy, policies)}")
-        tape_of = partial(named.tape_of, found, policy, optimizer=optimizer, channels_last=channels_last)
-        try:
-            tapes[policy] = plan.Tapes.record(tape_of, batch)
-        except MezzoError:
-            raise
-        except Exception as error:  # a library's constructors and forward passes raise what they like
-            raise _untraceable(model, policy, error) from error
-    layout = channels_last if found.unit == "images" else None
-    return _Traced(model, found.size, found.unit, batch, optimizer, tapes, [], layout)
-
-
-def _for(recorded: str, policies: list[str]) -> str:
-    """Return the policies that a trace serves."""
-    from mezzo.measure.predict.plan import recorded_as
-
-    return ", ".join([name for name in policies if recorded_as(name) == recorded] or [f"{recorded}, the baseline"])
-
-
-def _untraceable(model: str, policy: str, error: Exception) -> UsageError:
-    why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if isinstance(error, MemoryError) or "allocate memory" in str(error):
-        return UsageError(
-            f"{model} does not fit this machine's memory: its constructor reads numbers, so its weights must be made ({why})",
-            hint="predict on a machine with more memory, or name a smaller model of the family",
-        )
-    if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
-        why = f"its control flow depends on numbers: {why}"
-    return UsageError(
-        f"one step of {model} cannot be traced without numbers in {policy}: {why}",
-        hint="check --image and --sequence; a model whose control flow depends on its data cannot be predicted",
-    )
-
-
-def _of_script(target: str, arguments: list[str], policies: list[str], batch: int | None, as_module: bool) -> _Traced:
+def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: float | None) -> Prediction:
+    """Return the prediction for ``policy``, with its cost where the price of one GPU is known."""
     from mezzo.measure.predict import plan
-    from mezzo.measure.predict.script_plan import script_plan
 
-    results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
-    found = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
-    size = "the script's own inputs"
-    return _Traced(
-        target, size, found.unit, found.batch, found.optimizer, found.tapes, found.assumptions, found.channels_last
+    one = plan.predict(
+        traced.tapes,
+        where.gpu,
+        policy,
+        batch=traced.batch,
+        channels_last=where.channels_last,
+        job=where.job,
+        calibration=where.calibration,
     )
-
-
-def _priced(one: Prediction, price_per_hour: float | None) -> Prediction:
+    if traced.checkpoint:  # no measured row has it
+        one = one.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})
     if price_per_hour is None or not one.possible:
         return one
-    return one.model_copy(update={"cost_per_million": renting.cost_per_million(one.throughput, price_per_hour)})
+    cost = renting.cost_per_million(one.throughput, price_per_hour * where.job.num_gpus)
+    return one.model_copy(update={"cost_per_million": cost})
 
 
-def _of_best(
-    best: Prediction | None,
-    made: list[Prediction],
-    traced: _Traced,
-    channels_last: bool,
-    slurm: bool,
-    assumptions: list[Reason],
-) -> dict[str, PredictionDetail | list[str] | list[Reason]]:
-    """Return what the record has of its fastest prediction alone."""
-    from mezzo.gpus import GPUS
+def _with_best(record: PredictRecord, plans: list[Traced], where: list[Conditions], slurm: bool) -> PredictRecord:
+    """Return the record with what it has of the fastest GPU alone."""
     from mezzo.measure.predict.detail import detail_of
 
+    on_gpus = [one for one in record.predictions if one.gpu != _CPU]
+    best = record.model_copy(update={"predictions": on_gpus}).best
     if best is None:
-        return {}
-    gpu = GPUS[best.gpu]
-    curves = [one for one in made if one.gpu == best.gpu and one.possible and one.largest_batch]
-    detail = detail_of(traced.tapes, gpu, best, curves, batch=traced.batch, channels_last=channels_last)
+        return record
+    own = next(one for one in where if one.gpu.name == best.gpu)
+    traced = next(one for one in plans if one.checkpoint == best.checkpoint)
+    same = [one for one in record.predictions if (one.gpu, one.checkpoint) == (best.gpu, best.checkpoint)]
+    curves = [one for one in same if one.possible and one.largest_batch]
+    detail = detail_of(traced.tapes, best, curves, batch=traced.batch, where=own)
     if not slurm:
-        return {"detail": detail}
-    lines, assumed = renting.slurm_lines(gpu, best)
-    return {"detail": detail, "slurm": lines, "assumptions": [*assumptions, *assumed]}
+        return record.model_copy(update={"detail": detail})
+    lines, assumed = renting.slurm_lines(own.gpu, best, num_gpus=own.job.num_gpus)
+    return record.model_copy(update={"detail": detail, "slurm": lines, "assumptions": [*record.assumptions, *assumed]})
 
 
-def _assumptions(channels_last: bool, own_layout: bool | None, *, asked: bool) -> list[Reason]:
-    """Return what every prediction assumes; ``asked`` says that the layout is only what the options ask for."""
-    from mezzo.measure.predict.memory import DRIVER_BYTES
-    from mezzo.records import Reason
+def _calibrate() -> None:
+    """Measure this machine's rates, keep them, and say where."""
+    from mezzo.measure.predict.calibrate import calibrate, this_kind
 
-    given = "--channels-last was not given" if asked else "as the script stores its images"
-    faster = "" if channels_last else "; 16-bit convolutions are faster with --channels-last"
-    why = "--channels-last asks for it" if channels_last and (asked or not own_layout) else given + faster
-    layout = Reason(what="layout", value="channels-last" if channels_last else "channels-first", reason=why)
-    return [
-        *([] if own_layout is None else [layout]),
-        Reason(
-            what="fp32 and tf32",
-            value="all products in one of them",
-            reason="torch by itself computes convolutions in TF32 and matrix products in FP32, which lies between the two",
-        ),
-        Reason(what="input pipeline", value="keeps up", reason="its time is not predicted"),
-        Reason(
-            what="driver and context",
-            value=f"{DRIVER_BYTES >> 20} MiB",
-            reason="it differs by driver; cuDNN's workspaces come on top, at times 10% to 15% of the memory",
-        ),
-        Reason(what="step", value="eager, one GPU", reason="torch.compile and several GPUs are not predicted"),
-    ]
+    found = calibrate(this_kind(), note=results.note)
+    found.save()
+    results.note(
+        f"{found.device}: steps of the probes ran at {found.low:.0%} to {found.high:.0%} of the predicted speed; "
+        f"kept in {found.path}"
+    )
+
+
+def _on_cpu(
+    model: str | None, batch: int, sizes: tuple[int | None, int | None], optimizer: str, channels_last: bool
+) -> Prediction:
+    from mezzo.measure.predict import named, plan
+    from mezzo.measure.predict.calibrate import device_name, kept
+
+    found = kept(device_name("cpu"))
+    if model is None or found is None:
+        raise UsageError(
+            "--gpus cpu needs a model by name" if model is None else "this CPU is not calibrated",
+            hint="name it with --model" if model is None else "run mezzo predict --calibrate once",
+        )
+    one = named.named_model(model, image=sizes[0], sequence=sizes[1])
+    tape = named.tape_of(one, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
+    return plan.predict_cpu(tape, found, batch=batch)

@@ -61,31 +61,36 @@ def cost_per_million(throughput: float, price_per_hour: float) -> float:
     return price_per_hour * _MILLION / throughput / _HOUR_S
 
 
-def slurm_lines(gpu: Gpu, one: Prediction) -> tuple[list[str], list[Reason]]:
-    """Return the lines of a batch script that ask for ``gpu``, and what they assume."""
+def slurm_lines(gpu: Gpu, one: Prediction, *, num_gpus: int = 1) -> tuple[list[str], list[Reason]]:
+    """Return the lines of a batch script that ask for ``num_gpus`` of ``gpu`` on one machine, and what they assume."""
     from mezzo.records import Reason
 
-    gib = max(16, 8 * math.ceil((one.device_bytes / 2**30 + _SPARE_GIB) / 8))
+    gib = max(16, 8 * math.ceil(num_gpus * (one.device_bytes / 2**30 + _SPARE_GIB) / 8))
     kind = (
         gpu.name.split("-")[0] if gpu.name.startswith(("a100", "h100", "h200", "v100")) else gpu.name.replace("-", "_")
     )
+    each = "" if num_gpus == 1 else f", for each of {num_gpus} GPUs"
     lines = [
         "#SBATCH --nodes=1",
         "#SBATCH --ntasks=1",
-        f"#SBATCH --gres=gpu:{kind}:1",
-        f"#SBATCH --cpus-per-task={_CPUS}",
+        f"#SBATCH --gres=gpu:{kind}:{num_gpus}",
+        f"#SBATCH --cpus-per-task={_CPUS * num_gpus}",
         f"#SBATCH --mem={gib}G",
     ]
     assumed = [
         Reason(
-            what="--gres", value=f"gpu:{kind}:1", reason="each cluster names its GPUs: sinfo -o '%G' lists its names"
+            what="--gres",
+            value=f"gpu:{kind}:{num_gpus}",
+            reason="each cluster names its GPUs: sinfo -o '%G' lists its names",
         ),
         Reason(
             what="--mem",
             value=f"{gib}G",
-            reason=f"the step's {one.device_bytes / 2**30:.1f} GiB of GPU memory and {_SPARE_GIB} GiB for data, in steps of 8",
+            reason=f"the step's {one.device_bytes / 2**30:.1f} GiB of GPU memory and {_SPARE_GIB} GiB for data{each}, in steps of 8",
         ),
-        Reason(what="--cpus-per-task", value=str(_CPUS), reason="for loading data; its time is not predicted"),
+        Reason(
+            what="--cpus-per-task", value=str(_CPUS * num_gpus), reason="for loading data; its time is not predicted"
+        ),
         Reason(what="--time", value="not set", reason="Mezzo does not know how many steps you train"),
     ]
     return lines, assumed

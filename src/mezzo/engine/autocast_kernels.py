@@ -189,6 +189,14 @@ class WeightCasts:
         """Drop all casts, or those of one weight."""
         self.kept = {} if weight is None else {k: v for k, v in self.kept.items() if v[0] is not weight}
 
+    def made(self) -> set[tuple[int, bool, torch.dtype]]:
+        """Return the keys of all casts."""
+        return set(self.kept)
+
+    def keep_only(self, keys: set[tuple[int, bool, torch.dtype]]) -> None:
+        """Drop the casts whose keys are not in ``keys``."""
+        self.kept = {key: kept for key, kept in self.kept.items() if key in keys}
+
     def items(self) -> dict[Tensor, Tensor]:
         """Return the casts by weight."""
         return {weight: cast for weight, _, cast in self.kept.values()}
@@ -248,6 +256,11 @@ class Region:
         _LOCAL.depth -= 1
         if _LOCAL.depth == 0 and _LOCAL.casts.kept:
             _LOCAL.casts.clear()
+
+
+def weight_casts() -> WeightCasts:
+    """Return the casts of weights that this thread's region keeps."""
+    return _LOCAL.casts
 
 
 def open_table() -> CastTable | None:

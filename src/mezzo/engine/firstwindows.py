@@ -42,6 +42,9 @@ class NoWatch:
     def after_backward(self) -> None:
         """Record the state after a backward pass."""
 
+    def gradients_moved(self) -> None:
+        """Forget the gradients after the last backward pass: the session set them aside, dropped them or put them back."""
+
     def before_update(self) -> NoWatch:
         """Check the gradients before an update; return the checks of the next window."""
         return self
@@ -113,6 +116,10 @@ class FirstWindows(NoWatch):
         self._held = next(
             ((p, p.grad, p.grad._version, p._version) for p in self._parameters if p.grad is not None), None
         )
+
+    def gradients_moved(self) -> None:
+        """Forget the gradients after the last backward pass: the session set them aside, dropped them or put them back."""
+        self._held = None
 
     def before_update(self) -> NoWatch:
         """Check the gradients before an update; return the checks of the next window."""

@@ -35,6 +35,7 @@ from mezzo.engine.firstwindows import FirstWindows, NoWatch
 from mezzo.engine.gradients import by_device, clip_factor, multiply, not_finite, put_back, set_aside, total_norm, wide
 from mezzo.engine.graphs import CapturedStep, Parts
 from mezzo.engine.kernels.choice import choose
+from mezzo.engine.microbatches import MicroBatch, MicroBatches
 from mezzo.engine.onepass import OnePass
 from mezzo.engine.ownership import Ownership
 from mezzo.engine.parameters import all_parameters, parameters_of, trained_by
@@ -63,8 +64,7 @@ class Session(Resumable):
                 loss = criterion(model(inputs), targets)
             session.step(loss)
 
-    ``step`` is ``backward`` and, at the end of a window of ``accumulate`` micro-batches, ``update``. With several losses or optimizers
-    call these two yourself.
+    ``step`` is ``backward`` and, after ``accumulate`` micro-batches, ``update``. With several losses call these two yourself.
 
     Args:
         model: a module, or several.
@@ -75,6 +75,7 @@ class Session(Resumable):
         clip_value: largest magnitude of a gradient's element.
         scheduler: a learning rate scheduler, or several; stepped once an update of its optimizer, held on a skipped one.
         num_losses: how many losses have a scale of their own; ``backward(loss, loss_id=k)`` chooses one.
+        micro_batch: of ``train_batch``: the most samples of a part, or "auto"; halved when memory runs out. None for whole batches.
 
     Raises:
         PolicyError: the policy cannot be read, or names a module that the model lacks.
@@ -96,6 +97,7 @@ class Session(Resumable):
         clip_value: float | None = None,
         scheduler: Any = None,
         num_losses: int = 1,
+        micro_batch: MicroBatch = None,
     ) -> None:
         self.policy = Policy.of(policy)
         self.models = listed(model)
@@ -117,6 +119,7 @@ class Session(Resumable):
         self._progress = Progress(self.device, together=self.processes.several)
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         self._window = Window()
+        self.train_batch = MicroBatches(self, micro_batch)
         self._open_window()
         self._position, self._snapshots = Position(), Snapshots()
         self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
@@ -128,7 +131,7 @@ class Session(Resumable):
     def explain(self) -> Choices:
         """Return what the policy does here, each choice with its reason; the result prints as a table."""
         choices = [*self.policy.explain(self.device.type), *explained(self.models, self.casting), self._way_of_updating]
-        return Choices([*choices, *self.processes.explain()])
+        return Choices([*choices, *self.processes.explain(), *self.train_batch.explain()])
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass and the loss are computed."""
@@ -178,11 +181,8 @@ class Session(Resumable):
 
     def _differentiate(self, loss: Tensor, share: float, *, loss_id: int = 0, retain_graph: bool = False) -> None:
         scaled = self.scales[loss_id].scale(loss if share == 1.0 else loss * share)
-        if self.casting.table is None:
+        with self.casting.backward():
             scaled.backward(retain_graph=retain_graph)
-        else:
-            with self.casting.backward():
-                scaled.backward(retain_graph=retain_graph)
 
     def capture(
         self, compute_loss: Callable[..., Any], *examples: Any, other_shapes: Literal["error", "eager"] = "error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -40,6 +41,8 @@ class Window:
         """Begin a window of ``accumulate`` micro-batches; ``num_losses`` losses have scales."""
         self.accumulate = accumulate
         self.calls = 0
+        self.batches = 0
+        """Batches that were trained on in parts; their parts are among ``calls``."""
         self.unscaled: Reduction | None = None
         """What the gradients were reduced to when ``unscale`` was called; None while they are scaled."""
         self.found: dict[int, Tensor] = {}
@@ -67,6 +70,20 @@ class Window:
         share = given / (self._first_weight * self.accumulate)
         self._shares[loss_id] += share
         return share
+
+    def count_in(self, unit: float) -> None:
+        """Count weights in ``unit``, unless the window has had one."""
+        self._first_weight = self._first_weight or unit
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that backward passes change."""
+        return {name: copy(value) if isinstance(value, (list, dict)) else value for name, value in vars(self).items()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Return to what ``state()`` returned."""
+        vars(self).update(
+            {name: copy(value) if isinstance(value, (list, dict)) else value for name, value in state.items()}
+        )
 
     def sum_of_shares(self) -> float:
         """Return the sum of this process's shares, of the loss that has most."""

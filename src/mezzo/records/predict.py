@@ -20,15 +20,22 @@ class Prediction(Value):
     """One GPU under one policy."""
 
     gpu: str
+    """Its name; ``cpu`` for the CPU of the machine that predicts."""
     policy: str
+    checkpoint: str = ""
+    """The plan of activation checkpointing; empty where everything is kept."""
     possible: bool
     reason: str = ""
     """Why it is not possible, or what the policy becomes on this GPU."""
     validated: bool = False
     """Whether measured rows of this architecture and precision stand behind the constants."""
+    calibrated: bool = False
+    """Whether rates measured on this machine stand behind the time, in place of the constants."""
     step_ms: float = 0.0
+    communication_ms: float = 0.0
+    """What GPUs of a job send in a step, most of it beside computation."""
     throughput: float = 0.0
-    """Images or sequences a second at the record's batch size."""
+    """Images or sequences a second at the record's batch size, of all GPUs of the job."""
     throughput_low: float = 0.0
     """10th percentile, from the errors on architectures that were left out of the fit."""
     throughput_high: float = 0.0
@@ -92,6 +99,8 @@ class PredictionDetail(Value):
 
     gpu: str
     policy: str
+    checkpoint: str = ""
+    """The plan of activation checkpointing; empty where everything is kept."""
     limit_bytes: int
     """What the GPU has for torch's allocator."""
     curves: list[BatchCurve] = []
@@ -126,6 +135,10 @@ class PredictRecord(WholeRecord):
     """The size of one input."""
     unit: str
     batch: int
+    gpus_per_job: int = 1
+    """GPUs that train together, each on a batch of its own."""
+    shard: str = ""
+    """How they share the training: ``ddp`` or ``fsdp``; empty for one GPU."""
     optimizer: str
     channels_last: bool
     headroom: float

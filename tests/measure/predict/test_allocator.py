@@ -91,3 +91,42 @@ def test_peaks_are_of_allocated_and_of_reserved_bytes() -> None:
         allocator.release(block)
     assert (allocator.allocated_bytes, allocator.peak_allocated_bytes) == (0, 4 * 600 * KIB)
     assert (allocator.reserved_bytes, allocator.peak_reserved_bytes) == (4 * MIB, 4 * MIB)
+
+
+# --- against a log of torch's own format -----------------------------------------------------------------------------------
+
+TRACE = [
+    # ``device_traces`` of a memory snapshot, written by hand from the allocator's rules: requests of tensors, and the segments that
+    # the device gave for them. Freed blocks are named by their address.
+    {"action": "segment_alloc", "addr": 0, "size": 20 * MIB},
+    {"action": "alloc", "addr": 0, "size": 6 * MIB},
+    {"action": "alloc", "addr": 6 * MIB, "size": 8 * MIB},
+    {"action": "segment_alloc", "addr": 100 * MIB, "size": 2 * MIB},
+    {"action": "alloc", "addr": 100 * MIB, "size": 4096},
+    {"action": "free_completed", "addr": 0, "size": 6 * MIB},
+    {"action": "segment_alloc", "addr": 200 * MIB, "size": 20 * MIB},
+    {"action": "alloc", "addr": 200 * MIB, "size": 9 * MIB},
+    {"action": "alloc", "addr": 0, "size": 5 * MIB},
+    {"action": "free_completed", "addr": 200 * MIB, "size": 9 * MIB},
+    {"action": "segment_alloc", "addr": 300 * MIB, "size": 34 * MIB},
+    {"action": "alloc", "addr": 300 * MIB, "size": 33 * MIB + 512},
+    {"action": "segment_free", "addr": 200 * MIB, "size": 20 * MIB},
+    {"action": "alloc", "addr": 14 * MIB, "size": 6 * MIB},
+]
+
+
+def test_the_peak_of_a_log_is_simulated_from_its_requests_alone() -> None:
+    reserved, peak, live = 0, 0, {}
+    allocator = CachingAllocator()
+    for event in TRACE:
+        action, size = event["action"], event["size"]
+        assert isinstance(size, int)
+        if action == "alloc":
+            live[event["addr"]] = allocator.allocate(size)
+        elif action == "free_completed":
+            allocator.release(live.pop(event["addr"]))
+        else:
+            reserved += size if action == "segment_alloc" else -size
+            peak = max(peak, reserved)
+    assert peak == 76 * MIB
+    assert allocator.peak_reserved_bytes == pytest.approx(peak, rel=0.03)

@@ -6,7 +6,7 @@ import pytest
 
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.detail import module_times, timeline
-from mezzo.measure.predict.plan import Step
+from mezzo.measure.predict.step import Conditions
 from mezzo.measure.predict.tape import MemoryBlock, Operation, Tape
 
 
@@ -19,9 +19,7 @@ def test_the_timeline_has_the_bytes_of_each_kind_over_the_last_step() -> None:
         MemoryBlock(7, "inputs"),
     ]
     events = [0, 1, ~1, 4, 2, 3, ~2, ~4, ~0]
-    tape = Tape(
-        batch=1, blocks=blocks, events=events, step_starts=[1, 3], backward_starts=[2, 5], optimizer_starts=(7,)
-    )
+    tape = Tape(batch=1, blocks=blocks, events=events, step_starts=[1, 3], backward_starts=[2, 5], optimizer_starts=[7])
     found = timeline(tape)
     assert found.places == [0, 1, 2]  # after the last allocation everything only goes
     assert found.kinds == {
@@ -40,7 +38,7 @@ def test_the_times_of_modules_add_up_to_the_time_on_the_gpu() -> None:
         Operation("add", "forward", "head", "fp32", 0, 10, 10),
         Operation("add", "optimizer", "", "fp32", 0, 10**6, 10**6),
     ]
-    step = Step(Tape(batch=1, operations=operations), gpu_named("t4"), policy="fp32", channels_last=False)
+    step = Conditions(gpu=gpu_named("t4")).step(Tape(batch=1, operations=operations), "fp32")
     found = {one.module: one.ms for one in module_times(step)}
     assert list(found) == ["body.0", "(optimizer)", "head"]
     assert sum(ms for own in found.values() for ms in own.values()) == pytest.approx(1e3 * step.device_s)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mezzo.gpus import Gpu
 from mezzo.measure.predict.memory import DRIVER_BYTES
-from mezzo.measure.predict.plan import Step, Tapes, recorded_as, throughput
+from mezzo.measure.predict.plan import Tapes, recorded_as
+from mezzo.measure.predict.step import Conditions, Step
 from mezzo.measure.predict.tape import Tape
 from mezzo.records import BatchCurve, MemoryTimeline, ModuleTime, Prediction, PredictionDetail
 
@@ -16,32 +16,28 @@ _SHOWN_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporar
 
 
 def detail_of(
-    tapes: Mapping[str, Tapes],
-    gpu: Gpu,
-    best: Prediction,
-    others: Sequence[Prediction],
-    *,
-    batch: int,
-    channels_last: bool,
+    tapes: Mapping[str, Tapes], best: Prediction, others: Sequence[Prediction], *, batch: int, where: Conditions
 ) -> PredictionDetail:
     """Return the detail of ``best``, with the curves of ``others``, which are on the same GPU."""
     own = tapes[recorded_as(best.policy)].at(batch)
     return PredictionDetail(
         gpu=best.gpu,
         policy=best.policy,
-        limit_bytes=gpu.memory_bytes - DRIVER_BYTES,
-        curves=[_curve(tapes[recorded_as(one.policy)], gpu, one, channels_last=channels_last) for one in others],
-        timeline=timeline(own),
-        modules=module_times(Step(own, gpu, policy=best.policy, channels_last=channels_last)),
+        checkpoint=best.checkpoint,
+        limit_bytes=where.gpu.memory_bytes - DRIVER_BYTES,
+        curves=[_curve(tapes[recorded_as(one.policy)], one, where) for one in others],
+        timeline=timeline(where.job.tape_of_rank(own)),
+        modules=module_times(where.covering(best.policy).step(own, best.policy)),
     )
 
 
-def _curve(tapes: Tapes, gpu: Gpu, one: Prediction, *, channels_last: bool) -> BatchCurve:
+def _curve(tapes: Tapes, one: Prediction, where: Conditions) -> BatchCurve:
     """Return the throughput at powers of two up to the largest batch that fits, and at that batch."""
     largest = one.largest_batch or 0
     sizes = [2**power for power in range(20) if 2**power < largest]
     sizes += [largest] if largest else []
-    rates = [throughput(tapes, gpu, one.policy, batch=size, channels_last=channels_last) for size in sizes]
+    known = where.covering(one.policy)
+    rates = [known.throughput(tapes.at(size), one.policy, num_batches=tapes.num_batches) for size in sizes]
     return BatchCurve(policy=one.policy, batches=sizes, throughput=rates)
 
 

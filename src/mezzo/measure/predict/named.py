@@ -147,8 +147,27 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 """With torch's defaults, which matter to neither time nor memory; SGD with momentum."""
 
 
-def tape_of(model: NamedModel, policy: str, batch: int, *, optimizer: str, channels_last: bool) -> Tape:
-    """Return the tape of ``model``'s training under ``policy``."""
+def tape_of(
+    model: NamedModel,
+    policy: str,
+    batch: int,
+    *,
+    optimizer: str,
+    channels_last: bool,
+    gpu: bool = True,
+    checkpoint: str | None = None,
+) -> Tape:
+    """Return the tape of ``model``'s training under ``policy``.
+
+    Args:
+        model: the model.
+        policy: one of the policies that are recorded.
+        batch: the batch size.
+        optimizer: one of ``OPTIMIZERS``.
+        channels_last: whether images are stored channels-last.
+        gpu: whether the operations are a GPU's or a CPU's.
+        checkpoint: a plan of ``mezzo.checkpoint`` by name, or its budget; None to keep everything.
+    """
 
     def build() -> nn.Module:
         made = model.build()
@@ -164,4 +183,6 @@ def tape_of(model: NamedModel, policy: str, batch: int, *, optimizer: str, chann
         batch=batch,
         optimizer=OPTIMIZERS[optimizer],
         policy=Policy.parse(policy),
+        gpu=gpu,
+        checkpoint=checkpoint,
     )

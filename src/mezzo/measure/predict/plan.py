@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mezzo.errors import UsageError, nearest
 from mezzo.gpus import Gpu
-from mezzo.measure.predict.constants import Constants, fitted
-from mezzo.measure.predict.fp8 import CASTS, fp8_bounds, fp8_layers
+from mezzo.measure.predict.calibrate import Calibration
+from mezzo.measure.predict.constants import fitted
 from mezzo.measure.predict.memory import (
     CUBLAS_WORKSPACE_BYTES,
     CUBLAS_WORKSPACE_HOPPER_BYTES,
@@ -20,9 +19,10 @@ from mezzo.measure.predict.memory import (
     PredictedMemory,
     predict_memory,
 )
+from mezzo.measure.predict.sharding import Job
+from mezzo.measure.predict.step import ALONE, Conditions, module_shares
 from mezzo.measure.predict.tape import Tape, check_same_steps
-from mezzo.measure.predict.time import Card, Columns, longer_of, operation_bounds
-from mezzo.records import ModuleShare, Prediction
+from mezzo.records import Prediction
 
 HEADROOM = 0.13
 """Of 65 measured trainings none needed more than 1 / (1 - 0.13) times the prediction."""
@@ -31,7 +31,6 @@ PREDICTED = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16
 _WORTH, _EVEN = 1.15, 1.03
 _MOST = 1 << 24
 """Largest batch that is looked for."""
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Tapes:
     num_batches: int = 1
     """Batches that one update accumulates."""
     _made: dict[int, Tape] = field(default_factory=dict, repr=False, compare=False)
-    largest: dict[tuple[int, int, float], int] = field(default_factory=dict, repr=False, compare=False)
-    """The largest batch by memory, workspace and headroom: GPUs and policies that share these share it."""
+    largest: dict[tuple[int, int, float, Job], int] = field(default_factory=dict, repr=False, compare=False)
+    """The largest batch by memory, workspace, headroom and job: GPUs and policies that share these share it."""
 
     def at(self, batch: int) -> Tape:
         """Return the tape at ``batch``."""
@@ -84,7 +83,15 @@ def recorded_as(policy: str) -> str:
 
 
 def predict(
-    tapes: dict[str, Tapes], gpu: Gpu, policy: str, *, batch: int, channels_last: bool, headroom: float = HEADROOM
+    tapes: dict[str, Tapes],
+    gpu: Gpu,
+    policy: str,
+    *,
+    batch: int,
+    channels_last: bool,
+    headroom: float = HEADROOM,
+    job: Job = ALONE,
+    calibration: Calibration | None = None,
 ) -> Prediction:
     """Return the prediction for ``policy`` on ``gpu``.
 
@@ -95,55 +102,81 @@ def predict(
         batch: the batch size.
         channels_last: whether images are stored channels-last.
         headroom: share of the memory that the largest batch leaves free.
+        job: how many GPUs train together; ``batch`` is that of each.
+        calibration: rates measured on a GPU of this kind; None for the constants that ship.
     """
     why = impossible(gpu, policy)
     if why:
         return Prediction(gpu=gpu.name, policy=policy, possible=False, reason=why)
+    where = Conditions(gpu=gpu, channels_last=channels_last, job=job, calibration=calibration).covering(policy)
     own = tapes[recorded_as(policy)]
-    tape = own.at(batch)
-    step = Step(tape, gpu, policy=policy, channels_last=channels_last)
-    wide = tapes["fp32"].at(batch)
-    over_fp32 = Step(wide, gpu, policy="fp32", channels_last=channels_last).seconds / step.seconds
+    tape, wide = own.at(batch), tapes["fp32"].at(batch)
+    step = where.step(tape, policy)
+    over_fp32 = where.step(wide, "fp32").seconds / step.seconds
     has_tf32 = gpu.tf32_flops_per_s is not None
-    over_tf32 = Step(wide, gpu, policy="tf32", channels_last=channels_last).seconds / step.seconds if has_tf32 else None
-    memory, known, samples = _memory(tape, gpu), fitted(), batch * own.num_batches
-    largest = _largest_batch(own, gpu, headroom)
+    over_tf32 = where.step(wide, "tf32").seconds / step.seconds if has_tf32 else None
+    is_fp32 = policy == "tf32" and not has_tf32
+    rank = job.tape_of_rank(tape)
+    memory, rate = _memory(rank, gpu), where.throughput(tape, policy, num_batches=own.num_batches)
+    largest = _largest_batch(own, where, headroom)
+    low, high = where.band
     made = Prediction(
         gpu=gpu.name,
         policy=policy,
         possible=True,
-        reason=step.note if policy != "tf32" or has_tf32 else f"{gpu.label} has no TF32: this is FP32",
-        validated=known.covers(gpu.architecture, policy),
+        reason=f"{gpu.label} has no TF32: this is FP32" if is_fp32 else step.note,
+        validated=job == ALONE and fitted().covers(gpu.architecture, "fp32" if is_fp32 else policy),
+        calibrated=where.calibration is not None,
         step_ms=step.seconds * 1e3,
-        throughput=samples / step.seconds,
-        throughput_low=samples / step.seconds * known.low,
-        throughput_high=samples / step.seconds * known.high,
+        communication_ms=step.communication_s * 1e3,
+        throughput=rate,
+        throughput_low=rate * low,
+        throughput_high=rate * high,
         bounds=step.bounds(),
         modules=step.modules(),
         allocated_bytes=memory.allocated_bytes,
         reserved_bytes=memory.reserved_bytes,
         device_bytes=memory.reserved_bytes + DRIVER_BYTES,
         memory_bytes=memory.by_kind_bytes,
-        fits=memory_under_limit(tape, gpu, 0.0).fits,
+        fits=memory_under_limit(rank, gpu, 0.0).fits,
         largest_batch=largest,
         over_fp32=over_fp32,
         over_tf32=over_tf32,
     )
     if largest:
-        rate = throughput(own, gpu, policy, batch=largest, channels_last=channels_last)
-        made = made.model_copy(update={"largest_throughput": rate})
-    if policy == "tf32" and not has_tf32:
-        return made.model_copy(update={"validated": known.covers(gpu.architecture, "fp32")})
-    share = memory.reserved_bytes / _memory(wide, gpu).reserved_bytes
-    over_bf16 = None
-    if policy == "fp8":
-        over_bf16 = Step(tape, gpu, policy="bf16", channels_last=channels_last).seconds / step.seconds
+        most = where.throughput(own.at(largest), policy, num_batches=own.num_batches)
+        made = made.model_copy(update={"largest_throughput": most})
+    if is_fp32:
+        return made
+    share = memory.reserved_bytes / _memory(job.tape_of_rank(wide), gpu).reserved_bytes
+    over_bf16 = where.step(tape, "bf16").seconds / step.seconds if policy == "fp8" else None
     return made.model_copy(update={"verdict": verdict(policy, over_fp32, over_tf32, share, over_bf16=over_bf16)})
 
 
-def throughput(tapes: Tapes, gpu: Gpu, policy: str, *, batch: int, channels_last: bool) -> float:
-    """Return the samples a second of ``policy``'s own tapes at ``batch``."""
-    return batch * tapes.num_batches / Step(tapes.at(batch), gpu, policy=policy, channels_last=channels_last).seconds
+def predict_cpu(tape: Tape, calibration: Calibration, *, batch: int) -> Prediction:
+    """Return the prediction for this machine's CPU in FP32, from a tape of CPU operations and its calibration."""
+    each = calibration.rates["fp32"].seconds(tape.operations)
+    seconds, memory = float(each.sum()), predict_memory(tape, workspace_bytes=0)
+    kinds = np.array(["arithmetic" if op.flops else "bandwidth" for op in tape.operations])
+    return Prediction(
+        gpu="cpu",
+        policy="fp32",
+        possible=True,
+        calibrated=True,
+        step_ms=seconds * 1e3,
+        throughput=batch / seconds,
+        throughput_low=batch / seconds * calibration.low,
+        throughput_high=batch / seconds * calibration.high,
+        bounds={kind: float(each[kinds == kind].sum() / seconds) for kind in ("arithmetic", "bandwidth", "launch")},
+        modules=module_shares(tape, each, kinds),
+        allocated_bytes=memory.allocated_bytes,
+        reserved_bytes=memory.allocated_bytes,  # the C library's allocator keeps little
+        device_bytes=memory.allocated_bytes,
+        memory_bytes=memory.by_kind_bytes,
+        fits=memory.allocated_bytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        over_fp32=1.0,
+        verdict=f"This machine, {calibration.threads} threads.",
+    )
 
 
 def impossible(gpu: Gpu, policy: str) -> str:
@@ -179,85 +212,6 @@ def verdict(
     return f"Not worth it: {gain:.2f} times {against}'s speed{memory}."
 
 
-class Step:
-    """One step on one GPU."""
-
-    def __init__(self, tape: Tape, gpu: Gpu, *, policy: str, channels_last: bool) -> None:
-        """Price each operation of ``tape``."""
-        self.tape = tape
-        ops, constants = Columns.of(tape.operations), fitted().constants
-        found = operation_bounds(ops, Card.of(gpu, tf32=policy != "fp32", channels_last=channels_last), constants)
-        self.parts = {"arithmetic": found.arithmetic, "bandwidth": found.traffic}
-        self.latency = constants.latency_s
-        self.each = found.total
-        self.note = ""
-        """What the policy becomes for this model, if that is not plain."""
-        self.num_launches = len(tape.operations)
-        if policy == "fp8":
-            self._in_fp8(gpu, constants, channels_last)
-        self.device_s, self.host_s = float(self.each.sum()), self.num_launches * constants.launch_s
-        self.seconds = float(longer_of(self.device_s, self.host_s))
-
-    def _in_fp8(self, gpu: Gpu, constants: Constants, channels_last: bool) -> None:
-        layers = fp8_layers(self.tape.operations)
-        self.note = layers.sentence
-        places = np.flatnonzero(layers.chosen)
-        if not len(places):
-            return
-        own = [self.tape.operations[place] for place in places]
-        found = fp8_bounds(own, gpu, constants, channels_last=channels_last)
-        times = self.each[places].sum() / found.total.sum()
-        how = f"are {times:.2g} times as fast as" if times >= 1 else f"take {1 / times:.2g} times as long as"
-        self.note += f". They {how} in BF16, casts included"
-        self.parts["arithmetic"][places], self.parts["bandwidth"][places] = found.arithmetic, found.traffic
-        self.each[places] = found.total
-        self.num_launches += CASTS * len(places)
-
-    def bounds(self) -> dict[str, float]:
-        """Return the share of the step by what its operations wait for."""
-        if self.host_s > self.device_s:
-            return {"arithmetic": 0.0, "bandwidth": 0.0, "launch": 1.0}
-        kinds = self.kinds()
-        return {
-            kind: float(self.each[kinds == kind].sum() / self.device_s)
-            for kind in ("arithmetic", "bandwidth", "launch")
-        }
-
-    def kinds(self) -> NDArray[np.str_]:
-        """Return what each operation waits for."""
-        arithmetic, traffic = self.parts["arithmetic"], self.parts["bandwidth"]
-        longer = np.where(arithmetic > traffic, "arithmetic", "bandwidth")
-        result: NDArray[np.str_] = np.where(self.each < 2 * self.latency, "launch", longer)
-        return result
-
-    def modules(self) -> list[ModuleShare]:
-        """Return the modules with the largest shares; names are cut where the tree is deep."""
-        kinds = self.kinds()
-        found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for operation, seconds, kind in zip(self.tape.operations, self.each, kinds, strict=True):
-            name = "(optimizer)" if operation.phase == "optimizer" else _cut(operation.module)
-            found[name][str(kind)] += float(seconds)
-        order = sorted(found, key=lambda name: -sum(found[name].values()))
-        return [
-            ModuleShare(
-                module=name,
-                share=sum(found[name].values()) / self.device_s,
-                bound=max(found[name], key=lambda kind: found[name][kind]),
-            )
-            for name in order[:_SHOWN]
-        ]
-
-
-def _cut(module: str) -> str:
-    """Return the name up to its first number: ``encoder.layer.3.output`` is part of ``encoder.layer``."""
-    parts: list[str] = []
-    for part in module.split("."):
-        if part.isdecimal():
-            break
-        parts.append(part)
-    return ".".join(parts[:3]) or "(model)"
-
-
 def memory_under_limit(tape: Tape, gpu: Gpu, headroom: float) -> PredictedMemory:
     """Return the memory of ``tape`` replayed under what ``gpu`` has for the allocator, ``headroom`` left free."""
     limit = int((gpu.memory_bytes - DRIVER_BYTES) * (1 - headroom))
@@ -272,15 +226,16 @@ def _workspace_bytes(gpu: Gpu) -> int:
     return CUBLAS_WORKSPACE_HOPPER_BYTES if gpu.compute_capability == "9.0" else CUBLAS_WORKSPACE_BYTES
 
 
-def _largest_batch(tapes: Tapes, gpu: Gpu, headroom: float) -> int | None:
+def _largest_batch(tapes: Tapes, where: Conditions, headroom: float) -> int | None:
     """Return the largest batch size that fits, 0 if none does; found by doubling and halving, replayed each time."""
+    gpu, job = where.gpu, where.job
 
     def fits(batch: int) -> bool:
-        return memory_under_limit(tapes.at(batch), gpu, headroom).fits
+        return memory_under_limit(job.tape_of_rank(tapes.at(batch)), gpu, headroom).fits
 
     if tapes.other is None:
         return None
-    key = gpu.memory_bytes, _workspace_bytes(gpu), headroom
+    key = gpu.memory_bytes, _workspace_bytes(gpu), headroom, job
     if key in tapes.largest:
         return tapes.largest[key]
     low, high = 0, 1

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from mezzo.errors import MezzoError
 from mezzo.gpus import Gpu
+from mezzo.measure.predict.calibrate import calibration_of, rates_used
 from mezzo.measure.predict.plan import PREDICTED, predict, to_record
 from mezzo.measure.predict.script_plan import script_plan
 from mezzo.policy import Policy
@@ -59,9 +60,14 @@ def real_gpus(
     try:
         plan = script_plan(script, arguments, to_record(list(wanted.values())), as_module=as_module, scaled=scaled)
         found = [
-            predict(plan.tapes, gpu, name, batch=plan.batch, channels_last=bool(plan.channels_last)).model_copy(
-                update={"policy": shown}
-            )
+            predict(
+                plan.tapes,
+                gpu,
+                name,
+                batch=plan.batch,
+                channels_last=bool(plan.channels_last),
+                calibration=calibration_of(gpu),
+            ).model_copy(update={"policy": shown})
             for gpu in gpus
             for shown, name in wanted.items()
         ]
@@ -77,7 +83,7 @@ def real_gpus(
         unit=plan.unit,
         predictions=found,
         not_predicted=left_out,
-        assumptions=plan.assumptions,
+        assumptions=[*plan.assumptions, *rates_used(found)],
     )
 
 

@@ -21,7 +21,7 @@ from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.script_batches import ScriptBatches, first_size
 from mezzo.measure.predict.tape import Tape
-from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of
+from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
 
 _MOST_STEPS = 8
@@ -145,6 +145,8 @@ class ScriptRecorder:
                 self._masters.append(MasterWeights(module.parameters()))
             cast_model(module, self._policy, "cpu")
         self.recorder.phase = "setup"
+        for unit, size in units_of(module).items():
+            self.tape.units[unit] = self.tape.units.get(unit, 0) + size
         self.recorder.own(module.parameters(), "parameters")
         self.recorder.own(module.buffers(), "buffers")
 
@@ -163,7 +165,7 @@ class ScriptRecorder:
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.recorder.phase = "optimizer"
         if self.recorder.recording:
-            self.tape.optimizer_starts += (len(self.tape.events),)
+            self.tape.optimizer_starts.append(len(self.tape.events))
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
             own = {id(p) for model in self._models for p in model.parameters()}

@@ -73,8 +73,10 @@ class Tape:
     """Index into ``events`` at which each step begins."""
     backward_starts: list[int] = field(default_factory=list)
     """The same for each backward pass."""
-    optimizer_starts: tuple[int, ...] = ()
+    optimizer_starts: list[int] = field(default_factory=list)
     """The same for each call of an optimizer."""
+    units: dict[str, int] = field(default_factory=dict)
+    """Bytes of parameters by the part of the model that sharding gathers at once: a layer of a list, or ``""`` for the rest."""
 
     def at_batch(self, other: Tape, batch: int) -> Tape:
         """Return the tape of the same training at ``batch``, from this tape and ``other`` at another batch size.
@@ -110,6 +112,7 @@ class Tape:
             step_starts=self.step_starts,
             backward_starts=self.backward_starts,
             optimizer_starts=self.optimizer_starts,
+            units=self.units,
         )
 
 

@@ -87,7 +87,7 @@ class Columns:
             depth=depth,
             half=np.array([op.format in HALF_FORMATS for op in operations], dtype=bool),
             convolution=convolution,
-            depthwise=grouped & ((columns <= 1) | (depth <= window)),
+            depthwise=grouped & ((np.minimum(rows, columns) <= 1) | (depth <= window)),
             grouped=grouped,
             winograd=convolution & (window == 9),
             norm_bytes=read,

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.casting import Casting
 from mezzo.engine.conversion import cast_model
 from mezzo.engine.master import MasterWeights, NoMasters
+from mezzo.measure.checkpointing.plan import plan_for
+from mezzo.measure.checkpointing.trace import trace
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.tape import Tape
@@ -34,6 +36,8 @@ def record_training(
     policy: Policy | None = None,
     zero_grad: ZeroGrad = "before_forward",
     steps: int = STEPS,
+    gpu: bool = True,
+    checkpoint: str | None = None,
 ) -> Tape:
     """Return the tape of a training on fake tensors.
 
@@ -46,6 +50,8 @@ def record_training(
         policy: the precision; None for FP32.
         zero_grad: where gradients are set to None.
         steps: how many steps to record.
+        gpu: whether the operations are those of a GPU, or those of a CPU.
+        checkpoint: a plan of ``mezzo.checkpoint`` by name, or its budget, for the model; None to keep everything.
     """
     model = _built(build, policy)
     model.train()
@@ -53,13 +59,16 @@ def record_training(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     _make_fake(model, fake)
     region = region_of(policy)
+    recorder.tape.units = units_of(model)
+    if checkpoint is not None:
+        _checkpoint(model, fake, region, lambda: loss_of(model, batch_of(batch)), checkpoint)
     with recorder:
         _setup(model, recorder)
         recorder.phase = "optimizer"  # some optimizers make their state at once
         made = optimizer(model.parameters())
         masters = _masters(model, made, policy, recorder)
         for group in made.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
+            if gpu and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch chooses on a GPU
         kept: Any = None
         for _ in range(steps):
@@ -70,7 +79,7 @@ def record_training(
             if zero_grad == "before_forward":
                 made.zero_grad()
             recorder.phase = "forward"
-            with fake, cuda_operators(), modules_named(model, recorder):
+            with fake, cuda_operators() if gpu else nullcontext(), modules_named(model, recorder):
                 with region():
                     loss, outputs = loss_of(model, inputs)
                 kept = outputs
@@ -78,11 +87,12 @@ def record_training(
                     made.zero_grad()
                 recorder.phase = "backward"
                 recorder.tape.backward_starts.append(len(recorder.tape.events))
-                loss.backward()
+                with nullcontext() if checkpoint is None else backward_region_of(policy)():
+                    loss.backward()
             del loss, outputs
             recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
             recorder.phase = "optimizer"
-            recorder.tape.optimizer_starts += (len(recorder.tape.events),)
+            recorder.tape.optimizer_starts.append(len(recorder.tape.events))
             masters.pull_gradients()
             made.step()
             masters.push()
@@ -93,6 +103,36 @@ def record_training(
             del inputs
     del kept
     return recorder.tape
+
+
+def units_of(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of parameters by layer of a list, named up to its first number; ``""`` for what lies in none."""
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        end = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), 0)
+        unit = ".".join(parts[:end])
+        found[unit] = found.get(unit, 0) + parameter.numel() * parameter.element_size()
+    return found
+
+
+def _checkpoint(
+    model: nn.Module,
+    fake: FakeTensorMode,
+    region: Callable[[], AbstractContextManager[Any]],
+    forward: Callable[[], Any],
+    wanted: str,
+) -> None:
+    """Checkpoint the fake ``model`` by the plan that ``mezzo.checkpoint`` would choose."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # blocks that fill a cache cannot run again: transformers turns it off as well
+
+    def run(_: nn.Module) -> Any:
+        with fake, cuda_operators(), region():
+            return forward()
+
+    plan_for(trace(model, run), wanted).apply(model)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -166,6 +206,13 @@ def region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]
         return nullcontext
     casting = Casting.of(policy.replace(arithmetic="native"), "cpu")
     return casting.region
+
+
+def backward_region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what opens the region in which checkpointed modules run again."""
+    if policy is None or not policy.lowers:
+        return nullcontext
+    return Casting.of(policy.replace(arithmetic="native"), "cpu").backward
 
 
 @contextmanager

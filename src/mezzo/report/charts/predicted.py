@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mezzo.records import BatchCurve, PredictionDetail, PredictRecord
+from mezzo.records import BatchCurve, Prediction, PredictionDetail, PredictRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Mark, Node, Nothing, Part, Span, Tree
 from mezzo.report.charts.modules import MOST_NODES, nodes_of, paths_of
@@ -25,7 +25,8 @@ def predict_charts(record: PredictRecord) -> list[Drawn]:
 
 
 def _name(detail: PredictionDetail) -> str:
-    return f"{fmt.clean(detail.gpu)}, {fmt.clean(detail.policy)}"
+    plan = f", {fmt.clean(detail.checkpoint)}" if detail.checkpoint else ""
+    return f"{fmt.clean(detail.gpu)}, {fmt.clean(detail.policy)}{plan}"
 
 
 # --- throughput over batch sizes -----------------------------------------------------------------------------------------------
@@ -129,10 +130,12 @@ def _phase(record: PredictRecord, place: int) -> str:
     return "in the backward pass" if line.optimizer is None or place < line.optimizer else "in the optimizer's step"
 
 
+def _is_of(one: Prediction, detail: PredictionDetail) -> bool:
+    return (one.gpu, one.policy, one.checkpoint) == (detail.gpu, detail.policy, detail.checkpoint)
+
+
 def _device_bytes(record: PredictRecord, detail: PredictionDetail) -> int:
-    return next(
-        (one.device_bytes for one in record.predictions if (one.gpu, one.policy) == (detail.gpu, detail.policy)), 0
-    )
+    return next((one.device_bytes for one in record.predictions if _is_of(one, detail)), 0)
 
 
 # --- the time of each module -------------------------------------------------------------------------------------------------------
@@ -192,7 +195,7 @@ def _said(kind: str) -> str:
 
 def _host(record: PredictRecord, detail: PredictionDetail, step_ms: float) -> str:
     """Return that the host cannot launch as fast as the GPU computes, if that is so."""
-    whole = next((o.step_ms for o in record.predictions if (o.gpu, o.policy) == (detail.gpu, detail.policy)), 0.0)
+    whole = next((one.step_ms for one in record.predictions if _is_of(one, detail)), 0.0)
     return (
         f" The step takes {fmt.ms_text(whole)}: the host launches more slowly than the GPU computes."
         if whole > 1.1 * step_ms

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from mezzo.records import Prediction, PredictRecord
+from mezzo.records import Prediction, PredictionDetail, PredictRecord
 from mezzo.report import formatting as fmt
 from mezzo.report import terminal
 from mezzo.report.sheets import shared
@@ -58,15 +58,15 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         title=f"{fmt.clean(record.model)}: prediction",
         model=fmt.clean(record.model),
         headline=_headline(record),
-        details=f"{fmt.clean(record.input)}, {fmt.clean(record.optimizer)}. Predicted, not measured. The band holds 8 of 10 measured "
-        f"trainings on GPU architectures that were left out of the fit; the largest batch leaves {record.headroom:.0%} "
-        "of the memory free.",
+        details=f"{fmt.clean(record.input)}, {fmt.clean(record.optimizer)}{_job(record)}. Predicted, not measured. "
+        "The band holds 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
+        f"the largest batch leaves {record.headroom:.0%} of the memory free.",
         unit=fmt.clean(record.unit),
         cost_head=f"cost a million {fmt.clean(record.unit)}"
         if any(one.cost_per_million is not None for one in record.predictions)
         else "",
         slurm=fmt.clean("\n".join(record.slurm), keep_lines=True),
-        lines=[_line(one) for one in record.predictions],
+        lines=[_line(one, _trade(one, record)) for one in record.predictions],
         assumptions=shared.facts(record.assumptions),
         environment=shared.environment_facts(record.environment),
         command=shared.command_text(record.command, record.environment),
@@ -111,17 +111,17 @@ def _headline(record: PredictRecord) -> str:
     if best is None:
         return f"{what} fits none of these GPUs"
     return (
-        f"{what} runs fastest on {fmt.clean(best.gpu)} in {fmt.clean(best.policy)}: "
+        f"{what} runs fastest on {fmt.clean(best.gpu)} in {policy_words(best)}: "
         f"about {fmt.rate_text(best.throughput)} {fmt.clean(record.unit)}/s"
     )
 
 
-def _line(one: Prediction) -> PredictLine:
+def _line(one: Prediction, trade: str) -> PredictLine:
     if not one.possible:
         missing = fmt.MISSING
         return PredictLine(
             gpu=fmt.clean(one.gpu),
-            policy=fmt.clean(one.policy),
+            policy=policy_words(one),
             throughput=missing,
             band=missing,
             step=missing,
@@ -136,14 +136,14 @@ def _line(one: Prediction) -> PredictLine:
         )
     bound = max(one.bounds, key=lambda kind: one.bounds[kind])
     notes = [
-        one.verdict,
+        trade or one.verdict,
         f"{one.reason}." if one.reason else "",
-        "" if one.validated else "Not validated: no measured rows.",
+        _trust(one),
     ]
     notes.insert(0, "" if one.fits else "Does not fit.")
     return PredictLine(
         gpu=fmt.clean(one.gpu),
-        policy=fmt.clean(one.policy),
+        policy=policy_words(one),
         throughput=fmt.rate_text(one.throughput),
         band=f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}",
         step=fmt.ms_text(one.step_ms),
@@ -159,6 +159,34 @@ def _line(one: Prediction) -> PredictLine:
         ],
         kinds=[Fact(what=k, value=fmt.bytes_text(n), reason="") for k, n in sorted(one.memory_bytes.items())],
     )
+
+
+def _trust(one: Prediction) -> str:
+    """Return what stands behind the prediction where it is not measured rows."""
+    if one.calibrated:
+        return "Rates measured on this machine; the band is that of its calibration."
+    return "" if one.validated else "Not validated: no measured rows."
+
+
+def _job(record: PredictRecord) -> str:
+    """Return how many GPUs train together, where several do."""
+    return f", {record.gpus_per_job} GPUs a job ({fmt.clean(record.shard)})" if record.gpus_per_job > 1 else ""
+
+
+def policy_words(one: Prediction | PredictionDetail) -> str:
+    """Return the policy with its plan of checkpointing."""
+    return fmt.clean(f"{one.policy}, {one.checkpoint}" if one.checkpoint else one.policy)
+
+
+def _trade(one: Prediction, record: PredictRecord) -> str:
+    """Return what checkpointing costs and saves against the same policy on the same GPU without it."""
+    same = (p for p in record.predictions if (p.gpu, p.policy, p.checkpoint) == (one.gpu, one.policy, ""))
+    plain = next(same, None)
+    if not one.checkpoint or plain is None or not plain.possible:
+        return ""
+    slower = one.step_ms / plain.step_ms - 1
+    saved = fmt.bytes_text(max(0, plain.allocated_bytes - one.allocated_bytes))
+    return f"Checkpointing: {saved} less, the step {slower:.0%} longer."
 
 
 # --- the terminal --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,55 @@
+"""What predictions assume, with the reasons."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mezzo.measure.predict.sharding import Job
+    from mezzo.records import Reason
+
+
+def assumptions(channels_last: bool, own_layout: bool | None, job: Job, *, asked: bool) -> list[Reason]:
+    """Return what every prediction assumes.
+
+    Args:
+        channels_last: whether images are stored channels-last.
+        own_layout: the same of what was traced; None where there are no images.
+        job: how many GPUs train together.
+        asked: whether the layout is only what the options ask for.
+    """
+    from mezzo.measure.predict.memory import DRIVER_BYTES
+    from mezzo.records import Reason
+
+    given = "--channels-last was not given" if asked else "as the script stores its images"
+    faster = "" if channels_last else "; 16-bit convolutions are faster with --channels-last"
+    why = "--channels-last asks for it" if channels_last and (asked or not own_layout) else given + faster
+    layout = Reason(what="layout", value="channels-last" if channels_last else "channels-first", reason=why)
+    return [
+        *([] if own_layout is None else [layout]),
+        Reason(
+            what="fp32 and tf32",
+            value="all products in one of them",
+            reason="torch by itself computes convolutions in TF32 and matrix products in FP32, which lies between the two",
+        ),
+        Reason(what="input pipeline", value="keeps up", reason="its time is not predicted"),
+        Reason(
+            what="driver and context",
+            value=f"{DRIVER_BYTES >> 20} MiB",
+            reason="it differs by driver; cuDNN's workspaces come on top, at times 10% to 15% of the memory",
+        ),
+        _sharing(job),
+    ]
+
+
+def _sharing(job: Job) -> Reason:
+    from mezzo.measure.predict.sharding import LINK_SHARE
+    from mezzo.records import Reason
+
+    if job.num_gpus == 1:
+        return Reason(what="step", value="eager, one GPU", reason="torch.compile is not predicted")
+    return Reason(
+        what="step",
+        value=f"eager, {job.num_gpus} GPUs of one machine, {job.shard}",
+        reason=f"links reach {LINK_SHARE:.0%} of their speed, an assumption; no measured job stands behind this",
+    )

@@ -1,0 +1,221 @@
+"""A batch trained on in parts that fit, with the update that the whole batch would have given.
+
+Each part's loss is a mean; the parts' gradients are averaged by the number of samples, or of what ``compute_loss`` says that its mean
+is over. So the update is that of the whole batch, apart from rounding and from what mixes samples: batch normalisation normalises
+over a part, and updates its running statistics once a part.
+
+When a part runs out of memory, the batch begins again with parts of half the size. Nothing is lost or repeated, because nothing that
+lasts has changed: gradients of the batch are dropped (those of the window's earlier batches were set aside), and buffers, random
+generators and the window's counts return to where the batch began. The only update comes after the last part. Running out of memory in
+the update itself is an error: a smaller part would not help, and the optimizer may have changed some weights.
+
+What this costs on a batch that fits: a copy of the models' buffers and of the generators' states; inside a window of several batches,
+memory for the gradients of this batch beside those of the earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mezzo.engine.gradients import put_back, set_aside
+from mezzo.engine.parameters import all_parameters
+from mezzo.engine.randomness import AllStates
+from mezzo.errors import SessionError
+from mezzo.explain import Choice
+
+if TYPE_CHECKING:
+    from mezzo.engine.session import Session
+
+MicroBatch: TypeAlias = int | Literal["auto"] | None
+
+
+class MicroBatches:
+    """``session.train_batch``: trains on a batch, whole or in parts."""
+
+    def __init__(self, session: Session, micro_batch: MicroBatch) -> None:
+        """Begin with parts of at most ``micro_batch`` samples: any number under ``"auto"``, the whole batch for None.
+
+        Raises:
+            SessionError: ``micro_batch`` is none of these, or the session cannot repeat a batch.
+        """
+        self._session, self._chosen = session, micro_batch
+        counts = isinstance(micro_batch, int) and not isinstance(micro_batch, bool) and micro_batch >= 1
+        if micro_batch is not None and micro_batch != "auto" and not counts:
+            raise SessionError(
+                f"micro_batch={micro_batch!r}; allowed: 'auto', a whole number of 1 or more, or None",
+                hint="micro_batch='auto' begins with the whole batch and halves when memory runs out",
+            )
+        if micro_batch is not None and (session.processes.several or len(session.scales) > 1):
+            what = "several processes" if session.processes.several else f"num_losses={len(session.scales)}"
+            raise SessionError(
+                f"micro_batch={micro_batch!r} with {what}; allowed: one process and one loss scale",
+                hint="choose the micro-batch yourself: accumulate=N, and step(loss, weight=samples) for each part",
+            )
+        self.size: int | None = micro_batch if counts and isinstance(micro_batch, int) else None
+        """The largest number of samples in a part; None while every batch has fitted whole."""
+        self.halvings = 0
+        """How often memory ran out."""
+
+    def __call__(self, compute_loss: Callable[..., Any], *batch: Any) -> Tensor:
+        """Train on a batch, and update at the end of a window of ``accumulate`` batches.
+
+        ``compute_loss`` may run more than once on the same samples, so it should compute a loss and nothing else.
+
+        Args:
+            compute_loss: takes a part of the batch and returns the mean loss over its samples; or the mean loss and the number that it
+                is a mean over, such as tokens, which may be 0. ``autocast`` is on in it.
+            *batch: tensors, or tuples, lists and dicts of them, with as many rows as there are samples; parts are slices of rows.
+                Scalars and what is no tensor go to every part.
+
+        Returns:
+            The batch's mean loss, without a graph.
+
+        Raises:
+            torch.OutOfMemoryError: the update ran out of memory, or ``micro_batch`` is None.
+            SessionError: a part of one sample does not fit, rows do not match, or a window was begun with ``backward``.
+        """
+        session = self._session
+        window = session._window
+        if window.calls and not window.batches:
+            raise SessionError(
+                f"train_batch() after {window.calls} backward passes of an open window",
+                hint="call update() first, or train with train_batch() alone",
+            )
+        rows, slices = _sliced(batch)
+        parameters = all_parameters(session.models, session.optimizers)
+        adds = (
+            window.calls > 0 or not session.scales[0].checks
+        )  # else the session refuses gradients that are not its own
+        aside = set_aside(parameters) if adds else []
+        session._watch.gradients_moved()
+        begin = _Begin(session)
+        loss: Tensor | None = None
+        while loss is None:
+            try:
+                loss, failed = self._attempt(compute_loss, slices, rows)
+                if loss is None:
+                    begin.restore(session, parameters)
+                    self._halve(rows, failed)
+            except BaseException:  # an error of the script's: the session is as it was before the batch
+                begin.restore(session, parameters)
+                put_back(aside)
+                raise
+        put_back(aside)
+        session._watch.gradients_moved()
+        window.batches += 1
+        if window.batches == session.accumulate:
+            session.update()
+        return loss
+
+    def _attempt(self, compute_loss: Callable[..., Any], slices: Any, rows: int) -> tuple[Tensor | None, str]:
+        """Return the batch's loss; None and the error's text where memory ran out, without the frames, which hold tensors."""
+        try:
+            return self._parts(compute_loss, slices, rows), ""
+        except torch.OutOfMemoryError as error:
+            if self._chosen is None:
+                raise
+            return None, str(error).partition("\n")[0] or "out of memory"
+
+    def _parts(self, compute_loss: Callable[..., Any], slices: Any, rows: int) -> Tensor:
+        session = self._session
+        total, weights = torch.zeros((), device=session.device), 0.0
+        for begin, end in _bounds(rows, self.size):
+            with session.autocast():
+                returned = compute_loss(*slices(begin, end))
+            loss, weight = returned if isinstance(returned, tuple) else (returned, end - begin)
+            weight = float(weight)
+            if weight == 0:
+                continue
+            # As if all samples were like these: equal parts of a full window then add up to 1, and nothing is divided.
+            session._window.count_in(weight * rows / (end - begin))
+            session.backward(loss, weight=weight)
+            total, weights = total + loss.detach().float() * weight, weights + weight
+        if not weights:
+            raise SessionError(
+                "every part of a batch returned a weight of 0",
+                hint="leave out batches without samples or tokens, or return the loss alone to count samples",
+            )
+        return total / weights
+
+    def _halve(self, rows: int, failed: str) -> None:
+        """Halve the size of a part.
+
+        Raises:
+            SessionError: it is one sample.
+        """
+        tried = rows if self.size is None else min(rows, self.size)
+        if tried == 1:
+            raise SessionError(
+                f"a micro-batch of one sample does not fit: {failed}",
+                hint="keep less for the backward pass: mezzo.checkpoint(model, sample, budget=...)",
+            )
+        self.halvings += 1
+        self.size = (tried + 1) // 2
+        if self._session.device.type != "cpu":
+            torch.get_device_module(self._session.device).empty_cache()
+
+    def explain(self) -> list[Choice]:
+        """Return how batches are split, and what that changes."""
+        if self._chosen is None:
+            return []
+        value = "whole batches" if self.size is None else f"at most {self.size} samples"
+        times = "once" if self.halvings == 1 else f"{self.halvings} times"
+        reason = f"memory ran out {times}" if self.halvings else "halved when memory runs out"
+        norms = sum(isinstance(m, _BatchNorm) for model in self._session.models for m in model.modules())
+        if norms == 1:
+            reason += "; 1 batch normalisation normalises over a part, and updates running statistics once a part"
+        elif norms:
+            reason += f"; {norms} batch normalisations normalise over a part, and update running statistics once a part"
+        return [Choice(what="micro-batches", value=value, reason=reason)]
+
+
+class _Begin:
+    """What a batch may change before its update, as it was when the batch began."""
+
+    def __init__(self, session: Session) -> None:
+        modules = [module for model in session.models for module in model.modules()]
+        named = [(module, name, b) for module in modules for name, b in module._buffers.items() if b is not None]
+        self._buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in named]
+        self._random = AllStates.now({p.device for model in session.models for p in model.parameters()})
+        self._window = session._window.state()
+
+    def restore(self, session: Session, parameters: list[torch.nn.Parameter]) -> None:
+        """Return to the beginning of the batch."""
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.no_grad():
+            for module, name, buffer, copy in self._buffers:
+                module._buffers[name] = buffer.copy_(copy)
+        self._random.set()
+        session._window.set_state(self._window)
+        session._watch.gradients_moved()
+
+
+def _bounds(rows: int, size: int | None) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of parts of at most ``size`` rows, as equal as can be."""
+    count = 1 if size is None else -(-rows // size)
+    for part in range(count):
+        yield part * rows // count, (part + 1) * rows // count
+
+
+def _sliced(batch: tuple[Any, ...]) -> tuple[int, Callable[[int, int], Any]]:
+    """Return the number of samples, and a function from bounds to a part of the batch."""
+    leaves, spec = tree_flatten(tuple(dict(one) if isinstance(one, Mapping) else one for one in batch))
+    counts = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(counts) != 1 or 0 in counts:
+        raise SessionError(
+            f"train_batch() got tensors with {', '.join(map(str, sorted(counts))) or 'no'} rows; allowed: tensors with one row a sample",
+            hint="pass the samples' numbers, torch.arange(n), as the batch, and let compute_loss choose the samples by them",
+        )
+
+    def part(begin: int, end: int) -> Any:
+        rows = [leaf[begin:end] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
+        return tree_unflatten(rows, spec)
+
+    return counts.pop(), part

@@ -1,0 +1,33 @@
+"""The blocks of a model: the modules that ``full``, ``every-k`` and ``selective`` plans checkpoint.
+
+A model's blocks are its modules of one class, which run several times in a pass: the class with which checkpointing every one has
+the lowest peak. So a stage of blocks, which saves too much when it runs again, loses to its blocks, and they win over their own parts,
+which keep more inputs. Measured, not guessed from names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from mezzo.measure.checkpointing.costs import costs_of
+from mezzo.measure.checkpointing.optimum import candidates_of
+from mezzo.measure.checkpointing.trace import Trace
+
+
+def blocks_of(trace: Trace) -> list[str]:
+    """Return the names of the blocks, in the order in which they run; the outermost modules if no class runs several times."""
+    able = list(dict.fromkeys(c.call.module for c in candidates_of(trace, smallest_share=0.0) if "inputs" in c.regions))
+    by_class: dict[str, list[str]] = defaultdict(list)
+    for name in able:
+        if name:
+            by_class[trace.classes[name]].append(name)
+    calls = Counter(call.module for call in trace.calls)
+    levels = [level for level in map(outermost, by_class.values()) if sum(calls[name] for name in level) > 1]
+    if not levels:
+        return outermost([name for name in able if name]) or able
+    return min(levels, key=lambda level: costs_of(trace, dict.fromkeys(level, "inputs")).peak_bytes)
+
+
+def outermost(names: list[str]) -> list[str]:
+    """Return the names that lie in none of the others."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

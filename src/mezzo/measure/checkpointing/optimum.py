@@ -1,0 +1,240 @@
+"""The plan with the least recomputation within a budget: shortest paths along the forward pass, with two lengths.
+
+A path runs from the first event to the last. At the beginning of a candidate's call it goes on plainly, or jumps to the call's end:
+checkpointed, one jump for each thing that it can keep. A *label* is a path so far: what it keeps, in bytes, and what it computes
+again. One label dominates another with the same future if it is no worse in both. The future of a label depends on which
+storages that are still to come it keeps already (a block's output is its successor's argument), and on what was chosen for modules that
+are called again, so only labels that agree in these are compared. What breaks the budget is dropped: bytes up to a call and what it
+saves when it runs again are known when the call is passed.
+
+**Guarantee.** The result never exceeds the budget. It is the least costly of all plans over the candidates, unless ``slack`` is above 0:
+then labels whose costs differ by less than ``slack / steps`` may be merged, and the result costs at most ``slack`` more than the least.
+
+The cost of running an operation again is its FLOPs, and ``FLOPS_PER_BYTE`` for each byte that it reads or writes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from mezzo.engine.checkpointing import Keeps
+from mezzo.measure.checkpointing.costs import Region, bytes_of, region_of, saved_in
+from mezzo.measure.checkpointing.trace import Call, Computed, Trace
+
+FLOPS_PER_BYTE = 156
+"""What a GPU computes in 16 bits while it moves a byte: an A100's 312 TFLOP/s over 2.0 TB/s."""
+MOST_LABELS = 2000
+_SMALLEST_SHARE = 0.002
+"""Of all that is saved: a module that would free less is no candidate."""
+
+Chosen: TypeAlias = tuple[tuple[str, Keeps | None], ...]
+State: TypeAlias = tuple[frozenset[int], Chosen]
+"""What a label's future depends on: storages kept that come again, choices for modules that are called again."""
+
+
+class Candidate(NamedTuple):
+    """A call that may be checkpointed, and how."""
+
+    call: Call
+    regions: dict[Keeps, Region]
+
+
+class Label(NamedTuple):
+    """The best of some paths to one place."""
+
+    kept_bytes: int
+    cost: int
+    path: tuple[Label, str, Keeps] | None
+    """The label before the last jump, and the jump."""
+
+
+class TooMany(Exception):
+    """More labels than can be followed exactly."""
+
+
+class Optimum(NamedTuple):
+    """The plan that was found."""
+
+    regions: dict[str, Keeps]
+    slack: int
+    """By how much it may cost more than the least costly; 0 if it is the least costly."""
+    num_candidates: int
+
+
+def candidates_of(trace: Trace, *, smallest_share: float = _SMALLEST_SHARE) -> list[Candidate]:
+    """Return the calls that may be checkpointed, and would free at least ``smallest_share`` of what a plain pass saves."""
+    smallest = smallest_share * bytes_of(trace, saved_in(trace, 0, len(trace.events)))
+    refused = {call.module for call in trace.calls if call.refused}
+    whole = {call.module for call in trace.calls if call.products_refused}
+    found = []
+    for call in trace.calls:
+        if call.module in refused:
+            continue
+        regions = {}
+        ways: tuple[Keeps, ...] = ("inputs",) if call.module in whole or not call.products else ("inputs", "products")
+        for keeps in ways:
+            region = region_of(trace, call, keeps)
+            if bytes_of(trace, region.again - region.kept) + region.cast_bytes - region.copied_bytes > smallest:
+                regions[keeps] = region
+        if regions:
+            found.append(Candidate(call, regions))
+    # A plan holds for every call of a module, so what it keeps has to be possible in each.
+    calls = Counter(call.module for call in trace.calls)
+    ways_of = Counter((one.call.module, keeps) for one in found for keeps in one.regions)
+    for one in found:
+        for keeps in [k for k in one.regions if ways_of[one.call.module, k] < calls[one.call.module]]:
+            del one.regions[keeps]
+    return [one for one in found if one.regions]
+
+
+def cost_of(region: Region) -> int:
+    """Return the cost of running a call again."""
+    return region.flops + FLOPS_PER_BYTE * region.moved_bytes
+
+
+def forward_cost(trace: Trace) -> int:
+    """Return the cost of the forward pass."""
+    return sum(e.flops + FLOPS_PER_BYTE * e.moved_bytes for e in trace.events if isinstance(e, Computed))
+
+
+def best_plan(trace: Trace, budget_bytes: int) -> Optimum | None:
+    """Return the least costly plan within ``budget_bytes``; None if no plan is."""
+    share = _SMALLEST_SHARE
+    while True:
+        candidates = candidates_of(trace, smallest_share=share)
+        for slack in (0, forward_cost(trace) // 100):
+            try:
+                found = Paths(trace, candidates, budget_bytes, slack=slack).shortest()
+            except TooMany:
+                continue
+            return None if found is None else Optimum(found, slack, len({c.call.module for c in candidates}))
+        share *= 4  # many storages with several takers: only larger modules can be followed
+
+
+def least_peak(trace: Trace) -> int:
+    """Return the smallest budget that a plan can keep; found by halving."""
+    candidates = candidates_of(trace, smallest_share=4 * _SMALLEST_SHARE)
+    low, high = 0, bytes_of(trace, saved_in(trace, 0, len(trace.events)))
+
+    def feasible(budget: int) -> bool:
+        return Paths(trace, candidates, budget, slack=0, free=True).shortest() is not None
+
+    while high - low > max(1, high // 256):
+        middle = (low + high) // 2
+        low, high = (low, middle) if feasible(middle) else (middle, high)
+    return high
+
+
+class Paths:
+    """The labels of one search."""
+
+    def __init__(
+        self, trace: Trace, candidates: Sequence[Candidate], budget_bytes: int, *, slack: int, free: bool = False
+    ) -> None:
+        """Prepare a search; ``free`` makes recomputation cost nothing, to see whether the budget can be kept at all."""
+        self._trace, self._budget, self._free = trace, budget_bytes, free
+        self._places = sorted({0, len(trace.events), *(p for c in candidates for p in (c.call.begin, c.call.end))})
+        self._bucket = slack // len(self._places)
+        self._beginning: dict[int, list[Candidate]] = defaultdict(list)
+        for candidate in candidates:
+            self._beginning[candidate.call.begin].append(candidate)
+        calls = Counter(c.call.module for c in candidates)
+        self._again = {name for name, count in calls.items() if count > 1}
+        self._inside = {id(c.call): self._several_inside(c, candidates) for c in candidates}
+        steps = zip(self._places[:-1], self._places[1:], strict=True)
+        self._plain = {begin: saved_in(trace, begin, end) for begin, end in steps}
+        self._last: dict[int, int] = {}
+        """The last place where each storage is touched, by a plain step or a jump."""
+        self._last_call = {c.call.module: c.call.begin for c in candidates}
+        for place, saved in self._plain.items():
+            self._touch(saved, place)
+        for c in candidates:
+            for region in c.regions.values():
+                self._touch(region.kept | region.again, c.call.begin)
+
+    def _several_inside(self, outer: Candidate, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+        begin, end = outer.call.begin, outer.call.end
+        within = [c.call for c in candidates if begin <= c.call.begin and c.call.end <= end and c is not outer]
+        return tuple(sorted({call.module for call in within} & self._again - {outer.call.module}))
+
+    def _touch(self, storages: Iterable[int], place: int) -> None:
+        for storage in storages:
+            self._last[storage] = max(self._last.get(storage, 0), place)
+
+    def shortest(self) -> dict[str, Keeps] | None:
+        """Return what each checkpointed module keeps in the least costly plan; None if none is within the budget.
+
+        Raises:
+            TooMany: there are more labels than ``MOST_LABELS`` at one place.
+        """
+        at: dict[int, dict[State, list[Label]]] = {place: {} for place in self._places}
+        at[0] = {(frozenset(), ()): [Label(0, 0, None)]}
+        for begin, end in zip(self._places[:-1], self._places[1:], strict=True):
+            states = {state: self._undominated(labels) for state, labels in at.pop(begin).items()}
+            if sum(map(len, states.values())) > MOST_LABELS:
+                raise TooMany
+            for state, labels in states.items():
+                self._go_on(state, labels, begin, end, at[end])
+                for candidate in self._beginning[begin]:
+                    for keeps in candidate.regions:
+                        self._jump(state, labels, candidate, keeps, at[candidate.call.end])
+        finished = [label for labels in at[len(self._trace.events)].values() for label in labels]
+        if not finished:
+            return None
+        found: dict[str, Keeps] = {}
+        best: Label = min(finished, key=lambda label: (label.cost, label.kept_bytes))
+        while best.path is not None:
+            best, name, keeps = best.path
+            found[name] = keeps
+        return dict(reversed(found.items()))
+
+    def _undominated(self, labels: list[Label]) -> list[Label]:
+        kept: list[Label] = []
+        lowest = None
+        for label in sorted(labels, key=lambda one: (one.kept_bytes, one.cost)):
+            cost = label.cost // self._bucket if self._bucket else label.cost
+            if lowest is None or cost < lowest:
+                kept.append(label)
+                lowest = cost
+        return kept
+
+    def _go_on(self, state: State, labels: list[Label], begin: int, end: int, to: dict[State, list[Label]]) -> None:
+        chosen = dict(state[1])
+        for candidate in self._beginning[begin]:
+            name = candidate.call.module
+            if name in self._again and chosen.setdefault(name, None) is not None:
+                return
+        added = bytes_of(self._trace, self._plain[begin] - state[0])
+        follows = self._state(state[0] | self._plain[begin], chosen, end)
+        to.setdefault(follows, []).extend(
+            label._replace(kept_bytes=label.kept_bytes + added)
+            for label in labels
+            if label.kept_bytes + added <= self._budget
+        )
+
+    def _jump(
+        self, state: State, labels: list[Label], candidate: Candidate, keeps: Keeps, to: dict[State, list[Label]]
+    ) -> None:
+        chosen, name, region = dict(state[1]), candidate.call.module, candidate.regions[keeps]
+        # No checkpoint within a checkpoint: neither what lies inside, nor what begins here and lies around.
+        around = {c.call.module for c in self._beginning[candidate.call.begin]} & self._again - {name}
+        without = [(other, None) for other in {*self._inside[id(candidate.call)], *around}]
+        for other, wanted in [*without, *([(name, keeps)] if name in self._again else [])]:
+            if chosen.setdefault(other, wanted) != wanted:
+                return
+        kept = state[0] | region.kept
+        added = bytes_of(self._trace, region.kept - state[0]) + region.copied_bytes
+        again = bytes_of(self._trace, region.again - kept) + region.cast_bytes + region.copied_bytes
+        cost = 0 if self._free else cost_of(region)
+        follows = self._state(kept, chosen, candidate.call.end)
+        to.setdefault(follows, []).extend(
+            Label(label.kept_bytes + added, label.cost + cost, (label, name, keeps))
+            for label in labels
+            if label.kept_bytes + added + again <= self._budget
+        )
+
+    def _state(self, kept: frozenset[int], chosen: dict[str, Keeps | None], place: int) -> State:
+        to_come = frozenset(storage for storage in kept if self._last.get(storage, -1) >= place)
+        return to_come, tuple(sorted((n, k) for n, k in chosen.items() if self._last_call[n] >= place))

@@ -1,0 +1,307 @@
+"""What a forward pass saves for the backward pass and computes, in order, and which calls of modules could be checkpointed.
+
+The forward pass runs once on a sample, with gradients on, and keeps nothing: autograd saves empty holders in the place of tensors, so a
+model whose training does not fit in memory can be traced where its evaluation fits. A holder that dies tells that its graph did.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mezzo.engine.checkpointing import PRODUCTS
+from mezzo.engine.emulation_nodes import inside
+from mezzo.errors import SessionError
+from mezzo.measure.predict.operations import operations_of
+
+aten: Any = torch.ops.aten
+_HARMLESS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout)
+"""Arguments that a module cannot change, beside tensors."""
+
+
+class Computed(NamedTuple):
+    """An operation ran."""
+
+    flops: int
+    moved_bytes: int
+    is_product: bool
+
+
+class Saved(NamedTuple):
+    """Autograd saved a tensor, or a part of one."""
+
+    storage: int
+    alive: bool
+    """Whether its graph was still there after the forward pass."""
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One call of a module: the events from ``begin`` to ``end``, exclusive."""
+
+    module: str
+    begin: int
+    end: int
+    arguments: frozenset[int]
+    """Storages of its tensor arguments, without the model's own."""
+    products: frozenset[int] = frozenset()
+    """Storages that its products wrote."""
+    copied_bytes: int = 0
+    """Bytes of the buffers that it changes, of which a checkpointed call keeps a copy."""
+    refused: str = ""
+    """Why it cannot be checkpointed."""
+    products_refused: str = ""
+    """Why it cannot keep its products' outputs."""
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """A forward pass as data."""
+
+    events: Sequence[Computed | Saved]
+    sizes: Mapping[int, int]
+    """Bytes of each storage."""
+    calls: Sequence[Call]
+    """In the order in which they began."""
+    classes: Mapping[str, str]
+    """The class of each module, by name."""
+    changed: tuple[str, ...] = ()
+    """Names of the buffers that the forward pass changed."""
+    casts: frozenset[int] = frozenset()
+    """Storages of weights in another format. A call that runs again casts them again; a plain pass may share them by autocast's cache."""
+
+
+def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
+    """Return the trace of ``run(model)``; weights, buffers and random generators are left as they were.
+
+    Raises:
+        SessionError: the forward pass runs a backward pass of its own.
+    """
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    tracer = _Tracer(model)
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        try:
+            with tracer.watching():
+                outputs = run(model)
+                tracer.finish()
+            del outputs
+        finally:
+            changed = _restore(model, buffers)
+    return tracer.trace(changed, {name: buffer.nbytes for name, buffer in buffers.items()})
+
+
+def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> tuple[str, ...]:
+    changed = []
+    for name, before in buffers.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        now = owner._buffers[leaf]
+        if now is None or now.shape != before.shape or not _same_numbers(owner, now, before):
+            changed.append(name)
+            if now is not None and now.shape == before.shape:
+                now.copy_(before)
+            else:
+                owner._buffers[leaf] = before
+    return tuple(changed)
+
+
+def _same_numbers(owner: nn.Module, now: Tensor, before: Tensor) -> bool:
+    if isinstance(now, FakeTensor):  # no numbers to compare: a normalisation changes what it tracks
+        return not isinstance(owner, _NormBase)
+    return torch.equal(now.nan_to_num(), before.nan_to_num())
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside ``torch.compile`` and data parallel wrappers."""
+    while True:
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        elif isinstance(model, torch._dynamo.OptimizedModule):
+            model = model._orig_mod
+        else:
+            return model
+
+
+class _Holder:
+    """Stands for a saved tensor; an empty object that can be referred to weakly."""
+
+
+@dataclass
+class _Tracer:
+    """A trace in the making."""
+
+    model: nn.Module
+    events: list[Any] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self._open: list[Call] = []
+        self._made: dict[int, tuple[int, list[Call]]] = {}
+        """Of each storage that a product wrote: the event, and the calls that were running."""
+        self._taken: dict[int, list[Call]] = {}
+        """Of each storage: the calls that took it as an argument."""
+        self._casts: set[int] = set()
+        self._own = {t.untyped_storage()._cdata for t in (*self.model.parameters(), *self.model.buffers())}
+        """Storages that exist whether or not they are saved."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Trace what the block runs."""
+        before, inside.counted = inside.counted, True
+        try:
+            with ExitStack() as stack:
+                for name, module in self.model.named_modules():
+                    entered = partial(self._entered, name)
+                    for handle in (
+                        module.register_forward_pre_hook(entered, with_kwargs=True),
+                        module.register_forward_hook(self._left, prepend=True),
+                    ):
+                        stack.callback(handle.remove)
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, _refuse))
+                stack.enter_context(_Operations(self))
+                yield
+        finally:
+            inside.counted = before
+
+    def finish(self) -> None:
+        """Note which saved tensors belong to graphs that are alive."""
+        alive = [Saved(e[0], e[1]() is not None) if isinstance(e, tuple) and len(e) == 2 else e for e in self.events]
+        self.events = alive
+
+    def trace(self, changed: tuple[str, ...], buffer_bytes: Mapping[str, int]) -> Trace:
+        """Return the trace, with the buffers that turned out to be changed."""
+        for call in self.calls:
+            prefix = f"{call.module}." if call.module else ""
+            call.copied_bytes = sum(buffer_bytes[name] for name in changed if name.startswith(prefix))
+        classes = {name: type(module).__name__ for name, module in self.model.named_modules()}
+        return Trace(
+            events=self.events,
+            sizes=self.sizes,
+            calls=self.calls,
+            classes=classes,
+            changed=changed,
+            casts=frozenset(self._casts),
+        )
+
+    def computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note an operation, and what it changed in place."""
+        found = operations_of(func, args, kwargs, result, "forward", "")
+        is_product = func in PRODUCTS
+        if func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._own:
+            self._casts.add(self._number(result))
+        if found:
+            moved = sum(one.read_bytes + one.written_bytes for one in found)
+            self.events.append(Computed(sum(one.flops for one in found), moved, is_product))
+        for tensor in _changed_by(func, args, kwargs):
+            self._note_change(self._number(tensor))
+        if is_product:
+            written = frozenset(self._number(t) for t in tree_leaves(result) if isinstance(t, Tensor))
+            for storage in written:
+                self._made[storage] = (len(self.events), list(self._open))
+            for call in self._open:
+                call.products |= written
+
+    def _note_change(self, storage: int) -> None:
+        for call in self._taken.get(storage, ()):
+            call.refused = call.refused or "an input is changed in place later"
+        for call in self._made.get(storage, (0, []))[1]:
+            call.products_refused = "the output of a product is changed in place"
+
+    def _entered(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors, strange = _arguments((args, kwargs))
+        storages = frozenset(self._number(t) for t in tensors if t.untyped_storage()._cdata not in self._own)
+        refused = f"it is given a {strange}, which it may change" if strange else ""
+        call = Call(module=name, begin=len(self.events), end=0, arguments=storages, refused=refused)
+        for storage in storages:
+            self._taken.setdefault(storage, []).append(call)
+        self.calls.append(call)
+        self._open.append(call)
+
+    def _left(self, *_: Any) -> None:
+        self._open.pop().end = len(self.events)
+
+    def _saved(self, tensor: Tensor) -> _Holder:
+        holder = _Holder()
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._own:
+            self.events.append((self._number(tensor), weakref.ref(holder)))
+        else:
+            self.events.append((-1, weakref.ref(holder)))  # counts for the end of a second pass, and takes nothing
+        return holder
+
+    def _number(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage, one that no later storage gets."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._numbers:
+            self._numbers[key] = len(self.sizes)
+            self.sizes[len(self.sizes)] = storage.nbytes()
+            self._references[key] = weakref.ref(storage, partial(self._freed, key))
+        return self._numbers[key]
+
+    def _freed(self, key: int, _: object) -> None:
+        self._numbers.pop(key, None)
+        self._references.pop(key, None)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._tracer.computed(func, args, kwargs, result)
+        return result
+
+
+def _changed_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    given = [*zip(schema.arguments, args, strict=False), *((a, (kwargs or {}).get(a.name)) for a in schema.arguments)]
+    written = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
+    return [t for t in tree_leaves(written) if isinstance(t, Tensor)]
+
+
+def _refuse(_: _Holder) -> Tensor:
+    raise SessionError(
+        "the forward pass runs a backward pass of its own, so its memory cannot be traced",
+        hint="checkpoint the part of the model that does not, by handing that module and its inputs to mezzo.checkpoint",
+    )
+
+
+def _arguments(given: Any) -> tuple[list[Tensor], str]:
+    """Return the tensors in arguments, and the class of one that a module could change; empty if there is none."""
+    tensors: list[Tensor] = []
+    strange: Counter[str] = Counter()
+    rest = [given]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, Tensor):
+            tensors.append(one)
+        elif type(one) is dict:
+            rest += one.values()
+        elif isinstance(one, (list, tuple)):
+            rest += one
+        elif not isinstance(one, _HARMLESS):
+            strange[type(one).__name__] += 1
+    return tensors, next(iter(strange), "")

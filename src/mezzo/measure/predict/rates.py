@@ -1,0 +1,144 @@
+"""Rates of one machine: for each kind of operation the seconds it takes, as a line through what was timed there.
+
+``seconds = each + bytes x per_byte + work x per_flop``, by the operation's name and format, none of the three negative. An operation
+that was never timed takes the rates of the nearest kind, at last of all products or of everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from mezzo.measure.predict.tape import Operation, Shape
+
+
+class Line(NamedTuple):
+    """What one kind of operation costs."""
+
+    each_s: float
+    per_byte_s: float
+    per_flop_s: float
+
+    def seconds(self, operation: Operation) -> float:
+        """Return the seconds of ``operation``."""
+        moved = operation.read_bytes + operation.written_bytes
+        return self.each_s + moved * self.per_byte_s + _work(operation) * self.per_flop_s
+
+
+def _work(operation: Operation) -> int:
+    """Return the operations of a product; the channels of a normalisation, each of which has a cost of its own."""
+    return operation.flops or operation.shape.rows
+
+
+class Timed(NamedTuple):
+    """An operation with the seconds that it took."""
+
+    operation: Operation
+    seconds: float
+
+
+PRODUCTS, OTHERS = "(products)", "(others)"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The lines of one machine by kind of operation."""
+
+    lines: dict[str, Line]
+    scale: float = 1.0
+    """Seconds of whole steps over the sum of their operations' seconds, apart from ``between_s``."""
+    between_s: float = 0.0
+    """Seconds between two operations: autograd and Python."""
+
+    def seconds(self, operations: Sequence[Operation]) -> NDArray[np.float64]:
+        """Return the seconds of each operation in a running step."""
+        return np.array([self.line(op).seconds(op) * self.scale + self.between_s for op in operations])
+
+    def line(self, operation: Operation) -> Line:
+        """Return the line of the operation's kind; that of its class where its kind was not timed."""
+        kind = kind_of(operation)
+        near = (
+            kind,
+            kind.partition(f" {_THIN_WORD}")[0],
+            kind.removesuffix(" strided"),
+            kind.replace(" large", ""),
+            PRODUCTS if operation.flops else OTHERS,
+        )
+        return next(self.lines[name] for name in near if name in self.lines)
+
+    @classmethod
+    def fitted(cls, timed: Sequence[Timed]) -> Rates:
+        """Return the rates that the timed operations show."""
+        groups: dict[str, list[Timed]] = {PRODUCTS: [], OTHERS: []}
+        for one in timed:
+            groups.setdefault(kind_of(one.operation), []).append(one)
+            groups[PRODUCTS if one.operation.flops else OTHERS].append(one)
+        return cls({kind: line_through(group) for kind, group in groups.items() if group})
+
+    def with_steps(self, steps: Iterable[tuple[Sequence[Operation], float]]) -> Rates:
+        """Return rates whose sums match whole steps: pairs of a step's operations and its seconds."""
+        rows, wanted = [], []
+        for operations, seconds in steps:
+            rows.append([sum(self.line(op).seconds(op) for op in operations) / seconds, len(operations) / seconds])
+            wanted.append(1.0)
+        scale, between = _not_negative(np.array(rows), np.array(wanted))
+        return Rates(self.lines, scale=scale, between_s=between)
+
+
+_MAPPED_BYTES = 32 << 20
+"""Above this size glibc maps fresh pages for each result, and the system clears them; on a GPU it is far out of the L2 cache."""
+_THIN, _THIN_WORD = 32, "thin"
+"""Products with a side below this are bound by reading their operands."""
+
+
+def kind_of(operation: Operation) -> str:
+    """Return the operation's kind: its name, its format, and what makes its rate another one."""
+    shape, kind = operation.shape, f"{operation.name} {operation.format}"
+    if operation.written_bytes > _MAPPED_BYTES:
+        kind += " large"
+    if operation.name.startswith("convolution"):
+        if shape.products > 1:
+            return f"{kind} {'depthwise' if is_depthwise(shape) else 'grouped'}{' strided' if _is_strided(operation) else ''}"
+        kind += " pointwise" if shape.window == 1 else " window"
+    if operation.flops:
+        sides = {"rows": shape.rows, "columns": shape.columns, "depth": shape.depth}
+        thinnest = min(sides, key=lambda side: sides[side])
+        if 0 < sides[thinnest] <= _THIN:
+            kind += f" {_THIN_WORD} {thinnest}"
+    return kind
+
+
+def _is_strided(operation: Operation) -> bool:
+    """Return whether a convolution's input is larger than twice its output, from the bytes that it moves."""
+    if operation.name == "convolution_weight_gradient":
+        shape = operation.shape
+        sent = shape.products * shape.rows * shape.depth * (4 if operation.format == "fp32" else 2)
+        return operation.read_bytes - sent > 2 * sent
+    x, y = operation.read_bytes, operation.written_bytes
+    return y > 2 * x if operation.name == "convolution_input_gradient" else x > 2 * y
+
+
+def is_depthwise(shape: Shape) -> bool:
+    """Return whether a grouped convolution, or a gradient of one, has one channel a group."""
+    return min(shape.rows, shape.columns) <= 1 or shape.depth <= shape.window
+
+
+def line_through(timed: Sequence[Timed]) -> Line:
+    """Return the line with the least squares of relative errors."""
+    seconds = np.array([one.seconds for one in timed])
+    moved = np.array([one.operation.read_bytes + one.operation.written_bytes for one in timed])
+    flops = np.array([_work(one.operation) for one in timed])
+    columns = np.stack([np.ones(len(timed)), moved, flops], axis=1) / seconds[:, None]
+    return Line(*_not_negative(columns, np.ones(len(timed))))
+
+
+def _not_negative(columns: NDArray[np.float64], wanted: NDArray[np.float64]) -> list[float]:
+    """Return the least-squares solution without negative entries."""
+    unit = np.maximum(np.abs(columns).max(axis=0), 1e-300)  # seconds per byte are 1e-11 of seconds each
+    found, _ = nnls(columns / unit, wanted)
+    return [float(value) for value in found / unit]

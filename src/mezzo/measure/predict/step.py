@@ -1,0 +1,147 @@
+"""One step of a training on one kind of GPU: how long each operation takes, and what it waits for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mezzo.gpus import Gpu
+from mezzo.measure.predict.calibrate import Calibration
+from mezzo.measure.predict.constants import Constants, fitted
+from mezzo.measure.predict.fp8 import CASTS, fp8_bounds, fp8_layers
+from mezzo.measure.predict.rates import Rates
+from mezzo.measure.predict.sharding import Job
+from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.time import Card, Columns, longer_of, operation_bounds
+from mezzo.records import ModuleShare
+
+ALONE = Job()
+_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What steps run under: the GPU, how many of it train together, the layout of images, and rates if they were measured."""
+
+    gpu: Gpu
+    channels_last: bool = False
+    job: Job = ALONE
+    calibration: Calibration | None = None
+    """Rates measured on a GPU of this kind; None for the constants that ship."""
+
+    def rates(self, policy: str) -> Rates | None:
+        """Return the measured rates of ``policy``; None unless FP32, which it is compared with, was measured as well."""
+        if self.calibration is None:
+            return None
+        measured = self.calibration.rates
+        own = policy.split("-")[0]
+        if own == "tf32" and own not in measured:
+            own = "fp32"  # a GPU without TF32
+        return measured[own] if {"fp32", own} <= set(measured) else None
+
+    def covering(self, policy: str) -> Conditions:
+        """Return these conditions, without rates if they do not cover ``policy``: what is compared must be priced in one way."""
+        return self if self.rates(policy) is not None else replace(self, calibration=None)
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """10th and 90th percentile of measured over predicted throughput."""
+        known = self.calibration or fitted()
+        return known.low, known.high
+
+    def step(self, tape: Tape, policy: str) -> Step:
+        """Return a step of ``tape``, which was recorded on one GPU, under ``policy``."""
+        return Step(tape, self, policy=policy)
+
+    def throughput(self, tape: Tape, policy: str, *, num_batches: int) -> float:
+        """Return the samples a second of all GPUs; an update accumulates ``num_batches`` batches of the tape's size."""
+        return self.job.num_gpus * tape.batch * num_batches / self.step(tape, policy).seconds
+
+
+class Step:
+    """One step on one GPU of a job."""
+
+    def __init__(self, tape: Tape, conditions: Conditions, *, policy: str) -> None:
+        """Price each operation of ``tape``."""
+        job, gpu, channels_last = conditions.job, conditions.gpu, conditions.channels_last
+        self.communication_s = job.communication_s(tape, gpu)
+        self.tape = job.tape_of_rank(tape)
+        ops, constants = Columns.of(self.tape.operations), fitted().constants
+        found = operation_bounds(ops, Card.of(gpu, tf32=policy != "fp32", channels_last=channels_last), constants)
+        self.parts = {"arithmetic": found.arithmetic, "bandwidth": found.traffic}
+        self.latency = constants.latency_s
+        rates = conditions.rates(policy)
+        self.each = found.total if rates is None else rates.seconds(self.tape.operations)
+        self.note = ""
+        """What the policy becomes for this model, if that is not plain."""
+        self.num_launches = len(self.tape.operations)
+        if policy == "fp8":
+            self._in_fp8(gpu, constants, channels_last)
+        self.device_s, self.host_s = float(self.each.sum()), self.num_launches * constants.launch_s
+        self.seconds = job.step_s(float(longer_of(self.device_s, self.host_s)), self.communication_s, tape)
+
+    def _in_fp8(self, gpu: Gpu, constants: Constants, channels_last: bool) -> None:
+        layers = fp8_layers(self.tape.operations)
+        self.note = layers.sentence
+        places = np.flatnonzero(layers.chosen)
+        if not len(places):
+            return
+        own = [self.tape.operations[place] for place in places]
+        found = fp8_bounds(own, gpu, constants, channels_last=channels_last)
+        times = self.each[places].sum() / found.total.sum()
+        how = f"are {times:.2g} times as fast as" if times >= 1 else f"take {1 / times:.2g} times as long as"
+        self.note += f". They {how} in BF16, casts included"
+        self.parts["arithmetic"][places], self.parts["bandwidth"][places] = found.arithmetic, found.traffic
+        self.each[places] = found.total
+        self.num_launches += CASTS * len(places)
+
+    def bounds(self) -> dict[str, float]:
+        """Return the share of the step by what its operations wait for."""
+        if self.host_s > self.device_s:
+            return {"arithmetic": 0.0, "bandwidth": 0.0, "launch": 1.0}
+        kinds = self.kinds()
+        return {
+            kind: float(self.each[kinds == kind].sum() / self.device_s)
+            for kind in ("arithmetic", "bandwidth", "launch")
+        }
+
+    def kinds(self) -> NDArray[np.str_]:
+        """Return what each operation waits for."""
+        arithmetic, traffic = self.parts["arithmetic"], self.parts["bandwidth"]
+        longer = np.where(arithmetic > traffic, "arithmetic", "bandwidth")
+        result: NDArray[np.str_] = np.where(self.each < 2 * self.latency, "launch", longer)
+        return result
+
+    def modules(self) -> list[ModuleShare]:
+        """Return the modules with the largest shares."""
+        return module_shares(self.tape, self.each, self.kinds())
+
+
+def module_shares(tape: Tape, each: NDArray[np.float64], kinds: NDArray[np.str_]) -> list[ModuleShare]:
+    """Return the modules with the largest shares of ``each``, the seconds by operation; names are cut where the tree is deep."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for operation, seconds, kind in zip(tape.operations, each, kinds, strict=True):
+        name = "(optimizer)" if operation.phase == "optimizer" else _cut(operation.module)
+        found[name][str(kind)] += float(seconds)
+    order = sorted(found, key=lambda name: -sum(found[name].values()))
+    return [
+        ModuleShare(
+            module=name,
+            share=sum(found[name].values()) / float(each.sum()),
+            bound=max(found[name], key=lambda kind: found[name][kind]),
+        )
+        for name in order[:_SHOWN]
+    ]
+
+
+def _cut(module: str) -> str:
+    """Return the name up to its first number: ``encoder.layer.3.output`` is part of ``encoder.layer``."""
+    parts: list[str] = []
+    for part in module.split("."):
+        if part.isdecimal():
+            break
+        parts.append(part)
+    return ".".join(parts[:3]) or "(model)"
