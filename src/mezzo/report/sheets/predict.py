@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
+from mezzo.gpus import find_gpu
 from mezzo.records import Prediction, PredictRecord
 from mezzo.report import formatting as fmt
 from mezzo.report import terminal
@@ -20,6 +21,8 @@ class PredictLine:
     """One GPU under one policy."""
 
     gpu: str
+    card: str
+    """The GPU's memory as sold; empty for one that is not in the table of GPUs."""
     policy: str
     throughput: str
     band: str
@@ -43,6 +46,7 @@ class PredictSheet:
     headline: str
     details: str
     unit: str
+    largest_head: str
     cost_head: str
     """Empty where no price is known."""
     slurm: str
@@ -62,6 +66,7 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         f"trainings on GPU architectures that were left out of the fit; the largest batch leaves {record.headroom:.0%} "
         "of the memory free.",
         unit=fmt.clean(record.unit),
+        largest_head=f"largest batch ({record.headroom:.0%} of the memory left free)",
         cost_head=f"cost a million {fmt.clean(record.unit)}"
         if any(one.cost_per_million is not None for one in record.predictions)
         else "",
@@ -121,6 +126,7 @@ def _line(one: Prediction) -> PredictLine:
         missing = fmt.MISSING
         return PredictLine(
             gpu=fmt.clean(one.gpu),
+            card=_card(one.gpu),
             policy=fmt.clean(one.policy),
             throughput=missing,
             band=missing,
@@ -143,6 +149,7 @@ def _line(one: Prediction) -> PredictLine:
     notes.insert(0, "" if one.fits else "Does not fit.")
     return PredictLine(
         gpu=fmt.clean(one.gpu),
+        card=_card(one.gpu),
         policy=fmt.clean(one.policy),
         throughput=fmt.rate_text(one.throughput),
         band=f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}",
@@ -161,6 +168,11 @@ def _line(one: Prediction) -> PredictLine:
     )
 
 
+def _card(name: str) -> str:
+    gpu = find_gpu(name)
+    return "" if gpu is None else fmt.bytes_text(gpu.memory_bytes)
+
+
 # --- the terminal --------------------------------------------------------------------------------------------------------------
 
 
@@ -175,10 +187,11 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
         memory = line.memory.replace(" / ", "\n")
         cells = [line.throughput, line.band, line.step, memory, line.largest, line.speed_ups]
         table.add_row(
-            "" if line.gpu == last else line.gpu, line.policy, *cells, *([line.cost] if sheet.cost_head else [])
+            "" if line.gpu == last else f"{line.gpu}\n{line.card}".rstrip(), line.policy, *cells, *([line.cost] if sheet.cost_head else [])
         )
         last = line.gpu
     terminal.section(console, "By GPU and policy", table)
+    console.print(Text(sheet.largest_head, style="dim"))
     facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.bound, reason=line.verdict) for line in sheet.lines]
     terminal.section(console, "What bounds it, and is it worth it", terminal.fact_table(facts))
     terminal.section(console, "Assumed", terminal.fact_table(sheet.assumptions))
