@@ -128,7 +128,7 @@ def _failing(text: str) -> set[str]:
     named = [part.strip().replace("-", "_").replace(" ", "_") for part in text.split(",")]
     if named == ["none"]:
         return set()
-    groups = {NOT_EQUIVALENT: FAILING, **{verdict: (verdict,) for verdict in FAILING}}
+    groups: dict[str, tuple[str, ...]] = {NOT_EQUIVALENT: FAILING, **{verdict: (verdict,) for verdict in FAILING}}
     for name in named:
         if name not in groups:
             raise UsageError(

@@ -20,9 +20,7 @@ def run(
     arguments: options.Arguments = None,
     policy: Annotated[
         str,
-        options.policy_option(
-            f"Precision policy: a .toml file, as-is, or a preset: {options.PRESETS_HELP}"
-        ),
+        options.policy_option(f"Precision policy: a .toml file, as-is, or a preset: {options.PRESETS_HELP}"),
     ] = "fp16",
     as_module: options.AsModule = False,
     snapshot: Annotated[

@@ -187,7 +187,10 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
         memory = line.memory.replace(" / ", "\n")
         cells = [line.throughput, line.band, line.step, memory, line.largest, line.speed_ups]
         table.add_row(
-            "" if line.gpu == last else f"{line.gpu}\n{line.card}".rstrip(), line.policy, *cells, *([line.cost] if sheet.cost_head else [])
+            "" if line.gpu == last else f"{line.gpu}\n{line.card}".rstrip(),
+            line.policy,
+            *cells,
+            *([line.cost] if sheet.cost_head else []),
         )
         last = line.gpu
     terminal.section(console, "By GPU and policy", table)
