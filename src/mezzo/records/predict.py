@@ -20,6 +20,8 @@ class Prediction(Value):
     """One GPU under one policy."""
 
     gpu: str
+    gpu_bytes: int | None = None
+    """The GPU's memory as sold; None in records of older versions."""
     policy: str
     possible: bool
     reason: str = ""

@@ -98,7 +98,7 @@ def predict(
     """
     why = impossible(gpu, policy)
     if why:
-        return Prediction(gpu=gpu.name, policy=policy, possible=False, reason=why)
+        return Prediction(gpu=gpu.name, gpu_bytes=gpu.memory_bytes, policy=policy, possible=False, reason=why)
     own = tapes[recorded_as(policy)]
     tape = own.at(batch)
     step = Step(tape, gpu, policy=policy, channels_last=channels_last)
@@ -110,6 +110,7 @@ def predict(
     largest = _largest_batch(own, gpu, headroom)
     made = Prediction(
         gpu=gpu.name,
+        gpu_bytes=gpu.memory_bytes,
         policy=policy,
         possible=True,
         reason=step.note if policy != "tf32" or has_tf32 else f"{gpu.label} has no TF32: this is FP32",

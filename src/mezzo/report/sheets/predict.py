@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from mezzo.gpus import find_gpu
 from mezzo.records import Prediction, PredictRecord
 from mezzo.report import formatting as fmt
 from mezzo.report import terminal
@@ -22,7 +21,7 @@ class PredictLine:
 
     gpu: str
     card: str
-    """The GPU's memory as sold; empty for one that is not in the table of GPUs."""
+    """The GPU's memory as sold; empty where the record does not have it."""
     policy: str
     throughput: str
     band: str
@@ -126,7 +125,7 @@ def _line(one: Prediction) -> PredictLine:
         missing = fmt.MISSING
         return PredictLine(
             gpu=fmt.clean(one.gpu),
-            card=_card(one.gpu),
+            card=_card(one),
             policy=fmt.clean(one.policy),
             throughput=missing,
             band=missing,
@@ -149,7 +148,7 @@ def _line(one: Prediction) -> PredictLine:
     notes.insert(0, "" if one.fits else "Does not fit.")
     return PredictLine(
         gpu=fmt.clean(one.gpu),
-        card=_card(one.gpu),
+        card=_card(one),
         policy=fmt.clean(one.policy),
         throughput=fmt.rate_text(one.throughput),
         band=f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}",
@@ -168,9 +167,8 @@ def _line(one: Prediction) -> PredictLine:
     )
 
 
-def _card(name: str) -> str:
-    gpu = find_gpu(name)
-    return "" if gpu is None else fmt.bytes_text(gpu.memory_bytes)
+def _card(one: Prediction) -> str:
+    return "" if one.gpu_bytes is None else fmt.bytes_text(one.gpu_bytes)
 
 
 # --- the terminal --------------------------------------------------------------------------------------------------------------
