@@ -443,8 +443,14 @@ def predict_record(**fields: object) -> PredictRecord:
         "channels_last": True,
         "headroom": 0.13,
         "predictions": [
-            {"gpu": "a100-80gb", "policy": "bf16", **possible},
-            {"gpu": "t4", "policy": "bf16", "possible": False, "reason": "T4 has no units for BF16"},
+            {"gpu": "a100-80gb", "gpu_bytes": 80 * 2**30, "policy": "bf16", **possible},
+            {
+                "gpu": "t4",
+                "gpu_bytes": 16 * 2**30,
+                "policy": "bf16",
+                "possible": False,
+                "reason": "T4 has no units for BF16",
+            },
         ],
         "assumptions": [Reason(what="layout", value="channels-last", reason="as asked for")],
     }

@@ -286,6 +286,11 @@ WRONG_TEXTS = [
         NAME_HINT,
     ),
     (
+        "bf16-nomaster",
+        f"unknown policy 'bf16-nomaster'; did you mean bf16-pure or fp16-pure or bf16-true? Allowed: {NAMES}",
+        NAME_HINT,
+    ),
+    (
         "fp16:int_scale=8",
         f"a policy has no field 'int_scale'; did you mean init_scale or min_scale or max_scale? Allowed: {FIELDS}",
         FIELD_HINT,

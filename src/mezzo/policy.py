@@ -13,6 +13,7 @@ because the command line lists policies with commas.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,11 +245,15 @@ class Policy:
         return explain(self, where)
 
 
+_WITHOUT_MASTERS = re.compile(r"[-_]?no[-_]?masters?$", re.IGNORECASE)
+"""What people type for the presets without FP32 master weights."""
+
+
 def _preset(name: str) -> Policy:
     found = PRESETS.get(ALIASES.get(name, name))
     if found is None:
         raise PolicyError(
-            f"unknown policy {name!r}; {nearest(name, [*PRESETS, *ALIASES])}",
+            f"unknown policy {name!r}; {nearest(_WITHOUT_MASTERS.sub('-pure', name), [*PRESETS, *ALIASES])}",
             hint="name a preset, another library's name for it, or a .toml policy file",
         )
     return found

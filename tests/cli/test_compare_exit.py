@@ -14,7 +14,7 @@ import record_builders as build
 from mezzo import cli, errors
 from mezzo.errors import MezzoError
 from mezzo.measure import compare as measure_compare
-from mezzo.records import RunRecord, Verdict
+from mezzo.records import FAILING, RunRecord, Verdict
 from paths import ROOT, SCRIPTS
 
 VERDICTS = [verdict for verdict in get_args(Verdict) if verdict != "baseline"]
@@ -49,6 +49,9 @@ CASES: list[tuple[str, list[Verdict], int]] = [
     ("stopped-learning", ["stopped_learning"], 1),
     ("stopped learning", ["stopped_learning"], 1),
     ("diverged,undecided", ["undecided"], 1),
+    *(("not_equivalent", [verdict], 1) for verdict in FAILING),
+    ("not-equivalent", ["different"], 1),
+    ("not_equivalent", ["equivalent"], 0),
 ]
 
 

@@ -42,7 +42,7 @@ CASES = [
     ("mezzo compare --fail-on di", ["different", "diverged"]),
     (
         "mezzo compare --fail-on diverged,",
-        [f"diverged,{name}" for name in ("different", "stopped_learning", "undecided", "failed")],
+        [f"diverged,{name}" for name in ("different", "stopped_learning", "undecided", "failed", "not_equivalent")],
     ),
     ("mezzo run ", ["other.py", "pkg/", "runs/", "train.py"]),
     ("mezzo audit --steps 3 pkg/", ["pkg/main.py"]),

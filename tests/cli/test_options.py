@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import record_builders as build
 from mezzo import cli
+from mezzo.policy import PRESETS
 from mezzo.records import write_record
 from mezzo.report import tracking
 from mezzo.report.tracking import TRACKERS, Tracker
+
+
+@pytest.mark.parametrize(("command", "option"), [("run", "policy"), ("compare", "policies"), ("check", "policies")])
+def test_help_names_the_presets_and_which_have_master_weights(command: str, option: str) -> None:
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    said = next(p.help for p in commands[command].params if p.name == option)
+    for name, policy in PRESETS.items():
+        assert re.search(rf"\b{name}\b(?!-)", said), name
+        clause = next(part for part in re.split("[;,.] ", said) if re.search(rf"\b{name}\b(?!-)", part))
+        if policy.casting == "model":
+            assert ("have none" if not policy.master_weights else "keep FP32 master weights") in clause
 
 
 @pytest.mark.parametrize("name", TRACKERS)

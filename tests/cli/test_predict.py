@@ -34,6 +34,8 @@ def test_a_prediction_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "runs fastest on" in shown
     assert "T4 has no units for bf16." in shown
+    assert "80.0 GiB" in shown
+    assert "largest batch (13% of the memory left free)" in shown
     record = read_record(tmp_path / "out" / "record.json")
     assert isinstance(record, PredictRecord)
     assert [(one.gpu, one.policy, one.possible) for one in record.predictions] == [

@@ -45,7 +45,10 @@ def check(
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(help="Policies to try beside fp32, separated by commas. [default: those that the device offers]"),
+        typer.Option(
+            help=f"Policies to try beside fp32, separated by commas. Presets: {options.PRESETS_HELP} "
+            "[default: those that the device offers]"
+        ),
     ] = None,
     seeds: Annotated[
         int | None,

@@ -34,7 +34,8 @@ def compare(
         str,
         typer.Option(
             autocompletion=completion.policies,
-            help="Policies, separated by commas. The baseline is fp32 if listed, else the first.",
+            help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
+            f"Presets: {options.PRESETS_HELP}",
         ),
     ] = "fp32,bf16,fp16",
     seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, each with its own seed.")] = 3,
@@ -59,8 +60,8 @@ def compare(
         typer.Option(
             metavar="VERDICTS",
             autocompletion=completion.verdicts,
-            help="Verdicts, separated by commas, that end the command with exit code 1: different, diverged, stopped_learning, "
-            "undecided, failed; or none.",
+            help="Verdicts for exit code 1, separated by commas. Not by default: different, undecided. All five: not_equivalent; "
+            "or none.",
         ),
     ] = "diverged,stopped_learning,failed",
     gpu: Annotated[
@@ -122,18 +123,19 @@ def compare(
 
 def _failing(text: str) -> set[str]:
     """Return the verdicts of ``--fail-on``."""
-    from mezzo.records import FAILING
+    from mezzo.records import FAILING, NOT_EQUIVALENT
 
     named = [part.strip().replace("-", "_").replace(" ", "_") for part in text.split(",")]
     if named == ["none"]:
         return set()
+    groups: dict[str, tuple[str, ...]] = {NOT_EQUIVALENT: FAILING, **{verdict: (verdict,) for verdict in FAILING}}
     for name in named:
-        if name not in FAILING:
+        if name not in groups:
             raise UsageError(
-                f"--fail-on {text!r} names {name!r}; {nearest(name, [*FAILING, 'none'])}",
-                hint="type: --fail-on diverged,stopped_learning,failed",
+                f"--fail-on {text!r} names {name!r}; {nearest(name, [*groups, 'none'])}",
+                hint=f"type: --fail-on diverged,stopped_learning,failed; or --fail-on {NOT_EQUIVALENT} for all that are not equivalent",
             )
-    return set(named)
+    return {verdict for name in named for verdict in groups[name]}
 
 
 class _Asked(NamedTuple):

@@ -35,10 +35,10 @@ def policies(incomplete: str) -> list[str]:
 
 def verdicts(incomplete: str) -> list[str]:
     """Return lists of verdicts whose last one is complete."""
-    from mezzo.records import FAILING
+    from mezzo.records import FAILING, NOT_EQUIVALENT
 
     before, comma, last = incomplete.rpartition(",")
-    names = [*FAILING, *(["none"] if not comma else [])]
+    names = [*FAILING, NOT_EQUIVALENT, *(["none"] if not comma else [])]
     return [before + comma + name for name in names if name.startswith(last) and name not in before.split(",")]
 
 

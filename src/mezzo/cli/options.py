@@ -64,6 +64,10 @@ LogTo: TypeAlias = Annotated[
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
 
 
+PRESETS_HELP = "fp32, tf32, fp16, bf16, fp8; fp16-master and bf16-master keep FP32 master weights, fp16-pure and bf16-pure have none."
+"""The presets, for the help of options that take policies."""
+
+
 def policy_option(text: str) -> Any:
     """Return the option of one policy with ``text`` as its help."""
     return typer.Option(autocompletion=completion.policy, help=text)

@@ -25,9 +25,7 @@ def run(
     arguments: options.Arguments = None,
     policy: Annotated[
         str,
-        options.policy_option(
-            "Precision policy: a name such as fp16, bf16, fp16-master or O2, a .toml file, or as-is."
-        ),
+        options.policy_option(f"Precision policy: a .toml file, as-is, or a preset: {options.PRESETS_HELP}"),
     ] = "fp16",
     as_module: options.AsModule = False,
     snapshot: Annotated[

@@ -29,6 +29,7 @@ from mezzo.records.check import Decision as Decision
 from mezzo.records.check import Gain as Gain
 from mezzo.records.check import StageName as StageName
 from mezzo.records.compare import FAILING as FAILING
+from mezzo.records.compare import NOT_EQUIVALENT as NOT_EQUIVALENT
 from mezzo.records.compare import CompareRecord as CompareRecord
 from mezzo.records.compare import Difference as Difference
 from mezzo.records.compare import Row as Row

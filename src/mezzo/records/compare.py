@@ -14,6 +14,8 @@ Verdict: TypeAlias = Literal[
 ]
 FAILING: tuple[Verdict, ...] = ("different", "diverged", "stopped_learning", "undecided", "failed")
 """Verdicts other than equivalent, on a policy that is not the baseline."""
+NOT_EQUIVALENT = "not_equivalent"
+"""All of ``FAILING``, as ``--fail-on`` names them together."""
 ScaleName: TypeAlias = Literal["absolute", "ratio", "proportion"]
 
 

@@ -21,6 +21,8 @@ class Prediction(Value):
 
     gpu: str
     """Its name; ``cpu`` for the CPU of the machine that predicts."""
+    gpu_bytes: int | None = None
+    """The GPU's memory as sold; None in records of older versions."""
     policy: str
     checkpoint: str = ""
     """The plan of activation checkpointing; empty where everything is kept."""

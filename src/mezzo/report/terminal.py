@@ -273,6 +273,7 @@ def verdict_table(sheet: CompareSheet) -> Table:
     for line in sheet.lines:
         compared = [*line.losses, *([line.metric] if sheet.metric_name else [])]
         table.add_row(*_verdict_cells(line, compared))
+    table.caption, table.caption_justify = Text(sheet.columns, style=_FAINT), "left"
     return table
 
 

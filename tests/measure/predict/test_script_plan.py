@@ -117,6 +117,15 @@ def test_an_argument_can_name_the_batch(tmp_path: Path) -> None:
         script_plan(script, ["{batch}"], ["fp32"])
 
 
+def test_an_argument_that_the_script_ignores_is_refused(tmp_path: Path) -> None:
+    script = _script(tmp_path, SLICES)
+    with pytest.raises(UsageError) as told:
+        script_plan(script, ["8", "{batch}"], ["fp32"], batch=8)
+    said = f"{script} has the same batch with {{batch}} = 4 and 8: its arguments do not set the size"
+    assert told.value.message == said
+    assert "--batch-size {batch}" in told.value.hint
+
+
 def test_accumulated_batches_count_together(tmp_path: Path) -> None:
     plan = script_plan(_script(tmp_path, LOADER, accumulated=4), ["8"], ["fp32", "fp16"])
     assert plan.tapes["fp16"].num_batches == 4

@@ -25,7 +25,8 @@ from mezzo.observe.nonfinite.fixes import next_offer
 from mezzo.observe.nonfinite.verdict import Role, ScriptRun, diagnosis, known, tried, verdict_on
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
-from mezzo.records import AS_IS, Operand, RunRecord, Steps
+from mezzo.records import AS_IS, DiagnoseRecord, Direction, Operand, RunRecord, Steps
+from mezzo.records.diagnose import Origin
 from mezzo.report.sheets.diagnose import diagnose_sheet
 from record_builders import environment
 
@@ -221,6 +222,22 @@ RUNS: list[tuple[Evidence, RunRecord, tuple[str, str, int]]] = [
     (Evidence(**FAULTY, located=at(2)), record_of(), (RANGE, "forward", 2)),
     (Evidence(located=at(1)), record_of(0, exit_code=1, error="E"), (RANGE, "forward", 1)),
 ]
+
+
+@pytest.mark.parametrize(
+    ("phase", "origin", "scales"),
+    [
+        ("forward", "made", "at any loss scale"),
+        ("forward", "vanished", "at any loss scale"),
+        ("backward", "made", "at a loss scale of 1 or more"),
+        ("backward", "vanished", "at any loss scale"),
+    ],
+)
+def test_only_gradients_depend_on_the_loss_scale(phase: Direction, origin: Origin, scales: str) -> None:
+    record = DiagnoseRecord(
+        run=record_of(), verdict="range_overflow", phase=phase, origin=origin, format="fp16", located=True, step=1
+    )
+    assert diagnose_sheet(record).meaning == f"a value that FP16 does not hold, {scales}"
 
 
 @pytest.mark.parametrize(("evidence", "run", "expected"), RUNS)

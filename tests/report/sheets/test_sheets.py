@@ -353,6 +353,8 @@ policy    verdict   speed-up    ratio    95% interval        95% interval skips 
         "97.3% bf16, 2.7% fp32",
     ):
         assert words in shown
+    note = "Step: median. Speed-up: median of the seeds' ratios. Final loss: mean over the last tenth of the steps."
+    assert note in " ".join(shown.split())
 
 
 def test_policies_have_the_colours_of_their_formats_in_the_terminal(tmp_path: Path) -> None:

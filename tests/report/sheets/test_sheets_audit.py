@@ -24,7 +24,7 @@ from mezzo.observe.audit.operations import TracedOperation, understand, weights_
 from mezzo.observe.module_names import Names
 from mezzo.observe.trace import Noted
 from mezzo.observe.tracer import Tracer
-from mezzo.records import AuditRecord, Operation
+from mezzo.records import AS_IS, AuditRecord, Cause, Finding, Operation, WideProduct
 from mezzo.report import formatting as fmt
 from mezzo.report.charts import modules
 from mezzo.report.charts.data import Bars, Node, Nothing, Tree
@@ -143,6 +143,35 @@ def test_a_tree_of_many_modules_keeps_the_largest_and_says_so() -> None:
     assert {"layers", "layers.400.linear"} <= set(paths)
     assert "layers.1.linear" not in paths
     assert tree.note.startswith("The 250 largest of 801 are shown; record.json has all.")
+
+
+NARROW_SHARES = [
+    # policy, FLOPs by format, cause of the wide products, how the headline begins
+    (AS_IS, {"bf16": 1, "fp32": 9999}, "excluded", "Mixed precision is on, but only <0.1% of the FLOPs use it. Step 2"),
+    (AS_IS, {"fp32": 100}, "excluded", "Mixed precision is on, but none of the FLOPs use it. Step 2"),
+    (AS_IS, {"fp32": 100}, "off", "Step 2"),
+    (AS_IS, {"bf16": 2, "fp32": 98}, "excluded", "Step 2"),
+    ("bf16", {"bf16": 1, "fp32": 9999}, "excluded", "Step 2"),
+]
+
+
+@pytest.mark.parametrize(("policy", "flops", "cause", "start"), NARROW_SHARES)
+def test_mixed_precision_that_is_hardly_used_comes_first(
+    policy: str, flops: dict[str, int], cause: Cause, start: str
+) -> None:
+    wide = WideProduct(op="mm", module="0", format="fp32", cause=cause, reason="r", flops=1, line="/x/train.py:3")
+    finding = Finding(code="A103", title="t", modules=["0", "head", "1"], detail="d", gain="g", fix="f")
+    sheet = audit_sheet(
+        AuditRecord(
+            run=build.run_record(policy),
+            steps=[2],
+            flops_by_phase={"forward": flops},
+            wide_products=[wide],
+            findings=[finding],
+        )
+    )
+    assert sheet.headline.startswith(start)
+    assert dict(sheet.findings[0].rows)["where"] == "0 (train.py:3), head, 1"
 
 
 # --- kernels -------------------------------------------------------------------------------------

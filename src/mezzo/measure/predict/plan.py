@@ -107,7 +107,7 @@ def predict(
     """
     why = impossible(gpu, policy)
     if why:
-        return Prediction(gpu=gpu.name, policy=policy, possible=False, reason=why)
+        return Prediction(gpu=gpu.name, gpu_bytes=gpu.memory_bytes, policy=policy, possible=False, reason=why)
     where = Conditions(gpu=gpu, channels_last=channels_last, job=job, calibration=calibration).covering(policy)
     own = tapes[recorded_as(policy)]
     tape, wide = own.at(batch), tapes["fp32"].at(batch)
@@ -122,6 +122,7 @@ def predict(
     low, high = where.band
     made = Prediction(
         gpu=gpu.name,
+        gpu_bytes=gpu.memory_bytes,
         policy=policy,
         possible=True,
         reason=f"{gpu.label} has no TF32: this is FP32" if is_fp32 else step.note,

@@ -115,12 +115,26 @@ def _others(
     except UsageError as error:
         return [], f"at batch {other} {error.message}"
     if named is not None:
+        _check_sizes(jobs[0].script, known, found[0], sizes=sorted((size, other)))
         for one in found:
             if one.tape is not None:
                 one.tape.batch = other
     elif found[0].batch != other:
         return [], f"its loader does not yield batches of {other}: the size is not that of a DataLoader"
     return found, ""
+
+
+def _check_sizes(script: str, one: ScriptTape, other: ScriptTape, *, sizes: Sequence[int]) -> None:
+    """Raise UsageError where the argument that is to set the size of a batch changes nothing."""
+    first, second = one.tape, other.tape
+    if first is None or second is None:
+        return
+    if first.blocks == second.blocks and first.operations == second.operations:
+        raise UsageError(
+            f"{script} has the same batch with {BATCH} = {sizes[0]} and {sizes[1]}: its arguments do not set the size",
+            hint=f"write {BATCH} in place of the argument that sets the size of a batch, as in --batch-size {BATCH}; if there is "
+            f"none, leave {BATCH} and --batch out",
+        )
 
 
 def _paired(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> tuple[str, Tapes]:

@@ -275,7 +275,8 @@ RULES: tuple[FindingRule, ...] = (
     FindingRule(
         "A103",
         "a module opts out of autocast",
-        "remove the module from fp32_modules, or its autocast(enabled=False), if FP32 is not needed there",
+        "remove the script's autocast(enabled=False) there; under a policy of Mezzo, the module's name in fp32_modules. Keep them if FP32 "
+        "is needed",
         _wide("excluded"),
     ),
     FindingRule(

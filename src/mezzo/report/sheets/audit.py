@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mezzo.records import AuditRecord, Product
+from mezzo.records import AS_IS, AuditRecord, Product
+from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.findings import FindingLine, finding_line
 from mezzo.report.sheets.shared import Fact
 
+_TINY = 0.01
+"""The share of the FLOPs below which mixed precision is as good as unused."""
+_UNDER_AUTOCAST = ("excluded", "list", "no rule")
+"""Causes of wide products that only code under autocast has."""
 PHASES = ("forward", "recompute", "dgrad", "wgrad", "optimizer")
 
 
@@ -53,7 +58,7 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
         script=fmt.clean(record.run.script),
         headline=_headline(record, script),
         error=fmt.clean(record.run.error or "", keep_lines=True),
-        findings=[finding_line(finding) for finding in record.findings],
+        findings=[finding_line(finding, _module_lines(record)) for finding in record.findings],
         phases=_phases(record),
         wide=_wide(record),
         casts=_casts(record),
@@ -72,6 +77,14 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
     )
 
 
+def _module_lines(record: AuditRecord) -> dict[str, str]:
+    """Return the first line of code that is known of each module."""
+    known = [(one.module, one.line) for one in record.wide_products]
+    known += [(one.module, one.line) for one in record.round_trips]
+    known += [(one.module, one.line) for one in record.casts]
+    return {module: line for module, line in reversed(known) if line}
+
+
 def _headline(record: AuditRecord, script: str) -> str:
     if not record.steps:
         return f"No step of {script} was audited"
@@ -81,7 +94,19 @@ def _headline(record: AuditRecord, script: str) -> str:
     words = [f"{fmt.share_text(flops / total)} {fmt.clean(form)}" for form, flops in shares] or ["no matrix product"]
     policy, found = fmt.clean(record.run.policy_shown), fmt.plural(len(record.findings), "finding")
     nothing = f"; {policy} lowered nothing" if record.run.changed_nothing else ""
-    return f"{which[0].upper()}{which[1:]} of {script} under {policy}: {', '.join(words)}{nothing}; {found}"
+    told = f"{which[0].upper()}{which[1:]} of {script} under {policy}: {', '.join(words)}{nothing}; {found}"
+    return f"{_hardly_used(record)}{told}"
+
+
+def _hardly_used(record: AuditRecord) -> str:
+    """Return that the script's own mixed precision reaches next to nothing; empty where it reaches more, or is off."""
+    total = sum(record.flops_by_format.values())
+    narrow = sum(flops for form, flops in record.flops_by_format.items() if form not in WIDE)
+    is_on = narrow > 0 or any(product.cause in _UNDER_AUTOCAST for product in record.wide_products)
+    if record.run.policy != AS_IS or not is_on or not total or narrow >= _TINY * total:
+        return ""
+    share = f"only {fmt.share_text(narrow / total)}" if narrow else "none"
+    return f"Mixed precision is on, but {share} of the FLOPs use it. "
 
 
 def _lowered(record: AuditRecord) -> list[Fact]:

@@ -26,6 +26,9 @@ VERDICT_TONES = {
 }
 
 
+_COLUMNS = "Step: median. Speed-up: median of the seeds' ratios. Final loss: mean over the last tenth of the steps."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compared:
     """A quantity of one policy, compared with the baseline's."""
@@ -84,6 +87,8 @@ class CompareSheet:
     headline: str
     details: str
     method: str
+    columns: str
+    """How the columns' numbers are made of the runs'."""
     loss_heads: list[str]
     metric_name: str
     lines: list[VerdictLine]
@@ -113,6 +118,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         headline=headline,
         details=details,
         method=_method(record),
+        columns=_COLUMNS,
         loss_heads=[f"final {fmt.loss_title(name)}" for name in names] or ["final loss"],
         metric_name=_metric_name(record),
         lines=[_verdict_line(row, names, style=styles[row.policy_shown]) for row in record.rows],

@@ -102,9 +102,12 @@ def _meaning(record: DiagnoseRecord) -> str:
     name = fmt.clean(record.format).upper() or "the format"
     if record.verdict == "silent_saturation" and record.origin == "vanished":
         return f"values too small for {name} become 0: loss and gradients are finite, and gradients are wrong"
+    # A scale below 1 may fit gradients; it does not change a forward value, nor one that rounding made 0.
+    of_gradients = record.phase == "backward" and record.origin != "vanished"
+    scales = "at a loss scale of 1 or more" if of_gradients else "at any loss scale"
     return {
         "scale_overflow": "gradients overflow because of the loss scale, and are finite at a lower one",
-        "range_overflow": f"a value that {name} does not hold, at any loss scale",
+        "range_overflow": f"a value that {name} does not hold, {scales}",
         "invalid_operation": "not finite in FP32 either",
         "silent_saturation": f"values too large for {name} turn finite again: nothing shows it, and gradients are wrong",
         "unfinished": fmt.clean(record.detail),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import MappingProxyType
 
 from mezzo.records import Finding
 from mezzo.report import formatting as fmt
@@ -26,9 +28,12 @@ class FindingLine:
     """The lines of code, as ``file:line``."""
 
 
-def finding_line(finding: Finding) -> FindingLine:
-    """Return ``finding`` as display strings."""
-    rows = [("where", ", ".join(finding.modules)), ("what", finding.detail)]
+def finding_line(finding: Finding, lines: Mapping[str, str] = MappingProxyType({})) -> FindingLine:
+    """Return ``finding`` as display strings; ``lines`` has a line of code for each module that one is known of."""
+    rows = [
+        ("where", ", ".join(_place(module, lines.get(module, "")) for module in finding.modules)),
+        ("what", finding.detail),
+    ]
     rows += [("harm" if finding.severity else "gain", finding.gain), ("fix", finding.fix)]
     rows += [("lines", ", ".join(PurePath(line).name for line in finding.lines))]
     rows += [("page", f"docs/findings/{finding.code}.md")]
@@ -40,6 +45,11 @@ def finding_line(finding: Finding) -> FindingLine:
         rows=[(word, fmt.clean(text)) for word, text in rows if text],
         lines=list(finding.lines),
     )
+
+
+def _place(module: str, line: str) -> str:
+    """Return a module's name, with its line where the name is a bare index, which says little."""
+    return f"{module} ({PurePath(line).name})" if line and module.isdecimal() else module
 
 
 def _weight(finding: Finding) -> str:

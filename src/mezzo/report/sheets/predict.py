@@ -20,6 +20,8 @@ class PredictLine:
     """One GPU under one policy."""
 
     gpu: str
+    card: str
+    """The GPU's memory as sold; empty where the record does not have it."""
     policy: str
     throughput: str
     band: str
@@ -43,6 +45,7 @@ class PredictSheet:
     headline: str
     details: str
     unit: str
+    largest_head: str
     cost_head: str
     """Empty where no price is known."""
     slurm: str
@@ -62,6 +65,7 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         "The band holds 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
         f"the largest batch leaves {record.headroom:.0%} of the memory free.",
         unit=fmt.clean(record.unit),
+        largest_head=f"largest batch ({record.headroom:.0%} of the memory left free)",
         cost_head=f"cost a million {fmt.clean(record.unit)}"
         if any(one.cost_per_million is not None for one in record.predictions)
         else "",
@@ -121,6 +125,7 @@ def _line(one: Prediction, trade: str) -> PredictLine:
         missing = fmt.MISSING
         return PredictLine(
             gpu=fmt.clean(one.gpu),
+            card=_card(one),
             policy=policy_words(one),
             throughput=missing,
             band=missing,
@@ -143,6 +148,7 @@ def _line(one: Prediction, trade: str) -> PredictLine:
     notes.insert(0, "" if one.fits else "Does not fit.")
     return PredictLine(
         gpu=fmt.clean(one.gpu),
+        card=_card(one),
         policy=policy_words(one),
         throughput=fmt.rate_text(one.throughput),
         band=f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}",
@@ -189,6 +195,10 @@ def _trade(one: Prediction, record: PredictRecord) -> str:
     return f"Checkpointing: {saved} less, the step {slower:.0%} longer."
 
 
+def _card(one: Prediction) -> str:
+    return "" if one.gpu_bytes is None else fmt.bytes_text(one.gpu_bytes)
+
+
 # --- the terminal --------------------------------------------------------------------------------------------------------------
 
 
@@ -203,10 +213,14 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
         memory = line.memory.replace(" / ", "\n")
         cells = [line.throughput, line.band, line.step, memory, line.largest, line.speed_ups]
         table.add_row(
-            "" if line.gpu == last else line.gpu, line.policy, *cells, *([line.cost] if sheet.cost_head else [])
+            "" if line.gpu == last else f"{line.gpu}\n{line.card}".rstrip(),
+            line.policy,
+            *cells,
+            *([line.cost] if sheet.cost_head else []),
         )
         last = line.gpu
     terminal.section(console, "By GPU and policy", table)
+    console.print(Text(sheet.largest_head, style="dim"))
     facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.bound, reason=line.verdict) for line in sheet.lines]
     terminal.section(console, "What bounds it, and is it worth it", terminal.fact_table(facts))
     terminal.section(console, "Assumed", terminal.fact_table(sheet.assumptions))
