@@ -216,6 +216,9 @@ COMMANDS = re.findall(r"^    (mezzo predict .*)$", (ROOT / "docs" / "predict.md"
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_docs(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()  # the real configurations
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where a calibration is kept
+    monkeypatch.setattr(calibrate, "probes", lambda scale: [next(probes())])
+    monkeypatch.setattr(calibrate, "_PROBE_S", 0.05)
     words = command.split()
     library = words[words.index("--model") + 1].partition(":")[0] if "--model" in words else ""
     if "train.py" in words or (library and importlib.util.find_spec(library) is None):
