@@ -116,3 +116,23 @@ def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None
 def test_what_is_refused(script: str, policy: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         tape_of_script(script, [], policy)
+
+
+IN_A_JOB = """
+import os
+import torch
+if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    torch.distributed.init_process_group("gloo")  # waits for a second process, which never comes
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.randn(16, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_is_traced_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(IN_A_JOB, encoding="utf-8")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert tape_of_script(str(tmp_path / "train.py"), [], "fp32").step_starts

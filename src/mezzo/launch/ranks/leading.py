@@ -149,7 +149,9 @@ class Leader:
         with suppress(OSError):
             self._meeting.put("over", {"exit_code": self.exit_code})
         end = time.monotonic() + _STOPPING_S
-        left = list(self._meeting.others)  # one that starts slowly, and has not joined yet, is to learn the exit code as well
+        left = list(
+            self._meeting.others
+        )  # one that starts slowly, and has not joined yet, is to learn the exit code as well
         while left and time.monotonic() < end:
             left = [r for r in left if self._meeting.get(f"bye-{r}") is None and not self._meeting.gone(r)]
             time.sleep(POLL_S)

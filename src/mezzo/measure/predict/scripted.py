@@ -6,6 +6,7 @@ yield. A script that makes its batches without one names the argument that sets 
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from mezzo.measure.predict.training import STEPS
 
 BATCH = "{batch}"
 """What stands for the size of a batch in the arguments of a script that makes its batches itself."""
+OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables by which a launcher tells a script that it is one of several processes."""
 _TAIL = 4
 
 
@@ -71,7 +74,11 @@ def tapes_of_jobs(jobs: Sequence[Job]) -> list[ScriptTape]:
         place = Path(folder) / "jobs"
         place.write_bytes(pickle.dumps(list(jobs)))
         words = [sys.executable, "-m", "mezzo.measure.predict.script_process", str(place)]
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        # One process is traced: with a launcher's variables a script would wait for the others.
+        alone = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
+        done = subprocess.run(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=alone, check=False
+        )
         found: list[ScriptTape] = []
         for number, job in enumerate(jobs):
             made = place.with_name(f"tape{number}")
