@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from helpers_backward import WAYS, backward_in
+from mezzo.engine.fp32products import fp32_products_as_they_were
 
 if not torch.cuda.is_available():
     # Its interpreter runs kernels on a CPU. Triton decides when it is imported, so before any test does.
@@ -48,6 +49,13 @@ def _no_mode_stays() -> Iterator[None]:
     while _get_current_function_mode_stack():
         _pop_mode()
     assert left == []
+
+
+@pytest.fixture(autouse=True)
+def _fp32_products_stay() -> Iterator[None]:
+    """A session under tf32 or fp32 sets torch's switches for its whole process."""
+    with fp32_products_as_they_were():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -16,4 +16,7 @@ def test_the_files_that_callers_are_told_by_exist() -> None:
         *source_lines._OF_POLICIES,
         *(ENGINE / name for name in source_lines._POLICY),
     ]
-    assert [place for place in named if not Path(place).exists()] == []
+    ours = [
+        place for place in named if not str(place).startswith(source_lines._KERAS)
+    ]  # Keras has an environment of its own
+    assert [place for place in ours if not Path(place).exists()] == []

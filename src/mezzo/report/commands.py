@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from mezzo.records.run import RUN_NAME
 from mezzo.report import formatting as fmt
 
-FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last", "--compile", "--slurm"))
+FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last", "--compile", "--slurm", "--calibrate"))
 """Options without a value, of all commands on a script; every other option has one."""
 
 CARRIED: Mapping[str, tuple[str, ...]] = {

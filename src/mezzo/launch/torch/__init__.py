@@ -106,8 +106,11 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
 class TorchTraining:
     """A PyTorch script's training (``launch.frameworks.Training``)."""
 
-    def __init__(self, run: Run, counted: CountedStep, weights: WeightsDigest, watch: Watch | None) -> None:
-        self._run, self._counted, self._weights, self._watch = run, counted, weights, watch
+    def __init__(
+        self, run: Run, counted: CountedStep, weights: WeightsDigest | None = None, watch: Watch | None = None
+    ) -> None:
+        self._run, self._counted, self._watch = run, counted, watch
+        self._weights = weights or WeightsDigest(run)
         self._snapshots: ScriptSnapshots | None = None
         self.not_resumed: MezzoError | None = None
         """Why a run that was to be resumed was not; known after ``end_snapshots``."""
