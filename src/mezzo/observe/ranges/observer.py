@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.kernels import exponents
+from mezzo.engine.shards import local
 from mezzo.formats import BF16, FP16
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.casts import Counts
@@ -182,7 +183,7 @@ class Ranges(Observer):
         if self._on:
             self._name_parameters()  # not before the step: a closure may call the first module inside it
             for parameter, old in before.items():
-                self._update(parameter.detach(), old, self._parameters.get(parameter, "a parameter"))
+                self._update(local(parameter.detach()), old, self._parameters.get(parameter, "a parameter"))
         super().updated(optimizer)
 
     def _entering(self, module: nn.Module, args: Any) -> None:
@@ -221,7 +222,7 @@ class Ranges(Observer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in self._before and parameter.is_floating_point():
-                    self._before[parameter] = parameter.detach().clone()
+                    self._before[parameter] = local(parameter.detach()).clone()
 
     # --- counting ----------------------------------------------------------------------------------------------------------------
 
@@ -243,7 +244,7 @@ class Ranges(Observer):
             self._add(key, gradient)
 
     def _add(self, key: Key, tensor: Tensor) -> None:
-        values = tensor.detach()
+        values = local(tensor.detach())  # the kernels read memory, of which a shared tensor has a part here
         if values.layout is torch.sparse_coo:
             values = values.coalesce().values()
         with torch.no_grad():
