@@ -170,17 +170,23 @@ def _run_script(request: Request, reader: MetricReader | None, training: Trainin
         sys.stdout, sys.stderr = streams
 
 
+_KEPT: list[dict[str, Any]] = []
+"""The script's names, alive until the process ends, as under python: a DDP model that is deleted here joins gloo's thread with the GIL
+held, and that thread waits for the GIL to let go of the last all-reduce (torch 2.13)."""
+
+
 def _execute(request: Request) -> None:
     if request.stand_in is not None:
         words = [*request.stand_in.options, *(["-m"] if request.kind == "module" else []), *sys.argv]
         sys.path[0], sys.argv = os.getcwd(), [request.stand_in.module, *words]
-        runpy.run_module(request.stand_in.module, run_name="__main__", alter_sys=True)
+        kept = runpy.run_module(request.stand_in.module, run_name="__main__", alter_sys=True)
     elif request.kind == "module":
         sys.path[0] = os.getcwd()
-        runpy.run_module(request.target, run_name="__main__", alter_sys=True)
+        kept = runpy.run_module(request.target, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(request.target).resolve().parent)
-        runpy.run_path(request.target, run_name="__main__")
+        kept = runpy.run_path(request.target, run_name="__main__")
+    _KEPT.append(kept)
 
 
 def _wait_for_threads() -> None:
