@@ -124,6 +124,8 @@ def _name_of(dtype: Any) -> str | None:
 def inner_layers(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the layers inside ``layer`` with their paths: names joined by dots, without that of ``layer`` itself."""
     for inner in layer._layers:
+        if type(inner).__name__ == "InputLayer":  # it computes nothing
+            continue
         name = f"{path}.{inner.name}" if path else inner.name
         yield name, inner
         yield from inner_layers(inner, name)
