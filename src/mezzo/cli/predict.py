@@ -117,6 +117,7 @@ def predict(
     from mezzo.records import PredictRecord
 
     job = check_job(gpus_per_job, shard)
+    here = environment("cpu")  # before libraries of models set variables of their own
     wanted = plan.check_policies([name.strip() for name in policies.split(",")])
     names = list(GPUS) if gpus == "all" else [name.strip() for name in gpus.split(",")]
     cards = list({gpu.name: gpu for gpu in (gpu_named(one, option="--gpus") for one in names if one != _CPU)}.values())
@@ -146,7 +147,7 @@ def predict(
     if gpus == "all":
         made.sort(key=lambda one: -one.throughput)
     record = PredictRecord(
-        environment=environment("cpu"),
+        environment=here,
         command=list(typed()),
         model=traced.name,
         input=traced.size,

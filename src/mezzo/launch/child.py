@@ -72,6 +72,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
         exit_code, error = guarded(training.close_update, before=(exit_code, error))
         snapshots = training.end_snapshots()
+        duration_s = time.perf_counter() - started  # what follows reads the record and measures this machine
         observer = training.observer
         if exit_code == 0:
             exit_code, error = _trained(request, training)
@@ -89,7 +90,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             bottleneck=training.bottleneck(),
             snapshots=snapshots,
             stopped=stopped,
-            began=(started, started_at_s),
+            ran=(started_at_s, duration_s),
         )
         whole = spawned.together(record)
         write_record(whole, path)

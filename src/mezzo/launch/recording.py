@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ def record_of(
     ending: Ending,
     *,
     shell: dict[str, Any],
-    began: tuple[float, float],
+    ran: tuple[float, float],
     digest: str = "",
     unheeded: Sequence[Reason] = (),
     files: Sequence[FileRead] = (),
@@ -37,7 +36,7 @@ def record_of(
     snapshots: SnapshotsTaken | None = None,
     stopped: bool = False,
 ) -> AnyRecord:
-    """Return the record of a run that has ended; ``began``: the clock's time and Unix time."""
+    """Return the record of a run that has ended; ``ran``: its Unix time at the start, and its seconds."""
     exit_code, error = ending
     record = RunRecord(
         command=list(request.command),
@@ -60,8 +59,8 @@ def record_of(
         ranks=[] if request.rank is None else alone(request.rank, training.weights()),
         first_steps=training.num_updates if stopped else None,
         files_read=list(files),
-        started_at_s=began[1],
-        duration_s=time.perf_counter() - began[0],
+        started_at_s=ran[0],
+        duration_s=ran[1],
         exit_code=exit_code,
         error=_sentence(error),
     )

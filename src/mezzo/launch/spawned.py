@@ -47,7 +47,7 @@ def run_function(request: Request, action: Callable[[], Any]) -> int:
 
     The process leaves a record if it trained or failed. One that was forked is under the policy already.
     """
-    shell, began = surroundings(), (time.perf_counter(), time.time())
+    shell, started, started_at_s = surroundings(), time.perf_counter(), time.time()
     with ExitStack() as stack:
         training = inherited()
         if training is None:
@@ -56,7 +56,8 @@ def run_function(request: Request, action: Callable[[], Any]) -> int:
         exit_code, error = guarded(action)
         exit_code, error = guarded(training.close_update, before=(exit_code, error))
         if training.num_updates or exit_code:
-            record = record_of(request, training, (exit_code, error), shell=shell, began=began)
+            ran = started_at_s, time.perf_counter() - started
+            record = record_of(request, training, (exit_code, error), shell=shell, ran=ran)
             write_record(record, Path(request.record_path))
     return exit_code
 

@@ -103,6 +103,7 @@ def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     worker = int((tmp_path / "pid").read_text().split()[0])
     try:
         Folder(tmp_path)
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     finally:
         os.kill(worker, signal.SIGKILL)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 
 import pytest
 import torch
 
 from mezzo.errors import UsageError
-from mezzo.measure.predict.libraries import imported
+from mezzo.measure.predict.libraries import imported, quiet
 from mezzo.measure.predict.named import named_model
 
 
@@ -28,3 +29,11 @@ def test_models_of_images(name: str, parameters: int) -> None:
     with torch.device("meta"):
         model = named_model(name).build()
     assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_only_errors_of_libraries_are_heard(caplog: pytest.LogCaptureFixture) -> None:
+    with quiet():
+        logging.getLogger("library").warning("an optional kernel is missing")
+        logging.getLogger("library").error("broken")
+    logging.getLogger("library").warning("afterwards")
+    assert caplog.messages == ["broken", "afterwards"]

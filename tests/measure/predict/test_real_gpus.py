@@ -13,7 +13,7 @@ from mezzo.measure.predict import real_gpus as module
 from mezzo.measure.predict import script_plan
 from mezzo.measure.predict.real_gpus import priced_as, real_gpus
 from mezzo.measure.predict.script_process import recorded
-from mezzo.measure.predict.scripted import Job, ScriptTape
+from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
 from mezzo.policy import Policy
 from paths import SCRIPTS
 
@@ -37,10 +37,10 @@ def test_policies_are_priced_as_presets(text: str, name: str) -> None:
 
 
 def test_each_gpu_under_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tapes(jobs: Sequence[Job]) -> list[ScriptTape]:
-        return [recorded(job, Policy.parse(job.policy)) for job in jobs]
+    def tapes(requests: Sequence[TapeRequest]) -> list[ScriptTape]:
+        return [recorded(request, Policy.parse(request.policy)) for request in requests]
 
-    monkeypatch.setattr(script_plan, "tapes_of_jobs", tapes)
+    monkeypatch.setattr(script_plan, "recorded_tapes", tapes)
     policies = {"fp32": "fp32", "mine": "fp16:init_scale=8", "as-is": "as-is"}
     found = real_gpus(str(SCRIPTS / "plain.py"), ["3"], policies, GPUS)
     assert found.reason == ""

@@ -13,7 +13,7 @@ from mezzo.measure.predict import script_plan as module
 from mezzo.measure.predict.plan import predict
 from mezzo.measure.predict.script_plan import ScriptPlan, script_plan
 from mezzo.measure.predict.script_process import recorded
-from mezzo.measure.predict.scripted import Job, ScriptTape
+from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
 from mezzo.measure.predict.tape import Tape
 from mezzo.policy import Policy
 
@@ -49,10 +49,10 @@ for step in range(10):
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tapes(jobs: Sequence[Job]) -> list[ScriptTape]:
-        return [recorded(job, Policy.parse(job.policy)) for job in jobs]
+    def tapes(requests: Sequence[TapeRequest]) -> list[ScriptTape]:
+        return [recorded(request, Policy.parse(request.policy)) for request in requests]
 
-    monkeypatch.setattr(module, "tapes_of_jobs", tapes)
+    monkeypatch.setattr(module, "recorded_tapes", tapes)
 
 
 def _script(folder: Path, body: str, *, samples: int = 256, accumulated: int = 1) -> str:
@@ -77,7 +77,7 @@ def test_another_batch_has_the_tape_that_the_script_has_at_that_batch(policy: st
     assert (plan.batch, plan.unit, plan.optimizer) == (8, "samples", "AdamW")
     assert _said(plan, "batch") == "8 samples: what the DataLoader yields"
     assert _said(plan, "other batch sizes").startswith("follow: ")
-    wanted = recorded(Job(script=script, arguments=["32"], policy=policy), Policy.parse(policy)).tape
+    wanted = recorded(TapeRequest(script=script, arguments=["32"], policy=policy), Policy.parse(policy)).tape
     assert wanted is not None
     found = plan.tapes[policy].at(32)
     assert _cost(found) == _cost(wanted)

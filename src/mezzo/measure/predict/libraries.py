@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +34,17 @@ def imported(library: str) -> Any:
             f"--model {library}:… needs the package {library}, which cannot be imported: {str(error).splitlines()[0]}",
             hint=f"pip install {library}, in the version that belongs to your torch",
         ) from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let libraries log errors alone: that an optional kernel is missing says nothing of a model that is never computed."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _declare_operators() -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo.errors import UsageError, nearest
-from mezzo.measure.predict.libraries import imported
+from mezzo.measure.predict.libraries import imported, quiet
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
@@ -170,7 +170,8 @@ def tape_of(
     """
 
     def build() -> nn.Module:
-        made = model.build()
+        with quiet():
+            made = model.build()
         return made.to(memory_format=torch.channels_last) if channels_last else made  # type: ignore[call-overload]
 
     def prepared(tensor: Tensor) -> Tensor:

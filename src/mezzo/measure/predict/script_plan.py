@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mezzo.errors import UsageError
 from mezzo.measure.predict.plan import Tapes
-from mezzo.measure.predict.scripted import BATCH, Job, ScriptTape, has_batch, tapes_of_jobs, with_batch
+from mezzo.measure.predict.scripted import BATCH, ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.tape import check_same_steps
 from mezzo.records import Reason
 
@@ -57,19 +57,19 @@ def script_plan(
         )
     named = batch if has_batch(arguments) else None
     one = [
-        Job(script=script, arguments=with_batch(arguments, named), policy=policy, as_module=as_module)
+        TapeRequest(script=script, arguments=with_batch(arguments, named), policy=policy, as_module=as_module)
         for policy in policies
     ]
-    first = tapes_of_jobs(one)
+    first = recorded_tapes(one)
     known = first[0]
     size = named or known.batch
     others, why = (
         _others(one, known, named, arguments) if scaled or batch not in (None, size) else ([], "it was not asked for")
     )
     tapes: dict[str, Tapes] = {}
-    for place, (job, found) in enumerate(zip(one, first, strict=True)):
+    for place, (request, found) in enumerate(zip(one, first, strict=True)):
         other = others[place] if others else None
-        found_why, tapes[job.policy] = _paired(found, other, size=named)
+        found_why, tapes[request.policy] = _paired(found, other, size=named)
         why = why or found_why
     if batch is not None and batch != size and any(pair.other is None for pair in tapes.values()):
         own = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
@@ -89,7 +89,7 @@ def script_plan(
 
 
 def _others(
-    jobs: Sequence[Job], known: ScriptTape, named: int | None, arguments: Sequence[str]
+    requests: Sequence[TapeRequest], known: ScriptTape, named: int | None, arguments: Sequence[str]
 ) -> tuple[list[ScriptTape], str]:
     """Return the tapes at another batch size, or why there are none."""
     size = named or known.batch
@@ -99,23 +99,23 @@ def _others(
         return [], "the size of its batches differs within a step"
     other = size // 2 if size > 1 else 2
     made = [
-        Job(
-            script=job.script,
-            arguments=job.arguments if named is None else with_batch(arguments, other),
-            policy=job.policy,
-            as_module=job.as_module,
+        TapeRequest(
+            script=request.script,
+            arguments=request.arguments if named is None else with_batch(arguments, other),
+            policy=request.policy,
+            as_module=request.as_module,
             own_batch=None if named else size,
             batch=None if named else other,
             steps=known.num_steps,
         )
-        for job in jobs
+        for request in requests
     ]
     try:
-        found = tapes_of_jobs(made)
+        found = recorded_tapes(made)
     except UsageError as error:
         return [], f"at batch {other} {error.message}"
     if named is not None:
-        _check_sizes(jobs[0].script, known, found[0], sizes=sorted((size, other)))
+        _check_sizes(requests[0].script, known, found[0], sizes=sorted((size, other)))
         for one in found:
             if one.tape is not None:
                 one.tape.batch = other
@@ -138,7 +138,7 @@ def _check_sizes(script: str, one: ScriptTape, other: ScriptTape, *, sizes: Sequ
 
 
 def _paired(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> tuple[str, Tapes]:
-    assert one.tape is not None  # tapes_of_jobs raises otherwise
+    assert one.tape is not None  # recorded_tapes raises otherwise
     if size is not None:
         one.tape.batch = size
     if other is None or other.tape is None:

@@ -23,30 +23,34 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from mezzo.measure.predict.script_batches import ScriptBatches
 from mezzo.measure.predict.script_recorder import Enough, ScriptRecorder
-from mezzo.measure.predict.scripted import Job, ScriptTape
+from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS
 from mezzo.policy import Policy
 
 
-def record_script(script: str, arguments: Sequence[str], policy: Policy, *, job: Job | None = None) -> Tape | None:
+def record_script(
+    script: str, arguments: Sequence[str], policy: Policy, *, request: TapeRequest | None = None
+) -> Tape | None:
     """Run ``script`` as ``python script`` would, and return its tape; None if it never finished two steps."""
-    job = job or Job(script=script, arguments=arguments, policy=str(policy))
-    return recorded(replace(job, script=script, arguments=arguments), policy).tape
+    request = request or TapeRequest(script=script, arguments=arguments, policy=str(policy))
+    return recorded(replace(request, script=script, arguments=arguments), policy).tape
 
 
-def recorded(job: Job, policy: Policy) -> ScriptTape:
-    """Run the job's script in this process as ``python script`` would, and return what it trained."""
-    watch = ScriptRecorder(policy, batches=ScriptBatches(own=job.own_batch, wanted=job.batch), steps=job.steps)
+def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:
+    """Run the request's script in this process as ``python script`` would, and return what it trained."""
+    watch = ScriptRecorder(
+        policy, batches=ScriptBatches(own=request.own_batch, wanted=request.batch), steps=request.steps
+    )
     argv, path = sys.argv, list(sys.path)
-    sys.argv = [job.script, *job.arguments]
-    sys.path[0] = str(Path.cwd() if job.as_module else Path(job.script).resolve().parent)
+    sys.argv = [request.script, *request.arguments]
+    sys.path[0] = str(Path.cwd() if request.as_module else Path(request.script).resolve().parent)
     try:
-        with watch.watching(job.script):
-            if job.as_module:
-                runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+        with watch.watching(request.script):
+            if request.as_module:
+                runpy.run_module(request.script, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(job.script, run_name="__main__")
+                runpy.run_path(request.script, run_name="__main__")
     except Enough:
         pass
     finally:
@@ -69,20 +73,20 @@ def recorded(job: Job, policy: Policy) -> ScriptTape:
 
 
 def main(words: list[str]) -> None:
-    """Record each job in a fork of this process, two at a time, and write its tape beside the list of jobs."""
+    """Record each request in a fork of this process, two at a time, and write its tape beside the list of requests."""
     place = Path(words[0])
-    jobs: list[Job] = pickle.loads(place.read_bytes())
+    requests: list[TapeRequest] = pickle.loads(place.read_bytes())
     if not hasattr(os, "fork"):
-        for number, job in enumerate(jobs):
-            _write(job, place.with_name(f"tape{number}"))
+        for number, request in enumerate(requests):
+            _write(request, place.with_name(f"tape{number}"))
         return
     running: list[int] = []
-    for number, job in enumerate(jobs):
+    for number, request in enumerate(requests):
         if len(running) == 2:
             _wait(running.pop(0))
         child = os.fork()
         if child == 0:
-            _write(job, place.with_name(f"tape{number}"))
+            _write(request, place.with_name(f"tape{number}"))
             sys.stdout.flush()
             os._exit(0)
         running.append(child)
@@ -96,16 +100,16 @@ def _wait(child: int) -> None:
         print(f"ended by signal {os.WTERMSIG(status)}")
 
 
-def _write(job: Job, place: Path) -> None:
+def _write(request: TapeRequest, place: Path) -> None:
     try:
-        made = recorded(job, Policy.parse(job.policy))
+        made = recorded(request, Policy.parse(request.policy))
     except SystemExit as ended:
         traceback.print_exc()
         made = ScriptTape(tape=None, error=f"it exited with {ended.code!r}" if ended.code else "")
     except Exception as error:
         traceback.print_exc()
         by_numbers = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-        made = ScriptTape(tape=None, error=_said(error, job.script), needs_numbers=by_numbers)
+        made = ScriptTape(tape=None, error=_said(error, request.script), needs_numbers=by_numbers)
     unfinished = place.with_suffix(".part")
     unfinished.write_bytes(pickle.dumps(made))
     unfinished.replace(place)

@@ -27,7 +27,7 @@ _TAIL = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TapeRequest:
     """One tape to record."""
 
     script: str
@@ -42,7 +42,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptTape:
-    """What one job recorded."""
+    """What one request recorded."""
 
     tape: Tape | None
     """None where the script never finished two steps."""
@@ -61,18 +61,18 @@ class ScriptTape:
     """Whether it failed because the size of a result depends on numbers."""
 
 
-def tapes_of_jobs(jobs: Sequence[Job]) -> list[ScriptTape]:
-    """Return the tapes of ``jobs``, recorded in a process of their own.
+def recorded_tapes(requests: Sequence[TapeRequest]) -> list[ScriptTape]:
+    """Return the tapes of ``requests``, recorded in a process of their own.
 
     Raises:
         UsageError: there is no such script, it cannot be traced, or it ended before its second step.
     """
-    for job in jobs:
-        if not job.as_module and not Path(job.script).is_file():
-            raise UsageError(f"there is no script {job.script!r}", hint="check the path")
+    for request in requests:
+        if not request.as_module and not Path(request.script).is_file():
+            raise UsageError(f"there is no script {request.script!r}", hint="check the path")
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "jobs"
-        place.write_bytes(pickle.dumps(list(jobs)))
+        place = Path(folder) / "requests"
+        place.write_bytes(pickle.dumps(list(requests)))
         words = [sys.executable, "-m", "mezzo.measure.predict.script_process", str(place)]
         # One process is traced: with a launcher's variables a script would wait for the others.
         alone = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
@@ -80,23 +80,23 @@ def tapes_of_jobs(jobs: Sequence[Job]) -> list[ScriptTape]:
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=alone, check=False
         )
         found: list[ScriptTape] = []
-        for number, job in enumerate(jobs):
+        for number, request in enumerate(requests):
             made = place.with_name(f"tape{number}")
             if not made.exists():
-                raise _died(job, done.stdout, done.returncode)
+                raise _died(request, done.stdout, done.returncode)
             found.append(pickle.loads(made.read_bytes()))
-    for job, one in zip(jobs, found, strict=True):
+    for request, one in zip(requests, found, strict=True):
         if one.error:
-            raise _failed(job, one)
+            raise _failed(request, one)
         if one.tape is None:
             raise UsageError(
-                f"{job.script} never trains: it ended after {one.num_steps} of {STEPS} optimizer steps on a model in training mode",
+                f"{request.script} never trains: it ended after {one.num_steps} of {STEPS} optimizer steps on a model in training mode",
                 hint="name the script that trains, with the arguments that make it train for two steps",
             )
     return found
 
 
-def _died(job: Job, output: str, code: int) -> UsageError:
+def _died(request: TapeRequest, output: str, code: int) -> UsageError:
     last = "\n".join(output.splitlines()[-_TAIL:])
     causes = {  # by signal
         9: "it was killed, as by a machine that is out of memory",
@@ -106,26 +106,26 @@ def _died(job: Job, output: str, code: int) -> UsageError:
         (why for number, why in causes.items() if f"ended by signal {number}" in output or code == -number), ""
     )
     return UsageError(
-        f"{job.script} cannot be traced without numbers: {cause or 'it ended with:' + chr(10) + last}",
+        f"{request.script} cannot be traced without numbers: {cause or 'it ended with:' + chr(10) + last}",
         hint="predict its model by name with --model, or keep what reads numbers out of the first two steps",
     )
 
 
-def _failed(job: Job, one: ScriptTape) -> UsageError:
+def _failed(request: TapeRequest, one: ScriptTape) -> UsageError:
     if one.needs_numbers:
         return UsageError(
-            f"{job.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
+            f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
             hint="use a mask instead of nonzero or indexing by a condition, or predict the model by name with --model",
         )
     return UsageError(
-        f"{job.script} cannot be traced without numbers: {one.error}",
+        f"{request.script} cannot be traced without numbers: {one.error}",
         hint="run it by itself first; if it works, predict its model by name with --model",
     )
 
 
 def tape_of_script(script: str, arguments: list[str], policy: str) -> Tape:
-    """Return the tape of ``script`` under ``policy``, as ``tapes_of_jobs`` does."""
-    tape = tapes_of_jobs([Job(script=script, arguments=arguments, policy=policy)])[0].tape
+    """Return the tape of ``script`` under ``policy``, as ``recorded_tapes`` does."""
+    tape = recorded_tapes([TapeRequest(script=script, arguments=arguments, policy=policy)])[0].tape
     assert tape is not None
     return tape
 
