@@ -34,7 +34,7 @@ from mezzo.launch.spawned import Spawned
 from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import surroundings
 from mezzo.observe.settings import step_text
-from mezzo.records import Finding, Reason, RunRecord, write_record
+from mezzo.records import AnyRecord, Finding, Reason, RunRecord, write_record
 
 
 def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int:
@@ -96,15 +96,19 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         write_record(whole, path)
     if whole is not record and isinstance(error, ScriptError):  # the processes that it started have trained
         exit_code, error = 0, None
-    if isinstance(error, MezzoError):
-        print(f"mezzo: {error}", file=sys.stderr)
-    findings = whole.findings if isinstance(whole, RunRecord) else []
-    if observer is None and findings:
-        print(f"mezzo: {_in_one_line(findings)}", file=sys.stderr)
+    _say(error, whole)
     signalled = isinstance(error, EndedBySignal)
     if signalled or ((observer is not None or stopped) and any(t.daemon for t in threading.enumerate())):
         _exit_at_once(exit_code, tidily=not signalled)
     return exit_code
+
+
+def _say(error: BaseException | None, record: AnyRecord) -> None:
+    """Print Mezzo's own error, and the findings of a run that nothing observed."""
+    if isinstance(error, MezzoError):
+        print(f"mezzo: {error}", file=sys.stderr)
+    if isinstance(record, RunRecord) and record.findings:
+        print(f"mezzo: {_in_one_line(record.findings)}", file=sys.stderr)
 
 
 @contextmanager
