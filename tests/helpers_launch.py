@@ -126,3 +126,4 @@ def _as_child() -> Iterator[None]:
             yield
         finally:
             signal.signal(signal.SIGINT, handler)
+            child._KEPT.clear()

@@ -131,8 +131,8 @@ class TorchTraining:
         return self._run.observer
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Count the updates of optimizers created before the training began."""
-        self._run.optimizers.update(dict.fromkeys(optimizers))
+        """Count the updates of optimizers created before the training began, those whose parameters it trains."""
+        self._run.premade.add(optimizers)
 
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""

@@ -76,6 +76,8 @@ class BackwardPasses:
                     run.in_backward = False
                 return
             outputs = _listed(tensors)
+            if run.premade:
+                run.premade.reached(leaves_of([t for t in outputs if isinstance(t, Tensor)]), run.num_updates)
             if run.in_backward or False in [isinstance(t, Tensor) for t in outputs]:
                 self._hook_recomputed(outputs)
                 run_engine(tensors, grad_tensors, *args, **kwargs)
@@ -97,7 +99,7 @@ class BackwardPasses:
                 finally:
                     self._end()
             run.lint.backward_ended()
-            if by_hand:
+            if by_hand and not run.optimizers:  # a backward pass inside this one may have reached one
                 self._update_by_hand([p.grad for p in by_hand if p.grad is not None])
 
         return backward
@@ -112,6 +114,8 @@ class BackwardPasses:
             if tracing or self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
                 with self._inside_node():
                     return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
+            if self._run.premade:
+                self._run.premade.reached(leaves_of(roots), self._run.num_updates)
             if not self._trains(leaves, args, kwargs):
                 return self._inner_gradients(run_engine, roots, inputs, grad_outputs, *args, **kwargs)
             self._begin(roots)

@@ -9,13 +9,45 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import Tensor
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
+
+_SEARCHED_UPDATES = 3
+
+
+class PremadeOptimizers:
+    """Optimizers made before the training began, which a notebook also keeps of earlier trainings: those that are trained are counted."""
+
+    def __init__(self, counted: WeakKeyDictionary[torch.optim.Optimizer, None]) -> None:
+        """Move optimizers to ``counted`` as backward passes reach their parameters."""
+        self._counted = counted
+        self._waiting: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Wait for a backward pass that reaches one of ``optimizers``."""
+        self._waiting.update(optimizers)
+
+    def reached(self, leaves: Iterable[Tensor], num_updates: int) -> None:
+        """Count the optimizers that hold one of ``leaves``, which a backward pass is about to reach.
+
+        After some updates the search, a walk through the graph, ends: an optimizer reached later counts from its update on.
+        """
+        held = set(map(id, leaves))
+        found = [o for o in self._waiting if any(id(p) in held for g in o.param_groups for p in g["params"])]
+        self._counted.update(dict.fromkeys(found))
+        self._waiting.difference_update(found)
+        if num_updates > _SEARCHED_UPDATES:
+            self._waiting.clear()
 
 
 def find_premade(*kinds: type) -> tuple[list[Any], ...]:

@@ -19,6 +19,7 @@ from mezzo.engine.scaling import NoScale, Scale, scale_for
 from mezzo.errors import PolicyError, ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.owners import OptimizerOwners
+from mezzo.launch.torch.premade import PremadeOptimizers
 from mezzo.launch.torch.steady_state import Steady, nothing
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.lint.observer import Lint
@@ -76,6 +77,7 @@ class Run:
         self.roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         """Modules called from outside any module, in order."""
         self.optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
+        self.premade = PremadeOptimizers(self.optimizers)
         self.owners = OptimizerOwners()
         self.local = ThreadState()
         self.lint = Lint(self)
