@@ -11,7 +11,7 @@ import pytest
 from paddle_runs import AS_IS, fit, numbers, observed, paddle
 
 from mezzo.formats import BF16, FP16
-from mezzo.launch.paddle.lost_values import LostValues
+from mezzo.launch.paddle.lost_values import ValueFollower
 from mezzo.launch.paddle.nonfinite import NonFinite
 from mezzo.launch.paddle.replay import KEPT, NO_UPPER, NONE, gradients, rounded_within
 from mezzo.launch.paddle.rounding import round_to_fp16
@@ -312,10 +312,10 @@ def test_a_mask_beyond_the_format_is_harmless() -> None:
 def test_no_operation_of_mezzos_own_is_recorded(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names: set[str] = set()
 
-    def finished(self: LostValues, operation: Any) -> None:
+    def finished(self: ValueFollower, operation: Any) -> None:
         names.add(operation.name)
 
-    monkeypatch.setattr(LostValues, "finished", finished)
+    monkeypatch.setattr(ValueFollower, "finished", finished)
     observed(planted(lambda step: healthily), policy, DiagnoseSettings(steps=(1, 2)))
     assert {"linear", "tanh"} <= names
     assert not names & {"empty_like", "full_like", "squared_l2_norm", "add_n", "isfinite", "cast", "isnan"}
@@ -364,7 +364,7 @@ def test_a_replay_with_the_limits_has_the_gradients_of_the_step(name: str, monke
 
     def judge(self: NonFinite, norm: Any) -> None:
         weights = {id(p): p for p in self.run.parameters() if p.grad is not None}
-        lost = self._lost_values
+        lost = self._followed
         with lost.tape.paused():
             again = gradients(lost.tape.operations, self._passes, list(weights.values()), FP16, KEPT)
         for key, gradient in again.items():

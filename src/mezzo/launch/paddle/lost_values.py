@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
@@ -20,7 +19,7 @@ from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.paddle.surveys import Survey, array_of, finite, format_name, operand, survey
 from mezzo.launch.paddle.tape import Tape, TapedOperation, tensors
 from mezzo.observe.nonfinite.evidence import Kind
-from mezzo.records import Operand
+from mezzo.observe.nonfinite.sources import Source
 
 _CAST = "cast"
 PUBLIC_NAMES = {
@@ -41,30 +40,7 @@ PUBLIC_NAMES = {
 """Operations of ``paddle._C_ops`` that Paddle's documentation calls otherwise."""
 
 
-@dataclass(eq=False)
-class Source:
-    """One place where values stopped being finite, or became zero."""
-
-    index: int
-    kind: Kind
-    op: str
-    layer: Any
-    line: str
-    backward: bool
-    format: str
-    operands: list[Operand]
-    wide: float | None
-    scale: float
-    parameter: bool = False
-    share: float = 0.0
-    """Which part of the result's norm vanished."""
-    because: tuple[Source, ...] = ()
-    """What was lost before in what the operation reads."""
-    stopped: dict[str, None] = field(default_factory=dict)
-    """Operations that give finite results of it."""
-
-
-class LostValues:
+class ValueFollower:
     """The places of one step where values were lost (``launch.paddle.tape.Listener``)."""
 
     def __init__(self, run: PaddleRun, scale: Callable[[], float]) -> None:
@@ -159,7 +135,7 @@ class LostValues:
         if finite(result) if raw is None else math.isfinite(raw.largest):
             self.causes.pop(id(result), None)
             for source in known:
-                source.stopped[public_name(operation.name)] = None
+                source.swallowed[public_name(operation.name)] = None
             return
         if known:
             self.causes[id(result)] = tuple(dict.fromkeys(known))
@@ -298,7 +274,7 @@ class LostValues:
             index=self.tape.next_index(),
             kind=kind,
             op=name or public_name(operation.name),
-            layer=operation.layer,
+            module=operation.layer,
             line=operation.line,
             backward=backward or operation.backward,
             format=fmt,
@@ -314,7 +290,7 @@ class LostValues:
 class _Observed:
     """A context that surveys a gradient and records no operation inside."""
 
-    def __init__(self, lost: LostValues, gradient: Any) -> None:
+    def __init__(self, lost: ValueFollower, gradient: Any) -> None:
         self._lost, self._gradient = lost, gradient
         self._paused = lost.tape.paused()
 

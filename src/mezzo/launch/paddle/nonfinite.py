@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mezzo.launch.paddle.layer_names import LayerNames
-from mezzo.launch.paddle.lost_values import LostValues, Source
+from mezzo.launch.paddle.lost_values import ValueFollower
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.replay import NotRepeated, Pass
 from mezzo.launch.paddle.state import PaddleRun
@@ -21,7 +21,7 @@ from mezzo.launch.paddle.weighing import Weighed, weigh
 from mezzo.launch.patches import Patches
 from mezzo.observe.limits import HARMLESS_LISTED, WEIGHTY
 from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, write_evidence
-from mezzo.observe.nonfinite.evidence import LostValues as Lost
+from mezzo.observe.nonfinite.sources import Source
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.observe.skips import SkipRule, Skips
 from mezzo.records import RunRecord
@@ -46,7 +46,7 @@ class NonFinite(StepObserver):
     def __init__(self, settings: DiagnoseSettings, run: PaddleRun) -> None:
         super().__init__(run, steps=settings.steps)
         self._settings, self._until = settings, settings.steps[-1]
-        self._lost_values = LostValues(run, self._loss_scale)
+        self._followed = ValueFollower(run, self._loss_scale)
         self._passes: list[Pass] = []
         self._losses: list[Any] = []
         self._inspected: _Inspected | None = None
@@ -70,21 +70,21 @@ class NonFinite(StepObserver):
 
     def install(self, patches: Patches) -> None:
         """Record Paddle's operations until ``patches`` are undone."""
-        self._lost_values.tape.install(patches)
+        self._followed.tape.install(patches)
 
     def begin(self) -> None:
         """Begin to record operations."""
-        self._lost_values.tape.on = True
+        self._followed.tape.on = True
 
     def end(self) -> None:
         """Stop, and forget the operations."""
-        self._lost_values.tape.on = False
-        self._lost_values.clear()
+        self._followed.tape.on = False
+        self._followed.clear()
         self._passes, self._losses = [], []
 
     def close(self) -> None:
         """Stop, wherever the script ended; keep what was recorded of a step that never ended."""
-        if self.observing and self._lost_values.tape.on:
+        if self.observing and self._followed.tape.on:
             self._unfinished = self._inspect(bad=True)
         self.end()
 
@@ -98,7 +98,7 @@ class NonFinite(StepObserver):
 
     def scaled(self, losses: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Keep the gradients from which the backward pass starts."""
-        if self._lost_values.tape.on:
+        if self._followed.tape.on:
             self._passes.append(Pass(list(losses), list(gradients)))
 
     def scaler_met(self, scaler: Any) -> None:
@@ -113,7 +113,7 @@ class NonFinite(StepObserver):
         self._inspected = self._inspect(bad=bad)
 
     def _inspect(self, *, bad: bool) -> _Inspected:
-        seen, weighed = self._lost_values, None
+        seen, weighed = self._followed, None
         with seen.tape.paused():
             if not bad and any(source.kind in ("made", "vanished") for source in seen.sources):
                 weighed = self._weighed()
@@ -127,7 +127,7 @@ class NonFinite(StepObserver):
             return None
         weights = [p for p in self.run.parameters() if not p.stop_gradient]
         try:
-            return weigh(self._lost_values.tape.operations, self._passes, weights, self._lost_values.format)
+            return weigh(self._followed.tape.operations, self._passes, weights, self._followed.format)
         except NotRepeated as why:
             self._problems["step"] = f"silent saturation was not judged, because {why}"
             return None
@@ -183,7 +183,7 @@ class NonFinite(StepObserver):
     # --- blame -------------------------------------------------------------------------------------------------------------------------
 
     def _blamed(self, seen: _Inspected, step: int, *, loss_bad: bool, bad: bool) -> Located | None:
-        names = LayerNames(self._lost_values.tape.roots)
+        names = LayerNames(self._followed.tape.roots)
         if not bad:
             return self._quiet(seen, step, names)
         suspects = seen.lost if loss_bad and seen.lost else seen.in_backward
@@ -192,8 +192,8 @@ class NonFinite(StepObserver):
         if source is None:
             return None
         earlier = next(iter(source.because), None)
-        symptom = None if earlier is None else _values(source, names)
-        return Located(step=step, source=_values(earlier or source, names), symptom=symptom)
+        symptom = None if earlier is None else source.as_record(names)
+        return Located(step=step, source=(earlier or source).as_record(names), symptom=symptom)
 
     def _quiet(self, seen: _Inspected, step: int, names: LayerNames) -> Located | None:
         """Return where values left the format and made finite gradients wrong."""
@@ -203,13 +203,13 @@ class NonFinite(StepObserver):
         above = [s for s in seen.sources if s.kind == "made" and s.wide is not None]
         if weighed.above and above:
             wrong = weighed.wrong_above(names)
-            return Located(step=step, source=_values(min(above, key=lambda s: s.index), names), gradients=wrong)
+            return Located(step=step, source=min(above, key=lambda s: s.index).as_record(names), gradients=wrong)
         below = sorted((s for s in seen.sources if s.kind == "vanished"), key=lambda s: s.index)
         if not (weighed.below and below) or weighed.faded(self._largest_norm()):
             return None
         heaviest = max(below, key=lambda s: s.share)
         source = next((s for s in below if s.share >= WEIGHTY), heaviest)
-        return Located(step=step, source=_values(source, names), gradients=weighed.wrong_below(names))
+        return Located(step=step, source=source.as_record(names), gradients=weighed.wrong_below(names))
 
     def _largest_norm(self) -> float:
         """Return the largest norm of gradients before this step, the loss scale included."""
@@ -254,25 +254,8 @@ class NonFinite(StepObserver):
 
 
 def _harmless(seen: _Inspected) -> list[Harmless]:
-    overflowed = [s for s in seen.sources if s.kind == "made" and s.wide and s.stopped]
+    overflowed = [s for s in seen.sources if s.kind == "made" and s.wide and s.swallowed]
     return [
-        Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide or 0.0, absorbed_by=list(s.stopped))
+        Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide or 0.0, absorbed_by=list(s.swallowed))
         for s in overflowed
     ]
-
-
-def _values(source: Source, names: LayerNames) -> Lost:
-    return Lost(
-        kind=source.kind,
-        op=source.op,
-        module=names.of(source.layer),
-        pattern=names.pattern(source.layer),
-        line=source.line,
-        backward=source.backward,
-        format=source.format,
-        largest=source.wide,
-        loss_scale=source.scale,
-        operands=source.operands,
-        parameter=source.parameter,
-        swallowed_by=list(source.stopped),
-    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mezzo.observe.limits import WEIGHTY
 from mezzo.observe.module_names import Names
-from mezzo.observe.nonfinite.evidence import Harmless, Located, LostValues, WrongGradients
+from mezzo.observe.nonfinite.evidence import Harmless, Located, WrongGradients
 from mezzo.observe.nonfinite.gradient_error import Weighed, faded
 from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.nonfinite.shadows import End
@@ -93,7 +93,7 @@ def _saturated(inspected: InspectedStep, step: int, names: Names, *, bad: bool) 
     if source is None or inspected.weighed is None:
         return None
     wrong = _wrong(inspected.weighed, End.ABOVE, names)
-    return Located(step=step, source=_values(source, names), gradients=wrong)
+    return Located(step=step, source=source.as_record(names), gradients=wrong)
 
 
 def _vanished(inspected: InspectedStep, step: int, names: Names, before: Callable[[], float] | None) -> Located | None:
@@ -105,7 +105,7 @@ def _vanished(inspected: InspectedStep, step: int, names: Names, before: Callabl
     heaviest = max(sources, key=lambda s: s.share)
     source = next((s for s in sources if s.share >= WEIGHTY), heaviest)
     wrong = _wrong(inspected.weighed, End.BELOW, names)
-    return Located(step=step, source=_values(source, names), gradients=wrong)
+    return Located(step=step, source=source.as_record(names), gradients=wrong)
 
 
 def _located(source: Source, step: int, names: Names, *, loss_bad: bool = True) -> Located:
@@ -115,27 +115,10 @@ def _located(source: Source, step: int, names: Names, *, loss_bad: bool = True) 
     vanished = next((s for s in began.because if s.kind == "vanished"), None)
     return Located(
         step=step,
-        source=_values(began, names),
-        vanished=None if vanished is None else _values(vanished, names),
-        symptom=None if earlier is None else _values(source, names),
+        source=began.as_record(names),
+        vanished=None if vanished is None else vanished.as_record(names),
+        symptom=None if earlier is None else source.as_record(names),
         arrived=began.kind == "entered" and not loss_bad,
-    )
-
-
-def _values(source: Source, names: Names) -> LostValues:
-    return LostValues(
-        kind=source.kind,
-        op=source.op,
-        module=names.of(source.module),
-        pattern=names.pattern(source.module),
-        line=source.line,
-        backward=source.backward,
-        format=source.format,
-        largest=source.wide,
-        loss_scale=source.scale,
-        operands=source.operands,
-        parameter=source.parameter,
-        swallowed_by=list(source.swallowed),
     )
 
 

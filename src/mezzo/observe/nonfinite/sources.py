@@ -1,17 +1,26 @@
-"""Where values left the range of numbers, or of a format: what is remembered of each place."""
+"""Where values left the range of numbers, or of a format: what is remembered of each place. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from torch import nn
-
-from mezzo.observe.nonfinite.evidence import Kind
+from mezzo.observe.nonfinite.evidence import Kind, LostValues
 from mezzo.records import Operand
 
 _MOST = 6
 """Sources of one kind that a tensor keeps: the first ones."""
+
+
+class ModuleNames(Protocol):
+    """The names that a script's modules or layers have in their model."""
+
+    def of(self, module: Any) -> str:
+        """Return the name to show."""
+
+    def pattern(self, module: Any) -> str:
+        """Return the name for ``fp32_modules``; empty where it has none."""
 
 
 @dataclass(eq=False)
@@ -22,7 +31,8 @@ class Source:
     """Number of the operation in its step."""
     kind: Kind
     op: str
-    module: nn.Module | None
+    module: Any
+    """The module or layer that was called; None for code outside all of them."""
     line: str
     backward: bool
     format: str
@@ -41,6 +51,23 @@ class Source:
     """Operations that made wrong finite numbers of it."""
     absorbed: dict[str, None] = field(default_factory=dict)
     """Operations that give the same for it as for the true value."""
+
+    def as_record(self, names: ModuleNames) -> LostValues:
+        """Return what is written of this place."""
+        return LostValues(
+            kind=self.kind,
+            op=self.op,
+            module=names.of(self.module),
+            pattern=names.pattern(self.module),
+            line=self.line,
+            backward=self.backward,
+            format=self.format,
+            largest=self.wide,
+            loss_scale=self.scale,
+            operands=self.operands,
+            parameter=self.parameter,
+            swallowed_by=list(self.swallowed),
+        )
 
 
 @dataclass
