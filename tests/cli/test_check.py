@@ -104,12 +104,6 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(
     assert [path.name for path in Path().iterdir()] == ["out"]
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert checked(PLAIN) == 7
-    assert "mezzo check runs in 4 processes; allowed: one" in capsys.readouterr().err
-
-
 def test_another_script_starts_anew_and_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from mezzo import cli
+from mezzo.cli import ranks
 from mezzo.records import AuditRecord, CompareRecord, FallbackRecord, RangesRecord, RunRecord, read_record
 from paths import SCRIPTS
 from processes import Ended, in_processes
@@ -110,12 +112,13 @@ def test_a_rank_that_hangs_ends_the_run_at_its_limit_and_is_found(tmp_path: Path
         "ddp",
         "50",
     ]
+    line = 1 + Path(RANKS).read_text(encoding="utf-8").splitlines().index("            time.sleep(1000)")
     ended = in_processes([*words, "hang"], folder=tmp_path)
     assert ended[0].code == ended[1].code != 0
     for policy in ("fp32", "fp16"):
         error = read_record(tmp_path / "out" / f"{policy}-seed0" / "record.json").error  # type: ignore[union-attr]
         assert error is not None
-        assert re.match(r"stopped at its limit of 30 s: rank 1: it made no progress at ranks\.py:36", error), error
+        assert error.startswith(f"stopped at its limit of 30 s: rank 1: it made no progress at ranks.py:{line}"), error
 
 
 @pytest.mark.slow
@@ -149,3 +152,33 @@ def test_what_one_process_finds_is_what_two_find(tmp_path: Path) -> None:
     assert counted["activations", "0"] == 2 * 2 * 8 * 32  # ranks, steps, samples, features
     assert isinstance(fallback, FallbackRecord)
     assert fallback.verdict == "not needed"
+
+
+@pytest.mark.parametrize("command", ["check", "predict", "tune"])
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("torchrun", {"RANK": "1", "WORLD_SIZE": "4"}),
+        ("srun", {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}),
+    ],
+)
+def test_commands_for_one_process_are_refused_in_several(
+    command: str,
+    launcher: str,
+    variables: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main([command, RANKS]) == 7
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{launcher} started mezzo {command} in 4 processes; allowed: one" in said
+
+
+def test_every_command_on_a_script_says_what_it_does_in_several_processes() -> None:
+    on_scripts = {
+        name
+        for name, command in get_command(cli.app).commands.items()  # type: ignore[attr-defined] if "arguments" in {p.name for p in command.params}
+    }
+    assert on_scripts == {*ranks._TOGETHER, *ranks._ALONE}

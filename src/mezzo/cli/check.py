@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from mezzo.cli.patches import with_patch
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script
 from mezzo.cli.words import resuming
-from mezzo.errors import PolicyError, ScriptError
+from mezzo.errors import PolicyError
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
@@ -84,11 +83,6 @@ def check(
         seeds=seeds or _WISHED_SEEDS,
         metric=metric,
     )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ScriptError(
-            f"mezzo check runs in {os.environ['WORLD_SIZE']} processes; allowed: one",
-            hint="check in one process, without torchrun; the answer serves distributed runs too",
-        )
     asked.script.check(*named.values())
     folder = asked.script.folder("check")
     with stoppable() as stop, shown() as progress:

@@ -9,8 +9,14 @@ from pathlib import Path
 from mezzo.errors import ScriptError
 from mezzo.launch.ranks.launched import PADDLES, Launched, launched
 
-_TOGETHER = ("run", "compare", "audit", "diagnose", "ranges", "fallback")
+_TOGETHER = ("run", "watch", "compare", "audit", "diagnose", "ranges", "fallback")
 """Commands that run a script in all processes at once."""
+_ALONE = {
+    "check": "check in one process; the answer serves distributed runs too",
+    "predict": "predict in one process; --gpus-per-job and --shard describe a job of several",
+    "tune": "tune in one process, with the batch of one process",
+}
+"""Commands on a script for one process, and what to do instead of starting several."""
 _OUT = "--out"
 
 
@@ -22,13 +28,19 @@ def in_ranks(words: Sequence[str], command: Callable[[], int]) -> int:
         command: runs it in this process.
 
     Raises:
-        ScriptError: the processes did not find each other, or Paddle's launcher started them.
+        ScriptError: the command is for one process, the processes did not find each other, or Paddle's launcher started them.
     """
-    if not words or words[0] not in _TOGETHER:
+    if not words or words[0] not in (*_TOGETHER, *_ALONE):
         return command()
     _refuse_paddles_launcher()
     one = launched(os.environ, command=words)
-    return command() if one is None else _together(one, words, command)
+    if one is None:
+        return command()
+    if words[0] in _ALONE:
+        raise ScriptError(
+            f"{one.launcher} started mezzo {words[0]} in {one.size} processes; allowed: one", hint=_ALONE[words[0]]
+        )
+    return _together(one, words, command)
 
 
 def _together(one: Launched, words: Sequence[str], command: Callable[[], int]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -148,11 +147,6 @@ def _check_trainable(script: Script) -> None:
         raise ScriptError(
             f"mezzo tune was given a script in {framework}; allowed: PyTorch scripts",
             hint="mezzo compare measures policies in every framework",
-        )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ScriptError(
-            f"mezzo tune runs in {os.environ['WORLD_SIZE']} processes; allowed: one",
-            hint="tune in one process, without torchrun, with the batch of one process",
         )
 
 
