@@ -177,8 +177,6 @@ def test_commands_for_one_process_are_refused_in_several(
 
 
 def test_every_command_on_a_script_says_what_it_does_in_several_processes() -> None:
-    on_scripts = {
-        name
-        for name, command in get_command(cli.app).commands.items()  # type: ignore[attr-defined] if "arguments" in {p.name for p in command.params}
-    }
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    on_scripts = {name for name, command in commands.items() if "arguments" in {p.name for p in command.params}}
     assert on_scripts == {*ranks._TOGETHER, *ranks._ALONE}
