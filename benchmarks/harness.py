@@ -21,7 +21,7 @@ import torch
 from mezzo.measure.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
-OF_ONE_MACHINE: dict[str, Any] = {"folder": True, "variables": {"TORCHINDUCTOR_CACHE_DIR": True}}
+OF_ONE_MACHINE: dict[str, Any] = {"folder": True, "variables": {"TORCHINDUCTOR_CACHE_DIR": True, "PYTHONPATH": True}}
 """What of the environment is a path that says nothing to anybody else."""
 
 

@@ -43,6 +43,9 @@ def main() -> None:
     right = [answer for one in found for answer in one.right]
     if right:
         print(f"would it fit under a cap: right {sum(right)} of {len(right)}")
+    ratios = _ratio_errors(found)
+    if ratios:
+        print(f"memory of mixed precision over FP32: median error {np.median(ratios):.1f}% of {len(ratios)} pairs")
     devices = [100 * abs(one.device_bytes / one.measured_device_bytes - 1) for one in found if one.device_bytes]
     if devices:
         print(
@@ -59,6 +62,22 @@ def main() -> None:
     median, p90 = (f"{np.median(size):.1f}%", f"{np.quantile(size, 0.9):.1f}%") if len(size) else ("-", "-")
     fits = f"{100 * broken / promises:.1f}%" if promises else "-"
     print(f"median {median} p90 {p90} wrongly fits {fits} of {len(found)} rows ({reasons.total()} not predicted)")
+
+
+def _ratio_errors(found: list[Found]) -> list[float]:
+    pairs: dict[str, dict[str, Found]] = {}
+    for one in found:
+        if one.pair:
+            pairs.setdefault(one.pair, {})[one.precision] = one
+    errors = []
+    for name, both in pairs.items():
+        if set(both) == {"fp32", "fp16"}:
+            half, full = both["fp16"], both["fp32"]
+            measured = half.measured_bytes / full.measured_bytes
+            predicted = half.predicted_bytes / full.predicted_bytes
+            print(f"{name}: mixed precision over FP32 measured {measured:.3f} predicted {predicted:.3f}")
+            errors.append(100 * abs(predicted / measured - 1))
+    return errors
 
 
 def _device(one: Found) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mezzo.measure.predict.memory import DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.plan import HEADROOM
 from mezzo.measure.predict.training import ZeroGrad, record_training
+from predict_memory_zoo import Training
 from predict_models import NotBuilt, installed
 from predict_transformers4 import transformers_4, with_causal_masks
 
@@ -102,6 +103,9 @@ class Found:
     device_bytes: int = 0
     """What nvidia-smi would show, and showed; 0 where the row does not say."""
     measured_device_bytes: int = 0
+    pair: str = ""
+    """The pair of FP32 and mixed precision that the row belongs to."""
+    precision: str = ""
     right: list[bool] = field(default_factory=list)
     """For each cap, whether the prediction was right."""
 
@@ -248,10 +252,26 @@ def fms_row(cells: Mapping[str, str]) -> Found:
     )
 
 
+def pairs_row(cells: Mapping[str, str]) -> Found:
+    """Predict a row of gpu_memory_pairs.csv: allocated peak, or the whole device where nvidia-smi was read."""
+    training = Training(cells)
+    memory = predict_memory(training.tape)
+    inside = memory.reserved_bytes + DRIVER_BYTES if training.of_device else memory.allocated_bytes
+    return Found(
+        name=f"{cells['model'][:20]} {cells['input'][:12]} b{cells['batch_per_gpu']} {cells['precision'][:8]}",
+        predicted_bytes=inside + training.bucket_bytes,
+        measured_bytes=int(float(cells["measured_mib"]) * 2**20),
+        pair=cells["pair_id"],
+        precision=cells["precision"][:4],
+    )
+
+
 def row(cells: Mapping[str, str]) -> Found:
     """Predict a row of any of the tables."""
     if "measured_peak_bytes" in cells:
         return xmem_row(cells)
     if "torch_peak_alloc_bytes" in cells:
         return fms_row(cells)
-    raise NotBuilt("the model zoo or the parallel program of the row is not built here")
+    if "measured_mib" in cells:
+        return pairs_row(cells)
+    raise NotBuilt("the parallel program of the row is not built here")

@@ -34,7 +34,7 @@ PRIOR = {
     "latency_s": 0.3,
     "feed_bytes": 0.5,
     "winograd": 0.2,
-    "block_bytes": 0.4,
+    "block_elements": 0.4,
     "issue_bytes": 0.5,
     "waiting": 0.3,
     "full_clock_w": 0.2,

@@ -22,7 +22,7 @@ IDEAL = Constants(
     winograd=1,
     bandwidth=1,
     issue_bytes=1e9,
-    block_bytes=1e9,
+    block_elements=1e9,
     feed_bytes=1e9,
     layout_copies=0,
     norm_passes=0,
@@ -120,6 +120,20 @@ def test_normalisation_reads_twice_unless_the_cache_holds_its_channels() -> None
 
     assert seconds(10) == pytest.approx(2e-3, rel=0.01)
     assert seconds(100_000) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(("form", "element_bytes"), [("fp32", 4), ("fp16", 2), ("bf16", 2)])
+def test_channels_first_normalisation_is_as_slow_in_16_bits(form: str, element_bytes: int) -> None:
+    # 10 channels have 10 blocks of threads, each of one element a cycle at 1.53 GHz: 16 bits move half the bytes in the same time.
+    constants = dataclasses.replace(IDEAL, block_elements=1.0)
+    shape = Shape(1, 10, 10**8, 0)
+    one = Columns.of([_operation(form, moved=10**9 * element_bytes, shape=shape, name="native_batch_norm")])
+    first, last = (
+        operation_bounds(one, Card.of(V100, tf32=False, channels_last=layout), constants).total[0]
+        for layout in (False, True)
+    )
+    assert first == pytest.approx(10**9 / (10 * 1.53e9), rel=0.01)
+    assert last == pytest.approx(10**9 * element_bytes / 900e9, rel=1e-6)
 
 
 def test_launching_bounds_a_step_of_small_operations() -> None:

@@ -30,8 +30,8 @@ class Constants:
     """Share of the memory's bandwidth that is reached."""
     issue_bytes: float = 20.0
     """Bytes that one multiprocessor moves in a cycle, at most."""
-    block_bytes: float = 5.0
-    """Bytes that one block of threads moves in a cycle: channels-first batch normalisation has a block a channel."""
+    block_elements: float = 1.25
+    """Elements that one block of threads moves in a cycle: channels-first batch normalisation has a block a channel."""
     feed_bytes: float = 40.0
     """Bytes that matrix units get from the L2 cache, a cycle and multiprocessor."""
     layout_copies: float = 0.5

@@ -12,7 +12,8 @@ Written from first principles with a few constants (``constants``), which are fi
   not use matrix units.
 - A convolution of channels-first tensors on matrix units is preceded by copies to channels-last and followed by one back.
 - Batch normalisation reads its input twice forward, and input and gradient twice backward, except for what stays in the L2 cache
-  between the two passes: each multiprocessor works on a channel of its own.
+  between the two passes: each multiprocessor works on a channel of its own. Channels-first, torch's kernels load one element at
+  a time, whatever its size, so 16 bits do not make a block of threads faster.
 - What one operation writes and the next reads stays in the L2 cache if it is small.
 - A board whose power is small for its multiprocessors and clock keeps a lower clock: power grows with about its square.
 - Before compute capability 8.0, loads into shared memory are not asynchronous, and 16-bit products wait for them.
@@ -182,7 +183,8 @@ def _traffic(ops: Columns, card: Card, c: Constants) -> Array:
         card.multiprocessors * card.clock_hz * clock * c.issue_bytes,
     )
     bandwidth = (memory**-2 + issue**-2) ** -0.5
-    by_channel = np.where((ops.norm_bytes > 0) & first, ops.rows * c.block_bytes * card.clock_hz * clock, np.inf)
+    block_bytes = c.block_elements * np.where(ops.half, 2, 4)
+    by_channel = np.where((ops.norm_bytes > 0) & first, ops.rows * block_bytes * card.clock_hz * clock, np.inf)
     result: Array = moved / np.minimum(bandwidth, by_channel)
     return result
 
