@@ -21,7 +21,8 @@ COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-define
 
 def loaded() -> ModuleType:
     spec = importlib.util.spec_from_file_location("reference_pages", DOCS / "reference_pages.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
