@@ -28,6 +28,12 @@ from mezzo.records import Prediction
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/article-numbers.md"
 MEASUREMENTS = Path(__file__).with_name("article_measurements.csv")
+SOURCES = {
+    "lambdal/deeplearning-benchmark": "Lambda",
+    "NVIDIA/DeepLearningExamples": "NVIDIA",
+    "huggingface/pytorch-image-models": "timm",
+}
+"""Repositories of measurements, by what people call them."""
 NEAR = 0.15
 """A claim agrees with a measurement that is at most this far from it: repeated public measurements of one setting differ by as much."""
 ABOVE = 0.15
@@ -269,7 +275,7 @@ def measured_table() -> str:
     rows = []
     for row in measured():
         repository, _, path = row["source"].partition(":")
-        link = f"[{repository}](https://github.com/{repository}/blob/{row['commit']}/{path})"
+        link = f"[{SOURCES[repository]}](https://github.com/{repository}/blob/{row['commit']}/{path})"
         model = row["model"].partition(":")[2] + (f", {row['size']} tokens" if "bert" in row["model"] else "")
         rows.append(
             (

@@ -33,6 +33,7 @@ html_theme = "furo"
 html_title = f"Mezzo {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "static/scorer.js")
 highlight_language = "text"  # indented blocks are mostly shell and output
 html_show_sourcelink = False
 html_copy_source = False

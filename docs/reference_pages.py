@@ -108,9 +108,10 @@ def exit_code_part(name: str, docs: Path) -> str:
     row = re.search(rf"^\| `{name}` \|.*$", text, re.M)
     if row is None:
         raise SystemExit(f"docs/exit-codes.md has no row for {name}")
-    heads = ("0", "1", "the script's own code")
+    heads = ("0", "1", "any other, the script's own")
     cells = [cell.strip() for cell in row[0].strip("|").split("|")[1:]]
-    lines = [f"- **{head}**: {cell}" for head, cell in zip(heads, cells, strict=True) if cell]
+    shown = ["if the script fails" if cell == "yes" else cell for cell in cells]
+    lines = [f"- **{head}**: {cell}" for head, cell in zip(heads, shown, strict=True) if cell]
     return "## Exit codes\n\n" + relinked("\n".join(lines))
 
 
