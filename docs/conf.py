@@ -5,10 +5,15 @@ The pages are plain Markdown that also reads well in a repository browser, so th
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 
 from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference_pages
 
 project = "Mezzo"
 author = "The Mezzo authors"
@@ -17,30 +22,50 @@ version = release = version_of("mezzo")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 4
+myst_enable_extensions = ["deflist"]
 nitpicky = False
+smartquotes = False  # they make a dash of --
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-autodoc_class_signature = "separated"
+autodoc_class_signature = "mixed"
 napoleon_google_docstring = True
 html_theme = "furo"
 html_title = f"Mezzo {version}"
-html_static_path: list[str] = []
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "static/scorer.js")
+highlight_language = "text"  # indented blocks are mostly shell and output
 html_show_sourcelink = False
 html_copy_source = False
 copybutton_prompt_text = "$ "
 
 CONTENTS: dict[str, list[str]] = {
     "Start": ["tutorial", "check", "choosing-a-policy", "troubleshooting", "tuning", "formats", "migrating"],
-    "Commands": ["scripts", "watch", "compare", "patch", "predict", "tune", "diagnose", "audit", "ranges", "fallback", "hardware", "exit-codes"],
-    "Library": ["session", "policies", "optimizers", "checkpointing", "snapshots", "distributed", "fast-path"],
+    "Commands": ["commands", "scripts", "watch", "compare", "patch", "predict", "tune", "diagnose", "audit", "ranges", "fallback"]
+    + ["hardware", "exit-codes"],
+    "Library": ["library", "session", "policies", "optimizers", "checkpointing", "snapshots", "distributed", "fast-path"],
     "Frameworks": ["lightning", "accelerate", "transformers", "apex", "keras", "paddle"],
     "Results": ["report", "records", "tracking", "notebook", "agents", "findings/README"],
-    "Trust": ["examples", "paper", "benchmarks", "public-scripts"],
+    "Trust": ["examples", "paper", "article-numbers", "benchmarks", "public-scripts"],
     "Reference": ["glossary"],
     "中文": ["zh-CN/start", "zh-CN/choosing-a-policy", "zh-CN/troubleshooting", "zh-CN/glossary"],
     "Inside Mezzo": [],
 }
 """By section, the pages in reading order; the pages of design/ and of the findings are added from their folders."""
+
+
+REFERENCE = {"commands": ("command", "Every option"), "library": ("module", "Every class and function")}
+"""Pages that list what is made from the code, with the kind of page and the heading of the list."""
+
+
+def make_reference(app: Sphinx) -> None:
+    """Make the pages that come from the code."""
+    reference_pages.write(Path(app.srcdir))
+
+
+def remove_reference(app: Sphinx, error: Exception | None) -> None:
+    """Remove them from the folder of sources."""
+    reference_pages.remove(Path(app.srcdir))
 
 
 def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
@@ -50,16 +75,22 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
         designs = sorted(f"design/{path.stem}" for path in (folder / "design").glob("*.md"))
         for section, pages in (CONTENTS | {"Inside Mezzo": designs}).items():
             source[0] += toctree(pages, caption=section)
+    elif page in REFERENCE:
+        kind, title = REFERENCE[page]
+        source[0] += toctree(reference_pages.pages(kind, folder), title=title)
     elif page == "findings/README":
         source[0] += toctree(sorted(path.stem for path in (folder / "findings").glob("A*.md")))
 
 
-def toctree(pages: list[str], *, caption: str = "") -> str:
-    """Return a hidden tree of contents, in MyST's syntax."""
-    lines = ["", "```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), *pages, "```", ""]
-    return "\n".join(lines)
+def toctree(pages: list[str], *, caption: str = "", title: str = "") -> str:
+    """Return a tree of contents in MyST's syntax: hidden, or as a list under a heading."""
+    head = ["", f"## {title}", ""] if title else [""]
+    options = [":maxdepth: 1"] if title else [":hidden:", *([f":caption: {caption}"] if caption else [])]
+    return "\n".join([*head, "```{toctree}", *options, *pages, "```", ""])
 
 
 def setup(app: Sphinx) -> None:
     """Connect what this file adds to Sphinx."""
+    app.connect("builder-inited", make_reference)
     app.connect("source-read", add_contents)
+    app.connect("build-finished", remove_reference)
