@@ -20,10 +20,11 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from mezzo.engine.autocast_kernels import weight_casts
 from mezzo.engine.conversion import unwrap, wrap
@@ -117,6 +118,7 @@ def _forward(call: Callable[..., Any], how: Checkpointed, *args: Any, **kwargs: 
     if how.keeps is None or not torch.is_grad_enabled():
         return call(*args, **kwargs)
     run = partial(call, **kwargs) if kwargs else call  # checkpoint has keywords of its own
+    checkpoint = torch.utils.checkpoint.checkpoint  # at each call: a run of the whole script replaces it
     if not torch.compiler.is_compiling():
         return checkpoint(run, *args, use_reentrant=False, context_fn=how.contexts)
     if how.keeps == "products":  # Dynamo wants a plain function
