@@ -76,6 +76,7 @@ from mezzo.records.ranges import UpdateLoss as UpdateLoss
 from mezzo.records.ranks import RankRun as RankRun
 from mezzo.records.run import AS_IS as AS_IS
 from mezzo.records.run import CHANNELS_LAST as CHANNELS_LAST
+from mezzo.records.run import CHECKPOINTED as CHECKPOINTED
 from mezzo.records.run import COMPILED as COMPILED
 from mezzo.records.run import FILE_CLOCK_TICK_S as FILE_CLOCK_TICK_S
 from mezzo.records.run import Effective as Effective

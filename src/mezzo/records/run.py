@@ -13,7 +13,7 @@ from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, Who
 
 AS_IS = "as-is"
 """In place of a policy: the script keeps its own precision."""
-CHANNELS_LAST, COMPILED = "memory layout", "torch.compile"
+CHANNELS_LAST, COMPILED, CHECKPOINTED = "memory layout", "torch.compile", "activation checkpointing"
 """Changes to a script's models, as the explanation of a run names them."""
 
 
@@ -163,6 +163,11 @@ class SnapshotsTaken(Value):
     """Updates made before that snapshot; the record's steps begin after it."""
 
 
+def varied(policy: str, checkpoint: str) -> str:
+    """Return the name of runs under a policy that are checkpointed by a plan; empty for no plan."""
+    return f"{policy}, checkpointed {checkpoint}" if checkpoint else policy
+
+
 class RunRecord(WholeRecord):
     """One run of a script under one policy: its steps, memory, formats and findings."""
 
@@ -177,6 +182,8 @@ class RunRecord(WholeRecord):
     """A policy text, or ``as-is``."""
     policy_typed: str = ""
     """The policy as typed, if that was another name for it, as ``O1`` or ``kept.toml``."""
+    checkpoint: str = ""
+    """The plan of activation checkpointing that was asked for, or its budget; empty without one."""
     explanation: list[Reason] = []
     seed: int | None = None
     environment: Environment
@@ -210,7 +217,7 @@ class RunRecord(WholeRecord):
     @property
     def where(self) -> str:
         """The script's file and the policy."""
-        return f"{PurePath(self.script).name} under {self.policy}"
+        return f"{PurePath(self.script).name} under {self.compared_as}"
 
     @property
     def summary(self) -> str:
@@ -221,6 +228,11 @@ class RunRecord(WholeRecord):
     def policy_shown(self) -> str:
         """The policy's name for people: as they typed it."""
         return self.policy_typed or self.policy
+
+    @property
+    def compared_as(self) -> str:
+        """What a comparison tells the run apart by: its policy, and how it is checkpointed."""
+        return varied(self.policy, self.checkpoint)
 
     @property
     def final_scale(self) -> float | None:
