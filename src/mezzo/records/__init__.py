@@ -92,6 +92,7 @@ from mezzo.records.tune import TuneRecord as TuneRecord
 from mezzo.records.tune import TuneRow as TuneRow
 from mezzo.records.tune import TuneState as TuneState
 from mezzo.records.tune import TuneTrial as TuneTrial
+from mezzo.records.values import varied as varied
 from mezzo.records.values import SCHEMA_VERSION as SCHEMA_VERSION
 from mezzo.records.values import Environment as Environment
 from mezzo.records.values import Reason as Reason

@@ -9,7 +9,7 @@ from typing import Literal
 from mezzo.records.bottleneck import Bottleneck
 from mezzo.records.findings import Finding
 from mezzo.records.ranks import RankRun
-from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
+from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord, varied
 
 AS_IS = "as-is"
 """In place of a policy: the script keeps its own precision."""
@@ -163,11 +163,6 @@ class SnapshotsTaken(Value):
     """Updates made before that snapshot; the record's steps begin after it."""
 
 
-def varied(policy: str, checkpoint: str) -> str:
-    """Return the name of runs under a policy that are checkpointed by a plan; empty for no plan."""
-    return f"{policy}, checkpointed {checkpoint}" if checkpoint else policy
-
-
 class RunRecord(WholeRecord):
     """One run of a script under one policy: its steps, memory, formats and findings."""
 
@@ -226,8 +221,8 @@ class RunRecord(WholeRecord):
 
     @property
     def policy_shown(self) -> str:
-        """The policy's name for people: as they typed it."""
-        return self.policy_typed or self.policy
+        """The policy's name for people: as they typed it, and how the run is checkpointed."""
+        return varied(self.policy_typed or self.policy, self.checkpoint)
 
     @property
     def compared_as(self) -> str:

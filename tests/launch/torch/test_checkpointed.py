@@ -248,7 +248,7 @@ class Reading(nn.Module):
 
 REFUSED: dict[str, tuple[dict[str, Any], str, type[MezzoError], str]] = {
     "a library's forward": ({"build": wrapped}, "full", ScriptError, "wraps the forward of its part blocks.0"),
-    "own checkpointing": ({"build": own}, "full", SessionError, "the model checkpoints parts of itself already"),
+    "own checkpointing": ({"build": own}, "full", SessionError, "the model checkpoints itself already"),
     "compiled part": ({"build": compiled_part}, "full", ScriptError, "Net: the script compiles its part blocks.1"),
     "compiled": (
         {"build": lambda: torch.compile(Net(), backend="eager")},

@@ -173,8 +173,9 @@ class _OwnCheckpoint:
         self._running = running
 
     def __call__(self, *_: Any, **__: Any) -> Any:
+        name = self._running()
         raise SessionError(
-            f"{self._running() or 'the model'} checkpoints parts of itself already, so no plan can be made for it",
+            f"{f'module {name}' if name else 'the model'} checkpoints itself already, so no plan can be made for the model",
             hint="switch that off, as by model.gradient_checkpointing_disable() in transformers, or keep it and leave Mezzo's out",
         )
 

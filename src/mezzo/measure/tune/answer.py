@@ -186,4 +186,4 @@ def _judged(known: Known, configuration: Configuration) -> tuple[str | None, str
 def _apart(run: RunRecord, name: str) -> RunRecord:
     """Return a finalist's run, told apart from the FP32 runs that it is compared with."""
     policy = AS_IS if run.policy == FP32.name else run.policy
-    return run.model_copy(update={"policy": policy, "policy_typed": name})
+    return run.model_copy(update={"policy": policy, "policy_typed": name, "checkpoint": ""})
