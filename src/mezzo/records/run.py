@@ -15,6 +15,8 @@ AS_IS = "as-is"
 """In place of a policy: the script keeps its own precision."""
 CHANNELS_LAST, COMPILED, CHECKPOINTED = "memory layout", "torch.compile", "activation checkpointing"
 """Changes to a script's models, as the explanation of a run names them."""
+NOT_APPLIED = "not applied"
+"""The value of a change that found no model to change."""
 
 
 class Loss(Value):

@@ -17,9 +17,8 @@ from mezzo.engine import checkpointing
 from mezzo.errors import MezzoError, ScriptError, SessionError, UsageError
 from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.torch import TorchTraining, switched
-from mezzo.launch.torch.checkpointed import NOT_APPLIED
 from mezzo.policy import Policy
-from mezzo.records import CHECKPOINTED, COMPILED, Reason
+from mezzo.records import CHECKPOINTED, COMPILED, NOT_APPLIED, Reason
 
 POLICIES = ["as-is", "fp32", "tf32", "bf16", "fp16", "bf16-master", "fp16-pure", "fp8"]
 

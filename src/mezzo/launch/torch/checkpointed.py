@@ -19,11 +19,9 @@ from mezzo.errors import ScriptError
 from mezzo.measure.checkpointing.plan import CheckpointPlan, plan_for
 from mezzo.measure.checkpointing.trace import trace, unwrapped
 from mezzo.measure.checkpointing.wanted import bytes_text
-from mezzo.records import CHECKPOINTED, Reason
+from mezzo.records import CHECKPOINTED, NOT_APPLIED, Reason
 
 _IN_SCRIPT = "call mezzo.checkpoint(model, sample, ...) in the script, where the model is made"
-NOT_APPLIED = "not applied"
-"""In place of a plan's name, where no model was checkpointed."""
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 

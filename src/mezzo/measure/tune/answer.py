@@ -99,6 +99,7 @@ def _plain(known: Known, configuration: Configuration, **more: Any) -> TuneRow:
         "settings": dict(configuration.settings),
         "channels_last": configuration.channels_last,
         "compiles": configuration.compiles,
+        "checkpoint": configuration.checkpoint,
         "state": "now",
         "reason": "what the script does now",
         "steps": steps_of(known, last) if runs else 0,
