@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mezzo.errors import MezzoError
 from mezzo.gpus import Gpu
+from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.predict.calibrate import calibration_of
 from mezzo.measure.predict.memory import predict_memory
 from mezzo.measure.predict.plan import PREDICTED, impossible, predict, recorded_as, to_record
@@ -120,8 +121,8 @@ def ruled_out(
     for one, forecast in found.items():
         if one != now and limit_bytes is not None and forecast.needed_bytes > limit_bytes * (1 + MEMORY_ERROR):
             out[one] = (
-                f"predicted to need {forecast.needed_bytes / 2**30:.3g} GiB on {where}, above the limit of "
-                f"{limit_bytes / 2**30:.3g} GiB by more than the predictor's {MEMORY_ERROR:.0%}"
+                f"predicted to need {bytes_text(forecast.needed_bytes)} on {where}, above the limit of "
+                f"{bytes_text(limit_bytes)} by more than the predictor's {MEMORY_ERROR:.0%}"
             )
     fits = {one: forecast for one, forecast in found.items() if one not in out and forecast.rate}
     for one, forecast in fits.items():

@@ -158,7 +158,7 @@ def fault(known: Known, trial: Trial) -> str:
     """Return why a trial's configuration cannot be the answer; empty if it can."""
     run, configuration = known.runs[trial], trial.configuration
     if run.error is not None or (run.exit_code and run.first_steps is None):
-        return run.error or f"it ended with exit code {run.exit_code}"
+        return run.error or f"it ended with exit code {run.exit_code}; what it printed is in output.log of its folder"
     if (needed := memory_of(run)) is not None and known.memory_bytes is not None and needed > known.memory_bytes:
         return f"it needs {_gib(needed)}, above the limit of {_gib(known.memory_bytes)}"
     if run.effective.emulated:
