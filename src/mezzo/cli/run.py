@@ -57,9 +57,7 @@ def run(
     options.check_seed(seed)
     check_snapshots(snapshot, resume)
     asked = options.asked_policy(policy)
-    changes = changes_of(
-        target, as_module, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint or ""
-    )
+    changes = changes_of(target, as_module, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint or "")
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     record, stop = run_and_finish(
         script,

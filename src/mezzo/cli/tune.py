@@ -88,7 +88,8 @@ def tune(
     """Find the fastest way to run a training script on this machine, and the command for it.
 
     Runs the script, unedited, for a few steps in every combination of precision policy, values of its own options (--vary), memory
-    layout, torch.compile and activation checkpointing (--checkpoint). The fastest are run longer and repeated beside the script as it is now, and must train like FP32.
+    layout, torch.compile and activation checkpointing (--checkpoint). The fastest are run longer and repeated beside the script as it is
+    now, and must train like FP32.
 
     Ctrl-C keeps what is finished: the same command with the same --out goes on from there. Exit code 0: there is an answer (to keep
     the script as it is is one); 1: there was no time for one; a script that fails by itself keeps its own exit code.

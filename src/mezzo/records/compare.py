@@ -110,7 +110,11 @@ class CompareRecord(WholeRecord):
     def summary(self) -> str:
         """The script and each policy's verdict, in one line."""
         script = PurePath(self.runs[0].script).name if self.runs else "nothing"
-        judged = [f"{row.compared_as} {row.verdict.replace('_', ' ')}" for row in self.rows if row.compared_as != self.baseline]
+        judged = [
+            f"{row.compared_as} {row.verdict.replace('_', ' ')}"
+            for row in self.rows
+            if row.compared_as != self.baseline
+        ]
         return f"{script}: {', '.join(judged) or 'no other policy'}, beside {self.baseline}"
 
     @property

@@ -276,7 +276,7 @@ def _may_need_several_modules(record: DiagnoseRecord) -> bool:
     return tried and record.run.policy != AS_IS and not any(note.what == "cause" for note in record.notes)
 
 
-# --- ranges, fallback, predict, doctor --------------------------------------------------------------------------------------------------------
+# --- ranges, fallback, predict, doctor ---------------------------------------------------------------------------------------------
 
 
 def _after_ranges(record: RangesRecord) -> Iterator[NextStep]:

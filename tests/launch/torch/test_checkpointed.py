@@ -137,7 +137,9 @@ def test_the_record_says_what_is_kept_and_the_counted_bytes_agree() -> None:
         kept[plan] = found.activations_bytes
         reason = found.checkpointed[0]
         assert reason.value == plan
-        assert reason.reason.startswith("Net: 3 modules (blocks.0, blocks.1, blocks.2) run again in the backward pass; ")
+        assert reason.reason.startswith(
+            "Net: 3 modules (blocks.0, blocks.1, blocks.2) run again in the backward pass; "
+        )
     # A block without checkpointing: its input is the residual's sum, which full keeps (6 x 16), as the next block's.
     product_bytes = 3 * 4 * 6 * (64 + 16)
     assert kept["full"] is not None

@@ -37,7 +37,10 @@ CASES: dict[str, tuple[dict[Configuration, Forecast], dict[Configuration, str]]]
         },
     ),
     "slower within the bands": ({BF16: at(10), FP32: at(8.5)}, {}),
-    "steps of other batches are not compared": ({BF16: at(10, comparable=()), LARGE: at(2, comparable=LARGE.settings)}, {}),
+    "steps of other batches are not compared": (
+        {BF16: at(10, comparable=()), LARGE: at(2, comparable=LARGE.settings)},
+        {},
+    ),
     "what does not fit is no rival": ({BF16: at(5), LARGE: at(100, gib=20)}, {LARGE: "predicted to need 20 GiB"}),
     "what the script does now stays": ({NOW: at(1, gib=20), BF16: at(10)}, {}),
     "a CPU has no times": ({BF16: Forecast(needed_bytes=1), FP32: Forecast(needed_bytes=1)}, {}),
@@ -79,9 +82,7 @@ def test_a_script_is_traced_once_for_each_of_its_settings(tmp_path: Path) -> Non
     small, large = (Configuration(policy="fp32", settings=(("batch", value),)) for value in ("64", "4096"))
     left = iter([True, True, False])
     others = [replace(small, policy="as-is"), replace(small, settings=(("batch", "9"),))]
-    found, notes = forecasts(
-        str(path), ["{batch}"], [small, large, *others], gpu=None, in_time=lambda: next(left)
-    )
+    found, notes = forecasts(str(path), ["{batch}"], [small, large, *others], gpu=None, in_time=lambda: next(left))
     assert found.keys() == {small, large}
     parameters = 4 * (256 * 1024 + 1024 + 1024 + 1)
     # Before the first layer's gradient is made: the parameters, and what the forward pass keeps of a batch.

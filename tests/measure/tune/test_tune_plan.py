@@ -15,7 +15,17 @@ from mezzo.measure.tune.answer import Found, answered
 from mezzo.measure.tune.configurations import Configuration, grid
 from mezzo.measure.tune.plan import FINAL, Known, Trial, finalists, next_trial, pruned
 from mezzo.measure.tune.speed import speed_of, speed_up
-from mezzo.records import CHANNELS_LAST, CHECKPOINTED, COMPILED, NOT_APPLIED, Effective, Memory, Reason, RunRecord, Steps
+from mezzo.records import (
+    CHANNELS_LAST,
+    CHECKPOINTED,
+    COMPILED,
+    NOT_APPLIED,
+    Effective,
+    Memory,
+    Reason,
+    RunRecord,
+    Steps,
+)
 
 GIB = 2**30
 NUM_STEPS = 40

@@ -114,7 +114,9 @@ def _equal(one: Any, other: Any) -> bool:
 def _same_numbers(now: Tensor, before: Tensor) -> bool:
     if now.shape != before.shape or now.dtype != before.dtype:
         return False
-    return torch._subclasses.FakeTensor in (type(now), type(before)) or torch.equal(now.nan_to_num(), before.nan_to_num())
+    return torch._subclasses.FakeTensor in (type(now), type(before)) or torch.equal(
+        now.nan_to_num(), before.nan_to_num()
+    )
 
 
 def _is_reparametrised(module: nn.Module, key: str) -> bool:

@@ -28,7 +28,9 @@ def check_wanted(text: str, *, option: str = "--checkpoint") -> str:
     if (is_plan(wanted) and wanted != "none") or (_BYTES.fullmatch(wanted) and bytes_of_text(wanted) > 0):
         return wanted
     plans = [name for name in NAMED if name != "none"]
-    near = nearest(wanted, plans) if wanted.isidentifier() else "allowed: full, every-K with a number, selective, or bytes"
+    near = (
+        nearest(wanted, plans) if wanted.isidentifier() else "allowed: full, every-K with a number, selective, or bytes"
+    )
     raise UsageError(
         f"{option} {text!r}; {near}",
         hint=f"type: {option} full, or {option} 12GiB for the least recomputation that keeps within 12 GiB",
