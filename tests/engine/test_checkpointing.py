@@ -119,7 +119,9 @@ def test_training_is_the_same_to_the_bit(policy: str, plan: str, before: bool) -
 QUICK = [("fp16", "selective", "aot_eager"), ("bf16:arithmetic=native", "full", "aot_eager")]
 COMPILED = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-    for case in itertools.product(["fp32", "fp16", "bf16:arithmetic=native"], ["full", "selective"], ["aot_eager", "inductor"])
+    for case in itertools.product(
+        ["fp32", "fp16", "bf16:arithmetic=native"], ["full", "selective"], ["aot_eager", "inductor"]
+    )
 ]
 
 

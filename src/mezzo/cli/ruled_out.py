@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mezzo.cli.budget import Budget
+from mezzo.cli.real_gpus import NONE
 from mezzo.cli.script import Script
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from mezzo.measure.tune.configurations import Configuration
     from mezzo.records import Reason
 
-_NONE = "none"
 _SHARE = 0.2
 """Of the budget, the most that predictions may take."""
 
@@ -36,7 +36,7 @@ def named_gpu(text: str | None) -> Gpu | str | None:
     from mezzo.gpus import find_gpu, gpu_named
     from mezzo.measure.doctor import facts
 
-    if text == _NONE:
+    if text == NONE:
         return "--gpu none"
     if text is not None:
         return gpu_named(text)

@@ -130,6 +130,8 @@ class Metric(Value):
     """The pattern's last match, if that is not a number."""
 
 
+BATCH = "{batch}"
+"""What stands for the size of a batch in the arguments of a script that makes its batches itself."""
 RUN_NAME = "{run}"
 """In the arguments of a script that several runs share: each run puts its own name there."""
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mezzo.records import Prediction, PredictRecord
+from mezzo.records.run import BATCH
 from mezzo.report.commands import Script
 
-_BATCH = "{batch}"
-"""What stands for the size of a batch in the script's arguments."""
 _RUNS = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8")
 """Policies of a prediction that ``mezzo run`` takes by the same name."""
 _SPARE = 0.13
@@ -22,7 +21,7 @@ def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
     script = Script.typed(record.command, record.model)
     if script is None:  # a model by name
         return
-    own = tuple(word.replace(_BATCH, str(record.batch)) for word in script.arguments)
+    own = tuple(word.replace(BATCH, str(record.batch)) for word in script.arguments)
     script = replace(script, arguments=own)
     best = record.best
     if best is not None and best.policy in _RUNS:

@@ -18,9 +18,8 @@ from pathlib import Path
 from mezzo.errors import UsageError
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS
+from mezzo.records.run import BATCH
 
-BATCH = "{batch}"
-"""What stands for the size of a batch in the arguments of a script that makes its batches itself."""
 OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which a launcher tells a script that it is one of several processes."""
 _TAIL = 4
