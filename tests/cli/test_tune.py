@@ -132,3 +132,39 @@ def test_other_frameworks_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     Path("keras_train.py").write_text("import keras\n", encoding="utf-8")
     assert tuned("keras_train.py") == 7
     assert "mezzo tune was given a script in keras; allowed: PyTorch scripts" in capsys.readouterr().err
+
+
+def test_predictions_leave_out_what_cannot_fit_and_checkpointing_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--policies", "fp32", "--changes", "none", "--vary", "batch-size=300000", "--checkpoint", "full", *SHORT)
+    assert tuned(*words, "--memory", "40MiB", "--gpu", "t4", "--out", "out", "train.py") == 0
+    told = capsys.readouterr().err
+    assert "predicting what fits on T4, and how fast it is" in told
+    rows = {row.name: row for row in record().rows}
+    assert len(rows) == 8
+    left_out = rows["fp32, batch-size 300000"]
+    assert left_out.state == "not run"
+    assert left_out.reason.startswith("predicted to need ")
+    assert "MiB on T4, above the limit of 40 MiB by more than the predictor's 10%" in left_out.reason
+    assert rows["as-is, batch-size 300000"].reason.startswith("it needs ")  # run: its own precision is not predicted
+    assert rows["fp32, checkpointed full"].state in ("faster", "not faster", "dropped")
+    assert rows["fp32, checkpointed full"].checkpoint == "full"
+    notes = {note.what: note for note in record().notes}
+    assert notes["predictions"].value == "1 of 8 configurations are not run"
+    assert notes["not tried"].value == "CUDA graphs of whole steps"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpu", "a100-80"), "--gpu 'a100-80' is not a GPU that Mezzo has the facts of; did you mean a100-80gb"),
+        (("--checkpoint", "ful"), "--checkpoint 'ful'; did you mean full"),
+        (("--checkpoint", "full,12"), "--checkpoint '12'; allowed: full, every-K with a number, selective, or bytes"),
+    ],
+)
+def test_unknown_gpus_and_plans_are_refused(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    children = Children()
+    assert tuned(*words, "train.py", children=children) == 2
+    assert children.num == 0
+    assert message in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import random
 from collections.abc import Callable
@@ -115,12 +116,18 @@ def test_training_is_the_same_to_the_bit(policy: str, plan: str, before: bool) -
     assert same(trained(policy, PLANS[plan], before=before), plain(policy))
 
 
-@pytest.mark.slow
+QUICK = [("fp16", "selective", "aot_eager"), ("bf16:arithmetic=native", "full", "aot_eager")]
+COMPILED = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(
+        ["fp32", "fp16", "bf16:arithmetic=native"], ["full", "selective"], ["aot_eager", "inductor"]
+    )
+]
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::mezzo.PrecisionWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("plan", ["full", "selective"])
-@pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16:arithmetic=native"])
+@pytest.mark.parametrize(("policy", "plan", "backend"), COMPILED)
 def test_compiled_training_is_the_same_to_the_bit(policy: str, plan: str, backend: str) -> None:
     torch._dynamo.reset()
     expected = trained(policy, {}, compiled=backend)

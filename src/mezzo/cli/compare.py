@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from mezzo.cli import completion, options, real_gpus, results
+from mezzo.cli.model_changes import changes_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script
 from mezzo.cli.words import typed
@@ -72,6 +73,7 @@ def compare(
             "[default: t4, a100-80gb, h100-sxm and rtx-4090, if this machine has no GPU]",
         ),
     ] = None,
+    checkpoint: options.Checkpoint = None,
     as_module: options.AsModule = False,
     metric: options.Metric = None,
     out: options.Out = None,
@@ -91,7 +93,8 @@ def compare(
 
     options.check_metric(metric)
     failing, gpus = _failing(fail_on), real_gpus.named_gpus(gpu)
-    asked = _asked(policies)
+    asked = _with_checkpointed(_asked(policies), checkpoint)
+    changes_of(target, as_module, checkpoint=checkpoint or "")
     baseline = "fp32" if "fp32" in asked else next(iter(asked))
     name = asked[baseline].name
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
@@ -101,9 +104,9 @@ def compare(
     with stoppable() as stop:
         with several_runs() if len(requests) > 1 else nullcontext():
             runs = _run_all(requests, timeout_s=timeout)
-        runs.sort(key=lambda r: ([*asked].index(r.policy), r.seed))
+        runs.sort(key=lambda r: ([*asked].index(r.compared_as), r.seed))
         rows: list[Row] = []
-        if any(run.policy == baseline for run in runs):
+        if any(run.compared_as == baseline for run in runs):
             record = judge(runs, baseline=baseline, margin=margin, command=list(typed()))
             if not stop.stopped:
                 record = record.model_copy(update={"real_gpus": real_gpus.predicted_for(script, runs, gpus)})
@@ -114,7 +117,7 @@ def compare(
                 f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; their records are in {folder}"
             )
         else:
-            _check_baseline([run for run in runs if run.policy == baseline], name, folder)
+            _check_baseline([run for run in runs if run.compared_as == baseline], name, folder)
     if rows and not stop.stopped:
         found = ", ".join(f"{row.policy_shown} {row.verdict.replace('_', ' ')}" for row in rows)
         results.note(f"exit code {_FAILED}, because of --fail-on {fail_on}: {found}")
@@ -144,6 +147,8 @@ class _Asked(NamedTuple):
     policy: Policy | None
     name: str
     """As it was typed."""
+    checkpoint: str = ""
+    """The plan of activation checkpointing; empty for none."""
 
 
 def _asked(policies: str) -> dict[str, _Asked]:
@@ -165,13 +170,23 @@ def _asked(policies: str) -> dict[str, _Asked]:
     return asked
 
 
+def _with_checkpointed(asked: dict[str, _Asked], checkpoint: str | None) -> dict[str, _Asked]:
+    """Return the policies, each followed by itself with checkpointing, by what a comparison tells their runs apart by."""
+    from mezzo.records import varied
+
+    if checkpoint is None:
+        return asked
+    both = [(text, one._replace(checkpoint=plan)) for text, one in asked.items() for plan in ("", checkpoint)]
+    return {varied(text, one.checkpoint): one for text, one in both}
+
+
 def _folders(asked: dict[str, _Asked]) -> dict[str, str]:
     """Return the start of the names of each policy's runs: two policies may differ in nothing that a folder's name can hold."""
     from mezzo.launch.several.compared_runs import folder_name
 
     found: dict[str, str] = {}
     for text, one in asked.items():
-        plain = folder_name(one.name)
+        plain = folder_name(f"{one.name}-{one.checkpoint}" if one.checkpoint else one.name)
         names = chain([plain], (f"{plain}_{number}" for number in count(2)))
         found[text] = next(name for name in names if name not in found.values())
     return found
@@ -197,6 +212,7 @@ def _requests(
                     arguments=named_arguments(script.arguments or (), run),
                     seed=seed,
                     metric=metric,
+                    models=changes_of(script.target, script.as_module, checkpoint=asked[text].checkpoint),
                     compared_since_s=since_s,
                 )
             )

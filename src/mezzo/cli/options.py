@@ -68,6 +68,23 @@ PRESETS_HELP = "fp32, tf32, fp16, bf16, fp8; fp16-master and bf16-master keep FP
 """The presets, for the help of options that take policies."""
 
 
+def _check_checkpoint(text: str | None) -> str | None:
+    from mezzo.measure.checkpointing.wanted import check_wanted
+
+    return None if text is None else check_wanted(text)
+
+
+Checkpoint: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLAN",
+        callback=_check_checkpoint,
+        help="Activation checkpointing of the script's models: full, every-2, selective, or what may wait for the backward pass, "
+        "as 12GiB.",
+    ),
+]
+
+
 def policy_option(text: str) -> Any:
     """Return the option of one policy with ``text`` as its help."""
     return typer.Option(autocompletion=completion.policy, help=text)

@@ -199,8 +199,10 @@ class Progress:
 def run_policy(request: Request) -> str:
     """Return a run's policy as it was typed."""
     from mezzo.launch.request import policy_text
+    from mezzo.records import varied
 
-    return request.policy_typed or policy_text(request.policy)
+    checkpoint = "" if request.models is None else request.models.checkpoint
+    return varied(request.policy_typed or policy_text(request.policy), checkpoint)
 
 
 def run_name(request: Request) -> str:

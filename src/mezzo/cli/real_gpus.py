@@ -59,5 +59,5 @@ def predicted_for(
     cards = gpus or [GPUS[name] for name in USUAL]
     say(f"predicting a step on {', '.join(gpu.name for gpu in cards)}: the script is traced without numbers")
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
-    policies = {run.policy_shown: run.policy for run in trained}
+    policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
     return real_gpus(script.target, arguments, policies, cards, as_module=script.as_module)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mezzo.cli import options, results
+from mezzo.cli.model_changes import changes_of
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.cli.snapshots import check_snapshots, snapshot_request
-from mezzo.errors import ScriptError
-
-if TYPE_CHECKING:
-    from mezzo.launch.model_changes import ModelChanges
 
 SIGNALS = 128
 """Exit codes above this are of processes that a signal ended."""
@@ -42,6 +38,7 @@ def run(
     compiles: Annotated[
         bool, typer.Option("--compile", help="Compile every model with torch.compile at its first call.")
     ] = False,
+    checkpoint: options.Checkpoint = None,
     seed: Annotated[int | None, typer.Option(help="Add this to every seed that the script sets.")] = None,
     metric: options.Metric = None,
     out: options.Out = None,
@@ -60,7 +57,7 @@ def run(
     options.check_seed(seed)
     check_snapshots(snapshot, resume)
     asked = options.asked_policy(policy)
-    changes = _changes(target, as_module, channels_last=channels_last, compiles=compiles)
+    changes = changes_of(target, as_module, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint or "")
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     record, stop = run_and_finish(
         script,
@@ -77,29 +74,3 @@ def run(
     results.note_metric(record)
     ended = stop.stopped and record.exit_code > SIGNALS  # otherwise the script ended itself
     raise typer.Exit(stop.exit_code if ended else record.exit_code)
-
-
-def _changes(target: str, as_module: bool, *, channels_last: bool, compiles: bool) -> ModelChanges | None:
-    """Return what to change in the script's models; None for nothing.
-
-    Raises:
-        ScriptError: such a script's models cannot be changed.
-    """
-    from mezzo.launch.frameworks import framework_of
-    from mezzo.launch.model_changes import ModelChanges
-
-    if not (channels_last or compiles):
-        return None
-    option = "--channels-last" if channels_last else "--compile"
-    framework = framework_of(target, kind="module" if as_module else "script")
-    if framework != "torch":
-        raise ScriptError(
-            f"{option} was given for a script in {framework}; allowed: PyTorch scripts",
-            hint=f"leave {option} out",
-        )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ScriptError(
-            f"{option} was given in one of {os.environ['WORLD_SIZE']} processes; allowed: one process",
-            hint="write it into the script, before its models are made parallel",
-        )
-    return ModelChanges(channels_last=channels_last, compiles=compiles)

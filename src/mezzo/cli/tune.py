@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ import typer
 from mezzo.cli import options, results
 from mezzo.cli.budget import Budget, clock, seconds_of
 from mezzo.cli.progress import shown
+from mezzo.cli.ruled_out import named_gpu, predicted_out
 from mezzo.cli.script import Script
 from mezzo.cli.words import resuming, typed
 from mezzo.errors import ScriptError, UsageError, nearest
@@ -51,8 +53,24 @@ def tune(
             help="Changes to the models to try: channels-last, compile, channels-last+compile, separated by commas; or none."
         ),
     ] = _CHANGES,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLANS",
+            help="Activation checkpointing to try: full, every-2, selective, or what may wait for the backward pass, as 12GiB, "
+            "separated by commas.",
+        ),
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The most memory that a configuration may take, as 12GiB.")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The GPU that the training is for: what is predicted not to fit there, or to be much slower, is not run; or none. "
+            "[default: this machine's]",
+        ),
     ] = None,
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="Time for everything, as 90s, 10m or 1h.", show_default=True)
@@ -69,7 +87,8 @@ def tune(
     """Find the fastest way to run a training script on this machine, and the command for it.
 
     Runs the script, unedited, for a few steps in every combination of precision policy, values of its own options (--vary), memory
-    layout and torch.compile. The fastest are run longer and repeated beside the script as it is now, and must train like FP32.
+    layout, torch.compile and activation checkpointing (--checkpoint). The fastest are run longer and repeated beside the script as it is
+    now, and must train like FP32.
 
     Ctrl-C keeps what is finished: the same command with the same --out goes on from there. Exit code 0: there is an answer (to keep
     the script as it is is one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
@@ -78,7 +97,8 @@ def tune(
 
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     time_left, varied, changed = Budget(seconds_of(budget)), _varied(vary or []), _changes(changes)
-    limit_bytes = None if memory is None else _bytes_of(memory)
+    limit_bytes, plans = None if memory is None else _bytes_of(memory), _plans(checkpoint)
+    target_gpu = named_gpu(gpu)
     asked = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
     script.check(*(options.asked_policy(name) for name in asked or []))
     _check_trainable(script)
@@ -86,10 +106,13 @@ def tune(
     with stoppable() as stop, shown() as progress:
         time_left.console = progress.console
         notes, chosen = _policies(script, asked)
-        configurations = grid(chosen, varied, changed, arguments or [])
+        configurations = grid(chosen, varied, changed, arguments or [], checkpoints=plans)
+        out_of_play = predicted_out(script, configurations, target_gpu, limit_bytes, time_left)
+        notes += out_of_play.notes
         identity = {"--steps": str(steps)}
         try:
             tuning = _tuning(script, folder, time_left, configurations, identity, (steps, repeats, limit_bytes))
+            tuning.known = replace(tuning.known, ruled_out=out_of_play.reasons)
             record, code = _tuned(script, tuning, time_left, notes)
         except Stopped as stopped:
             results.note(f"stopped by {stop.name}; what is finished is kept in {folder}. To go on, type:")
@@ -126,6 +149,12 @@ def _changes(text: str) -> list[Changes]:
                 hint=f"type: --changes {_CHANGES}",
             )
     return [CHANGES[name] for name in names]
+
+
+def _plans(text: str | None) -> list[str]:
+    from mezzo.measure.checkpointing.wanted import check_wanted
+
+    return [] if text is None else [check_wanted(one) for one in text.split(",")]
 
 
 def _bytes_of(text: str) -> int:
@@ -267,8 +296,9 @@ def _limits(steps: int) -> list[Reason]:
         Reason(what="judged by", value=judged, reason="mezzo compare judges whole runs"),
         Reason(
             what="not tried",
-            value="checkpointing and CUDA graphs",
-            reason="Mezzo cannot switch them on from outside the script",
+            value="CUDA graphs of whole steps",
+            reason="a captured step must find its batch at fixed addresses and read no number on the host, so only the script can "
+            "capture it: session.capture",
         ),
     ]
 
@@ -281,6 +311,7 @@ def _next(script: Script, found: Found, budget: Budget) -> tuple[str, str]:
     own, chosen = found.chosen.arguments(script.arguments or []), found.chosen
     if found.decision == "use":
         given = ["--channels-last"] * chosen.channels_last + ["--compile"] * chosen.compiles
+        given += ["--checkpoint", chosen.checkpoint] if chosen.checkpoint else []
         if chosen.policy == AS_IS and not given:
             return shlex.join(["python", *words, *own]), "trains so, without Mezzo"
         return shlex.join(["mezzo", "run", "--policy", chosen.policy, *given, *words, *own]), (

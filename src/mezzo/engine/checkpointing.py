@@ -20,10 +20,11 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from mezzo.engine.autocast_kernels import weight_casts
 from mezzo.engine.conversion import unwrap, wrap
@@ -68,7 +69,7 @@ class Checkpointed:
         if self.keeps == "inputs":
             return nullcontext(), _Again(nullcontext(), self.module, self.changed)
         products: dict[Any, list[Any]] = {}
-        return _Keep(products), _Again(_Reuse(products), self.module, self.changed)
+        return KeptProducts(products), _Again(_Reuse(products), self.module, self.changed)
 
 
 def apply(model: nn.Module, regions: Mapping[str, Keeps], *, changed: Collection[str] = ()) -> None:
@@ -117,6 +118,7 @@ def _forward(call: Callable[..., Any], how: Checkpointed, *args: Any, **kwargs: 
     if how.keeps is None or not torch.is_grad_enabled():
         return call(*args, **kwargs)
     run = partial(call, **kwargs) if kwargs else call  # checkpoint has keywords of its own
+    checkpoint = torch.utils.checkpoint.checkpoint  # at each call: a run of the whole script replaces it
     if not torch.compiler.is_compiling():
         return checkpoint(run, *args, use_reentrant=False, context_fn=how.contexts)
     if how.keeps == "products":  # Dynamo wants a plain function
@@ -129,7 +131,7 @@ def _keeping_products() -> Contexts:
     return contexts
 
 
-class _Keep(TorchDispatchMode):
+class KeptProducts(TorchDispatchMode):
     """Keeps the results of products in the order in which they run.
 
     torch's own pair of modes counts every operation, and refuses a second pass that casts a weight whose cast the first pass found in
@@ -140,6 +142,10 @@ class _Keep(TorchDispatchMode):
         super().__init__()
         self._products = products
 
+    def tensors(self) -> list[Tensor]:
+        """Return the results kept so far."""
+        return [leaf.result for leaf in tree_leaves(self._products) if isinstance(leaf, _Kept)]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _KEPT:
@@ -149,7 +155,7 @@ class _Keep(TorchDispatchMode):
 
 
 class _Reuse(TorchDispatchMode):
-    """Gives back what ``_Keep`` kept, once."""
+    """Gives back what ``KeptProducts`` kept, once."""
 
     def __init__(self, products: dict[Any, list[Any]]) -> None:
         super().__init__()

@@ -14,5 +14,7 @@ class ModelChanges(BaseModel):
     """Store convolution weights and images channels-last."""
     compiles: bool = False
     """Compile the model with ``torch.compile``."""
+    checkpoint: str = ""
+    """Checkpoint each model by this plan, or within so many bytes, at its first call in training; empty for not at all."""
     counts_inputs: bool = False
     """Count what each step is given, so that steps on batches of different sizes can be compared."""

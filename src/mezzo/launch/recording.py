@@ -45,6 +45,7 @@ def record_of(
         framework=training.framework,
         policy=policy_text(request.policy),
         policy_typed=request.policy_typed,
+        checkpoint="" if request.models is None else request.models.checkpoint,
         explanation=training.explanation(),
         seed=request.seed,
         environment=training.environment().model_copy(update=shell),

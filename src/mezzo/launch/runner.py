@@ -187,6 +187,7 @@ def _without_record(request: Request, exit_code: int, why: str) -> RunRecord:
         framework=request.framework,
         policy=policy_text(request.policy),
         policy_typed=request.policy_typed,
+        checkpoint="" if request.models is None else request.models.checkpoint,
         seed=request.seed,
         environment=environment_without_torch(),
         exit_code=exit_code,

@@ -15,7 +15,7 @@ alive when the backward pass begins counts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class SavedTensors:
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
         self._saved: list[weakref.ref[Tensor]] = []
         self._inputs: list[Tensor] = []
+        self._later: list[Callable[[], list[Tensor]]] = []
         self._parameters: set[int] = set()
         self.peak_bytes: int | None = None
         """None until a backward pass has begun while the hooks were on."""
@@ -47,21 +48,26 @@ class SavedTensors:
         """Remove the hooks."""
         inside.counted = False
         self._hooks.__exit__(None, None, None)
-        self._saved, self._inputs = [], []
+        self._saved, self._inputs, self._later = [], [], []
 
     def keep(self, values: Any) -> None:
         """Count the tensors in ``values`` as kept: the inputs of a checkpointed function."""
         self._inputs += [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
+    def keep_later(self, kept: Callable[[], list[Tensor]]) -> None:
+        """Count the tensors that ``kept`` returns when the backward pass begins."""
+        self._later.append(kept)
+
     def backward_begins(self) -> None:
         """Count now: everything that the forward pass kept is alive."""
         alive = [tensor for tensor in (reference() for reference in self._saved) if tensor is not None]
-        activations = (t for t in (*alive, *self._inputs) if _storage(t) not in self._parameters)
+        later = [tensor for kept in self._later for tensor in kept()]
+        activations = (t for t in (*alive, *self._inputs, *later) if _storage(t) not in self._parameters)
         self.peak_bytes = max(self.peak_bytes or 0, total_bytes(activations))
 
     def backward_ended(self) -> None:
         """Drop the inputs of checkpointed functions, which the backward pass has freed."""
-        self._inputs = []
+        self._inputs, self._later = [], []
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # Packing the tensor itself could make a cycle that is never freed, if it is an output of the node that saves it.

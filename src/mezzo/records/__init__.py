@@ -76,8 +76,10 @@ from mezzo.records.ranges import UpdateLoss as UpdateLoss
 from mezzo.records.ranks import RankRun as RankRun
 from mezzo.records.run import AS_IS as AS_IS
 from mezzo.records.run import CHANNELS_LAST as CHANNELS_LAST
+from mezzo.records.run import CHECKPOINTED as CHECKPOINTED
 from mezzo.records.run import COMPILED as COMPILED
 from mezzo.records.run import FILE_CLOCK_TICK_S as FILE_CLOCK_TICK_S
+from mezzo.records.run import NOT_APPLIED as NOT_APPLIED
 from mezzo.records.run import Effective as Effective
 from mezzo.records.run import FileRead as FileRead
 from mezzo.records.run import Loss as Loss
@@ -96,3 +98,4 @@ from mezzo.records.values import Environment as Environment
 from mezzo.records.values import Reason as Reason
 from mezzo.records.values import Value as Value
 from mezzo.records.values import WholeRecord as WholeRecord
+from mezzo.records.values import varied as varied

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from mezzo.records.predict import RealGpus
 from mezzo.records.run import Memory, RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Environment, Value, WholeRecord
+from mezzo.records.values import SCHEMA_VERSION, Environment, Value, WholeRecord, varied
 
 Verdict: TypeAlias = Literal[
     "baseline", "equivalent", "different", "diverged", "stopped_learning", "undecided", "failed"
@@ -50,6 +50,8 @@ class Row(Value):
     policy: str
     policy_typed: str = ""
     """The policy as typed, if that was another name for it."""
+    checkpoint: str = ""
+    """The plan of activation checkpointing, or its budget; empty without one."""
     num_runs: int
     num_failed: int = 0
     emulated: bool = False
@@ -78,8 +80,13 @@ class Row(Value):
 
     @property
     def policy_shown(self) -> str:
-        """The policy's name for people: as they typed it."""
-        return self.policy_typed or self.policy
+        """The policy's name for people: as they typed it, and how its runs are checkpointed."""
+        return varied(self.policy_typed or self.policy, self.checkpoint)
+
+    @property
+    def compared_as(self) -> str:
+        """What a comparison tells the row's runs apart by: their policy, and how they are checkpointed."""
+        return varied(self.policy, self.checkpoint)
 
 
 class CompareRecord(WholeRecord):
@@ -103,10 +110,14 @@ class CompareRecord(WholeRecord):
     def summary(self) -> str:
         """The script and each policy's verdict, in one line."""
         script = PurePath(self.runs[0].script).name if self.runs else "nothing"
-        judged = [f"{row.policy} {row.verdict.replace('_', ' ')}" for row in self.rows if row.policy != self.baseline]
+        judged = [
+            f"{row.compared_as} {row.verdict.replace('_', ' ')}"
+            for row in self.rows
+            if row.compared_as != self.baseline
+        ]
         return f"{script}: {', '.join(judged) or 'no other policy'}, beside {self.baseline}"
 
     @property
     def baseline_shown(self) -> str:
         """The baseline's name for people: as they typed it."""
-        return next((row.policy_shown for row in self.rows if row.policy == self.baseline), self.baseline)
+        return next((row.policy_shown for row in self.rows if row.compared_as == self.baseline), self.baseline)

@@ -9,12 +9,14 @@ from typing import Literal
 from mezzo.records.bottleneck import Bottleneck
 from mezzo.records.findings import Finding
 from mezzo.records.ranks import RankRun
-from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
+from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord, varied
 
 AS_IS = "as-is"
 """In place of a policy: the script keeps its own precision."""
-CHANNELS_LAST, COMPILED = "memory layout", "torch.compile"
+CHANNELS_LAST, COMPILED, CHECKPOINTED = "memory layout", "torch.compile", "activation checkpointing"
 """Changes to a script's models, as the explanation of a run names them."""
+NOT_APPLIED = "not applied"
+"""The value of a change that found no model to change."""
 
 
 class Loss(Value):
@@ -128,6 +130,8 @@ class Metric(Value):
     """The pattern's last match, if that is not a number."""
 
 
+BATCH = "{batch}"
+"""What stands for the size of a batch in the arguments of a script that makes its batches itself."""
 RUN_NAME = "{run}"
 """In the arguments of a script that several runs share: each run puts its own name there."""
 
@@ -177,6 +181,8 @@ class RunRecord(WholeRecord):
     """A policy text, or ``as-is``."""
     policy_typed: str = ""
     """The policy as typed, if that was another name for it, as ``O1`` or ``kept.toml``."""
+    checkpoint: str = ""
+    """The plan of activation checkpointing that was asked for, or its budget; empty without one."""
     explanation: list[Reason] = []
     seed: int | None = None
     environment: Environment
@@ -210,7 +216,7 @@ class RunRecord(WholeRecord):
     @property
     def where(self) -> str:
         """The script's file and the policy."""
-        return f"{PurePath(self.script).name} under {self.policy}"
+        return f"{PurePath(self.script).name} under {self.compared_as}"
 
     @property
     def summary(self) -> str:
@@ -219,8 +225,13 @@ class RunRecord(WholeRecord):
 
     @property
     def policy_shown(self) -> str:
-        """The policy's name for people: as they typed it."""
-        return self.policy_typed or self.policy
+        """The policy's name for people: as they typed it, and how the run is checkpointed."""
+        return varied(self.policy_typed or self.policy, self.checkpoint)
+
+    @property
+    def compared_as(self) -> str:
+        """What a comparison tells the run apart by: its policy, and how it is checkpointed."""
+        return varied(self.policy, self.checkpoint)
 
     @property
     def final_scale(self) -> float | None:

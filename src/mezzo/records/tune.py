@@ -23,6 +23,8 @@ class TuneRow(Value):
     """Options of the script, by name."""
     channels_last: bool = False
     compiles: bool = False
+    checkpoint: str = ""
+    """The plan of activation checkpointing, or its budget; empty for none."""
     state: TuneState
     reason: str
     steps: int = 0

@@ -69,3 +69,8 @@ class Environment(Value):
     """Environment variables that change what a training computes or where it runs, as the shell set them; never secrets."""
     folder: str = ""
     """The folder that the command was typed in."""
+
+
+def varied(policy: str, checkpoint: str) -> str:
+    """Return the name of runs under a policy that are checkpointed by a plan; empty for no plan."""
+    return f"{policy}, checkpointed {checkpoint}" if checkpoint else policy

@@ -76,7 +76,7 @@ _VARIANTS = ((r"master|^o2$", 1), (r"pure|true|^o3$", 2))
 
 def policy_style(policy: str) -> Style:
     """Return how ``policy`` is drawn wherever it is alone or among policies that differ in format or variant."""
-    base, _, fields = policy.lower().partition(":")
+    base, _, fields = policy.lower().partition(",")[0].partition(":")  # what follows a comma is no format
     family = next((name for pattern, name in _FORMATS if re.search(pattern, base)), "other")
     shade = next((number for pattern, number in _VARIANTS if re.search(pattern, base)), 0)
     shade = 0 if family in ("fp32", "other") else shade
@@ -129,5 +129,5 @@ def _variables(*, dark: bool) -> str:
 
 def styles_of(named: Sequence[Row | RunRecord]) -> dict[str, Style]:
     """Return the style of each policy by the name that is shown; it follows from the policy's format, whatever its name."""
-    styles = policy_styles([one.policy for one in named])
-    return {one.policy_shown: styles[one.policy] for one in named}
+    styles = policy_styles([one.compared_as for one in named])
+    return {one.policy_shown: styles[one.compared_as] for one in named}

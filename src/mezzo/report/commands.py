@@ -15,6 +15,7 @@ FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last", "--compil
 
 CARRIED: Mapping[str, tuple[str, ...]] = {
     "--metric": ("run", "compare", "check"),
+    "--checkpoint": ("run", "compare"),
     "--log-to": ("run", "compare", "check", "audit", "diagnose", "ranges", "fallback", "tune"),
 }
 """Options that mean the same in several commands, and these commands. No other option is passed from one command to another."""

@@ -16,11 +16,13 @@ from mezzo.records import (
     DiagnoseRecord,
     DoctorRecord,
     FallbackRecord,
+    PredictRecord,
     RangesRecord,
     Row,
     RunRecord,
 )
 from mezzo.report import formatting as fmt
+from mezzo.report import trained_elsewhere
 from mezzo.report.commands import Script, function_call
 
 MOST = 3
@@ -94,7 +96,7 @@ class _Commands:
 
 
 def _after_run(record: RunRecord) -> Iterator[NextStep]:
-    commands, policy = _Commands(record), record.policy_shown
+    commands, policy = _Commands(record), _typed(record)
     if record.error is not None or record.exit_code:
         yield from _after_failure(record, commands, policy)
     elif record.changed_nothing:
@@ -142,13 +144,13 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
         return  # the headline says what to write
     trained = next((run for run in record.runs if len(run.steps)), record.runs[0])
     commands = _Commands(trained, record.command)
-    baseline = next(row for row in record.rows if row.policy == record.baseline)
+    baseline = next(row for row in record.rows if row.compared_as == record.baseline)
     if baseline.num_failed == baseline.num_runs:
         yield from commands.alone("no run of the baseline succeeded; see whether the script does without Mezzo")
         return
     equal = [row for row in record.rows if row.verdict == "equivalent"]
     for row in sorted(equal, key=_merit)[:1]:
-        yield from commands.step(f"train with {row.policy_shown}", "run", policy=row.policy_shown)
+        yield from commands.step(f"train with {row.policy_shown}", "run", **_as_row(row))
     for row in record.rows:
         if row is baseline:
             continue
@@ -156,7 +158,7 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
     yield from _more_seeds(record, baseline, commands)
     skipping = [row for row in equal if _skips_many(row.num_skipped, len(trained.steps))]
     for row in skipping[:1]:
-        yield from commands.step(f"{row.policy_shown} skips many updates; see why", "diagnose", policy=row.policy_shown)
+        yield from commands.step(f"{row.policy_shown} skips many updates; see why", "diagnose", policy=_typed(row))
 
 
 def _merit(row: Row) -> tuple[float, float]:
@@ -167,8 +169,13 @@ def _merit(row: Row) -> tuple[float, float]:
 
 def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator[NextStep]:
     policy = row.policy_shown
+    if row.checkpoint:  # the policy's own row is another one; nothing observes a checkpointed training
+        if row.verdict == "failed":
+            yield from commands.step(f"{policy} failed; see its output", "run", **_as_row(row))
+        return
+    policy = _typed(row)
     if row.verdict == "diverged":
-        where = _first_without_a_number(record, row.policy)
+        where = _first_without_a_number(record, row.compared_as)
         yield from commands.step(f"{policy} diverged{where}; find the first bad value", "diagnose", policy=policy)
     elif row.verdict == "stopped_learning":
         yield from commands.step(f"{policy} stopped learning; find out why", "diagnose", policy=policy)
@@ -183,7 +190,7 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
 
 
 def _first_without_a_number(record: CompareRecord, policy: str) -> str:
-    losses = [run.steps.loss for run in record.runs if run.policy == policy]
+    losses = [run.steps.loss for run in record.runs if run.compared_as == policy]
     firsts = [next((n for n, loss in enumerate(column, 1) if not math.isfinite(loss)), None) for column in losses]
     known = [first for first in firsts if first is not None]
     return f" at step {min(known)}" if known else ""
@@ -191,9 +198,9 @@ def _first_without_a_number(record: CompareRecord, policy: str) -> str:
 
 def _more_seeds(record: CompareRecord, baseline: Row, commands: _Commands) -> Iterator[NextStep]:
     undecided = [row for row in record.rows if row.verdict == "undecided"]
-    idle = [r for r in undecided if any(run.changed_nothing for run in record.runs if run.policy == r.policy)]
+    idle = [r for r in undecided if any(run.changed_nothing for run in record.runs if run.compared_as == r.compared_as)]
     for row in idle:
-        yield from commands.step(f"{row.policy_shown} changed nothing; see why", "audit", policy=row.policy_shown)
+        yield from commands.step(f"{row.policy_shown} changed nothing; see why", "audit", policy=_typed(row))
     undecided = [row for row in undecided if row not in idle]
     single = all(run.seed in (0, None) for run in record.runs)
     needed = {row.policy_shown: 3 if single else row.seeds_needed for row in undecided if single or row.seeds_needed}
@@ -202,7 +209,8 @@ def _more_seeds(record: CompareRecord, baseline: Row, commands: _Commands) -> It
     names, most = fmt.listed([*needed]), max(count for count in needed.values() if count)
     verb = "is" if len(needed) == 1 else "are"
     why = f"{names} {verb} undecided; {most} seeds {'may' if single else 'would'} decide"
-    policies = ",".join([baseline.policy_shown, *needed])
+    rows = [row for row in undecided if row.policy_shown in needed]
+    policies = ",".join(dict.fromkeys([_typed(baseline), *map(_typed, rows)]))
     yield from commands.step(why, "compare", policies=policies, seeds=str(most))
 
 
@@ -210,7 +218,7 @@ def _more_seeds(record: CompareRecord, baseline: Row, commands: _Commands) -> It
 
 
 def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
-    commands, policy = _Commands(record.run), record.run.policy_shown
+    commands, policy = _Commands(record.run), _typed(record.run)
     if record.run.error is not None or record.run.exit_code:
         yield from _after_failure(record.run, commands, policy)
         return
@@ -232,7 +240,7 @@ def _narrowest(record: AuditRecord) -> str:
 
 
 def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
-    commands, policy = _Commands(record.run), record.run.policy_shown
+    commands, policy = _Commands(record.run), _typed(record.run)
     written = _WRITTEN.fullmatch(record.fix_line)
     if record.verdict == "unfinished":
         yield from _after_failure(record.run, commands, policy)
@@ -268,7 +276,7 @@ def _may_need_several_modules(record: DiagnoseRecord) -> bool:
     return tried and record.run.policy != AS_IS and not any(note.what == "cause" for note in record.notes)
 
 
-# --- ranges, fallback, doctor --------------------------------------------------------------------------------------------------------
+# --- ranges, fallback, predict, doctor ---------------------------------------------------------------------------------------------
 
 
 def _after_ranges(record: RangesRecord) -> Iterator[NextStep]:
@@ -334,11 +342,26 @@ def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:
         yield from commands.step(why, "fallback", policy=policy)
 
 
+def _after_predict(record: PredictRecord) -> Iterator[NextStep]:
+    for why, command in trained_elsewhere.steps(record):
+        yield NextStep(why=fmt.clean(why), command=command)
+
+
 def _after_doctor(record: DoctorRecord) -> Iterator[NextStep]:
     yield NextStep(why="one answer about your script; write its name for train.py", command="mezzo check train.py")
 
 
 # --- policies --------------------------------------------------------------------------------------------------------------------
+
+
+def _typed(one: Row | RunRecord) -> str:
+    """Return a policy as a command takes it."""
+    return one.policy_typed or one.policy
+
+
+def _as_row(row: Row) -> dict[str, str]:
+    """Return the options of a command that trains as a row of a comparison did."""
+    return {"policy": _typed(row)} | ({"checkpoint": row.checkpoint} if row.checkpoint else {})
 
 
 def _with_fp32(policy: str) -> str:
@@ -361,4 +384,5 @@ _BY_KIND: dict[str, Callable[[Any], Iterable[NextStep]]] = {
     "ranges": _after_ranges,
     "fallback": _after_fallback,
     "doctor": _after_doctor,
+    "predict": _after_predict,
 }

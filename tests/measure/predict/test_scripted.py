@@ -93,7 +93,14 @@ def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
     [
         ("print('hello')", "never trains: it ended after 0 of 2 optimizer steps"),
         ("raise ValueError('no data')", "train.py:1: ValueError: no data"),
-        ("import sys; sys.exit('usage: --data is missing')", "it exited with 'usage: --data is missing'"),
+        (
+            "import sys; sys.exit('usage: --data is missing')",
+            r"ended before it trained: exit code 1 \(usage: --data is missing\)",
+        ),
+        (
+            "import argparse; p = argparse.ArgumentParser(); p.add_argument('--lr'); p.parse_args(['--foo', '1'])",
+            r"exit code 2 \(train.py: error: unrecognized arguments: --foo 1\)",
+        ),
         ("import torch\nprint(torch.ones(3).nonzero().shape)", "the size of a result depends on them at train.py:2"),
         (
             "import os\nos.kill(os.getpid(), 11)",

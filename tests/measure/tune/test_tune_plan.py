@@ -15,7 +15,17 @@ from mezzo.measure.tune.answer import Found, answered
 from mezzo.measure.tune.configurations import Configuration, grid
 from mezzo.measure.tune.plan import FINAL, Known, Trial, finalists, next_trial, pruned
 from mezzo.measure.tune.speed import speed_of, speed_up
-from mezzo.records import CHANNELS_LAST, COMPILED, Effective, Memory, Reason, RunRecord, Steps
+from mezzo.records import (
+    CHANNELS_LAST,
+    CHECKPOINTED,
+    COMPILED,
+    NOT_APPLIED,
+    Effective,
+    Memory,
+    Reason,
+    RunRecord,
+    Steps,
+)
 
 GIB = 2**30
 NUM_STEPS = 40
@@ -42,6 +52,7 @@ def ran(
     )
     done = [Reason(what=CHANNELS_LAST, value="", reason="")] * configuration.channels_last
     done += [Reason(what=COMPILED, value="", reason="")] * configuration.compiles
+    done += [Reason(what=CHECKPOINTED, value=configuration.checkpoint, reason="")] * bool(configuration.checkpoint)
     lowered = Effective(flops_by_format={"bf16" if "16" in configuration.policy else "fp32": 10})
     known: dict[str, Any] = {
         "command": [],
@@ -205,3 +216,24 @@ def test_the_interval_is_students_with_bonferronis_correction() -> None:
     assert speed_up(ratios, num_compared=3).low < found.low
     assert math.isnan(speed_up([1.2], num_compared=1).low)
     assert not speed_up([1.2], num_compared=1).faster
+
+
+def test_what_predictions_rule_out_is_not_run_and_says_why() -> None:
+    out = {Configuration(policy="bf16", compiles=True): "predicted to be slow"}
+    known, found = search(FAST, ruled_out=out)
+    assert not any(trial.configuration in out for trial in known.runs)
+    row = next(row for row in found.rows if row.name == "bf16, compiled")
+    assert (row.state, row.reason) == ("not run", "predicted to be slow")
+    assert found.decision == "keep"
+
+
+def test_checkpointing_is_a_dimension_and_must_have_been_applied() -> None:
+    configurations = tuple(grid([], {}, [], [], checkpoints=["full", "1GiB"]))
+    assert [one.name for one in configurations] == ["as-is", "as-is, checkpointed full", "as-is, checkpointed 1GiB"]
+    begun = Known(configurations=configurations, steps=20, repeats=3, margin=0.02)
+    missed = [Reason(what=CHECKPOINTED, value=NOT_APPLIED, reason="no model was called")]
+    found = answered(searched(begun, {"as-is, checkpointed 1GiB": {"explanation": missed, "ms": 50.0}}))
+    row = next(row for row in found.rows if row.checkpoint == "1GiB")
+    assert row.state == "barred"
+    assert row.reason.startswith("activation checkpointing changed nothing")
+    assert found.decision == "keep"

@@ -98,7 +98,10 @@ class Tune:
             stop_after_steps=steps_of(self.known, trial.round),
             compared_since_s=self.finished.since_s,
             models=ModelChanges(
-                channels_last=configuration.channels_last, compiles=configuration.compiles, counts_inputs=True
+                channels_last=configuration.channels_last,
+                compiles=configuration.compiles,
+                checkpoint=configuration.checkpoint,
+                counts_inputs=True,
             ),
         )
         place.mkdir(parents=True, exist_ok=True)

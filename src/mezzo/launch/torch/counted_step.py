@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from mezzo.engine.checkpointing import KeptProducts
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
 from mezzo.measure import memory
@@ -203,11 +204,20 @@ class CountedStep:
             if self._forced_eager:
                 self._peaks.reset(self._run.num_updates)
 
+    def _contexts(self, context_fn: Callable[[], Any]) -> Any:
+        """Return the contexts of a checkpointed call, and count the products that it keeps."""
+        first, second = context_fn()
+        if isinstance(first, KeptProducts):
+            self._saved.keep_later(first.tensors)
+        return first, second
+
     def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
             if self._stack is not None and torch.is_grad_enabled():
-                self._saved.keep(args)
+                self._saved.keep([args, getattr(function, "keywords", None)])
+                if "context_fn" in kwargs:
+                    kwargs["context_fn"] = functools.partial(self._contexts, kwargs["context_fn"])
             return original(function, *args, **kwargs)
 
         return checkpoint

@@ -115,6 +115,8 @@ class Regions:
             casting = run.casting(run.record_root(module, args))
             local.depth, local.outermost = 1, module
             try:
+                if run.changed is not None:
+                    run.changed.checkpoint(module, args, kwargs, casting)
                 if casting is None:
                     return original(module, *args, **kwargs)
                 with casting.region():
@@ -206,6 +208,8 @@ class Regions:
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         for module in modules:
             self._run.record_root(module, tensors)
+        if self._run.changed is not None:
+            self._run.changed.compiled_called(modules)
         if not modules and any(isinstance(value, torch.optim.Optimizer) for value in used):
             return None
         if tensors:

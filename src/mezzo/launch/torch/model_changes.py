@@ -1,4 +1,4 @@
-"""Change a script's models from outside at their first call: memory layout and torch.compile; and count what each step is given."""
+"""Change a script's models from outside at their first call: memory layout, checkpointing, torch.compile; count what each step is given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mezzo.engine.casting import Casting
 from mezzo.launch.model_changes import ModelChanges
+from mezzo.launch.torch.checkpointed import CheckpointedModels
 from mezzo.launch.torch.state import Run
 from mezzo.records import CHANNELS_LAST, COMPILED, Reason
 
@@ -29,6 +31,9 @@ class ChangedModels:
         """The models called so far: whether their inputs become channels-last."""
         self._elements: Counter[int] = Counter()
         self._done: dict[str, Reason] = {}
+        self._checkpoints = CheckpointedModels(changes.checkpoint) if changes.checkpoint else None
+        self._to_compile: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        """Models to compile once they are checkpointed, with the names of their classes."""
 
     def called(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Change a model that is called from outside any module for the first time; return its inputs as it is to get them."""
@@ -40,6 +45,19 @@ class ChangedModels:
             args, kwargs = tree_map(_channels_last, (args, kwargs))
         return args, kwargs
 
+    def checkpoint(self, module: nn.Module, args: Any, kwargs: Any, casting: Casting | None) -> None:
+        """Checkpoint a model that is called in training for the first time, under its casting, before it is compiled."""
+        if self._checkpoints is None:
+            return
+        self._checkpoints.called(module, args, kwargs, casting)
+        if module in self._to_compile and module.training:
+            self._compile(module, self._to_compile.pop(module))
+
+    def compiled_called(self, modules: list[nn.Module]) -> None:
+        """Notice that a function of the script that is compiled calls models."""
+        if self._checkpoints is not None:
+            self._checkpoints.compiled_called(modules)
+
     def input_elements(self) -> float | None:
         """Return the elements of the first tensor given to the models, a step (the median); None if none was seen."""
         counted = [count for count in self._elements.values() if count]
@@ -47,7 +65,7 @@ class ChangedModels:
 
     def explanation(self) -> list[Reason]:
         """Return what was changed."""
-        return [*self._done.values()]
+        return [*self._done.values(), *(self._checkpoints.explanation() if self._checkpoints is not None else [])]
 
     def _change(self, module: nn.Module) -> bool:
         """Change one model; return whether its inputs become channels-last."""
@@ -56,7 +74,9 @@ class ChangedModels:
             return False
         name = type(module).__name__
         images = self._changes.channels_last and self._to_channels_last(module, parameters, name)
-        if self._changes.compiles:
+        if self._changes.compiles and self._checkpoints is not None:
+            self._to_compile[module] = name
+        elif self._changes.compiles:
             self._compile(module, name)
         return images
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -19,13 +18,8 @@ from mezzo.measure.checkpointing.blocks import blocks_of, outermost
 from mezzo.measure.checkpointing.costs import Costs, costs_of
 from mezzo.measure.checkpointing.optimum import best_plan, least_peak
 from mezzo.measure.checkpointing.trace import Computed, Trace, trace, unwrapped
+from mezzo.measure.checkpointing.wanted import EVERY, NAMED, bytes_of_text, bytes_text, is_plan
 from mezzo.policy import Policy
-
-NAMED = ("none", "full", "every-2", "selective")
-"""The plans that a plan is compared with; any other number may follow ``every-``."""
-_EVERY = re.compile(r"every-([1-9]\d*)")
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)", re.IGNORECASE)
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(kw_only=True, repr=False)
@@ -128,7 +122,7 @@ def checkpoint(
             f"mezzo.checkpoint got budget={budget!r} and plan={plan!r}; allowed: one of the two",
             hint='pass budget="12GiB", or plan="full", "every-2", "selective" or "none"',
         )
-    if plan is not None and plan not in NAMED and not _EVERY.fullmatch(plan):
+    if plan is not None and not is_plan(plan):
         raise UsageError(
             f"there is no checkpointing plan {plan!r}; allowed: none, full, every-K with a number, selective",
             hint='pass plan="every-2", or budget="12GiB" for the plan with the least recomputation',
@@ -202,7 +196,7 @@ def _within(traced: Trace, budget_bytes: int) -> tuple[dict[str, Keeps], str]:
 
 def named_regions(traced: Trace, name: str, blocks: Sequence[str]) -> dict[str, Keeps] | None:
     """Return the regions of the plan called ``name``; None if no plan is called so."""
-    every = _EVERY.fullmatch(name)
+    every = EVERY.fullmatch(name)
     if name == "none":
         return {}
     if name == "full":
@@ -234,27 +228,3 @@ def _agreed(traced: Trace, choose: Callable[[], CheckpointPlan]) -> CheckpointPl
         raise held[0]
     made: CheckpointPlan = held[0]
     return replace(made, costs=costs_of(traced, made.regions))
-
-
-def bytes_of_text(text: str | int) -> int:
-    """Return the bytes that ``text`` names: ``12GiB``, ``800 MB``, or a number of bytes.
-
-    Raises:
-        UsageError: it names none.
-    """
-    if isinstance(text, int):
-        return text
-    found = _BYTES.fullmatch(text.strip())
-    if found is None:
-        raise UsageError(f"{text!r} is no number of bytes; allowed: 12GiB, 800MB, 2.5 GB", hint='pass budget="12GiB"')
-    unit = found.group(2).upper()
-    power = "BKMGT".index(unit[0])
-    return int(float(found.group(1)) * (1024 if "I" in unit else 1000) ** power)
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Return bytes in the unit that shows three digits."""
-    unit = 0
-    while num_bytes >= 1000 and unit < len(_UNITS) - 1:
-        num_bytes, unit = num_bytes / 1024, unit + 1
-    return f"{num_bytes:.3g} {_UNITS[unit]}"

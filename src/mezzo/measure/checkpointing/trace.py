@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -25,12 +26,16 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.checkpointing import PRODUCTS
 from mezzo.engine.emulation_nodes import inside
+from mezzo.engine.randomness import HostStates
 from mezzo.errors import SessionError
+from mezzo.measure.checkpointing.attributes import Attributes
 from mezzo.measure.predict.operations import operations_of
 
 aten: Any = torch.ops.aten
 _HARMLESS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout)
 """Arguments that a module cannot change, beside tensors."""
+_CHECKPOINT_ENTRIES = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+"""What every call of torch's ``checkpoint`` looks up, also one that was imported by name."""
 
 
 class Computed(NamedTuple):
@@ -86,13 +91,28 @@ class Trace:
 
 
 def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
-    """Return the trace of ``run(model)``; weights, buffers and random generators are left as they were.
+    """Return the trace of ``run(model)``; weights, buffers, attributes and random generators are left as they were.
+
+    A model that changes plain attributes of its modules runs twice, to tell state from what is made once.
 
     Raises:
-        SessionError: the forward pass runs a backward pass of its own.
+        SessionError: the forward pass runs a backward pass of its own, or checkpoints parts of itself.
     """
+    before = Attributes(model)
+    traced = _traced(model, run)
+    if before.changed():  # what a second pass leaves alone was only made by the first, as a cache is
+        between = Attributes(model)
+        traced = _traced(model, run)
+        changed = between.changed()
+        before.put_back(changed)
+        for module, attribute in changed:
+            _refuse_calls(traced, module, attribute)
+    return traced
+
+
+def _traced(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    tracer = _Tracer(model)
+    tracer, host = _Tracer(model), HostStates.now()
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         try:
@@ -101,8 +121,17 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
                 tracer.finish()
             del outputs
         finally:
+            host.set()
             changed = _restore(model, buffers)
     return tracer.trace(changed, {name: buffer.nbytes for name, buffer in buffers.items()})
+
+
+def _refuse_calls(traced: Trace, module: str, attribute: str) -> None:
+    """Refuse to checkpoint calls in which ``module`` changes an attribute: a second pass would change it again."""
+    for call in traced.calls:
+        if call.module in ("", module) or module.startswith(f"{call.module}."):
+            where = f"its part {module}" if call.module != module and module else "it"
+            call.refused = call.refused or f"{where} changes its attribute {attribute!r} in each pass"
 
 
 def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -135,6 +164,22 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model._orig_mod
         else:
             return model
+
+
+class _OwnCheckpoint:
+    """Stands for torch's checkpointing while a model is traced: what is checkpointed already cannot be planned."""
+
+    def __init__(self, running: Callable[[], str]) -> None:
+        self._running = running
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        name = self._running()
+        raise SessionError(
+            f"{f'module {name}' if name else 'the model'} checkpoints itself already, so no plan can be made for the model",
+            hint="switch that off, as by model.gradient_checkpointing_disable() in transformers, or keep it and leave Mezzo's out",
+        )
+
+    apply = __call__
 
 
 class _Holder:
@@ -176,11 +221,18 @@ class _Tracer:
                     ):
                         stack.callback(handle.remove)
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+                for entry in _CHECKPOINT_ENTRIES:
+                    stack.callback(setattr, torch.utils.checkpoint, entry, getattr(torch.utils.checkpoint, entry))
+                    setattr(torch.utils.checkpoint, entry, _OwnCheckpoint(self._running))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, _refuse))
                 stack.enter_context(_Operations(self))
                 yield
         finally:
             inside.counted = before
+
+    def _running(self) -> str:
+        """Return the name of the module that is running."""
+        return self._open[-1].module if self._open else ""
 
     def finish(self) -> None:
         """Note which saved tensors belong to graphs that are alive."""

@@ -76,7 +76,8 @@ def _row(group: Group, *, base: Baseline) -> Row:
     judged = judge(group, base=base)
     row = Row(
         policy=group.policy,
-        policy_typed=group.name if group.name != group.policy else "",
+        policy_typed=group.typed,
+        checkpoint=group.checkpoint,
         num_runs=group.num_runs,
         num_failed=len(group.failed),
         verdict=judged.verdict,

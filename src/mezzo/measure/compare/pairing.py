@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mezzo.records import RunRecord
+from mezzo.records import RunRecord, varied
 
 
 class Key(NamedTuple):
@@ -38,9 +38,18 @@ class Group:
 
     policy: str
     name: str
-    """The policy's name for people: as they typed it."""
+    """The policy's name for people: as they typed it, and how its runs are checkpointed."""
+    typed: str = ""
+    """The policy as typed, if that was another name for it."""
+    checkpoint: str = ""
+    """The plan of activation checkpointing, or its budget; empty without one."""
     trained: dict[Key, RunRecord] = field(default_factory=dict)
     failed: dict[Key, str] = field(default_factory=dict)
+
+    @property
+    def compared_as(self) -> str:
+        """What its runs are told apart by: their policy, and how they are checkpointed."""
+        return varied(self.policy, self.checkpoint)
 
     @property
     def num_runs(self) -> int:
@@ -65,5 +74,8 @@ def grouped(runs: Sequence[RunRecord]) -> dict[str, Group]:
     """Return the runs of each policy, in order of first appearance."""
     groups: dict[str, Group] = {}
     for run in runs:
-        groups.setdefault(run.policy, Group(policy=run.policy, name=run.policy_shown)).add(run)
+        groups.setdefault(
+            run.compared_as,
+            Group(policy=run.policy, name=run.policy_shown, typed=run.policy_typed, checkpoint=run.checkpoint),
+        ).add(run)
     return groups

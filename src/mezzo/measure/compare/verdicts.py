@@ -65,8 +65,8 @@ def judge(group: Group, *, base: Baseline) -> Judged:
 
 def _void(group: Group, *, base: Baseline) -> Judged | None:
     """Return ``undecided`` if one of the policy's or of the baseline's runs depends on another; else None."""
-    policies = {group.policy, base.group.policy}
-    dependent = [d.text() for d in base.dependences if d.reader.policy in policies]
+    policies = {group.compared_as, base.group.compared_as}
+    dependent = [d.text() for d in base.dependences if d.reader.compared_as in policies]
     if not dependent:
         return None
     reasons = [dependent[0], *_describe_failures(group, list(group.failed))]
@@ -82,7 +82,7 @@ def _quantities(pairs: Sequence[Pair], *, base: Baseline) -> list[Quantity]:
 
 def _judge_baseline(base: Baseline, quantities: Sequence[Quantity]) -> Judged:
     group = base.group
-    reasons = [d.text() for d in base.dependences if d.reader.policy == group.policy][:1]
+    reasons = [d.text() for d in base.dependences if d.reader.compared_as == group.compared_as][:1]
     reasons += _describe_ways(base.ways, group)
     reasons += _describe_failures(group, list(group.failed))
     names = [q.name if q.is_metric else title_of(q.name) for q in quantities]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from mezzo.errors import UsageError
 from mezzo.measure.predict.plan import Tapes
-from mezzo.measure.predict.scripted import BATCH, ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
+from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.tape import check_same_steps
 from mezzo.records import Reason
+from mezzo.records.run import BATCH
 
 _WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
 

@@ -104,8 +104,10 @@ def _write(request: TapeRequest, place: Path) -> None:
     try:
         made = recorded(request, Policy.parse(request.policy))
     except SystemExit as ended:
-        traceback.print_exc()
-        made = ScriptTape(tape=None, error=f"it exited with {ended.code!r}" if ended.code else "")
+        if isinstance(ended.code, str):
+            print(ended.code)
+        code = 1 if isinstance(ended.code, str) else ended.code
+        made = ScriptTape(tape=None, error=f"exit code {code}" if code else "", exited=bool(code))
     except Exception as error:
         traceback.print_exc()
         by_numbers = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))

@@ -18,9 +18,8 @@ from pathlib import Path
 from mezzo.errors import UsageError
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS
+from mezzo.records.run import BATCH
 
-BATCH = "{batch}"
-"""What stands for the size of a batch in the arguments of a script that makes its batches itself."""
 OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which a launcher tells a script that it is one of several processes."""
 _TAIL = 4
@@ -57,6 +56,8 @@ class ScriptTape:
     read_at: Sequence[str] = field(default_factory=list)
     error: str = ""
     """Why the script failed."""
+    exited: bool = False
+    """Whether it ended itself with an exit code."""
     needs_numbers: bool = False
     """Whether it failed because the size of a result depends on numbers."""
 
@@ -87,7 +88,7 @@ def recorded_tapes(requests: Sequence[TapeRequest]) -> list[ScriptTape]:
             found.append(pickle.loads(made.read_bytes()))
     for request, one in zip(requests, found, strict=True):
         if one.error:
-            raise _failed(request, one)
+            raise _failed(request, one, done.stdout)
         if one.tape is None:
             raise UsageError(
                 f"{request.script} never trains: it ended after {one.num_steps} of {STEPS} optimizer steps on a model in training mode",
@@ -111,7 +112,13 @@ def _died(request: TapeRequest, output: str, code: int) -> UsageError:
     )
 
 
-def _failed(request: TapeRequest, one: ScriptTape) -> UsageError:
+def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
+    if one.exited:  # as argparse ends a script that does not know an option
+        printed = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing")
+        return UsageError(
+            f"{request.script} ended before it trained: {one.error} ({printed})",
+            hint="check the script's own arguments; run it by itself with them first",
+        )
     if one.needs_numbers:
         return UsageError(
             f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",

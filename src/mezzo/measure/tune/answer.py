@@ -99,6 +99,7 @@ def _plain(known: Known, configuration: Configuration, **more: Any) -> TuneRow:
         "settings": dict(configuration.settings),
         "channels_last": configuration.channels_last,
         "compiles": configuration.compiles,
+        "checkpoint": configuration.checkpoint,
         "state": "now",
         "reason": "what the script does now",
         "steps": steps_of(known, last) if runs else 0,
@@ -186,4 +187,4 @@ def _judged(known: Known, configuration: Configuration) -> tuple[str | None, str
 def _apart(run: RunRecord, name: str) -> RunRecord:
     """Return a finalist's run, told apart from the FP32 runs that it is compared with."""
     policy = AS_IS if run.policy == FP32.name else run.policy
-    return run.model_copy(update={"policy": policy, "policy_typed": name})
+    return run.model_copy(update={"policy": policy, "policy_typed": name, "checkpoint": ""})

@@ -27,12 +27,15 @@ class Configuration:
     """Options of the script by name, each with its value; those that are not here stay as typed."""
     channels_last: bool = False
     compiles: bool = False
+    checkpoint: str = ""
+    """The plan of activation checkpointing, or its budget; empty for none."""
 
     @property
     def name(self) -> str:
         """The configuration for people: ``bf16, batch-size 64, channels-last``."""
         parts = [self.policy, *(f"{name} {value}" for name, value in self.settings)]
         parts += ["channels-last"] * self.channels_last + ["compiled"] * self.compiles
+        parts += [f"checkpointed {self.checkpoint}"] * bool(self.checkpoint)
         return ", ".join(parts)
 
     def arguments(self, own: Sequence[str]) -> list[str]:
@@ -51,6 +54,8 @@ def grid(
     vary: Mapping[str, Sequence[str]],
     changes: Sequence[Changes],
     own: Sequence[str],
+    *,
+    checkpoints: Sequence[str] = (),
 ) -> list[Configuration]:
     """Return all configurations; the first is what the script does now.
 
@@ -59,13 +64,17 @@ def grid(
         vary: values of the script's options by name. Where ``own`` has ``{name}``, the first value is the present one.
         changes: changes to the models beside none.
         own: the script's arguments as typed.
+        checkpoints: plans of activation checkpointing beside none.
     """
     settings = list(_settings(vary, own))
     found = [
-        Configuration(policy=policy, settings=chosen, channels_last=channels_last, compiles=compiles)
+        Configuration(
+            policy=policy, settings=chosen, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint
+        )
         for chosen in settings
         for policy in dict.fromkeys([AS_IS, *policies])
         for channels_last, compiles in dict.fromkeys([(False, False), *changes])
+        for checkpoint in dict.fromkeys(["", *checkpoints])
     ]
     return list(dict.fromkeys(found))
 

@@ -1,7 +1,7 @@
 """What a search runs next, from what it knows so far: a pure function, so that every course of a search is a row of a test.
 
 1. Every configuration with a few steps, what the script does now first. What fails, exceeds the memory, is emulated or changes nothing
-   is out, and so is every larger batch than one that did not fit.
+   is out, and so is every larger batch than one that did not fit. What predictions rule out is not run (``forecast``).
 2. The faster half of them with twice the steps, until few are left. What is clearly slower than the script now is out.
 3. The finalists, the script as it is now, and FP32 on the same batches, interleaved, seed by seed.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from mezzo.formats import FP32
 from mezzo.measure.tune.configurations import Configuration
 from mezzo.measure.tune.speed import Speed, speed_of
-from mezzo.records import AS_IS, CHANNELS_LAST, COMPILED, RunRecord
+from mezzo.records import AS_IS, CHANNELS_LAST, CHECKPOINTED, COMPILED, NOT_APPLIED, RunRecord
 
 FINALISTS = 3
 FINAL = 100
@@ -52,6 +52,8 @@ class Known:
     """Largest difference in the final loss that counts as equivalent, as a share of FP32's."""
     left_share: float = 1.0
     """What is left of the budget."""
+    ruled_out: Mapping[Configuration, str] = field(default_factory=dict)
+    """Configurations that predictions leave out, with the reason."""
     runs: Mapping[Trial, RunRecord] = field(default_factory=dict)
 
     @property
@@ -98,7 +100,7 @@ def next_trial(known: Known) -> Trial | None:
 
 def rounds(known: Known) -> Iterator[list[Configuration]]:
     """Yield who plays in each round before the finals, the script as it is now first."""
-    playing, number = list(known.configurations), 0
+    playing, number = [one for one in known.configurations if one not in known.ruled_out], 0
     while number == 0 or len(playing) > FINALISTS + 1:
         yield playing
         playing = [known.now, *_survivors(known, playing, number)]
@@ -156,15 +158,20 @@ def fault(known: Known, trial: Trial) -> str:
     """Return why a trial's configuration cannot be the answer; empty if it can."""
     run, configuration = known.runs[trial], trial.configuration
     if run.error is not None or (run.exit_code and run.first_steps is None):
-        return run.error or f"it ended with exit code {run.exit_code}"
+        return run.error or f"it ended with exit code {run.exit_code}; what it printed is in output.log of its folder"
     if (needed := memory_of(run)) is not None and known.memory_bytes is not None and needed > known.memory_bytes:
         return f"it needs {_gib(needed)}, above the limit of {_gib(known.memory_bytes)}"
     if run.effective.emulated:
         return "its formats are emulated here: its speed says nothing"
     if run.changed_nothing and run.policy != AS_IS:
         return f"{run.policy} changed nothing"
-    done = {reason.what for reason in run.explanation}
-    for asked, what in ((configuration.channels_last, CHANNELS_LAST), (configuration.compiles, COMPILED)):
+    done = {reason.what for reason in run.explanation if reason.value != NOT_APPLIED}
+    asked_for = {
+        CHANNELS_LAST: configuration.channels_last,
+        COMPILED: configuration.compiles,
+        CHECKPOINTED: bool(configuration.checkpoint),
+    }
+    for what, asked in asked_for.items():
         if asked and what not in done:
             why = next((one.reason for one in run.effective.left_alone if one.what in (what, "channels-last")), "")
             return f"{what} changed nothing" + (f": {why}" if why else "")
@@ -180,7 +187,9 @@ def memory_of(run: RunRecord) -> int | None:
 
 
 def pruned(known: Known, configuration: Configuration) -> str:
-    """Return why a configuration need not be run: a smaller batch did not fit; empty if it is to be run."""
+    """Return why a configuration need not be run: a prediction, or a smaller batch that did not fit; empty if it is to be run."""
+    if configuration in known.ruled_out:
+        return known.ruled_out[configuration]
     for trial, run in known.runs.items():
         other = trial.configuration
         if trial.round == 0 and _is_larger(configuration, other) and _did_not_fit(known, run):

@@ -1,0 +1,40 @@
+"""The options that change a script's models from outside: which scripts they are for."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from mezzo.errors import ScriptError
+
+if TYPE_CHECKING:
+    from mezzo.launch.model_changes import ModelChanges
+
+
+def changes_of(
+    target: str, as_module: bool, *, channels_last: bool = False, compiles: bool = False, checkpoint: str = ""
+) -> ModelChanges | None:
+    """Return what to change in the script's models; None for nothing.
+
+    Raises:
+        ScriptError: such a script's models cannot be changed.
+    """
+    from mezzo.launch.frameworks import framework_of
+    from mezzo.launch.model_changes import ModelChanges
+
+    asked = {"--channels-last": channels_last, "--compile": compiles, f"--checkpoint {checkpoint}": bool(checkpoint)}
+    option = next((name for name, wanted in asked.items() if wanted), None)
+    if option is None:
+        return None
+    framework = framework_of(target, kind="module" if as_module else "script")
+    if framework != "torch":
+        raise ScriptError(
+            f"{option} was given for a script in {framework}; allowed: PyTorch scripts",
+            hint=f"leave {option} out",
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ScriptError(
+            f"{option} was given in one of {os.environ['WORLD_SIZE']} processes; allowed: one process",
+            hint="write it into the script, before its models are made parallel",
+        )
+    return ModelChanges(channels_last=channels_last, compiles=compiles, checkpoint=checkpoint)

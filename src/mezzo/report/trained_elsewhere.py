@@ -1,0 +1,48 @@
+"""What to type after a prediction: the same script here, in the policy that is fastest there, checkpointed where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mezzo.records import Prediction, PredictRecord
+from mezzo.records.run import BATCH
+from mezzo.report.commands import Script
+
+_RUNS = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8")
+"""Policies of a prediction that ``mezzo run`` takes by the same name."""
+_SPARE = 0.13
+"""Share of a GPU's memory that stays free for what a prediction may miss."""
+_LEAST_GIB = 0.1
+
+
+def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
+    """Yield what to type after a prediction for a script, with the reason first; nothing for a model by name."""
+    script = Script.typed(record.command, record.model)
+    if script is None:  # a model by name
+        return
+    own = tuple(word.replace(BATCH, str(record.batch)) for word in script.arguments)
+    script = replace(script, arguments=own)
+    best = record.best
+    if best is not None and best.policy in _RUNS:
+        why = f"train in {best.policy}: the fastest of these on {best.gpu}"
+        yield why, script.under("run", policy=best.policy)
+    tight = [one for one in record.predictions if one.possible and not one.fits and one.gpu != "cpu"]
+    budgets = [(one, kept) for one in tight if (kept := _left_for_activations(one)) is not None]
+    if budgets:
+        one, kept = max(budgets, key=lambda pair: pair[0].throughput)
+        why = f"on {one.gpu} in {one.policy} it does not fit; keep less for the backward pass"
+        yield why, script.under("run", policy=one.policy, checkpoint=kept)
+    elif best is not None and best.policy in _RUNS:
+        why = "see what checkpointing costs and saves here, on the same batch"
+        yield why, script.under("compare", policies=best.policy, checkpoint="full")
+
+
+def _left_for_activations(one: Prediction) -> str | None:
+    """Return what may wait for the backward pass if all else is as predicted; None if nothing is left for it."""
+    kept = one.memory_bytes.get("activations", 0)
+    if one.gpu_bytes is None or not kept or one.policy not in _RUNS:
+        return None
+    left = one.gpu_bytes * (1 - _SPARE) - (one.device_bytes - kept)
+    gib = left / 2**30
+    return None if gib < _LEAST_GIB else f"{gib:.2g}GiB" if gib < 10 else f"{int(gib)}GiB"
