@@ -223,6 +223,10 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
     console.print(Text(sheet.largest_head, style="dim"))
     facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.bound, reason=line.verdict) for line in sheet.lines]
     terminal.section(console, "What bounds it, and is it worth it", terminal.fact_table(facts))
+
+
+def predict_details(sheet: PredictSheet, console: Console) -> None:
+    """Print what a predict record assumes, and the lines for Slurm."""
     terminal.section(console, "Assumed", terminal.fact_table(sheet.assumptions))
     if sheet.slurm:
         console.print(Text("\nFor Slurm", style="bold"))
