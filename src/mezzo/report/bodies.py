@@ -117,7 +117,7 @@ def print_diagnose(sheet: DiagnoseSheet, console: Console) -> None:
         print_line(console, sheet.detail)
     _error(console, sheet.error)
     section(console, "Where", fact_table(sheet.place))
-    lines = ("do", sheet.fix), ("write", sheet.fix_line), ("", sheet.fix_note)
+    lines = ("do", sheet.fix), ("write", sheet.fix_line), ("where", sheet.fix_where), ("", sheet.fix_note)
     fix = [Fact(what=what, value=value) for what, value in lines]
     section(console, "Fix", fact_table([fact for fact in fix if fact.value]))
     _findings(sheet.findings, console)
