@@ -119,7 +119,7 @@ def _notes(asked: CheckOptions, checking: Check, case: Case, answer: Answer) -> 
         why = f"the budget of {clock(asked.budget.seconds)} is too short for it"
         notes.append(Reason(what="left out", value=case.undone, reason=why))
     if not checking.known.observable:
-        why = "a check runs them on PyTorch scripts only; mezzo diagnose, ranges and fallback say what else they accept"
+        why = f"mezzo diagnose, ranges and fallback do not inspect {checking.known.runs[0].framework}"
         notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
     there = next((gain for gain in answer.gains if gain.kind != "measured"), None)
     if asked.gpu is None and there is not None:
