@@ -30,6 +30,7 @@ from mezzo.report.charts import modules
 from mezzo.report.charts.data import Bars, Node, Nothing, Tree
 from mezzo.report.html import render_html
 from mezzo.report.sheets.audit import audit_sheet
+from mezzo.report.sheets.findings import finding_line
 from mezzo.report.source import module_places, source_of
 from mezzo.report.text import render
 
