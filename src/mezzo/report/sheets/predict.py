@@ -237,7 +237,8 @@ def _card(one: Prediction) -> str:
 
 def print_predict(sheet: PredictSheet, console: Console) -> None:
     """Print whether it fits, how fast it is, and what bounds it."""
-    terminal.section(console, f"Does it fit? ({sheet.largest_head})", terminal.fact_table(sheet.fit))
+    terminal.section(console, "Does it fit?", terminal.fact_table(sheet.fit))
+    console.print(Text(sheet.largest_head, style="dim"))
     heads = ["GPU", "policy", f"{sheet.unit}/s", "10% to 90%", "step", "allocated\nreserved\ndevice", "largest\nbatch"]
     table = terminal.plain_table(
         *heads, "over FP32\n/ TF32", *([sheet.cost_head.replace(" a ", "\na ")] if sheet.cost_head else [])
