@@ -32,6 +32,7 @@ from mezzo.observe.fallback.find import find
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.observer import NonFinite
 from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis
+from mezzo.observe.nonfinite.where import where_to_write
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.observe.stopping import StopScript
 from mezzo.observe.tracer import Tracer
@@ -130,7 +131,8 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
         run=run,
         evidence=evidence,
     )
-    return diagnosis([only], untried="a function cannot be run again from its first state")
+    found = diagnosis([only], untried="a function cannot be run again from its first state")
+    return found.model_copy(update={"fix_where": where_to_write(found, "function")})
 
 
 def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: int = 20) -> RangesRecord:

@@ -120,6 +120,8 @@ def test_other_frameworks_have_three_commands() -> None:
     assert typed is not None
     keras = typed.in_framework("keras 3.15.1 on tensorflow 2.21.0", {})
     assert [name for name in ON_SCRIPTS if keras.runs(name)] == ["check", "run", "compare"]
+    for inspected in ("torch 2.13.0", "keras 3.15.1 on torch 2.13.0", "paddle 3.3.0"):
+        assert all(typed.in_framework(inspected, {}).runs(name) for name in ON_SCRIPTS)
 
 
 def test_a_function_has_its_call() -> None:

@@ -119,13 +119,11 @@ def _notes(asked: CheckOptions, checking: Check, case: Case, answer: Answer) -> 
         why = f"the budget of {clock(asked.budget.seconds)} is too short for it"
         notes.append(Reason(what="left out", value=case.undone, reason=why))
     if not checking.known.observable:
-        why = "a check runs them on PyTorch scripts only; mezzo diagnose, ranges and fallback say what else they accept"
+        why = f"mezzo diagnose, ranges and fallback do not inspect {checking.known.runs[0].framework}"
         notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
     there = next((gain for gain in answer.gains if gain.kind != "measured"), None)
     if asked.gpu is None and there is not None:
-        word = "prediction" if there.kind == "predicted" else "ceiling"
-        why = "no GPU is here; --gpu NAME gives it for another"
-        notes.append(Reason(what="speed", value=f"the {word} is for {there.device}", reason=why))
+        notes.append(Reason(what="speed", value="on another GPU", reason="mezzo check --gpu NAME"))
     failed = case.comparison.real_gpus
     if failed is not None and failed.reason and there is not None:
         notes.append(Reason(what="speed", value="a ceiling instead of a prediction", reason=failed.reason))

@@ -208,8 +208,9 @@ class Tracer(TorchDispatchMode):
                 return result
         if kind == _COUNTED:
             product = self._product(func, result, args)
-        if kind != _PLAIN and (node is None or again) and not self._is_torchs(entry):
-            line = self._where(product)
+        if kind != _PLAIN and (node is None or again):
+            torchs = self._is_torchs(entry)
+            line = self._where(None if torchs else product) if not torchs or _says_little(entry) else ""
         self._note((func, entry, node, *_both(args, result), self._stepping, again, product, line, hidden, by_policy))
         return result
 
@@ -278,6 +279,14 @@ class Tracer(TorchDispatchMode):
         if product is not None:
             product.callers = callers
         return line
+
+
+def _says_little(entry: Entry) -> bool:
+    """Return whether a module's path is only its class or a number: a model itself, or a part of one that is a Sequential."""
+    outer = entry.outer
+    if outer is None or outer.module is None:
+        return True
+    return type(outer.module) is nn.Sequential and (outer.outer is None or outer.outer.module is None)
 
 
 _SILENT, _PLAIN, _CASTS, _COUNTED = range(4)

@@ -88,6 +88,7 @@ from mezzo.records.run import Metric as Metric
 from mezzo.records.run import RunRecord as RunRecord
 from mezzo.records.run import SnapshotsTaken as SnapshotsTaken
 from mezzo.records.run import Steps as Steps
+from mezzo.records.run import is_inspected as is_inspected
 from mezzo.records.tune import TuneDecision as TuneDecision
 from mezzo.records.tune import TuneRecord as TuneRecord
 from mezzo.records.tune import TuneRow as TuneRow

@@ -22,7 +22,7 @@ class Gain(Value):
     times: float
     """How many times as fast as the baseline; of a bound, at most."""
     times_over_tf32: float | None = None
-    """Of a bound: the same over the baseline's products in TF32; None where the GPU has no TF32, or the baseline ran in it."""
+    """Of a prediction or a bound: the same over TF32; None where the GPU has no TF32, or the policy or the baseline is TF32."""
     low: float | None = None
     """The smallest measured ratio over seeds."""
     high: float | None = None

@@ -74,6 +74,8 @@ class DiagnoseRecord(WholeRecord):
     fix: str = ""
     fix_line: str = ""
     """The line to write."""
+    fix_where: str = ""
+    """Where it is written: on the command line, in which call, or at which line."""
     fix_tried: bool = False
     """Whether the script ran again with the fix and was healthy."""
     fix_note: str = ""

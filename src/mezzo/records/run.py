@@ -167,6 +167,15 @@ class SnapshotsTaken(Value):
     """Updates made before that snapshot; the record's steps begin after it."""
 
 
+def is_inspected(framework: str) -> bool:
+    """Return whether audit, diagnose, ranges and fallback inspect trainings of a framework: PyTorch, Keras on PyTorch, and Paddle.
+
+    Args:
+        framework: as a record of a run names it.
+    """
+    return framework.partition(" ")[0] in ("", "torch", "paddle") or " on torch " in framework
+
+
 class RunRecord(WholeRecord):
     """One run of a script under one policy: its steps, memory, formats and findings."""
 

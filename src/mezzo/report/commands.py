@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mezzo.records.run import RUN_NAME
+from mezzo.records.run import RUN_NAME, is_inspected
 from mezzo.report import formatting as fmt
 
 FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last", "--compile", "--slurm", "--calibrate"))
@@ -29,7 +29,7 @@ _CHOOSES = ("KERAS_BACKEND", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYT
 _DISTRIBUTED = ("run", "compare", "audit", "diagnose", "ranges", "fallback")
 """Commands that run inside each process of a launcher."""
 _FOR_TRAINERS = ("run", "compare", "check")
-"""Commands that accept scripts of every framework; the others observe PyTorch's operations, of Keras on PyTorch too."""
+"""Commands that accept scripts of every framework; the others inspect operations, which not every framework shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,7 @@ class Script:
 
     def runs(self, command: str) -> bool:
         """Return whether ``command`` accepts a script of this framework."""
-        on_torch = self.framework.partition(" ")[0] in ("", "torch") or " on torch " in self.framework
-        return command in _FOR_TRAINERS or on_torch
+        return command in _FOR_TRAINERS or is_inspected(self.framework)
 
     def under(self, command: str, **options: str) -> str:
         """Return ``command`` on this script as a shell line.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mezzo.records import (
@@ -349,6 +349,15 @@ def _after_predict(record: PredictRecord) -> Iterator[NextStep]:
 
 def _after_doctor(record: DoctorRecord) -> Iterator[NextStep]:
     yield NextStep(why="one answer about your script; write its name for train.py", command="mezzo check train.py")
+
+
+def _after_predict(record: PredictRecord) -> Iterator[NextStep]:
+    script, best = Script.typed(record.command, record.model), record.best
+    if script is None or best is None:
+        return
+    own = tuple(word.replace("{batch}", str(record.batch)) for word in script.arguments)
+    command = replace(script, arguments=own).under("check", gpu=best.gpu)
+    yield NextStep(why=f"see which policy trains like fp32, answered for {best.gpu}", command=command)
 
 
 # --- policies --------------------------------------------------------------------------------------------------------------------

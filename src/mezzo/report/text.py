@@ -15,11 +15,11 @@ from mezzo.report.views import VIEWS
 
 
 def render(record: AnyRecord, console: Console, *, files: str = "") -> None:
-    """Print ``record`` to ``console``, then where its ``files`` are, then what to do next."""
+    """Print ``record`` to ``console``, with what to do next after its answer, and where its ``files`` are at the end."""
     view = VIEWS[record.kind]
     steps = next_steps(record)
     if view.framed:
-        print_framed(view.sheet(record), view.body, console, files=files, steps=steps)
+        print_framed(view.sheet(record), view.body, view.details, console, files=files, steps=steps)
     else:
         view.body(view.sheet(record), console)
         print_ending(console, files=files, steps=steps)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mezzo.report import terminal
+from mezzo.report import bodies
 from mezzo.report.sheets import (
     answers,
     audit,
@@ -26,6 +26,10 @@ from mezzo.report.sheets import (
 from mezzo.report.sheets.answers import Answer
 
 
+def _nothing(sheet: Any, console: Console) -> None:
+    """Print no details."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class View:
     """How records of one kind are shown. The page's template is named after the kind; its charts are in ``mezzo.report.figures``."""
@@ -33,23 +37,49 @@ class View:
     sheet: Callable[[Any], Any]
     """From a record to its sentences and numbers as they are shown, with ``title``, ``headline``, ``environment`` and ``command``."""
     body: Callable[[Any, Console], None]
-    """Prints a sheet's own tables to the terminal."""
+    """Prints a sheet's answer to the terminal: what it found, and what to write."""
     answer: Callable[[Any, Any], Answer]
     """From a record and its sheet to the answer that the page begins with."""
+    details: Callable[[Any, Console], None] = _nothing
+    """Prints the tables that the answer follows from, after the next step."""
     framed: bool = True
     """Whether the terminal shows headline, environment and command around the body; without, the body ends with what matters most."""
 
 
 VIEWS: dict[str, View] = {
-    "run": View(sheet=run.run_sheet, body=terminal.print_run, answer=answers.run_answer),
-    "compare": View(sheet=compare.compare_sheet, body=real_gpus.print_compare, answer=answers.compare_answer),
+    "run": View(sheet=run.run_sheet, body=bodies.print_run, details=bodies.run_details, answer=answers.run_answer),
+    "compare": View(
+        sheet=compare.compare_sheet,
+        body=bodies.print_compare,
+        details=real_gpus.compare_details,
+        answer=answers.compare_answer,
+    ),
     "check": View(sheet=check.check_sheet, body=check.print_check, answer=check.check_answer, framed=False),
-    "audit": View(sheet=audit.audit_sheet, body=terminal.print_audit, answer=answers.audit_answer),
-    "diagnose": View(sheet=diagnose.diagnose_sheet, body=terminal.print_diagnose, answer=answers.diagnose_answer),
-    "fallback": View(sheet=fallback.fallback_sheet, body=terminal.print_fallback, answer=answers.fallback_answer),
-    "ranges": View(sheet=ranges.ranges_sheet, body=terminal.print_ranges, answer=answers.ranges_answer),
-    "predict": View(sheet=predict.predict_sheet, body=predict.print_predict, answer=predict.predict_answer),
+    "audit": View(
+        sheet=audit.audit_sheet, body=bodies.print_audit, details=bodies.audit_details, answer=answers.audit_answer
+    ),
+    "diagnose": View(
+        sheet=diagnose.diagnose_sheet,
+        body=bodies.print_diagnose,
+        details=bodies.diagnose_details,
+        answer=answers.diagnose_answer,
+    ),
+    "fallback": View(
+        sheet=fallback.fallback_sheet,
+        body=bodies.print_fallback,
+        details=bodies.fallback_details,
+        answer=answers.fallback_answer,
+    ),
+    "ranges": View(
+        sheet=ranges.ranges_sheet, body=bodies.print_ranges, details=bodies.ranges_details, answer=answers.ranges_answer
+    ),
+    "predict": View(
+        sheet=predict.predict_sheet,
+        body=predict.print_predict,
+        details=predict.predict_details,
+        answer=predict.predict_answer,
+    ),
     "tune": View(sheet=tune.tune_sheet, body=tune.print_tune, answer=tune.tune_answer, framed=False),
-    "doctor": View(sheet=doctor.doctor_sheet, body=terminal.print_doctor, answer=answers.doctor_answer),
+    "doctor": View(sheet=doctor.doctor_sheet, body=bodies.print_doctor, answer=answers.doctor_answer),
 }
 """By kind of record."""

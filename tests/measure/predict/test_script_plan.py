@@ -50,7 +50,10 @@ for step in range(10):
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def tapes(requests: Sequence[TapeRequest]) -> list[ScriptTape]:
-        return [recorded(request, Policy.parse(request.policy)) for request in requests]
+        try:
+            return [recorded(request, Policy.parse(request.policy)) for request in requests]
+        except Exception as error:  # as the process of a tape reports it
+            raise UsageError(str(error), hint="none") from error
 
     monkeypatch.setattr(module, "recorded_tapes", tapes)
 
@@ -98,12 +101,91 @@ def test_batches_without_a_loader_do_not_follow(tmp_path: Path) -> None:
     plan = script_plan(script, ["8"], ["fp32"])
     assert plan.batch == 8
     assert _said(plan, "batch") == "8 samples: the first dimension of what the model is called with"
-    assert _said(plan, "other batch sizes").startswith("do not follow: its batches do not come from a DataLoader")
+    assert _said(plan, "other batch sizes").startswith(
+        "do not follow: neither a DataLoader nor a number in the script sets the size of its batch"
+    )
     with pytest.raises(
-        UsageError, match=r"--batch 64 cannot be predicted for .*do not come from a DataLoader.* 8 samples"
+        UsageError, match=r"--batch 64 cannot be predicted for .*neither a DataLoader.* 8 samples"
     ) as told:
         script_plan(script, ["8"], ["fp32"], batch=64)
     assert "--batch-size {batch}" in told.value.hint
+
+
+PLAIN = """
+import argparse
+import torch
+from torch import nn
+
+{sizes}
+model = nn.Sequential(nn.Linear(20, {hidden}), nn.ReLU(), nn.Linear({hidden}, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x = torch.randn(512, 20)
+for step in range(10):
+    rows = torch.randint(0, 512, ({size},))
+    optimizer.zero_grad()
+    (model(x[rows]) - torch.zeros({size}, 1)).square().mean().backward()
+    optimizer.step()
+"""
+PARSED = """
+parser = argparse.ArgumentParser()
+parser.add_argument("-b", "--batch-size", type=int, default=48)
+size = parser.parse_args().batch_size
+"""
+DEFAULTED = """
+def rows_of(batch_size=48):
+    return batch_size
+
+
+size = rows_of()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "hidden", "arguments", "where"),
+    [
+        ("", "48", 64, [], "train.py:11, train.py:13"),
+        ("BATCH = 48", "BATCH", 64, [], "train.py:6"),
+        ("BATCH = 48", "BATCH", 48, [], "train.py:6"),  # the width is 48 as well, and has no name
+        (DEFAULTED, "size", 64, [], "train.py:7"),
+        (PARSED, "size", 64, [], "train.py:8"),
+        (PARSED, "size", 64, ["--batch-size", "48"], "--batch-size"),
+        (PARSED, "size", 48, ["--batch-size=48"], "--batch-size"),
+        (PARSED, "size", 48, ["-b", "48"], "-b"),
+        ("", "48", 48, [], ""),  # which of the numbers is the batch's cannot be told
+        ("import math\nsize = math.isqrt(2304)", "size", 64, [], ""),
+    ],
+)
+def test_the_size_is_found_where_the_script_sets_it(
+    sizes: str, size: str, hidden: int, arguments: list[str], where: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PLAIN.format(sizes=sizes, size=size, hidden=hidden), encoding="utf-8")
+    plan = script_plan(str(script), arguments, ["fp32"])
+    assert plan.batch == 48
+    if not where:
+        assert _said(plan, "other batch sizes").startswith("do not follow: neither")
+        return
+    assert _said(plan, "other batch sizes").startswith(f"follow: set by {where}; ")
+    longer = script.with_name("longer.py")
+    longer.write_text(
+        PLAIN.format(sizes=sizes.replace("48", "96"), size=size.replace("48", "96"), hidden=hidden), encoding="utf-8"
+    )
+    words = [word.replace("48", "96") for word in arguments]
+    wanted = recorded(TapeRequest(script=str(longer), arguments=words, policy="fp32"), Policy.parse("fp32")).tape
+    assert wanted is not None
+    assert _cost(plan.tapes["fp32"].at(96)) == _cost(wanted)
+
+
+def test_the_side_of_an_image_is_no_batch(tmp_path: Path) -> None:
+    body = HEAD.format(samples=256).replace("nn.Flatten(), nn.Linear(144, 2)", "nn.AdaptiveAvgPool2d(1), nn.Flatten()")
+    body = body.replace("nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)", "nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)")
+    script = tmp_path / "train.py"
+    text = body.replace("size = int(sys.argv[1])", "").replace("torch.randn(256, 1, 8, 8)", "torch.randn(8, 1, 8, 8)")
+    loop = "for step in range(9):\n    optimizer.zero_grad()\n    model(x).sum().backward()\n    optimizer.step()\n"
+    script.write_text(text + loop, encoding="utf-8")
+    plan = script_plan(str(script), [], ["fp32"])
+    assert plan.batch == 8
+    assert _said(plan, "other batch sizes").startswith("do not follow: neither")
 
 
 def test_an_argument_can_name_the_batch(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from mezzo.report.charts import modules
 from mezzo.report.charts.data import Bars, Node, Nothing, Tree
 from mezzo.report.html import render_html
 from mezzo.report.sheets.audit import audit_sheet
+from mezzo.report.sheets.findings import finding_line
 from mezzo.report.source import module_places, source_of
 from mezzo.report.text import render
 
@@ -266,3 +267,24 @@ def test_without_kernels_nothing_is_proven() -> None:
     tracer, _ = traced(Net())
     seen = understand(tracer.trace, Names(tracer.trace.roots), set())
     assert all(p.on_tensor_cores is None for p in kernels.prove(totals.products(seen), seen, []))
+
+
+def test_a_class_of_a_whole_model_and_a_bare_number_have_their_line() -> None:
+    names = ["Sequential", "0", "encoder.head", "head"]
+    finding = Finding(code="A101", title="t", modules=names, detail="d", gain="g", fix="f")
+    rows = dict(finding_line(finding, dict.fromkeys(names, "/home/x/train.py:7")).rows)
+    assert rows["where"] == "Sequential (train.py:7), 0 (train.py:7), encoder.head, head"
+
+
+def test_a_model_of_torchs_own_parts_has_the_line_that_calls_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+
+    lines = {one.module: Path(one.line).name.partition(":")[0] for one in mezzo.audit(train).wide_products}
+    assert lines == {"0": "test_sheets_audit.py", "1.0": ""}

@@ -7,7 +7,10 @@ import io
 from rich.console import Console
 
 import record_builders as build
+from mezzo.records import Reason
 from mezzo.report.html import render_html
+from mezzo.report.next_steps import next_steps
+from mezzo.report.sheets.predict import predict_sheet
 from mezzo.report.text import render
 
 
@@ -19,3 +22,31 @@ def test_the_largest_batch_is_shown_with_its_headroom_and_each_card_with_its_mem
         assert f"largest batch ({record.headroom:.0%} of the memory left free)" in text
         assert "80.0 GiB" in text  # a100-80gb
         assert "16.0 GiB" in text  # t4
+
+
+def test_whether_it_fits_is_one_line_a_gpu() -> None:
+    gib = 2**30
+    facts = build.predict_record().predictions[0]
+    large = facts.model_copy(update={"policy": "fp32", "device_bytes": 100 * gib, "fits": False, "largest_batch": 0})
+    small = facts.model_copy(update={"gpu": "t4", "gpu_bytes": 16 * gib, "device_bytes": 20 * gib, "fits": False})
+    unsized = small.model_copy(update={"gpu": "l4", "gpu_bytes": 26 * gib, "fits": True, "largest_batch": None})
+    why = Reason(what="other batch sizes", value="do not follow", reason="nothing sets the size; write {batch}")
+    record = build.predict_record(predictions=[large, facts, small, unsized], assumptions=[why])
+    assert [(one.what, one.value, one.reason) for one in predict_sheet(record).fit] == [
+        (
+            "a100-80gb of 80.0 GiB",
+            "fits in part",
+            "fp32 100 GiB, 25% too much, batch up to 0; bf16 13.0 GiB, 84% free, batch up to 1480",
+        ),
+        ("t4 of 16.0 GiB", "does not fit", "bf16 20.0 GiB, 25% too much, batch up to 1480"),
+        ("l4 of 26.0 GiB", "fits", "bf16 20.0 GiB, 23% free"),
+        ("largest batch", "not known", "nothing sets the size; write {batch}"),
+    ]
+
+
+def test_a_prediction_leads_to_the_check_for_its_fastest_gpu() -> None:
+    words = ["mezzo", "predict", "--batch", "256", "--gpus", "t4", "train.py", "--size", "{batch}"]
+    record = build.predict_record(model="train.py", command=words)
+    (step,) = next_steps(record)
+    assert step.command == "mezzo check --gpu a100-80gb train.py --size 256"
+    assert next_steps(build.predict_record()) == [], "a model by name is no script"

@@ -6,7 +6,6 @@ check goes on where it stopped. A script that takes too long for the budget is s
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from mezzo.records import (
     FallbackRecord,
     RangesRecord,
     RunRecord,
+    is_inspected,
     write_record,
 )
 
@@ -78,9 +78,7 @@ class Check:
         asked, self._end_s = self.settings, time.monotonic() + self.settings.budget_s
         self._metric = asked.metric
         self._said: set[str] = set()  # a reason is said once
-        on_torch = asked.framework == "keras" and os.environ.get("KERAS_BACKEND") == "torch"
-        observable = asked.framework == "torch" or on_torch
-        self.known = Known(policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s, observable=observable)
+        self.known = Known(policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s)
 
     def run(self) -> Known:
         """Do what the plan asks for until the answer is known or the time is over.
@@ -199,7 +197,7 @@ class Check:
         if asked.stage == "diagnose":
             found = record if isinstance(record, DiagnoseRecord) else None
             self.known = replace(known, diagnosed={**known.diagnosed, policy: found})
-            return "no diagnosis" if found is None else _diagnosed(found)
+            return _diagnosed(found) if found is not None else _not_diagnosed(record)
         if asked.stage == "ranges":
             values = record if isinstance(record, RangesRecord) else None
             self.known = replace(known, ranged={**known.ranged, policy: values})
@@ -213,6 +211,9 @@ class Check:
             self.known = replace(self.known, lost=self.known.lost | {(asked.policy, asked.seed)})
             return "stopped, because the budget is over; it counts for nothing"
         if not self.known.runs:
+            self.known = replace(
+                self.known, observable=is_inspected(run.framework)
+            )  # a script may choose Keras' backend
             self.first_steps = run.first_steps
             if run.first_steps is not None and (run.metric is None or not run.metric.values):
                 self._metric = None
@@ -260,6 +261,12 @@ def _ran(run: RunRecord) -> str:
     if skipped:
         parts.append(f"{skipped} skipped")
     return ", ".join(parts)
+
+
+def _not_diagnosed(record: AnyRecord | None) -> str:
+    """Return that there is no diagnosis, and why it was refused."""
+    why = record.error if isinstance(record, RunRecord) else None
+    return f"no diagnosis: {why}" if why else "no diagnosis"
 
 
 def _diagnosed(record: DiagnoseRecord) -> str:

@@ -22,14 +22,15 @@ from typing import Any
 
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.frameworks.paddlelines import in_paddle
-from mezzo.launch.frameworks import Framework
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.ranks.requests import files_of_ranks
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
+from mezzo.launch.several.caller import caller_of
 from mezzo.observe.nonfinite import fixes
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
 from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis, judged, known, last_step, repeats, tried
+from mezzo.observe.nonfinite.where import where_to_write
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, RunRecord
@@ -75,14 +76,17 @@ def diagnose_script(
     if first.evidence is None:
         assert first.run is not None
         return first.run
-    return _in_terms_of(request.framework, diagnosis(runs, untried=untried))
+    return _in_terms_of(request, diagnosis(runs, untried=untried))
 
 
-def _in_terms_of(framework: Framework, found: DiagnoseRecord) -> DiagnoseRecord:
-    """Return a diagnosis whose line to write is one of the script's framework."""
-    if framework != "paddle" or not found.fix_line:
+def _in_terms_of(request: Request, found: DiagnoseRecord) -> DiagnoseRecord:
+    """Return a diagnosis whose line is one of the script's framework, with where it belongs in such a script."""
+    if not found.fix_line:
         return found
-    return found.model_copy(update={"fix_line": in_paddle(found.fix_line, before=found.run.policy)})
+    if request.framework == "paddle":
+        found = found.model_copy(update={"fix_line": in_paddle(found.fix_line, before=found.run.policy)})
+    where = where_to_write(found, caller_of(request.target, kind=request.kind))
+    return found.model_copy(update={"fix_where": where})
 
 
 def inspected(last: int) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from mezzo.gpus import Gpu
 from mezzo.measure.check.gains import bounded_gain, measured_gain, predicted_gain
 from mezzo.measure.check.preference import Candidate, order_of_trust, preferred
+from mezzo.measure.check.worth import FASTER, Worth, missing_text, saved_memory, worth_of
 from mezzo.measure.compare.baseline import Baseline
-from mezzo.measure.compare.costs import SLOWER
 from mezzo.measure.compare.pairing import grouped
 from mezzo.measure.compare.words import listed
 from mezzo.records import AS_IS, Answer, CompareRecord, DiagnoseRecord, Gain, Reason, Row
@@ -21,10 +21,6 @@ Command = Callable[..., str]
 WENT_WRONG = ("diverged", "stopped_learning", "failed")
 FEWEST_STEPS = 30
 """Steps below which runs that were stopped early show nothing: a dynamic loss scale alone takes up to 16 to settle."""
-_NOTHING, _LITTLE = 1.05, 0.05
-"""The gain in speed and the share of memory below which a policy gains nothing."""
-_PREDICTED_SLOWER = 0.85
-"""A predicted speed-up below this is slower beyond its mean error of 12%."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +76,10 @@ class Case:
         order = (bound, measured) if self.for_gpu else (measured, bound)
         return [gain for gain in order if gain is not None]
 
+    def worth(self, row: Row) -> Worth:
+        """Return what a policy is worth where the answer is for."""
+        return worth_of(row, self.gains(row), for_gpu=self.for_gpu)
+
 
 def answered(case: Case) -> Answer:
     """Return the answer."""
@@ -98,11 +98,10 @@ def answered(case: Case) -> Answer:
     open_rows = [row for row in case.rows if row.verdict == "undecided" and not _is_void(case, row)]
     if not open_rows:
         return _stay(case, _none_trains_alike(case), None)
-    if len(open_rows) == 1 and (little := _gains_little(case, open_rows[0])):
+    if len(open_rows) == 1 and case.gains(open_rows[0]) and (worth := case.worth(open_rows[0])).none:
         row = open_rows[0]
-        return _stay(
-            case, f"{row.policy} may train like {case.baseline} or not, but gains only {little} either way", row
-        )
+        why = f"{row.policy} may train like {case.baseline} or not, but {missing_text(worth)}"
+        return _stay(case, why, row)
     return _undecided(case, open_rows)
 
 
@@ -129,11 +128,13 @@ def skipped_share(comparison: CompareRecord, policy: str) -> float:
 def _use(case: Case, row: Row, alike: Sequence[Row]) -> Answer:
     own = row.policy == AS_IS
     others = [one.policy for one in alike if one is not row]
-    why = f"{row.policy} trains like {case.baseline}"
+    worth = case.worth(row)
+    gained = worth.gained or ([f"may gain {worth.possible}"] if worth.possible else [])
+    why = f"{row.policy} {listed([f'trains like {case.baseline}', *gained])}"
     if own:
         why = f"the script's own mixed precision trains like {case.baseline}, so there is nothing to change"
     elif others:
-        why += f", as {listed(others)} {'does' if len(others) == 1 else 'do'}; {_preference(case, row, alike)}"
+        why += f"; {listed(others)} {'does' if len(others) == 1 else 'do'} too, but {_preference(case, row, alike)}"
     then = "trains under it, with the script unedited" if not own else "trains as before"
     return Answer(
         decision="use",
@@ -151,18 +152,18 @@ def _use(case: Case, row: Row, alike: Sequence[Row]) -> Answer:
 
 def _preference(case: Case, row: Row, alike: Sequence[Row]) -> str:
     """Return why one of several policies that train alike is preferred."""
+    name = row.policy.split(":")[0]
     gain = next(iter(case.gains(row)), None)
     rivals = [one for other in alike if other is not row for one in case.gains(other)[:1]]
-    if gain is not None and all(gain.kind == one.kind and gain.times > one.times * _NOTHING for one in rivals):
+    if gain is not None and all(gain.kind == one.kind and gain.times > one.times * FASTER for one in rivals):
         return (
-            "it is the fastest of them"
+            f"{name} is the fastest"
             if gain.kind == "measured"
-            else f"it has the highest {'prediction' if gain.kind == 'predicted' else 'ceiling'} of them"
+            else f"{name} has the highest {'prediction' if gain.kind == 'predicted' else 'ceiling'}"
         )
     if gain is not None and gain.kind == "measured" and any(one.kind != "measured" for one in rivals):
-        return "it is the one with a speed that was measured here"
-    name = row.policy.split(":")[0]
-    return "it has FP32's range and needs no loss scale" if name == "bf16" else "it is the simplest of them to use"
+        return f"only {name} has units here, so that its speed was measured"
+    return f"{name} has FP32's range and needs no loss scale" if name == "bf16" else f"{name} is the simplest to use"
 
 
 def _stay(case: Case, why: str, row: Row | None) -> Answer:
@@ -321,34 +322,14 @@ def _none_trains_alike(case: Case) -> str:
 
 def _no_gain(case: Case, row: Row) -> str:
     """Return why a policy that trains alike is still not worth using; empty if it is."""
-    saved = 0.0 if row.memory_ratio is None else 1.0 - row.memory_ratio
-    measured = next((gain for gain in case.gains(row) if gain.kind == "measured"), None)
-    memory = f"; it saves {saved:.0%} of the memory, if that is what you need" if saved >= _LITTLE else ""
     if row.policy == AS_IS:
         return ""
-    slow = measured is not None and measured.times < SLOWER and (measured.high or measured.times) < 1.0
-    if measured is not None and slow and not case.for_gpu:
-        slower = f"{row.policy} trains like {case.baseline}, but a step takes {1 / measured.times:.3g} times as long on {case.device}"
-        return slower + memory
-    there = next((gain for gain in case.gains(row) if gain.kind == "predicted"), None)
-    if case.for_gpu and there is not None and there.times < _PREDICTED_SLOWER:
-        longer = f"a step is predicted to take {1 / there.times:.3g} times as long on {there.device}"
-        return f"{row.policy} trains like {case.baseline}, but {longer}" + memory
-    little = _gains_little(case, row)
-    return f"{row.policy} trains like {case.baseline}, but gains {little}" if little else ""
-
-
-def _gains_little(case: Case, row: Row) -> str:
-    """Return what a policy gains, if neither its speed nor its memory is worth switching for; empty if one is, or is not known."""
-    gains = case.gains(row)
-    times = max((gain.times for gain in gains), default=math.inf)
-    saved = 0.0 if row.memory_ratio is None else 1.0 - row.memory_ratio
-    if saved >= _LITTLE or times >= _NOTHING:
-        return ""
-    most = max(gains, key=lambda gain: gain.times)
-    words = {"bound": "at most ", "predicted": "a predicted "}.get(most.kind, "")
-    speed = f"{words}{times:.3g}x in speed"
-    return f"{speed} and {saved:.0%} of the memory"
+    worth = case.worth(row)
+    if worth.slower:
+        saved = saved_memory(row)
+        memory = f"; it saves {saved:.0%} of the memory, if that is what you need" if saved else ""
+        return f"{row.policy} trains like {case.baseline}, but {worth.slower}" + memory
+    return f"{row.policy} trains like {case.baseline}, but {missing_text(worth)}" if worth.none else ""
 
 
 def _is_void(case: Case, row: Row) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mezzo.errors import UsageError
+from mezzo.measure.predict.batch_sources import batch_sources
 from mezzo.measure.predict.plan import Tapes
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
-from mezzo.measure.predict.tape import check_same_steps
+from mezzo.measure.predict.tape import Tape, check_same_steps
 from mezzo.records import Reason
 from mezzo.records.run import BATCH
 
@@ -84,7 +85,7 @@ def script_plan(
         batch=batch or size or 1,
         unit="samples" if size is not None else "steps",
         optimizer=known.optimizer or "no optimizer",
-        assumptions=_assumptions(known, named, followed=followed, why=why),
+        assumptions=_assumptions(known, named, followed=followed, why=why, at=others[0].size_at if others else ""),
         channels_last=_layout(known),
     )
 
@@ -94,21 +95,15 @@ def _others(
 ) -> tuple[list[ScriptTape], str]:
     """Return the tapes at another batch size, or why there are none."""
     size = named or known.batch
-    if named is None and not known.from_loader:
-        return [], "its batches do not come from a DataLoader, so their size is no dimension that can be changed"
     if size is None:
         return [], "the size of its batches differs within a step"
     other = size // 2 if size > 1 else 2
+    if named is None and not known.from_loader:
+        return _by_its_source(requests, known, size, other)
     made = [
-        TapeRequest(
-            script=request.script,
-            arguments=request.arguments if named is None else with_batch(arguments, other),
-            policy=request.policy,
-            as_module=request.as_module,
-            own_batch=None if named else size,
-            batch=None if named else other,
-            steps=known.num_steps,
-        )
+        replace(request, own_batch=size, batch=other, steps=known.num_steps)
+        if named is None
+        else replace(request, arguments=with_batch(arguments, other), steps=known.num_steps)
         for request in requests
     ]
     try:
@@ -121,8 +116,47 @@ def _others(
             if one.tape is not None:
                 one.tape.batch = other
     elif found[0].batch != other:
-        return [], f"its loader does not yield batches of {other}: the size is not that of a DataLoader"
+        return _by_its_source(requests, known, size, other)
     return found, ""
+
+
+def _by_its_source(
+    requests: Sequence[TapeRequest], known: ScriptTape, size: int, other: int
+) -> tuple[list[ScriptTape], str]:
+    """Return the tapes with another number where the script sets the size of its batch, or that none was found."""
+    first = requests[0]
+    places = [] if first.as_module else batch_sources(first.script, first.arguments, size)
+    for place in places:
+        words = place.arguments(first.arguments, size=size, other=other)
+        made = [
+            replace(request, arguments=words, numbers=place.numbers, batch=other, steps=known.num_steps)
+            for request in requests
+        ]
+        try:
+            found = recorded_tapes(made)
+        except UsageError:  # the number is not the batch's alone
+            continue
+        if found[0].batch == other and _only_the_batch_differs(known, found[0]):
+            return [replace(one, size_at=place.where) for one in found], ""
+    return [], "neither a DataLoader nor a number in the script sets the size of its batch"
+
+
+def _only_the_batch_differs(one: ScriptTape, other: ScriptTape) -> bool:
+    """Return whether two tapes train the same weights on inputs that differ in their batch alone.
+
+    A number may set a layer's width or an image's height as well.
+    """
+    if one.tape is None or other.tape is None or one.batch is None or other.batch is None:
+        return False
+    if _sizes(one.tape, "parameters", "optimizer") != _sizes(other.tape, "parameters", "optimizer"):
+        return False
+    inputs = _sizes(one.tape, "inputs"), _sizes(other.tape, "inputs")
+    pairs = zip(*inputs, strict=True) if len(inputs[0]) == len(inputs[1]) else [(0, 1)]
+    return all(a == b or a * other.batch == b * one.batch for a, b in pairs)
+
+
+def _sizes(tape: Tape, *kinds: str) -> list[int]:
+    return [block.size_bytes for block in tape.blocks if block.kind in kinds]
 
 
 def _check_sizes(script: str, one: ScriptTape, other: ScriptTape, *, sizes: Sequence[int]) -> None:
@@ -157,7 +191,7 @@ def _layout(known: ScriptTape) -> bool | None:
     return known.channels_last if any(op.name == "convolution" for op in operations) else None
 
 
-def _assumptions(known: ScriptTape, named: int | None, *, followed: bool, why: str) -> list[Reason]:
+def _assumptions(known: ScriptTape, named: int | None, *, followed: bool, why: str, at: str = "") -> list[Reason]:
     size, num = named or known.batch, known.num_batches
     where = f", read at {', '.join(known.read_at)}" if known.read_at else ""
     found = [
@@ -176,7 +210,9 @@ def _assumptions(known: ScriptTape, named: int | None, *, followed: bool, why: s
     many = f", {num} of them an update" if num > 1 else ""
     found.append(Reason(what="batch", value=f"{size} samples{many}", reason=source))
     if followed:
-        how = f"each operation's cost and each tensor's bytes grow evenly with the batch, as from {max(1, size // 2)} to {max(2, size)}"
+        where = f"set by {at}; " if at else ""
+        sizes = f"{max(1, size // 2)} to {max(2, size)}"
+        how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
         found.append(Reason(what="other batch sizes", value="follow", reason=how))
     else:
         found.append(Reason(what="other batch sizes", value="do not follow", reason=f"{why}; {_WRITE_BATCH}"))

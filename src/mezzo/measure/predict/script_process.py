@@ -15,12 +15,14 @@ import pickle
 import runpy
 import sys
 import traceback
+import types
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from mezzo.measure.predict.batch_sources import main_module
 from mezzo.measure.predict.script_batches import ScriptBatches
 from mezzo.measure.predict.script_recorder import Enough, ScriptRecorder
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
@@ -49,6 +51,8 @@ def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:
         with watch.watching(request.script):
             if request.as_module:
                 runpy.run_module(request.script, run_name="__main__", alter_sys=True)
+            elif request.numbers and request.batch is not None:
+                _run_changed(request.script, main_module(request.script, request.numbers, request.batch))
             else:
                 runpy.run_path(request.script, run_name="__main__")
     except Enough:
@@ -70,6 +74,17 @@ def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:
         optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in watch.optimizers)),
         read_at=watch.read_at,
     )
+
+
+def _run_changed(script: str, code: types.CodeType) -> None:
+    """Run code in place of the script's own, as ``runpy.run_path`` does."""
+    module, own = types.ModuleType("__main__"), sys.modules["__main__"]
+    vars(module).update(__file__=script, __cached__=None, __package__="")
+    sys.modules["__main__"] = module
+    try:
+        exec(code, vars(module))
+    finally:
+        sys.modules["__main__"] = own
 
 
 def main(words: list[str]) -> None:

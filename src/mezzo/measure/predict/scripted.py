@@ -37,6 +37,8 @@ class TapeRequest:
     """Size of the loaders that yield batches of ``batch`` instead; None to leave them as they are."""
     batch: int | None = None
     steps: int | None = None
+    numbers: Sequence[tuple[int, int]] = ()
+    """Line and column of the numbers in the script's text that become ``batch``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class ScriptTape:
     """Batches of one update."""
     num_steps: int = 0
     from_loader: bool = False
+    size_at: str = ""
+    """What sets the size of a batch in the script, where that is no loader."""
     channels_last: bool = False
     optimizer: str = ""
     read_at: Sequence[str] = field(default_factory=list)

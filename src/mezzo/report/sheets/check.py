@@ -205,7 +205,10 @@ def _gain(gain: Gain) -> str:
         return f"{_at_most(gain)} on {device}, by counted FLOPs and bytes (a ceiling, not a prediction): {note}."
     times, spread = fmt.ratio_text(gain.times), fmt.spread_text(gain.low, gain.high)
     if gain.kind == "predicted":
-        return f"{times} as fast as FP32 on {device}, predicted and not measured (such speed-ups are 12% off in the mean): {note}."
+        over = f"{times} FP32's speed"
+        if gain.times_over_tf32 is not None:
+            over = f"{fmt.ratio_text(gain.times_over_tf32)} TF32's speed ({times} FP32's)"
+        return f"{over} on {device}, predicted: {note}."
     if gain.low is not None and gain.high is not None and gain.low <= 1.0 <= gain.high:
         return f"not measurably faster or slower on {device} ({spread}; {note})."
     return f"{times} as fast, measured on {device} ({'; '.join(filter(None, [spread, note]))})."

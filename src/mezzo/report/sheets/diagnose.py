@@ -55,6 +55,7 @@ class DiagnoseSheet:
     place: list[Fact]
     fix: str
     fix_line: str
+    fix_where: str
     fix_note: str
     operands: list[Fact]
     trend: list[StepLine]
@@ -85,6 +86,7 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
         place=_place(record),
         fix=fmt.clean(record.fix),
         fix_line=fmt.clean(record.fix_line),
+        fix_where=fmt.clean(record.fix_where),
         fix_note=fmt.clean(record.fix_note),
         operands=[_operand(number, operand) for number, operand in enumerate(record.operands, 1)],
         trend=[_step(step, bad=step.step in record.bad_steps) for step in record.trend],

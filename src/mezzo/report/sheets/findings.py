@@ -48,8 +48,9 @@ def finding_line(finding: Finding, lines: Mapping[str, str] = MappingProxyType({
 
 
 def _place(module: str, line: str) -> str:
-    """Return a module's name, with its line where the name is a bare index, which says little."""
-    return f"{module} ({PurePath(line).name})" if line and module.isdecimal() else module
+    """Return a module's name, with its line where the name is a bare index or the class of a whole model, which say little."""
+    bare = module.isdecimal() or ("." not in module and module[:1].isupper())
+    return f"{module} ({PurePath(line).name})" if line and bare else module
 
 
 def _weight(finding: Finding) -> str:

@@ -49,6 +49,8 @@ class PredictSheet:
     cost_head: str
     """Empty where no price is known."""
     slurm: str
+    fit: list[Fact]
+    """Whether the batch fits each GPU, and the largest that does."""
     lines: list[PredictLine]
     assumptions: list[Fact]
     environment: list[Fact]
@@ -70,6 +72,7 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         if any(one.cost_per_million is not None for one in record.predictions)
         else "",
         slurm=fmt.clean("\n".join(record.slurm), keep_lines=True),
+        fit=_fit(record),
         lines=[_line(one, _trade(one, record)) for one in record.predictions],
         assumptions=shared.facts(record.assumptions),
         environment=shared.environment_facts(record.environment),
@@ -118,6 +121,36 @@ def _headline(record: PredictRecord) -> str:
         f"{what} runs fastest on {fmt.clean(best.gpu)} in {policy_words(best)}: "
         f"about {fmt.rate_text(best.throughput)} {fmt.clean(record.unit)}/s"
     )
+
+
+def _fit(record: PredictRecord) -> list[Fact]:
+    """Return a line a GPU: whether the record's batch fits, by policy, with the share of the card that it leaves free."""
+    found: dict[str, list[Prediction]] = {}
+    for one in record.predictions:
+        if one.possible:
+            found.setdefault(one.gpu, []).append(one)
+    lines = []
+    for gpu, group in found.items():
+        fitting = [one for one in group if one.fits]
+        word = "fits" if len(fitting) == len(group) else "fits in part" if fitting else "does not fit"
+        card = f" of {_card(group[0])}" if group[0].gpu_bytes else ""
+        each = "; ".join(f"{policy_words(one)} {_room(one)}" for one in group)
+        tone = {"fits": "good", "does not fit": "bad"}.get(word, "warn")
+        lines.append(Fact(what=f"{fmt.clean(gpu)}{card}", value=word, reason=each, tone=tone))
+    unknown = next((one for one in record.assumptions if one.value == "do not follow"), None)
+    if lines and unknown is not None:
+        lines.append(Fact(what="largest batch", value="not known", reason=fmt.clean(unknown.reason)))
+    return lines
+
+
+def _room(one: Prediction) -> str:
+    """Return the memory that a prediction takes of the device, what is left, and the largest batch."""
+    left = ""
+    if one.gpu_bytes:
+        free = 1 - one.device_bytes / one.gpu_bytes
+        left = f", {free:.0%} free" if free >= 0 else f", {-free:.0%} too much"
+    largest = "" if one.largest_batch is None else f", batch up to {one.largest_batch}"
+    return f"{fmt.bytes_text(one.device_bytes)}{left}{largest}"
 
 
 def _line(one: Prediction, trade: str) -> PredictLine:
@@ -203,7 +236,9 @@ def _card(one: Prediction) -> str:
 
 
 def print_predict(sheet: PredictSheet, console: Console) -> None:
-    """Print the body of a predict record."""
+    """Print whether it fits, how fast it is, and what bounds it."""
+    terminal.section(console, "Does it fit?", terminal.fact_table(sheet.fit))
+    console.print(Text(sheet.largest_head, style="dim"))
     heads = ["GPU", "policy", f"{sheet.unit}/s", "10% to 90%", "step", "allocated\nreserved\ndevice", "largest\nbatch"]
     table = terminal.plain_table(
         *heads, "over FP32\n/ TF32", *([sheet.cost_head.replace(" a ", "\na ")] if sheet.cost_head else [])
@@ -220,9 +255,12 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
         )
         last = line.gpu
     terminal.section(console, "By GPU and policy", table)
-    console.print(Text(sheet.largest_head, style="dim"))
     facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.bound, reason=line.verdict) for line in sheet.lines]
     terminal.section(console, "What bounds it, and is it worth it", terminal.fact_table(facts))
+
+
+def predict_details(sheet: PredictSheet, console: Console) -> None:
+    """Print what a predict record assumes, and the lines for Slurm."""
     terminal.section(console, "Assumed", terminal.fact_table(sheet.assumptions))
     if sheet.slurm:
         console.print(Text("\nFor Slurm", style="bold"))

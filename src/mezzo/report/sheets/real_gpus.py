@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mezzo.records import Prediction, RealGpus
+from mezzo.report import bodies, terminal
 from mezzo.report import formatting as fmt
-from mezzo.report import terminal
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.audit import Grid
 from mezzo.report.sheets.compare import CompareSheet
@@ -92,9 +92,9 @@ def _row(one: Prediction) -> tuple[str, ...]:
     )
 
 
-def print_compare(sheet: CompareSheet, console: Console) -> None:
-    """Print the body of a comparison, with what is predicted for real GPUs last."""
-    terminal.print_compare(sheet, console)
+def compare_details(sheet: CompareSheet, console: Console) -> None:
+    """Print the details of a comparison, with what is predicted for real GPUs last."""
+    bodies.compare_details(sheet, console)
     found = real_gpus_sheet(sheet.real_gpus)
     if found is None:
         return

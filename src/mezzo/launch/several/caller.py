@@ -1,0 +1,30 @@
+"""What trains in a script, read from its files: a loop, with mixed precision of its own or not, or a library. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mezzo.launch.frameworks import own_sources
+from mezzo.observe.nonfinite.where import Caller
+from mezzo.patching.outcome import Unclear
+from mezzo.patching.reading import Script
+from mezzo.patching.styles import frameworks, own_amp
+from mezzo.patching.text import Text
+
+_LIBRARIES: tuple[Caller, ...] = ("lightning", "fabric", "accelerate", "transformers")
+
+
+def caller_of(target: str, *, kind: Literal["script", "module"]) -> Caller:
+    """Return what trains in a script and the files beside it."""
+    found: set[Caller] = set()
+    for source in own_sources(target, kind=kind):
+        try:
+            script = Script(Text(source))
+            trainer = frameworks.trainer_of(script)
+        except (SyntaxError, ValueError, RecursionError, Unclear):  # a library's arguments come from the command line
+            continue
+        found |= {one for one in _LIBRARIES if trainer is not None and trainer.kind == one}
+        found |= {"session"} if script.uses("mezzo.Session") else set()
+        found |= {"own_amp"} if own_amp.is_there(script) else set()
+    order: tuple[Caller, ...] = (*_LIBRARIES, "session", "own_amp")
+    return next((one for one in order if one in found), "loop")

@@ -1,0 +1,92 @@
+"""Where the line of a fix belongs, for each kind of script. Imports no torch.
+
+A fix is a policy, which is typed or passed, or a line of the script's own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from mezzo.records import DiagnoseRecord
+
+Caller = Literal["loop", "session", "own_amp", "lightning", "fabric", "accelerate", "transformers", "function"]
+"""What trains: a loop that calls torch, with a ``mezzo.Session`` or with autocast or GradScaler of its own; a library; or a
+function that was passed to ``mezzo.diagnose``."""
+
+_POLICY = re.compile(r'policy = "([^"]+)"')
+_SESSION = 'mezzo.Session(model, optimizer, policy="{policy}")'
+_IN_CODE: dict[Caller, str] = {
+    "lightning": 'Trainer(plugins=mezzo.compat.lightning.MezzoPrecision("{policy}"))',
+    "fabric": 'Fabric(plugins=mezzo.compat.lightning.MezzoFabricPrecision("{policy}"))',
+    "accelerate": 'mezzo.compat.accelerate.MezzoAccelerator(policy="{policy}")',
+    "transformers": 'mezzo.compat.transformers.MezzoTrainer(..., policy="{policy}")',
+}
+"""How a policy is passed inside a library that trains."""
+_SCALER: dict[Caller, str] = {
+    "lightning": "pass it on: Trainer(plugins=MixedPrecision('16-mixed', 'cuda', scaler=scaler))",
+    "fabric": "pass it on: Fabric(plugins=MixedPrecision('16-mixed', scaler=scaler))",
+    "accelerate": "Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale={scale})]), which makes the scaler",
+    "transformers": "TrainingArguments cannot pass it: type mezzo run --policy fp16:init_scale={scale}",
+}
+"""How a library gets a loss scale of its own scaler."""
+_BF16: dict[Caller, str] = {
+    "lightning": 'Trainer(precision="bf16-mixed")',
+    "fabric": 'Fabric(precision="bf16-mixed")',
+    "accelerate": 'Accelerator(mixed_precision="bf16")',
+    "transformers": "TrainingArguments(bf16=True)",
+}
+"""What stands in a library's arguments for autocast in BF16."""
+
+
+def where_to_write(found: DiagnoseRecord, caller: Caller) -> str:
+    """Return where the record's line is written; empty where it has none."""
+    line, module = found.fix_line, found.module or "the model"
+    if not line:
+        return ""
+    if named := _POLICY.search(line):
+        return _policy(named[1], line, caller, found.run.framework)
+    at = f"at {found.line}" if found.line else "in the script"
+    if found.run.framework.startswith("keras"):
+        return _keras(line, at)
+    if "GradScaler(" in line:
+        scale = re.search(r"init_(?:scale|loss_scaling)=([\d.]+)", line)
+        known = _SCALER.get(caller, "") if scale else ""
+        if known and scale:
+            return known.format(scale=scale[1])
+        return "where the script makes its GradScaler" if found.own_scaler else "before the training loop"
+    if "enabled=False" in line or "enable=False" in line:
+        return f"in the forward of {module}, around its operations"
+    if "autocast(" in line or "auto_cast(" in line:
+        return _BF16.get(caller, "in place of the script's own autocast, and without its GradScaler")
+    if "clip_grad_norm_(" in line:
+        return "between loss.backward() and optimizer.step()"
+    if ".isfinite(batch)" in line:
+        return "where the script reads a batch"
+    return at
+
+
+def _policy(policy: str, line: str, caller: Caller, framework: str) -> str:
+    """Return how to pass a policy: typed before an unedited script, or in code."""
+    typed = f"on the command line: --policy {policy}"
+    if framework.startswith("paddle"):
+        return (
+            f"{typed}; in code: the line before #, where the script turns on mixed precision" if "#" in line else typed
+        )
+    if caller == "function":
+        return f"in code: {_SESSION.format(policy=policy)}"
+    inside = _IN_CODE.get(caller, _SESSION).format(policy=policy)
+    removed = ", without the script's autocast and GradScaler" if caller == "own_amp" else ""
+    return f"{typed}; in code: {inside}{removed}"
+
+
+def _keras(line: str, at: str) -> str:
+    """Return where a line of Keras belongs."""
+    places = []
+    if "set_dtype_policy" in line:
+        places.append("before the first layer is made")
+    if "LossScaleOptimizer" in line or "clipnorm" in line:
+        places.append("where the optimizer is made, before model.compile()")
+    if "dtype=" in line and "set_dtype_policy" not in line:
+        places.append("where the layer is made")
+    return "; ".join(places) or at

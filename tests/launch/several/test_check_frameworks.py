@@ -1,0 +1,59 @@
+"""A check diagnoses what the observers inspect, by what the first run trained in, and says why it does not diagnose the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers_compare import falling, run
+from mezzo.launch.several.check import Check, Settings
+from mezzo.launch.several.plan import Asked, next_asked
+from mezzo.launch.several.resuming import Finished
+
+NAN = float("nan")
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise AssertionError("nothing runs in this test")
+
+
+def checking(folder: Path) -> Check:
+    settings = Settings(
+        policies=("fp32", "fp16"),
+        seeds=1,
+        budget_s=600.0,
+        metric=None,
+        make_request=refuse,
+        arguments=(),
+        framework="keras",
+    )
+    return Check(settings=settings, folder=folder, finished=Finished(folder, {}), say=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("framework", "next_stage"),
+    [
+        ("torch 2.13.0", "diagnose"),
+        ("keras 3.15.1 on torch 2.13.0", "diagnose"),  # which backend it is only the run knows
+        ("paddle 3.3.0", "diagnose"),
+        ("keras 3.15.1 on tensorflow 2.21.0", ""),
+        ("keras 3.15.1 on jax 0.8.0", ""),
+    ],
+)
+def test_what_fails_is_diagnosed_in_every_framework_that_is_inspected(
+    framework: str, next_stage: str, tmp_path: Path
+) -> None:
+    check = checking(tmp_path)
+    for policy, losses in (("fp32", falling(1.0)), ("fp16", [5.0, 4.0] + [NAN] * 18)):
+        asked = Asked(stage="run", policy=policy, why="")
+        check._learn(asked, run(policy, losses, seed=0, framework=framework))
+    then = next_asked(check.known)
+    assert ("" if then is None else then.stage) == next_stage
+
+
+def test_a_diagnosis_that_is_refused_says_why(tmp_path: Path) -> None:
+    refused = run("fp16", [], error="static graphs are not inspected", exit_code=2)
+    said = checking(tmp_path)._learn(Asked(stage="diagnose", policy="fp16", why=""), refused)
+    assert said == "no diagnosis: static graphs are not inspected"

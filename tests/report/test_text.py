@@ -1,0 +1,46 @@
+"""The order of what the terminal prints: the answer, what to do next, then everything else."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pages import audit, diagnosis, fallback, ranges
+from rich.console import Console
+
+from mezzo.records import AnyRecord
+from mezzo.report.next_steps import NextStep
+from mezzo.report.text import render
+from mezzo.report.views import VIEWS
+from record_builders import compare_record, run_record
+
+RECORDS: dict[str, tuple[Callable[[Path], AnyRecord], str]] = {
+    "run": (lambda _: run_record("bf16"), "Result"),
+    "compare": (lambda _: compare_record(), "verdict"),
+    "audit": (audit, "A1"),
+    "diagnose": (diagnosis, "Fix"),
+    "fallback": (lambda _: fallback(), "Result"),
+    "ranges": (lambda _: ranges(), "Loss scale by format"),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_the_next_step_follows_the_answer_and_nothing_of_its_details_comes_before_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mezzo.report.text.next_steps", lambda _: [NextStep(why="do it", command="mezzo audit")])
+    make, answer = RECORDS[kind]
+    record, stream = make(tmp_path), io.StringIO()
+    render(record, Console(file=stream, width=110, highlight=False), files="the files")
+    text = stream.getvalue()
+    following = text.index("Next: ")
+    assert text.index(answer) < following
+    details = io.StringIO()
+    VIEWS[kind].details(VIEWS[kind].sheet(record), Console(file=details, width=110, highlight=False))
+    heads = re.findall(r"^[A-Z][^\n]*$", details.getvalue(), re.MULTILINE)
+    assert all(text.index(head) > following for head in [*heads, "\nEnvironment\n", "\nReproduce\n"] if head in text)
+    assert "\nEnvironment\n" in text
+    assert text.rstrip().endswith("the files")
