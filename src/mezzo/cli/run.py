@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import options, results
+from mezzo.cli.guarding import check_guard, guard_request
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.cli.snapshots import check_snapshots, snapshot_request
 from mezzo.errors import ScriptError
@@ -36,6 +37,14 @@ def run(
         Path | None,
         typer.Option(metavar="RUN", help="Begin from the newest snapshot in the folder of an earlier run."),
     ] = None,
+    guard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ACTION",
+            help="When training goes wrong (skips, scale at its floor, spike, NaN, zero gradients): note, stop, or rewind[:TIMES] "
+            "to a snapshot.  [default: note]",
+        ),
+    ] = None,
     channels_last: Annotated[
         bool, typer.Option("--channels-last", help="Store convolution weights and images channels-last.")
     ] = False,
@@ -59,6 +68,7 @@ def run(
     options.check_metric(metric)
     options.check_seed(seed)
     check_snapshots(snapshot, resume)
+    check_guard(guard, snapshots=snapshot is not None or resume is not None)
     asked = options.asked_policy(policy)
     changes = _changes(target, as_module, channels_last=channels_last, compiles=compiles)
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
@@ -70,6 +80,7 @@ def run(
         name=policy,
         shows_progress=False,
         snapshots=lambda folder: snapshot_request(script, folder, snapshot, resume, policy=asked, seed=seed),
+        guard=guard_request(script, guard, policy=policy),
         seed=seed,
         metric=metric,
         models=changes,

@@ -6,7 +6,9 @@ from typing import Literal, TypeAlias
 
 from mezzo.records.values import Reason, Value
 
-AlarmKind: TypeAlias = Literal["loss not finite", "skip storm", "scale at its floor", "loss spike", "gradients zero", "stuck updates"]
+AlarmKind: TypeAlias = Literal[
+    "loss not finite", "skip storm", "scale at its floor", "loss spike", "gradients zero", "stuck updates"
+]
 GuardAction: TypeAlias = Literal["note", "stop", "rewind"]
 
 

@@ -116,6 +116,8 @@ def print_run(sheet: RunSheet, console: Console) -> None:
     """Print the body of a run."""
     _error(console, sheet.error)
     section(console, "Result", fact_table(sheet.facts))
+    section(console, "Guardrails", fact_table(sheet.guardrails))
+    section(console, "Out of memory", fact_table(sheet.out_of_memory))
     section(console, "Ranks", fact_table([*sheet.ranks, *sheet.between_ranks]))
     section(console, "What holds this run back", fact_table(sheet.bottleneck))
     _findings(sheet.findings, console)

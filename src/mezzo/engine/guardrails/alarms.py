@@ -109,7 +109,9 @@ class Alarms:
             evidence = f"the loss of update {seen.step} is {seen.loss:g}, and the update was made"
             return Alarm(kind="loss not finite", step=seen.step, since=seen.step, evidence=evidence)
         if bad_loss and self._bad >= _LOSSES_SKIPPED:
-            evidence = f"the losses of the last {self._bad} updates are not finite; skipping updates does not mend a loss"
+            evidence = (
+                f"the losses of the last {self._bad} updates are not finite; skipping updates does not mend a loss"
+            )
             return Alarm(kind="loss not finite", step=seen.step, since=seen.step - self._bad + 1, evidence=evidence)
         if bad_norm and not seen.skipped:
             evidence = f"the gradients of update {seen.step} have the norm {seen.norm:g}, and the update was made"
@@ -142,7 +144,9 @@ class Alarms:
         if seen.scale is None:
             return ""
         before = self._scale_at_skip
-        return f"; the loss scale is {seen.scale:g}" + (f", from {before:g}" if before not in (None, seen.scale) else "")
+        return f"; the loss scale is {seen.scale:g}" + (
+            f", from {before:g}" if before not in (None, seen.scale) else ""
+        )
 
     def _at_floor(self, seen: Seen) -> Alarm | None:
         before = self._scale_before
@@ -191,7 +195,9 @@ class Alarms:
         self._zeros += 1
         if self._zeros < _ZEROS:
             return None
-        evidence = f"all gradients are exactly 0 in {self._zeros} measured updates in a row, and the loss is {seen.loss:.4g}"
+        evidence = (
+            f"all gradients are exactly 0 in {self._zeros} measured updates in a row, and the loss is {seen.loss:.4g}"
+        )
         return Alarm(kind="gradients zero", step=seen.step, since=self._first_zero, evidence=evidence)
 
     def _stuck(self, seen: Seen) -> Alarm | None:

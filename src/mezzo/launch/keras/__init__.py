@@ -17,6 +17,7 @@ from mezzo.launch.keras import seeds
 from mezzo.launch.keras.layers import Layers
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
+from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
@@ -166,6 +167,18 @@ class KerasTraining:
 
     def end_snapshots(self) -> None:
         """Return None: none are taken."""
+
+    stopped_by_guard = None
+
+    def begin_guard(self, asked: GuardRequest) -> None:
+        """Refuse: only PyTorch scripts are watched."""
+        raise ScriptError(
+            "a guard was asked of a Keras script; allowed: PyTorch scripts",
+            hint="leave --guard out, and use the framework's own callbacks",
+        )
+
+    def guardrails(self) -> None:
+        """Return None: nothing watches."""
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Refuse: only PyTorch models are changed."""
