@@ -116,10 +116,10 @@ def print_run(sheet: RunSheet, console: Console) -> None:
     """Print the body of a run."""
     _error(console, sheet.error)
     section(console, "Result", fact_table(sheet.facts))
-    section(console, "Guardrails", fact_table(sheet.guardrails))
-    section(console, "Out of memory", fact_table(sheet.out_of_memory))
-    section(console, "Ranks", fact_table([*sheet.ranks, *sheet.between_ranks]))
-    section(console, "What holds this run back", fact_table(sheet.bottleneck))
+    ranks = [*sheet.ranks, *sheet.between_ranks]
+    tables = {"Guardrails": sheet.guardrails, "Out of memory": sheet.out_of_memory, "Ranks": ranks}
+    for title, rows in (tables | {"What holds this run back": sheet.bottleneck}).items():
+        section(console, title, fact_table(rows))
     _findings(sheet.findings, console)
     section(console, "Policy", fact_table(sheet.explanation))
     section(console, "Memory of a step", _memory_table(sheet.memory))

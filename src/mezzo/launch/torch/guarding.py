@@ -8,14 +8,14 @@ waiting, and are read once they have arrived, so that an alarm comes up to some 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from mezzo.engine.guardrails.alarms import Alarms, Seen
 from mezzo.errors import GuardError
 from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.torch.state import Run
 from mezzo.observe.stopping import StopScript
-from mezzo.records import Alarm, Guardrails, Reason, Rewind, Steps
+from mezzo.records import Alarm, Guardrails, Rewind, Steps
 
 _STEADY_EVERY, _SEND_EVERY = 16, 32
 

@@ -86,8 +86,7 @@ class Run:
         self.tree = ModuleTree()
         self.watchers: list[Any] = []
         self.observer: Observer | None = None
-        self.limit: StepLimit | None = None
-        """Where the script is to be stopped; None for its own end."""
+        self.limit: StepLimit | None = None  # where the script is to be stopped; None for its own end
         self.guard: ScriptGuard | None = None
         self.changed: ChangedModels | None = None
         """What is changed in the script's models beside their precision; None for nothing."""
