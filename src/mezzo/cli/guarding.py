@@ -55,7 +55,7 @@ def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequ
 def _commands(script: Script, policy: str) -> dict[AlarmKind, str]:
     from mezzo.report.commands import Script as Typed
 
-    found = Typed.typed(typed(), script.target)
+    found = Typed.typed(list(typed()), script.target)
     if found is None:
         return {}
     diagnose = found.under("diagnose", policy=policy)

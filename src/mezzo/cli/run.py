@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import options, results
+from mezzo.cli.fitting import with_fits
 from mezzo.cli.guarding import check_guard, guard_request
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.cli.snapshots import check_snapshots, snapshot_request
@@ -74,7 +75,7 @@ def run(
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     record, stop = run_and_finish(
         script,
-        run_child,
+        lambda request: with_fits(run_child(request), script, policy),
         policy=asked,
         policy_typed=options.typed_name(policy, asked),
         name=policy,

@@ -91,6 +91,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             bottleneck=training.bottleneck(),
             snapshots=snapshots,
             guardrails=noticed,
+            out_of_memory=training.out_of_memory(error),
             stopped=stopped,
             ran=(started_at_s, duration_s),
         )

@@ -31,6 +31,7 @@ from mezzo.records import (
     Finding,
     Guardrails,
     Memory,
+    OutOfMemory,
     Reason,
     RunRecord,
     SnapshotsTaken,
@@ -114,6 +115,9 @@ class Training(Protocol):
     @property
     def stopped_by_guard(self) -> MezzoError | None:
         """Why a guard ended the script; known after ``guardrails``."""
+
+    def out_of_memory(self, error: BaseException | None) -> OutOfMemory | None:
+        """Return what held the memory if ``error`` ended the script for want of it; None otherwise."""
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Change every model at its first call; return a function that returns the elements that a step is given.

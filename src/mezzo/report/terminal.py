@@ -115,10 +115,9 @@ def print_index(sheet: IndexSheet, console: Console) -> None:
 def print_run(sheet: RunSheet, console: Console) -> None:
     """Print the body of a run."""
     _error(console, sheet.error)
-    section(console, "Result", fact_table(sheet.facts))
-    ranks = [*sheet.ranks, *sheet.between_ranks]
-    tables = {"Guardrails": sheet.guardrails, "Out of memory": sheet.out_of_memory, "Ranks": ranks}
-    for title, rows in (tables | {"What holds this run back": sheet.bottleneck}).items():
+    shown = {"Result": sheet.facts, "Guardrails": sheet.guardrails, "Out of memory": sheet.out_of_memory}
+    shown |= {"Ranks": [*sheet.ranks, *sheet.between_ranks], "What holds this run back": sheet.bottleneck}
+    for title, rows in shown.items():
         section(console, title, fact_table(rows))
     _findings(sheet.findings, console)
     section(console, "Policy", fact_table(sheet.explanation))

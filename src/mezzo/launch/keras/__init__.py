@@ -180,6 +180,9 @@ class KerasTraining:
     def guardrails(self) -> None:
         """Return None: nothing watches."""
 
+    def out_of_memory(self, error: BaseException | None) -> None:
+        """Return None: what holds memory is not counted."""
+
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Refuse: only PyTorch models are changed."""
         raise ScriptError(
