@@ -15,6 +15,7 @@ from mezzo.engine.guardrails.alarms import Seen
 from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
+from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.torch.guarding import seen_in
 from mezzo.measure.steps import StepRecorder
 from mezzo.records import RunRecord, Steps
@@ -97,3 +98,80 @@ def test_a_record_has_the_updates_that_the_recorder_has() -> None:
     first, second = seen_in(steps, 0)
     assert first == Seen(1, 1.0, None, False, None)
     assert (second.step, second.norm, second.skipped) == (2, 2.0, True)
+
+
+RETURNS = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+step, weights = 0, {}
+for epoch in range(5):
+    for x, y in torch.utils.data.DataLoader(data, batch_size=8):
+        step += 1
+        loss = nn.functional.mse_loss(model(x), y)
+        if step == int(sys.argv[1]) or (len(sys.argv) > 2 and step > 20):
+            loss = loss * float("nan")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+print("finished", step, optimizer.param_groups[0]["lr"], scheduler.get_last_lr(), bool(model.weight.isfinite().all()))
+"""
+
+
+def returned(folder: Path, *arguments: str, every_s: float = 0.0, source: str = RETURNS, rewinds: int = 3) -> RunRecord:
+    (folder / "train.py").write_text(source)
+    snapshots = SnapshotRequest(folder=str(folder / "snapshots"), every_s=every_s, resume=False, identity={})
+    request = Request(
+        target=str(folder / "train.py"),
+        kind="script",
+        arguments=arguments,
+        policy="fp32",
+        record_path=str(folder / "record.json"),
+        command=("mezzo",),
+        guard=GuardRequest(action="rewind", rewinds=rewinds),
+        snapshots=snapshots,
+    )
+    with children_in_this_process():
+        return run_child(request, output=folder / "output.log")
+
+
+def test_a_script_returns_to_the_snapshot_from_before_with_half_the_rate(tmp_path: Path) -> None:
+    record = returned(tmp_path, "17")
+    said = (tmp_path / "output.log").read_text()
+    assert "finished 40 0.05 [0.05] True" in said, said
+    assert (record.exit_code, len(record.steps)) == (0, 40)
+    assert record.guardrails is not None
+    (rewind,) = record.guardrails.rewinds
+    assert (rewind.alarm, rewind.updates, rewind.step) == ("loss not finite", 16, 18)
+    assert [(one.what, one.value) for one in rewind.changes] == [("learning rate", "x 0.5, now 0.05")]
+    assert "mezzo: guard: back to " in said
+
+
+def test_a_script_that_goes_wrong_again_is_ended(tmp_path: Path) -> None:
+    record = returned(tmp_path, "17", "again", rewinds=2)
+    assert record.exit_code == 10
+    assert record.guardrails is not None
+    assert len(record.guardrails.rewinds) == 2
+    assert "after 2 returns to a snapshot" in record.guardrails.stopped
+
+
+def test_a_script_without_a_good_snapshot_is_ended(tmp_path: Path) -> None:
+    record = returned(tmp_path, "5", every_s=1000.0)
+    assert record.exit_code == 10
+    assert record.error is not None
+    assert record.error.endswith("there is no snapshot from before update 5 to return to")
+
+
+def test_a_script_without_a_loader_cannot_return(tmp_path: Path) -> None:
+    loop = RETURNS.replace("range(5)", "range(30)").replace(
+        "torch.utils.data.DataLoader(data, batch_size=8)", "[data[:8]] * 8"
+    )
+    record = returned(tmp_path, "5", source=loop)
+    assert record.exit_code == 10
+    assert record.error is not None
+    assert record.error.endswith("no DataLoader's batches came to return between")

@@ -34,7 +34,7 @@ def apply_remedy(
 
     Args:
         kind: the alarm.
-        times: how often the training has returned, this time included: the snapshot has the settings from before all returns.
+        times: how often the training has returned to this snapshot, or to one after it, this time included.
         optimizers: the training's.
         schedulers: theirs.
         scales: dynamic loss scales, of Mezzo or ``torch.amp.GradScaler``; others are left alone.

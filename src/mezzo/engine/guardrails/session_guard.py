@@ -99,7 +99,11 @@ class SessionGuard:
         set_contents(session, {**contents, "random": random})
         vars(session._position).update(position)  # the data goes on: other batches follow
         changes = apply_remedy(
-            alarm.kind, times, optimizers=session.optimizers, schedulers=session.schedulers, scales=session.scales
+            alarm.kind,
+            1 + sum(one.snapshot >= saved.path.name for one in self.noticed.rewinds),
+            optimizers=session.optimizers,
+            schedulers=session.schedulers,
+            scales=session.scales,
         )
         if not changes:
             raise self._ended(f"{text}; there is nothing to change that would help")

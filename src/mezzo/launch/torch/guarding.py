@@ -18,6 +18,8 @@ from mezzo.observe.stopping import StopScript
 from mezzo.records import Alarm, Guardrails, Rewind, Steps
 
 _STEADY_EVERY, _SEND_EVERY = 16, 32
+_NO_PLACE = 50
+"""Steps after which a script that has asked for no batch of a DataLoader since the alarm is ended: it cannot return."""
 
 
 class ScriptGuard:
@@ -33,6 +35,7 @@ class ScriptGuard:
         self.noticed = Guardrails(action=asked.action)
         self.pending: Alarm | None = None
         """The alarm that the run is to return to a snapshot for, between the next two batches."""
+        self._pending_at = 0
         self.stopped: GuardError | None = None
         """Why the script was ended; None if it was not."""
 
@@ -47,6 +50,8 @@ class ScriptGuard:
             if closed % _SEND_EVERY == 0:
                 run.recorder.send_numbers()
             self._look(run.recorder.seen_from(self._next))
+        if self.pending is not None and closed > self._pending_at + _NO_PLACE:
+            self.end(f"{self.pending.kind}: {self.pending.evidence}; no DataLoader's batches came to return between")
         if self.stopped is not None:
             raise StopScript
 
@@ -100,7 +105,7 @@ class ScriptGuard:
             self.end(f"{alarm.kind}: {alarm.evidence}")
         elif self._asked.action == "rewind" and self.pending is None:
             if self.rewinds_left > 0:
-                self.pending = alarm
+                self.pending, self._pending_at = alarm, self._run.recorder.num_closed
             else:
                 self.end(f"{alarm.kind} after {len(self.noticed.rewinds)} returns to a snapshot: {alarm.evidence}")
 
