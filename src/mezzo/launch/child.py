@@ -71,8 +71,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             return exit_code
         stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
         exit_code, error = guarded(training.close_update, before=(exit_code, error))
-        snapshots = training.end_snapshots()
-        noticed = training.guardrails()
+        snapshots, noticed = training.end_snapshots(), training.guardrails()
         duration_s = time.perf_counter() - started  # what follows reads the record and measures this machine
         observer = training.observer
         if exit_code == 0:
@@ -101,8 +100,8 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         exit_code, error = 0, None
     _say(error, whole)
     signalled = isinstance(error, EndedBySignal)
-    stopped = stopped or training.stopped_by_guard is not None
-    if signalled or ((observer is not None or stopped) and any(t.daemon for t in threading.enumerate())):
+    early = observer is not None or stopped or training.stopped_by_guard is not None
+    if signalled or (early and any(t.daemon for t in threading.enumerate())):
         _exit_at_once(exit_code, tidily=not signalled)
     return exit_code
 
