@@ -70,6 +70,7 @@ BUILT_IN = [
     ("ScriptError", RuntimeError),
     ("RecordError", ValueError),
     ("SnapshotError", RuntimeError),
+    ("GuardError", RuntimeError),
     ("PolicyError", ValueError),
 ]
 

@@ -10,6 +10,7 @@
       ScriptError                   exit 7   the script never trained, or cannot be observed
       RecordError                   exit 8   a record cannot be read or was written by a newer Mezzo
       SnapshotError                 exit 9   a snapshot cannot be written or read
+      GuardError                    exit 10  a guard ended the training because of an alarm
 
 Every error says what was passed, what is allowed and what to do: the message has the first two, the hint the third.
 The command line prints both, without a traceback, and exits with the class's code.
@@ -90,6 +91,12 @@ class SnapshotError(MezzoError, RuntimeError):
     """A snapshot that cannot be written or read."""
 
     exit_code = 9
+
+
+class GuardError(MezzoError, RuntimeError):
+    """A guard ended the training because of an alarm."""
+
+    exit_code = 10
 
 
 def nearest(name: str, allowed: Iterable[str], *, listed: Iterable[str] | None = None) -> str:

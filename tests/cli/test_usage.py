@@ -36,7 +36,7 @@ FILES = {
 }
 POLICIES = "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8"
 RUN_OPTIONS = (
-    "--policy, -m, --snapshot, --resume, --channels-last, --compile, --seed, --metric, --out, --log-to, --json"
+    "--policy, -m, --snapshot, --resume, --guard, --channels-last, --compile, --seed, --metric, --out, --log-to, --json"
 )
 COMMANDS = "doctor, check, run, watch, compare, audit, diagnose, ranges, fallback, predict, tune, report"
 

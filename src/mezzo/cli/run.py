@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from mezzo.cli import options, results
+from mezzo.cli.fitting import with_fits
+from mezzo.cli.guarding import check_guard, guard_request
 from mezzo.cli.model_changes import changes_of
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.cli.snapshots import check_snapshots, snapshot_request
@@ -31,6 +33,14 @@ def run(
     resume: Annotated[
         Path | None,
         typer.Option(metavar="RUN", help="Begin from the newest snapshot in the folder of an earlier run."),
+    ] = None,
+    guard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ACTION",
+            help="When training goes wrong (skips, scale at its floor, spike, NaN, zero gradients): note, stop, or rewind[:TIMES] "
+            "to a snapshot.  [default: note]",
+        ),
     ] = None,
     channels_last: Annotated[
         bool, typer.Option("--channels-last", help="Store convolution weights and images channels-last.")
@@ -56,17 +66,19 @@ def run(
     options.check_metric(metric)
     options.check_seed(seed)
     check_snapshots(snapshot, resume)
+    check_guard(guard, snapshots=snapshot is not None or resume is not None)
     asked = options.asked_policy(policy)
     changes = changes_of(target, as_module, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint or "")
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     record, stop = run_and_finish(
         script,
-        run_child,
+        lambda request: with_fits(run_child(request), script, policy),
         policy=asked,
         policy_typed=options.typed_name(policy, asked),
         name=policy,
         shows_progress=False,
         snapshots=lambda folder: snapshot_request(script, folder, snapshot, resume, policy=asked, seed=seed),
+        guard=guard_request(script, guard, policy=policy),
         seed=seed,
         metric=metric,
         models=changes,

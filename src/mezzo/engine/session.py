@@ -34,6 +34,7 @@ from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
 from mezzo.engine.gradients import by_device, clip_factor, multiply, not_finite, put_back, set_aside, total_norm, wide
 from mezzo.engine.graphs import CapturedStep, Parts
+from mezzo.engine.guardrails.session_guard import guard_of
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.microbatches import MicroBatch, MicroBatches
 from mezzo.engine.onepass import OnePass
@@ -49,6 +50,7 @@ from mezzo.engine.stephooks import have_hooks
 from mezzo.engine.window import Learned, Reduction, Window
 from mezzo.explain import Choices
 from mezzo.policy import Policy
+from mezzo.records import GuardAction, Guardrails
 
 Optimizer = torch.optim.Optimizer
 
@@ -75,6 +77,7 @@ class Session(Resumable):
         clip_value: largest magnitude of a gradient's element.
         scheduler: a learning rate scheduler, or several; stepped once an update of its optimizer, held on a skipped one.
         num_losses: how many losses have a scale of their own; ``backward(loss, loss_id=k)`` chooses one.
+        guard: what to do when the training goes wrong: "note", "stop", or "rewind" to a snapshot of ``save``; None watches nothing.
         micro_batch: of ``train_batch``: the most samples of a part, or "auto"; halved when memory runs out. None for whole batches.
 
     Raises:
@@ -98,6 +101,7 @@ class Session(Resumable):
         scheduler: Any = None,
         num_losses: int = 1,
         micro_batch: MicroBatch = None,
+        guard: GuardAction | None = None,
     ) -> None:
         self.policy = Policy.of(policy)
         self.models = listed(model)
@@ -122,6 +126,7 @@ class Session(Resumable):
         self.train_batch = MicroBatches(self, micro_batch)
         self._open_window()
         self._position, self._snapshots = Position(), Snapshots()
+        self._guard = guard_of(self, guard)
         self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
 
     def _check_parts(self) -> torch.device:
@@ -169,6 +174,8 @@ class Session(Resumable):
         if weight is not None or loss_id or self._window.unscaled:
             checks.check_backward(weight, loss_id, len(self.scales), unscaled=self._window.unscaled is not None)
         share = self._window.share(weight, loss_id, unit=self.processes.unit(weight))
+        if self._guard is not None:
+            self._guard.backward(loss, share)
         trained = all_parameters(self.models, self.optimizers) if len(self.scales) > 1 else []
         aside = set_aside(trained) if trained else []
         self._differentiate(loss, share, loss_id=loss_id, retain_graph=retain_graph)
@@ -287,6 +294,8 @@ class Session(Resumable):
                 optimizer.zero_grad(set_to_none=True)
         self._progress.windows += 1
         self._open_window()
+        if self._guard is not None:
+            self._guard.updated(skipped)
 
     def _at_once(self, chosen: list[Optimizer], factor: Tensor | None, flag: Tensor | None, to: Learned) -> Tensor:
         """Pass factor and flag to the kernels: the host reads neither."""
@@ -326,6 +335,11 @@ class Session(Resumable):
     def skipped(self) -> int:
         """The number of updates skipped because a gradient was not finite; waits for the device."""
         return int(self._progress.skips)
+
+    @property
+    def guardrails(self) -> Guardrails | None:
+        """What the guard noticed and did; None without one."""
+        return None if self._guard is None else self._guard.noticed
 
     @property
     def loss_scale(self) -> float:

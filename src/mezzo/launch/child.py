@@ -71,7 +71,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             return exit_code
         stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
         exit_code, error = guarded(training.close_update, before=(exit_code, error))
-        snapshots = training.end_snapshots()
+        snapshots, noticed = training.end_snapshots(), training.guardrails()
         duration_s = time.perf_counter() - started  # what follows reads the record and measures this machine
         observer = training.observer
         if exit_code == 0:
@@ -89,6 +89,8 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             input_elements=elements(),
             bottleneck=training.bottleneck(),
             snapshots=snapshots,
+            guardrails=noticed,
+            out_of_memory=training.out_of_memory(error),
             stopped=stopped,
             ran=(started_at_s, duration_s),
         )
@@ -98,7 +100,8 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         exit_code, error = 0, None
     _say(error, whole)
     signalled = isinstance(error, EndedBySignal)
-    if signalled or ((observer is not None or stopped) and any(t.daemon for t in threading.enumerate())):
+    early = observer is not None or stopped or training.stopped_by_guard is not None
+    if signalled or (early and any(t.daemon for t in threading.enumerate())):
         _exit_at_once(exit_code, tidily=not signalled)
     return exit_code
 
@@ -160,6 +163,8 @@ def _run_script(request: Request, reader: MetricReader | None, training: Trainin
     ready = guarded(lambda: training.begin_snapshots(request.snapshots))
     if ready[1] is not None:
         return ready
+    if request.guard is not None:
+        training.begin_guard(request.guard)
     sys.argv = [request.target, *request.arguments]
     streams = sys.stdout, sys.stderr
     if reader is not None:
@@ -205,7 +210,7 @@ def _wait_for_threads() -> None:
 def _trained(request: Request, training: Training) -> Ending:
     """Return the ending of a script that ended by itself: an error if there was nothing to record, or it was not resumed."""
     num_steps, observer = training.num_updates, training.observer
-    error: MezzoError | None = training.not_resumed
+    error: MezzoError | None = training.not_resumed or training.stopped_by_guard
     if error is None and not num_steps:
         error = _never_trained(request)
     elif error is None and observer is not None and observer.too_short():

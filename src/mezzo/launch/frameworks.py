@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.step_limit import StepLimit
 from mezzo.observe.settings import AnySettings
@@ -28,7 +29,9 @@ from mezzo.records import (
     Effective,
     Environment,
     Finding,
+    Guardrails,
     Memory,
+    OutOfMemory,
     Reason,
     RunRecord,
     SnapshotsTaken,
@@ -98,6 +101,23 @@ class Training(Protocol):
 
     def end_snapshots(self) -> SnapshotsTaken | None:
         """Wait for the last snapshot, and return what was taken; None if none was asked for."""
+
+    def begin_guard(self, asked: GuardRequest) -> None:
+        """Watch the recorded numbers for alarms from now on.
+
+        Raises:
+            ScriptError: scripts of this framework are not watched.
+        """
+
+    def guardrails(self) -> Guardrails | None:
+        """Return what the guard noticed in all steps; None without one."""
+
+    @property
+    def stopped_by_guard(self) -> MezzoError | None:
+        """Why a guard ended the script; known after ``guardrails``."""
+
+    def out_of_memory(self, error: BaseException | None) -> OutOfMemory | None:
+        """Return what held the memory if ``error`` ended the script for want of it; None otherwise."""
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Change every model at its first call; return a function that returns the elements that a step is given.

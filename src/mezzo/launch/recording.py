@@ -12,7 +12,18 @@ from mezzo.launch.process.script_signals import EndedBySignal
 from mezzo.launch.ranks.merged import alone
 from mezzo.launch.request import Request, policy_text
 from mezzo.launch.tracebacks import print_error
-from mezzo.records import AnyRecord, Bottleneck, Effective, FileRead, Metric, Reason, RunRecord, SnapshotsTaken
+from mezzo.records import (
+    AnyRecord,
+    Bottleneck,
+    Effective,
+    FileRead,
+    Guardrails,
+    Metric,
+    OutOfMemory,
+    Reason,
+    RunRecord,
+    SnapshotsTaken,
+)
 
 INTERRUPTED = 130
 
@@ -34,6 +45,8 @@ def record_of(
     input_elements: float | None = None,
     bottleneck: Bottleneck | None = None,
     snapshots: SnapshotsTaken | None = None,
+    guardrails: Guardrails | None = None,
+    out_of_memory: OutOfMemory | None = None,
     stopped: bool = False,
 ) -> AnyRecord:
     """Return the record of a run that has ended; ``ran``: its Unix time at the start, and its seconds."""
@@ -57,6 +70,8 @@ def record_of(
         bottleneck=bottleneck,
         input_elements=input_elements,
         snapshots=snapshots,
+        guardrails=guardrails,
+        out_of_memory=out_of_memory,
         ranks=[] if request.rank is None else alone(request.rank, training.weights()),
         first_steps=training.num_updates if stopped else None,
         files_read=list(files),

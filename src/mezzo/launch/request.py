@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
 
 from mezzo.launch.frameworks import Framework
+from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.observe.settings import AnySettings, read_policy
@@ -73,6 +74,8 @@ class Request(BaseModel):
     stop_after_s: float | None = None
     """Stop the script at the end of the step in which so many seconds have passed since it began."""
     snapshots: SnapshotRequest | None = None
+    guard: GuardRequest | None = None
+    """None: nothing watches for alarms."""
     models: ModelChanges | None = None
     """What to change in the script's models beside their precision; None changes nothing."""
     output_to_stderr: bool = False

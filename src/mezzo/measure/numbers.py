@@ -32,6 +32,9 @@ class Numbers:
         self._chunks: list[Tensor] = []
         self.free: list[Tensor] = []
         """Views of the free elements of the open chunk, the last one first: making a view takes as long as the copy into it."""
+        self._sent: tuple[int, list[Tensor], torch.cuda.Event] | None = None
+        """How many numbers are under way to the host, where they arrive, and what tells that they have."""
+        self._arrived: list[float] = []
 
     def __len__(self) -> int:
         return _CHUNK * len(self._chunks) - len(self.free)
@@ -48,14 +51,33 @@ class Numbers:
         return self._chunks[number // _CHUNK][number % _CHUNK]
 
     def on_host(self, number: int) -> float | None:
-        """Return a kept number of a CPU; None on a device, which would have to be waited for.
+        """Return a kept number of a CPU; of a device one that ``send`` has brought, else None: it would have to be waited for.
 
         Reads the memory itself: a call of torch would show up in what a script's or an observer's dispatch mode records.
         """
+        if number < len(self._arrived):
+            return self._arrived[number]
         chunk = self._chunks[number // _CHUNK]
         if self.device.type != "cpu" or type(chunk) is not Tensor or not chunk.data_ptr():
             return None
         return ctypes.c_float.from_address(chunk.data_ptr() + 4 * (number % _CHUNK)).value
+
+    def send(self) -> None:
+        """Send the numbers of a CUDA device to the host without waiting, or take up those that have arrived."""
+        if self.device.type != "cuda":
+            return
+        if self._sent is None:
+            count, first = len(self), len(self._arrived) // _CHUNK
+            held = [torch.empty(_CHUNK, dtype=FP32.dtype, pin_memory=True) for _ in self._chunks[first:]]
+            for here, chunk in zip(held, self._chunks[first:], strict=True):
+                here.copy_(chunk, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+            self._sent = count, held, event
+        elif self._sent[2].query():
+            (count, held, _), self._sent = self._sent, None
+            whole = len(self._arrived) // _CHUNK * _CHUNK
+            self._arrived = [*self._arrived[:whole], *(value for one in held for value in one.tolist())][:count]
 
     def read(self) -> list[float]:
         """Return all numbers; waits for the device. All are NaN if the device has failed, as after an assertion in a kernel."""

@@ -7,12 +7,13 @@ device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mezzo.engine.guardrails.alarms import Seen
 from mezzo.measure.apart import LossesApart, Owners
 from mezzo.measure.live import Reports
 from mezzo.measure.numbers import Kept, Numbers
@@ -187,6 +188,30 @@ class StepRecorder:
         self.settle()
         last = self._skipped[-1]
         return bool(last.where.row(last.number)) if isinstance(last, Kept) else last
+
+    def send_numbers(self) -> None:
+        """Send what is kept on devices to the host, without waiting: ``seen_from`` yields it once it has arrived."""
+        for numbers in self._numbers.values():
+            numbers.send()
+
+    def seen_from(self, first: int) -> Iterator[Seen]:
+        """Yield the closed steps from number ``first`` on, counted from 0, until one whose numbers the host does not know yet."""
+        self.settle()
+        for step in range(first, len(self._loss)):
+            skipped, scale = self._skipped[step], self._scale[step]
+            alone = [one for one in (skipped, scale) if isinstance(one, Kept)]
+            found = {kept: kept.where.on_host(kept.number) for kept in (*self._loss[step], *self._norm[step], *alone)}
+            known = {kept: value for kept, value in found.items() if value is not None}
+            if len(known) < len(found):
+                return
+            losses, norms = self._loss[step], self._norm[step]
+            yield Seen(
+                step + 1,
+                self._weight[step] * sum(known[kept] for kept in losses) if losses else None,
+                _together([known[kept] for kept in norms]) if norms else None,
+                known[skipped] > 0 if isinstance(skipped, Kept) else skipped,
+                known[scale] if isinstance(scale, Kept) else scale,
+            )
 
     def steps(self, names: Mapping[int, str] | None = None) -> Steps:
         """Return all closed steps; waits for the device once.

@@ -55,6 +55,13 @@ from mezzo.records.files import read_record as read_record
 from mezzo.records.files import write_record as write_record
 from mezzo.records.findings import Finding as Finding
 from mezzo.records.findings import Severity as Severity
+from mezzo.records.guardrails import Alarm as Alarm
+from mezzo.records.guardrails import AlarmKind as AlarmKind
+from mezzo.records.guardrails import GuardAction as GuardAction
+from mezzo.records.guardrails import Guardrails as Guardrails
+from mezzo.records.guardrails import HeldModule as HeldModule
+from mezzo.records.guardrails import OutOfMemory as OutOfMemory
+from mezzo.records.guardrails import Rewind as Rewind
 from mezzo.records.predict import BatchCurve as BatchCurve
 from mezzo.records.predict import MemoryTimeline as MemoryTimeline
 from mezzo.records.predict import ModuleShare as ModuleShare

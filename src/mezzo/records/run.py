@@ -8,6 +8,7 @@ from typing import Literal
 
 from mezzo.records.bottleneck import Bottleneck
 from mezzo.records.findings import Finding
+from mezzo.records.guardrails import Guardrails, OutOfMemory
 from mezzo.records.ranks import RankRun
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord, varied
 
@@ -209,6 +210,10 @@ class RunRecord(WholeRecord):
     """Files that an earlier run of the same comparison may have written."""
     snapshots: SnapshotsTaken | None = None
     """None without ``--snapshot`` and ``--resume``."""
+    guardrails: Guardrails | None = None
+    """What went wrong while it ran; None where no guard watched, as in runs of a comparison and outside PyTorch."""
+    out_of_memory: OutOfMemory | None = None
+    """What held the memory of a script that ended for want of it; None for all others."""
     ranks: list[RankRun] = []
     """Every process of a run in several, rank 0 first; empty for one process. Losses above are then the mean of all ranks."""
     between_ranks: list[Reason] = []

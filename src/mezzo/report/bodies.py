@@ -36,9 +36,10 @@ _SHOWN_ROWS = 8
 def print_run(sheet: RunSheet, console: Console) -> None:
     """Print the answer of a run."""
     _error(console, sheet.error)
-    section(console, "Result", fact_table(sheet.facts))
-    section(console, "Ranks", fact_table([*sheet.ranks, *sheet.between_ranks]))
-    section(console, "What holds this run back", fact_table(sheet.bottleneck))
+    shown = {"Result": sheet.facts, "Guardrails": sheet.guardrails, "Out of memory": sheet.out_of_memory}
+    shown |= {"Ranks": [*sheet.ranks, *sheet.between_ranks], "What holds this run back": sheet.bottleneck}
+    for title, rows in shown.items():
+        section(console, title, fact_table(rows))
     _findings(sheet.findings, console)
 
 

@@ -21,6 +21,7 @@ from mezzo.records import (
     Row,
     RunRecord,
 )
+from mezzo.records.run import BATCH
 from mezzo.report import formatting as fmt
 from mezzo.report import trained_elsewhere
 from mezzo.report.commands import Script, function_call
@@ -34,9 +35,9 @@ _MANY_SKIPS = 0.05
 _NOTHING_LOWERED = "A101"
 """The finding that a script has no mixed precision: a policy is its fix."""
 _BY_SIGNAL = (129, 130, 143)
-_CANNOT, _FLOOR, _NOT_FINITE, _NOT_A_TRAINING = 3, 5, 6, 7
-"""Exit codes of Mezzo's own errors: a format that the device lacks, a loss scale at its floor, a first loss that is not finite, and
-a script that never trained."""
+_CANNOT, _FLOOR, _NOT_FINITE, _NOT_A_TRAINING, _GUARD = 3, 5, 6, 7, 10
+"""Exit codes of Mezzo's own errors: a format that the device lacks, a loss scale at its floor, a first loss that is not finite, a
+script that never trained, and an alarm that ended the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,8 @@ class _Commands:
 
 def _after_run(record: RunRecord) -> Iterator[NextStep]:
     commands, policy = _Commands(record), _typed(record)
+    for alarm in record.guardrails.alarms if record.guardrails is not None else []:
+        yield NextStep(why=f"{alarm.kind} in step {alarm.step}; see why", command=fmt.clean(alarm.command))
     if record.error is not None or record.exit_code:
         yield from _after_failure(record, commands, policy)
     elif record.changed_nothing:
@@ -128,7 +131,7 @@ def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Itera
         yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")
     elif record.exit_code in (_FLOOR, _NOT_FINITE):
         yield from commands.step("find the first value that is not finite", "diagnose", policy=policy)
-    elif record.exit_code != _NOT_A_TRAINING:
+    elif record.exit_code not in (_NOT_A_TRAINING, _GUARD):
         yield from commands.alone("see whether the script fails without Mezzo, too")
 
 
@@ -342,22 +345,18 @@ def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:
         yield from commands.step(why, "fallback", policy=policy)
 
 
-def _after_predict(record: PredictRecord) -> Iterator[NextStep]:
-    for why, command in trained_elsewhere.steps(record):
-        yield NextStep(why=fmt.clean(why), command=command)
-
-
 def _after_doctor(record: DoctorRecord) -> Iterator[NextStep]:
     yield NextStep(why="one answer about your script; write its name for train.py", command="mezzo check train.py")
 
 
 def _after_predict(record: PredictRecord) -> Iterator[NextStep]:
     script, best = Script.typed(record.command, record.model), record.best
-    if script is None or best is None:
-        return
-    own = tuple(word.replace("{batch}", str(record.batch)) for word in script.arguments)
-    command = replace(script, arguments=own).under("check", gpu=best.gpu)
-    yield NextStep(why=f"see which policy trains like fp32, answered for {best.gpu}", command=command)
+    if script is not None and best is not None:
+        own = tuple(word.replace(BATCH, str(record.batch)) for word in script.arguments)
+        command = replace(script, arguments=own).under("check", gpu=best.gpu)
+        yield NextStep(why=f"see which policy trains like fp32, answered for {best.gpu}", command=command)
+    for why, command in trained_elsewhere.steps(record):
+        yield NextStep(why=fmt.clean(why), command=command)
 
 
 # --- policies --------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import dtype_policy_name, explain, left_out
+from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.import_hooks import after_import
 from mezzo.launch.keras import seeds
 from mezzo.launch.keras.layers import Layers
@@ -166,6 +167,21 @@ class KerasTraining:
 
     def end_snapshots(self) -> None:
         """Return None: none are taken."""
+
+    stopped_by_guard = None
+
+    def begin_guard(self, asked: GuardRequest) -> None:
+        """Refuse: only PyTorch scripts are watched."""
+        raise ScriptError(
+            "a guard was asked of a Keras script; allowed: PyTorch scripts",
+            hint="leave --guard out, and use the framework's own callbacks",
+        )
+
+    def guardrails(self) -> None:
+        """Return None: nothing watches."""
+
+    def out_of_memory(self, error: BaseException | None) -> None:
+        """Return None: what holds memory is not counted."""
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Refuse: only PyTorch models are changed."""

@@ -11,6 +11,7 @@ import paddle
 
 from mezzo.errors import ScriptError
 from mezzo.frameworks.paddle import explain_run
+from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.paddle.backward import BackwardPasses
 from mezzo.launch.paddle.counted_step import CountedStep
@@ -114,6 +115,21 @@ class PaddleTraining:
 
     def end_snapshots(self) -> None:
         """Return None: none are taken."""
+
+    stopped_by_guard = None
+
+    def begin_guard(self, asked: GuardRequest) -> None:
+        """Refuse: only PyTorch scripts are watched."""
+        raise ScriptError(
+            "a guard was asked of a Paddle script; allowed: PyTorch scripts",
+            hint="leave --guard out, and use the framework's own callbacks",
+        )
+
+    def guardrails(self) -> None:
+        """Return None: nothing watches."""
+
+    def out_of_memory(self, error: BaseException | None) -> None:
+        """Return None: what holds memory is not counted."""
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Refuse: only PyTorch models are changed."""

@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 
 from mezzo.errors import MezzoError, UnsupportedFormatError
+from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_seeds
@@ -36,7 +37,18 @@ from mezzo.observe.observer import Observer
 from mezzo.observe.settings import AnySettings
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
-from mezzo.records import Bottleneck, Effective, Environment, Finding, Memory, Reason, SnapshotsTaken, Steps
+from mezzo.records import (
+    Bottleneck,
+    Effective,
+    Environment,
+    Finding,
+    Guardrails,
+    Memory,
+    OutOfMemory,
+    Reason,
+    SnapshotsTaken,
+    Steps,
+)
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.snapshots.script import ScriptSnapshots
@@ -161,6 +173,31 @@ class TorchTraining:
             return None
         self.not_resumed = snapshots.not_reached
         return snapshots.close()
+
+    def begin_guard(self, asked: GuardRequest) -> None:
+        """Watch the recorded numbers for alarms from now on."""
+        from mezzo.launch.torch.guarding import ScriptGuard
+
+        self._run.guard = ScriptGuard(self._run, asked)
+
+    def guardrails(self) -> Guardrails | None:
+        """Return what the guard noticed in all steps; None without one."""
+        guard = self._run.guard
+        if guard is None:
+            return None
+        guard.finish(self.steps())
+        return guard.noticed
+
+    @property
+    def stopped_by_guard(self) -> MezzoError | None:
+        """Why a guard ended the script; known after ``guardrails``."""
+        return None if self._run.guard is None else self._run.guard.stopped
+
+    def out_of_memory(self, error: BaseException | None) -> OutOfMemory | None:
+        """Return what held the memory if ``error`` ended the script for want of it; None otherwise."""
+        from mezzo.launch.torch.out_of_memory import is_out_of_memory, out_of_memory
+
+        return out_of_memory(self._run, self.memory(), error) if error is not None and is_out_of_memory(error) else None
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Change every model at its first call; return a function that returns the elements that a step is given."""

@@ -31,6 +31,7 @@ from mezzo.policy import Policy
 from mezzo.records import Reason
 
 if TYPE_CHECKING:
+    from mezzo.launch.torch.guarding import ScriptGuard
     from mezzo.launch.torch.model_changes import ChangedModels
 
 _KEPT_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "loss", "binary_cross_entropy"}
@@ -85,8 +86,8 @@ class Run:
         self.tree = ModuleTree()
         self.watchers: list[Any] = []
         self.observer: Observer | None = None
-        self.limit: StepLimit | None = None
-        """Where the script is to be stopped; None for its own end."""
+        self.limit: StepLimit | None = None  # where the script is to be stopped; None for its own end
+        self.guard: ScriptGuard | None = None
         self.changed: ChangedModels | None = None
         """What is changed in the script's models beside their precision; None for nothing."""
         self.compiles = False
@@ -339,12 +340,14 @@ class Run:
             watcher.step_closed(len(self.recorder))
         self.updates = []
         self.steady.begin()
-        if floor_error is not None:
-            raise floor_error
         self.check_limit()
+        if floor_error is not None and not (self.guard is not None and self.guard.goes_on):
+            raise floor_error
 
     def check_limit(self) -> None:
-        """Stop the script after its last wanted step."""
+        """Stop the script after its last wanted step, or because of an alarm."""
+        if self.guard is not None:
+            self.guard.check()
         if self.limit is not None:
             self.limit.check(self.recorder.num_closed)
 

@@ -10,6 +10,7 @@ from mezzo.report import formatting as fmt
 from mezzo.report.sheets import ranks, shared
 from mezzo.report.sheets.bottleneck import bottleneck_facts
 from mezzo.report.sheets.findings import FindingLine, finding_line
+from mezzo.report.sheets.guardrails import guard_facts, memory_facts
 from mezzo.report.sheets.shared import Fact, MemoryLine, Share
 
 
@@ -31,6 +32,10 @@ class RunSheet:
     shares: list[Share]
     shares_note: str
     left_alone: list[Fact]
+    guardrails: list[Fact]
+    """What went wrong while it ran, and what the guard did."""
+    out_of_memory: list[Fact]
+    """What held the memory of a run that ended for want of it, and what to write."""
     findings: list[FindingLine]
     bottleneck: list[Fact]
     environment: list[Fact]
@@ -55,6 +60,8 @@ def run_sheet(record: RunRecord) -> RunSheet:
         shares=shared.shares(record.effective.share_by_format),
         shares_note=shared.shares_note(record),
         left_alone=shared.facts(record.effective.left_alone),
+        guardrails=guard_facts(record.guardrails),
+        out_of_memory=memory_facts(record.out_of_memory),
         findings=[finding_line(finding) for finding in record.findings],
         bottleneck=bottleneck_facts(record.bottleneck),
         environment=shared.environment_facts(record.environment, framework=record.framework),

@@ -27,8 +27,10 @@ from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
 from mezzo.launch.snapshot_request import SnapshotRequest
+from mezzo.launch.torch.guarding import ScriptGuard
 from mezzo.launch.torch.snapshots.counters import count_of, enumerations, loop_values, set_count
 from mezzo.launch.torch.snapshots.passes import Pass, Passes, asked_by_a_for_loop, frames_of_script
+from mezzo.launch.torch.snapshots.returning import return_to_good
 from mezzo.launch.torch.snapshots.variables import Found, is_below, script_folder, set_variables
 from mezzo.launch.torch.state import Run
 from mezzo.measure.steps import StepRecorder
@@ -98,6 +100,8 @@ class ScriptSnapshots:
             if self._passes.is_target(this):
                 self._arrive(iterator)
             return
+        if self._run.guard is not None and self._run.guard.pending is not None:
+            self._return(self._run.guard)
         before = self._updates_at.setdefault((this.place, this.number), self._run.num_updates)
         if self._run.num_updates == before and not self._notice:
             return
@@ -111,6 +115,18 @@ class ScriptSnapshots:
             if self._notice:
                 self._settle()
                 self._end(signal.SIGTERM, None)
+
+    def _return(self, guard: ScriptGuard) -> None:
+        """Return to the newest good snapshot because of an alarm, or have the guard end the script."""
+        self._settle()
+        self._run.close_update()  # the open update is one of those that went wrong
+        alarm = guard.pending
+        assert alarm is not None
+        found = return_to_good(self._run, self._folder.path, alarm, guard.noticed.rewinds)
+        if isinstance(found, str):
+            guard.end(f"{alarm.kind}: {alarm.evidence}; {found}")
+        else:
+            guard.returned(found)
 
     def _save(self, this: Pass, iterator: Any) -> None:
         self._settle()

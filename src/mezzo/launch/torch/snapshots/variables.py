@@ -185,6 +185,10 @@ _SETTERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+_TRAINED = ("module", "optimizer", "stateful")
+"""Kinds that training changes; the others are generators."""
+
+
 def _is_plain(value: Any) -> bool:
     """Return whether a container holds nothing but values, and not too many."""
     left, waiting = _MOST_VALUES, [value]
@@ -219,6 +223,25 @@ def put(variables: Any, entries: Mapping[Any, Any], place: str = "") -> Iterator
             _SETTERS[kind](here, saved)
         elif here is not None or _holds_objects(entry):
             yield inner
+
+
+def objects_in(variables: Any, entries: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, str, Any, Any]]:
+    """Yield the saved models, optimizers, schedulers and scalers: path, kind, the object of now (None for another kind), and its state."""
+    for name, entry in entries.items():
+        inner = f"{place}.{name}" if place else str(name)
+        ((kind, saved),) = entry.items()
+        here = _get(variables, name)
+        if kind in _TRAINED:
+            yield inner, kind, here if kind_of(here) == kind else None, saved
+        elif kind == "items" and isinstance(here, (list, tuple, dict)):
+            yield from objects_in(here, saved, inner)
+        elif kind == "attributes" and hasattr(here, "__dict__"):
+            yield from objects_in(here.__dict__, saved, inner)
+
+
+def set_object(kind: str, here: Any, state: Any) -> None:
+    """Put a saved state into a model, optimizer, scheduler or scaler."""
+    _SETTERS[kind](here, state)
 
 
 def _holds_objects(entry: Mapping[str, Any]) -> bool:

@@ -1,0 +1,75 @@
+"""``--guard``: what to do when the training goes wrong, and what to type then."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from mezzo.cli.words import typed
+from mezzo.errors import UsageError
+
+if TYPE_CHECKING:
+    from mezzo.cli.script import Script
+    from mezzo.launch.guard_request import GuardRequest
+    from mezzo.records import AlarmKind
+
+USUAL_REWINDS = 3
+_LEAVES_FORMATS = ("fp32", "tf32", "as-is")
+
+
+def check_guard(text: str | None, *, snapshots: bool) -> None:
+    """Refuse what is no action, and a return to snapshots that are not taken."""
+    if text is None:
+        return
+    match = re.fullmatch(r"note|stop|rewind(:[1-9]\d?)?", text)
+    if match is None:
+        raise UsageError(
+            f"--guard {text!r}; allowed: note, stop, rewind, and rewind:TIMES with 1 to 99",
+            hint="type: --guard stop",
+        )
+    if text.startswith("rewind") and not snapshots:
+        raise UsageError(
+            f"--guard {text} without --snapshot; allowed: --guard {text} --snapshot TIME",
+            hint=f"type: --snapshot 5m --guard {text}",
+        )
+
+
+def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequest | None:
+    """Return what to ask of the run's guard; None for a script whose framework has none, if none was asked for.
+
+    Args:
+        script: the script, as it was typed.
+        text: the value of ``--guard``.
+        policy: the policy as typed.
+    """
+    from mezzo.launch.frameworks import framework_of
+    from mezzo.launch.guard_request import GuardRequest
+
+    if text is None and framework_of(script.target, kind="module" if script.as_module else "script") != "torch":
+        return None
+    action, _, times = (text or "note").partition(":")
+    rewinds = int(times or USUAL_REWINDS) if action == "rewind" else 0
+    return GuardRequest.model_validate({"action": action, "rewinds": rewinds, "commands": _commands(script, policy)})
+
+
+def _commands(script: Script, policy: str) -> dict[AlarmKind, str]:
+    from mezzo.report.commands import Script as Typed
+
+    found = Typed.typed(list(typed()), script.target)
+    if found is None:
+        return {}
+    diagnose = found.under("diagnose", policy=policy)
+    judged = "fp16" if policy in _LEAVES_FORMATS else policy
+    lost = found.under("ranges", policy=judged)
+    if policy in _LEAVES_FORMATS:  # precision is not to blame for its spike
+        spike = found.under("run", policy=policy, snapshot="1m", guard="rewind")
+    else:
+        spike = found.under("compare", policies=f"fp32,{policy}")
+    return {
+        "loss not finite": diagnose,
+        "skip storm": diagnose,
+        "scale at its floor": diagnose,
+        "loss spike": spike,
+        "gradients zero": lost,
+        "stuck updates": lost,
+    }

@@ -1,0 +1,214 @@
+"""Alarms: six signs of a training that goes wrong, read from the loss, gradient norm, skip and loss scale of each update.
+
+Each sign needs more than chance, noise or a policy's usual warm-up can show; the limits are the constants below. Every
+kind is raised once, until ``forget``. Nothing here reads a device: what is not known on the host is None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
+
+from mezzo.records import Alarm, AlarmKind
+
+SKIPS_IN_A_ROW = 30
+"""A scale of 2**16 is below 2**-13 after so many: FP16 gradients that overflow there are above 10**8."""
+_STORM, _OF = 10, 40
+"""Skipped updates among the last ones. A scale that probes for more skips one of its growth interval, 2,000 by default."""
+_CALM_IN_A_ROW, _CALM_AT = 20, 100
+"""The warm-up of a dynamic scale is over after so many updates made in a row, or at this update."""
+FLOOR_WITHOUT_ONE = 2.0**-14
+"""The floor of a scaler that has none: FP16 gradients that overflow there are above 10**9."""
+_WINDOW, _FEWEST = 64, 30
+"""Losses that a spike is compared with: the last ones before it, and the fewest."""
+_SPIKE = 5
+"""Losses in a row that have to be above the limit: a single hard batch is no spike."""
+_MADS = 10.0
+"""In standard deviations as the MAD estimates them (1.4826 MAD)."""
+_TO_DEVIATION = 1.4826
+_RISE, _REGAINED = 0.5, 0.25
+"""A spike is also above 1.5 times the median, and regains a quarter of what the training had gained: a learning rate that restarts
+raises the loss by less."""
+_ZEROS = 10
+"""Measured gradient norms in a row that are exactly 0 while the loss is not."""
+_SAME, _LIVELY = 50, 0.01
+"""Losses in a row that are equal to the bit, while the gradients' norm is this share of the first ones' or more: a training that has
+converged has small gradients."""
+_ROUGHLY = 8
+"""Updates between two medians that decide whether a loss is worth a closer check: a median of 64 takes some 5 us."""
+_LOSSES_SKIPPED = 5
+"""Losses in a row that are not finite though their updates were skipped."""
+
+
+class Seen(NamedTuple):
+    """One update."""
+
+    step: int
+    """Counted from 1."""
+    loss: float | None
+    norm: float | None
+    """Of the unscaled gradients; None where it was not measured."""
+    skipped: bool
+    scale: float | None
+    """The loss scale after the update; None without one."""
+
+
+class Alarms:
+    """The signs, and what they remember of the updates before."""
+
+    def __init__(self, floor: float | None = None) -> None:
+        """Begin.
+
+        Args:
+            floor: the loss scale's floor; None for a scaler without one.
+        """
+        self._floor = FLOOR_WITHOUT_ONE if floor is None else floor
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, as after a return to a snapshot."""
+        self._raised: set[AlarmKind] = set()
+        self._flags: deque[bool] = deque(maxlen=_OF)
+        self._skips = self._made = self._seen = 0
+        self._first_skip = self._bad = self._zeros = self._same = self._first_zero = 0
+        self._last_loss: float | None = None
+        self._calm = False
+        self._scale_before: float | None = None
+        self._scale_at_skip: float | None = None
+        self._first: list[float] = []
+        self._first_norms: list[float] = []
+        self._norm = math.nan
+        self._rough = math.inf
+        self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOW + _SPIKE)
+
+    def see(self, seen: Seen) -> Iterator[Alarm]:
+        """Take one update; yield what is new."""
+        self._seen += 1
+        found = [
+            self._not_finite(seen),
+            self._skipping(seen),
+            self._at_floor(seen),
+            self._spike(seen),
+            self._zero(seen),
+            self._stuck(seen),
+        ]
+        self._scale_before = seen.scale
+        for alarm in found:
+            if alarm is not None and alarm.kind not in self._raised:
+                self._raised.add(alarm.kind)
+                yield alarm
+
+    def _not_finite(self, seen: Seen) -> Alarm | None:
+        bad_loss = seen.loss is not None and not math.isfinite(seen.loss)
+        bad_norm = seen.norm is not None and not math.isfinite(seen.norm)
+        self._bad = self._bad + 1 if bad_loss else 0
+        if bad_loss and not seen.skipped:
+            evidence = f"the loss of update {seen.step} is {seen.loss:g}, and the update was made"
+            return Alarm(kind="loss not finite", step=seen.step, since=seen.step, evidence=evidence)
+        if bad_loss and self._bad >= _LOSSES_SKIPPED:
+            evidence = (
+                f"the losses of the last {self._bad} updates are not finite; skipping updates does not mend a loss"
+            )
+            return Alarm(kind="loss not finite", step=seen.step, since=seen.step - self._bad + 1, evidence=evidence)
+        if bad_norm and not seen.skipped:
+            evidence = f"the gradients of update {seen.step} have the norm {seen.norm:g}, and the update was made"
+            return Alarm(kind="loss not finite", step=seen.step, since=seen.step, evidence=evidence)
+        return None
+
+    def _skipping(self, seen: Seen) -> Alarm | None:
+        if not seen.skipped:
+            self._skips, self._made = 0, self._made + 1
+            self._calm |= self._made >= _CALM_IN_A_ROW or self._seen >= _CALM_AT
+            if self._calm:
+                self._flags.append(False)
+            return None
+        if not self._skips:
+            self._first_skip, self._scale_at_skip = seen.step, self._scale_before
+        self._skips, self._made = self._skips + 1, 0
+        self._calm |= self._seen >= _CALM_AT
+        if self._calm:
+            self._flags.append(True)
+        if self._skips >= SKIPS_IN_A_ROW:
+            evidence = f"{self._skips} updates in a row were skipped{self._fall(seen)}"
+            return Alarm(kind="skip storm", step=seen.step, since=self._first_skip, evidence=evidence)
+        if sum(self._flags) >= _STORM:
+            since = seen.step - len(self._flags) + 1
+            evidence = f"{sum(self._flags)} of the last {len(self._flags)} updates were skipped{self._fall(seen)}"
+            return Alarm(kind="skip storm", step=seen.step, since=since, evidence=evidence)
+        return None
+
+    def _fall(self, seen: Seen) -> str:
+        if seen.scale is None:
+            return ""
+        before = self._scale_at_skip
+        return f"; the loss scale is {seen.scale:g}" + (
+            f", from {before:g}" if before not in (None, seen.scale) else ""
+        )
+
+    def _at_floor(self, seen: Seen) -> Alarm | None:
+        before = self._scale_before
+        if not seen.skipped or before is None or before > self._floor:
+            return None
+        evidence = f"update {seen.step} was skipped with the loss scale at {before:g}; its floor is {self._floor:g}"
+        return Alarm(kind="scale at its floor", step=seen.step, since=self._first_skip or seen.step, evidence=evidence)
+
+    def _spike(self, seen: Seen) -> Alarm | None:
+        if seen.loss is None or seen.skipped or not math.isfinite(seen.loss):
+            return None
+        if len(self._first) < _SPIKE:
+            self._first.append(seen.loss)
+        self._losses.append((seen.step, seen.loss))
+        if seen.step % _ROUGHLY == 0:
+            middle = median(loss for _, loss in self._losses)
+            self._rough = middle + _RISE / 2 * abs(middle)
+        if seen.loss <= self._rough:
+            return None
+        before = [loss for _, loss in self._losses][:-_SPIKE]
+        if len(before) < _FEWEST:
+            return None
+        last = [*self._losses][-_SPIKE:]
+        lowest = min(loss for _, loss in last)
+        middle = median(before)
+        deviation = _TO_DEVIATION * median(abs(loss - middle) for loss in before)
+        gained = median(self._first) - middle
+        if lowest <= middle + max(_MADS * deviation, _REGAINED * gained, _RISE * abs(middle)):
+            return None
+        evidence = (
+            f"the last {_SPIKE} losses are {lowest:.4g} or more; the median of the {len(before)} before is {middle:.4g}, "
+            f"and 1.4826 MAD {deviation:.3g}"
+        )
+        return Alarm(kind="loss spike", step=seen.step, since=last[0][0], evidence=evidence)
+
+    def _zero(self, seen: Seen) -> Alarm | None:
+        if seen.norm is None or seen.skipped or not math.isfinite(seen.norm):
+            return None
+        self._norm = seen.norm
+        if len(self._first_norms) < _SPIKE:
+            self._first_norms.append(seen.norm)
+        if seen.norm or seen.loss is None or not seen.loss:  # a loss of exactly 0 has nothing to learn from
+            self._zeros = 0
+            return None
+        self._first_zero = self._first_zero if self._zeros else seen.step
+        self._zeros += 1
+        if self._zeros < _ZEROS:
+            return None
+        evidence = (
+            f"all gradients are exactly 0 in {self._zeros} measured updates in a row, and the loss is {seen.loss:.4g}"
+        )
+        return Alarm(kind="gradients zero", step=seen.step, since=self._first_zero, evidence=evidence)
+
+    def _stuck(self, seen: Seen) -> Alarm | None:
+        if seen.loss is None or seen.skipped or not seen.loss or not math.isfinite(seen.loss):
+            return None
+        self._same = self._same + 1 if seen.loss == self._last_loss else 1
+        self._last_loss = seen.loss
+        if self._same < _SAME or self._zeros or not self._norm >= _LIVELY * max(self._first_norms):
+            return None
+        evidence = (
+            f"{self._same} updates in a row were made, the gradients have the norm {self._norm:.3g}, and the loss is "
+            f"{seen.loss:.6g} to the bit after each"
+        )
+        return Alarm(kind="stuck updates", step=seen.step, since=seen.step - self._same + 1, evidence=evidence)

@@ -1,0 +1,46 @@
+"""The newest snapshot from before a training went wrong: saved before the evidence began, and with weights that are numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from mezzo.engine.snapshots.choosing import contents_at
+from mezzo.engine.snapshots.folder import Saved, saved_in
+from mezzo.errors import SnapshotError
+
+
+def newest_good(folder: Path, *, before: int, weights: Callable[[Any], Any]) -> tuple[Saved, Any] | None:
+    """Return the newest snapshot of fewer than ``before`` updates with finite weights, and its contents; None if there is none.
+
+    Those that were saved after it are deleted: they belong to what went wrong, and would be taken for the newest.
+
+    Args:
+        folder: the snapshots.
+        before: the first update of the evidence, skipped ones counted.
+        weights: returns what has to be finite of a snapshot's contents.
+    """
+    after: list[Saved] = []
+    for saved in saved_in(folder):
+        if saved.updates < before and not saved.calls:
+            try:
+                contents = contents_at(saved.path)
+            except SnapshotError:
+                continue
+            if _finite(weights(contents)):
+                for one in after:
+                    one.path.unlink(missing_ok=True)
+                return saved, contents
+        after.append(saved)
+    return None
+
+
+def _finite(tree: Any) -> bool:
+    tensors = [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.is_floating_point()]
+    # Masks are -infinity in healthy models: only NaN and +infinity tell.
+    return not any(bool((one.isnan() | (one == math.inf)).any()) for one in tensors)

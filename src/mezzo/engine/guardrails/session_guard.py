@@ -1,0 +1,120 @@
+"""The guard of a session: it sees what the session computes anyway, and reads nothing of the device while it waits for nothing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mezzo.engine.checks import PrecisionWarning
+from mezzo.engine.guardrails.alarms import Alarms, Seen
+from mezzo.engine.guardrails.arrivals import Arrivals
+from mezzo.engine.guardrails.good_snapshots import newest_good
+from mezzo.engine.guardrails.remedies import apply_remedy
+from mezzo.engine.snapshots.contents import set_contents
+from mezzo.engine.snapshots.randomness import random_states
+from mezzo.errors import GuardError, SessionError
+from mezzo.records import Alarm, GuardAction, Guardrails, Rewind
+
+if TYPE_CHECKING:
+    from mezzo.engine.session import Session
+
+MOST_REWINDS = 3
+"""How often a training may return to a snapshot."""
+_ACTIONS = ("note", "stop", "rewind")
+
+
+class SessionGuard:
+    """Alarms of one session, and what it does then."""
+
+    def __init__(self, session: Session, action: GuardAction) -> None:
+        """Begin.
+
+        Raises:
+            SessionError: ``action`` is none, or the session has several processes.
+        """
+        if action not in _ACTIONS:
+            raise SessionError(f"guard={action!r}; allowed: {', '.join(_ACTIONS)}, or None", hint='pass guard="stop"')
+        if action != "note" and session.processes.several:
+            raise SessionError(
+                f"guard={action!r} in several processes; allowed: guard='note'",
+                hint="read session.guardrails on one process, and stop all together",
+            )
+        self._session, self._action = session, action
+        self._alarms = Alarms(session.policy.min_scale if session.policy.loss_scale == "dynamic" else None)
+        self._arrivals = Arrivals(session.device, columns=4)
+        self._loss: Tensor | None = None
+        self.noticed = Guardrails(action=action)
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """Add a micro-batch's loss to the window's."""
+        part = loss.detach() if share == 1.0 else loss.detach() * share
+        self._loss = part if self._loss is None else self._loss + part
+
+    def updated(self, skipped: Tensor | bool) -> None:
+        """See an update that is over.
+
+        Raises:
+            GuardError: the training is to end because of an alarm.
+        """
+        session = self._session
+        scale = session.scales[0].on_device() if session.scales[0].checks else None
+        loss, self._loss = self._loss, None
+        self._arrivals.add(session._progress.windows, [loss, session._progress.norm, skipped, scale])
+        for step, (seen_loss, norm, flag, seen_scale) in self._arrivals.arrived():
+            for alarm in self._alarms.see(Seen(step, seen_loss, norm, bool(flag), seen_scale)):
+                self._raised(alarm)
+
+    def _raised(self, alarm: Alarm) -> None:
+        self.noticed = self.noticed.model_copy(update={"alarms": [*self.noticed.alarms, alarm]})
+        text = f"{alarm.kind}, update {alarm.step}: {alarm.evidence}"
+        warnings.warn(f"guard: {text}", PrecisionWarning, stacklevel=5)
+        if self._action == "stop":
+            raise self._ended(text)
+        if self._action == "rewind":
+            self._return(alarm, text)
+
+    def _ended(self, why: str) -> GuardError:
+        self.noticed = self.noticed.model_copy(update={"stopped": why})
+        return GuardError(
+            f"the training was stopped by its guard: {why}",
+            hint="run the script under mezzo diagnose; docs/guardrails.md says what each alarm means",
+        )
+
+    def _return(self, alarm: Alarm, text: str) -> None:
+        session, times = self._session, len(self.noticed.rewinds) + 1
+        if times > MOST_REWINDS:
+            raise self._ended(f"{text}, after {MOST_REWINDS} returns to a snapshot")
+        own = session._snapshots
+        if own.saving is not None:
+            own.saving.wait()
+        good = None
+        if own.folder is not None:
+            good = newest_good(own.folder.path, before=alarm.since, weights=lambda c: c["session"]["models"])
+        if good is None:
+            raise self._ended(f"{text}; there is no snapshot from before update {alarm.since} to return to")
+        saved, contents = good
+        position, random = dict(vars(session._position)), random_states()
+        set_contents(session, {**contents, "random": random})
+        vars(session._position).update(position)  # the data goes on: other batches follow
+        changes = apply_remedy(
+            alarm.kind,
+            1 + sum(one.snapshot >= saved.path.name for one in self.noticed.rewinds),
+            optimizers=session.optimizers,
+            schedulers=session.schedulers,
+            scales=session.scales,
+        )
+        if not changes:
+            raise self._ended(f"{text}; there is nothing to change that would help")
+        rewind = Rewind(
+            alarm=alarm.kind, step=alarm.step, snapshot=saved.path.name, updates=saved.updates, changes=changes
+        )
+        self.noticed = self.noticed.model_copy(update={"rewinds": [*self.noticed.rewinds, rewind]})
+        self._alarms.forget()
+        self._arrivals.forget()
+
+
+def guard_of(session: Session, action: Any) -> SessionGuard | None:
+    """Return the guard that ``action`` asks for; None for none."""
+    return None if action is None else SessionGuard(session, action)

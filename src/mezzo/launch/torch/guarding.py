@@ -1,0 +1,123 @@
+"""Watch a script's recorded numbers for alarms, and stop it, or ask for a return to a snapshot, if that was asked for.
+
+Reads what the recorder keeps anyway, and nothing of the device: on a CPU the numbers' memory itself, after every step; in the steady
+state, where a step records next to nothing, after every 16th. On a GPU the numbers are sent to the host every 32 steps without
+waiting, and are read once they have arrived, so that an alarm comes up to some 64 steps late there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from mezzo.engine.guardrails.alarms import Alarms, Seen
+from mezzo.errors import GuardError
+from mezzo.launch.guard_request import GuardRequest
+from mezzo.launch.torch.state import Run
+from mezzo.observe.stopping import StopScript
+from mezzo.records import Alarm, Guardrails, Rewind, Steps
+
+_STEADY_EVERY, _SEND_EVERY = 16, 32
+_NO_PLACE = 50
+"""Steps after which a script that has asked for no batch of a DataLoader since the alarm is ended: it cannot return."""
+
+
+class ScriptGuard:
+    """The guardrails of one run."""
+
+    def __init__(self, run: Run, asked: GuardRequest) -> None:
+        self._run, self._asked = run, asked
+        policy = run.applied
+        dynamic = policy is not None and policy.loss_scale == "dynamic"
+        self._alarms = Alarms(policy.min_scale if policy is not None and dynamic else None)
+        self._next = 0
+        """Steps that were seen."""
+        self.noticed = Guardrails(action=asked.action)
+        self.pending: Alarm | None = None
+        """The alarm that the run is to return to a snapshot for, between the next two batches."""
+        self._pending_at = 0
+        self.stopped: GuardError | None = None
+        """Why the script was ended; None if it was not."""
+
+    def check(self) -> None:
+        """Look at the steps closed since the last call.
+
+        Raises:
+            StopScript: the run is to end because of an alarm.
+        """
+        run, closed = self._run, self._run.recorder.num_closed
+        if run.steady.optimizer() is None or closed % _STEADY_EVERY == 0:
+            if closed % _SEND_EVERY == 0:
+                run.recorder.send_numbers()
+            self._look(run.recorder.seen_from(self._next))
+        if self.pending is not None and closed > self._pending_at + _NO_PLACE:
+            self.end(f"{self.pending.kind}: {self.pending.evidence}; no DataLoader's batches came to return between")
+        if self.stopped is not None:
+            raise StopScript
+
+    def finish(self, steps: Steps) -> None:
+        """Look at the steps that ``check`` has not seen; ``steps`` are all of the run."""
+        if self.stopped is None:
+            self._look(seen_in(steps, self._next))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on at its loss scale's floor, to return to a snapshot."""
+        return self.pending is not None
+
+    def end(self, why: str) -> None:
+        """Have the script stopped after the next step, because ``why``."""
+        self.stopped = GuardError(
+            f"the run was stopped by its guard: {why}",
+            hint="the record names the evidence; see docs/guardrails.md for what each alarm means",
+        )
+        self.noticed = self.noticed.model_copy(update={"stopped": why})
+
+    def returned(self, rewind: Rewind) -> None:
+        """Record a return to a snapshot, and watch anew."""
+        changed = ", ".join(f"{one.what} {one.value}" for one in rewind.changes)
+        _say(f"guard: back to {rewind.snapshot}, after {rewind.updates} updates; {changed}")
+        self.noticed = self.noticed.model_copy(update={"rewinds": [*self.noticed.rewinds, rewind]})
+        self.pending = None
+        self._next = self._run.recorder.num_closed
+        self._alarms.forget()
+
+    @property
+    def rewinds_left(self) -> int:
+        """How often the run may still return to a snapshot."""
+        return self._asked.rewinds - len(self.noticed.rewinds)
+
+    def _look(self, new: Iterator[Seen]) -> None:
+        for seen in new:
+            self._next = seen.step
+            for alarm in self._alarms.see(seen):
+                self._raised(alarm)
+                if self.stopped is not None:
+                    return
+
+    def _raised(self, alarm: Alarm) -> None:
+        alarm = alarm.model_copy(update={"command": self._asked.commands.get(alarm.kind, "")})
+        self.noticed = self.noticed.model_copy(update={"alarms": [*self.noticed.alarms, alarm]})
+        _say(f"guard: {alarm.kind}, step {alarm.step}: {alarm.evidence}")
+        if alarm.command:
+            _say(f"guard: next, type: {alarm.command}")
+        if self._asked.action == "stop":
+            self.end(f"{alarm.kind}: {alarm.evidence}")
+        elif self._asked.action == "rewind" and self.pending is None:
+            if self.rewinds_left > 0:
+                self.pending, self._pending_at = alarm, self._run.recorder.num_closed
+            else:
+                self.end(f"{alarm.kind} after {len(self.noticed.rewinds)} returns to a snapshot: {alarm.evidence}")
+
+
+def seen_in(steps: Steps, first: int) -> Iterator[Seen]:
+    """Yield the updates of a record from number ``first`` on, counted from 0."""
+    for place in range(first, len(steps)):
+        loss, norm = steps.loss[place], steps.grad_norm[place]
+        scale = steps.loss_scale[place] if steps.loss_scale else None
+        measured = norm == norm  # a record has NaN for what was not measured
+        yield Seen(place + 1, loss, norm if measured else None, steps.skipped[place], scale)
+
+
+def _say(text: str) -> None:
+    print(f"mezzo: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,139 @@
+"""Say what held the memory of a script that an error ended because there was no more.
+
+The error's frames keep alive what the script held when it was raised: its models, optimizers and the graphs that its variables lead
+to. They are counted once the script has ended. A script that catches the error and goes on is never seen here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.launch.torch.state import Run
+from mezzo.measure.memory import optimizer_bytes, total_bytes
+from mezzo.measure.memory_settings import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, memory_settings
+from mezzo.observe.module_names import Names
+from mezzo.records import HeldModule, Memory, OutOfMemory, Reason
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_MOST_MODULES = 5
+_CPU_SAYS = "DefaultCPUAllocator: can't allocate memory"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error is that of a device or host without memory."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and _CPU_SAYS in str(error)
+    )
+
+
+def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory:
+    """Return what held the memory when ``error`` was raised; ``memory`` is what a step of the run took."""
+    frames = [*_frames(error)]
+    modules, optimizers = list(run.roots), list(run.optimizers)
+    modules += [v for values in frames for v in values if isinstance(v, nn.Module) and v not in run.roots]
+    parameters = list({id(p): p for p in _parameters(modules, optimizers)}.values())
+    held = {
+        PARAMETERS: total_bytes(parameters),
+        GRADIENTS: total_bytes(p.grad for p in parameters if p.grad is not None),
+        OPTIMIZER: sum(optimizer_bytes(optimizer) for optimizer in optimizers),
+    }
+    own = {_place(p) for p in parameters}
+    saved = {_place(t): t for t in saved_by_graphs([v for values in frames for v in values]) if _place(t) not in own}
+    held[ACTIVATIONS] = total_bytes(saved.values())
+    not_known = [
+        Reason(
+            what="activations by module",
+            value="not known",
+            reason="what autograd saves does not say which module computed it",
+        )
+    ]
+    peak = None
+    if run.device_type == "cuda":
+        allocated = torch.cuda.memory_allocated()
+        held[OTHER] = max(allocated - sum(held.values()), 0)
+        peak = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        why = "the CPU's allocator does not say what it has given out"
+        not_known.append(Reason(what=OTHER, value="not known", reason=why))
+    if memory.activations_bytes is None:
+        why = "no whole step was counted before memory ran out, so activations are those up to this place"
+        not_known.append(Reason(what="activations of a step", value="not known", reason=why))
+    lowers = run.applied is not None and run.applied.lowers
+    return OutOfMemory(
+        step=run.num_updates + 1,
+        message=str(error).partition("\n")[0][:300],
+        asked_bytes=asked_bytes(str(error)),
+        held_bytes=held,
+        modules=_largest(modules, parameters, optimizers),
+        not_known=not_known,
+        settings=memory_settings(held, lowers=lowers, step_activations=memory.activations_bytes, peak_bytes=peak),
+    )
+
+
+def asked_bytes(message: str) -> int | None:
+    """Return how much was asked for, as torch's allocators say it."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)", message)
+    return None if found is None else int(float(found[1]) * _UNITS.get(found[2], 1))
+
+
+def _frames(error: BaseException) -> Iterator[list[Any]]:
+    """Yield the values of the variables of each frame that the error passed, and what lists, tuples and dicts among them hold."""
+    entry = error.__traceback__
+    while entry is not None:
+        values = list(entry.tb_frame.f_locals.values())
+        for value in list(values):
+            if isinstance(value, (list, tuple)):
+                values += value
+            elif type(value) is dict:
+                values += value.values()
+        yield values
+        entry = entry.tb_next
+
+
+def _parameters(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[nn.Parameter]:
+    for module in modules:
+        yield from module.parameters()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def _largest(
+    modules: list[nn.Module], parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer]
+) -> list[HeldModule]:
+    names, sizes = Names(modules), Counter[str]()
+    for parameter in parameters:
+        states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
+        state = [value for one in states for value in one.values() if isinstance(value, Tensor)]
+        whole = [parameter, *state, *([] if parameter.grad is None else [parameter.grad])]
+        sizes[names.of_parameter(id(parameter))] += total_bytes(whole)
+    return [HeldModule(name=name, bytes=size) for name, size in sizes.most_common(_MOST_MODULES)]
+
+
+def saved_by_graphs(values: list[Any]) -> Iterator[Tensor]:
+    """Yield what autograd's graphs keep that the tensors in ``values`` lead to."""
+    waiting = [v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        names = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
+        for name in names:
+            try:
+                kept = getattr(node, name)
+            except (RuntimeError, AttributeError):  # freed by a backward pass
+                continue
+            yield from (one for one in (kept if isinstance(kept, (list, tuple)) else [kept]) if isinstance(one, Tensor))
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)

@@ -1,0 +1,79 @@
+"""Return a script that goes wrong to a snapshot while it runs: models, optimizers, schedulers and scalers go back; loop and data go on.
+
+Between two batches no graph is open, so the weights can change in place. Variables, loops, random generators and the place in the data
+stay as they are: the batches that follow are others than those that led here, and what the script has printed stays true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from mezzo.engine.guardrails.good_snapshots import newest_good
+from mezzo.engine.guardrails.remedies import apply_remedy
+from mezzo.launch.torch.snapshots.passes import frames_of_script
+from mezzo.launch.torch.snapshots.variables import objects_in, set_object
+from mezzo.launch.torch.state import Run
+from mezzo.records import Alarm, Rewind
+
+
+def return_to_good(run: Run, folder: Path, alarm: Alarm, earlier: list[Rewind]) -> Rewind | str:
+    """Put the state of the newest good snapshot in place, changed so that the same does not happen again; or return why not.
+
+    Args:
+        run: the script's.
+        folder: its snapshots.
+        alarm: what went wrong.
+        earlier: returns so far.
+    """
+    good = newest_good(folder, before=alarm.since, weights=lambda contents: [*_weights(contents)])
+    if good is None:
+        return f"there is no snapshot from before update {alarm.since} to return to"
+    saved, contents = good
+    frames, _ = frames_of_script()
+    if [frame.f_code.co_name for frame in frames] != [name for name, _, _ in contents["frames"]]:
+        return "the loop is not where it was when the snapshot was saved"
+    found = [
+        one
+        for frame, (_, _, entries) in zip(frames, contents["frames"], strict=True)
+        for one in objects_in(frame.f_locals, entries)
+    ]
+    lost = [place for place, _, here, _ in found if here is None]
+    if lost:
+        return f"the script has no {', '.join(lost)} any more, or of another kind"
+    for _, kind, here, state in found:
+        set_object(kind, here, state)
+    for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
+        scale.load_state_dict(state)
+    objects = [here for _, _, here, _ in found]
+    changes = apply_remedy(
+        alarm.kind,
+        1 + sum(one.snapshot >= saved.path.name for one in earlier),  # a snapshot saved since has the earlier changes
+        optimizers=list(run.optimizers),
+        schedulers=[one for one in objects if isinstance(one, LRScheduler)],
+        scales=[run.scale, *(one for one in objects if isinstance(one, torch.amp.GradScaler))],
+    )
+    if not changes:
+        return "there is nothing to change that would help"
+    return Rewind(
+        alarm=alarm.kind,
+        step=run.recorder.num_closed,
+        snapshot=saved.path.name,
+        updates=saved.updates,
+        changes=changes,
+    )
+
+
+def _weights(contents: Any) -> Iterator[Any]:
+    waiting: list[Mapping[Any, Any]] = [entries for _, _, entries in contents["frames"]]
+    while waiting:
+        for entry in waiting.pop().values():
+            ((kind, state),) = entry.items()
+            if kind == "module":
+                yield state["state"]
+            elif kind in ("items", "attributes"):
+                waiting.append(state)

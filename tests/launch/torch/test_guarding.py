@@ -1,0 +1,177 @@
+"""The guard of a script's run: what it notices at which step, how it stops a run, and that it reads nothing of the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fake_cuda import Operations
+from helpers_launch import children_in_this_process
+from mezzo.engine.guardrails.alarms import Seen
+from mezzo.launch.guard_request import GuardRequest
+from mezzo.launch.request import Request
+from mezzo.launch.runner import run_child
+from mezzo.launch.snapshot_request import SnapshotRequest
+from mezzo.launch.torch.guarding import seen_in
+from mezzo.measure.steps import StepRecorder
+from mezzo.records import RunRecord, Steps
+from paths import SCRIPTS
+
+
+def ran(folder: Path, *arguments: str, action: str = "note", policy: str = "fp32", **asked: Any) -> RunRecord:
+    request = Request(
+        target=str(SCRIPTS / "going_wrong.py"),
+        kind="script",
+        arguments=arguments,
+        policy=policy,
+        record_path=str(folder / "record.json"),
+        command=("mezzo",),
+        guard=GuardRequest.model_validate({"action": action, "commands": {"loss not finite": "mezzo diagnose x.py"}}),
+        **asked,
+    )
+    with children_in_this_process():
+        return run_child(request, output=folder / "output.log")
+
+
+CASES = [
+    ("nan", "fp32", [("loss not finite", 60)]),
+    ("zero", "fp32", [("gradients zero", 10)]),
+    ("spike", "fp32", [("loss spike", 64)]),
+    ("storm", "fp16", [("skip storm", 60)]),
+    ("well", "fp32", []),
+    ("well", "fp16", []),
+]
+
+
+@pytest.mark.parametrize(("fault", "policy", "expected"), CASES)
+def test_what_goes_wrong_is_noticed_at_its_step(
+    tmp_path: Path, fault: str, policy: str, expected: list[tuple[str, int]]
+) -> None:
+    record = ran(tmp_path, fault, policy=policy)
+    assert record.guardrails is not None
+    found = [(alarm.kind, alarm.step) for alarm in record.guardrails.alarms]
+    assert found == expected
+    assert (record.exit_code, len(record.steps)) == (0, 80)
+    printed = (tmp_path / "output.log").read_text()
+    assert [f"mezzo: guard: {kind}, step {step}:" in printed for kind, step in found] == [True] * len(found)
+    assert ("guard: next, type: mezzo diagnose x.py" in printed) == (fault == "nan")
+
+
+@pytest.mark.parametrize(("fault", "step"), [("nan", 60), ("zero", 10)])
+def test_a_run_is_stopped_with_an_exit_code_of_its_own(tmp_path: Path, fault: str, step: int) -> None:
+    record = ran(tmp_path, fault, action="stop")
+    assert record.exit_code == 10
+    assert record.guardrails is not None
+    assert record.error == f"the run was stopped by its guard: {record.guardrails.stopped}"
+    assert len(record.steps) == step
+    assert "finished" not in (tmp_path / "output.log").read_text()
+
+
+def test_an_alarm_of_the_last_steps_fails_the_run_too(tmp_path: Path) -> None:
+    assert ran(tmp_path, "nan", "60", action="stop").exit_code == 10
+
+
+def test_a_healthy_run_is_not_stopped(tmp_path: Path) -> None:
+    record = ran(tmp_path, "well", "200", action="stop")
+    assert (record.exit_code, len(record.steps)) == (0, 200)
+
+
+def test_looking_at_steps_runs_no_operation_and_reads_no_tensor() -> None:
+    recorder = StepRecorder()
+    for step in range(40):
+        recorder.loss(torch.tensor(float(step)))
+        recorder.norm(torch.tensor(2.0))
+        recorder.close(skipped=torch.tensor(float(step == 3)), scale=torch.tensor(8.0))
+    with Operations() as log, mock.patch.object(torch.Tensor, "item", side_effect=AssertionError):
+        seen = list(recorder.seen_from(0))
+        recorder.send_numbers()
+    assert (log.names, log.reads) == ([], [])
+    assert seen == [Seen(k + 1, float(k), 2.0, k == 3, 8.0) for k in range(40)]
+
+
+def test_a_record_has_the_updates_that_the_recorder_has() -> None:
+    steps = Steps(loss=[1.0, float("nan")], grad_norm=[float("nan"), 2.0], skipped=[False, True], loss_scale=[])
+    first, second = seen_in(steps, 0)
+    assert first == Seen(1, 1.0, None, False, None)
+    assert (second.step, second.norm, second.skipped) == (2, 2.0, True)
+
+
+RETURNS = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+step, weights = 0, {}
+for epoch in range(5):
+    for x, y in torch.utils.data.DataLoader(data, batch_size=8):
+        step += 1
+        loss = nn.functional.mse_loss(model(x), y)
+        if step == int(sys.argv[1]) or (len(sys.argv) > 2 and step > 20):
+            loss = loss * float("nan")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+print("finished", step, optimizer.param_groups[0]["lr"], scheduler.get_last_lr(), bool(model.weight.isfinite().all()))
+"""
+
+
+def returned(folder: Path, *arguments: str, every_s: float = 0.0, source: str = RETURNS, rewinds: int = 3) -> RunRecord:
+    (folder / "train.py").write_text(source)
+    snapshots = SnapshotRequest(folder=str(folder / "snapshots"), every_s=every_s, resume=False, identity={})
+    request = Request(
+        target=str(folder / "train.py"),
+        kind="script",
+        arguments=arguments,
+        policy="fp32",
+        record_path=str(folder / "record.json"),
+        command=("mezzo",),
+        guard=GuardRequest(action="rewind", rewinds=rewinds),
+        snapshots=snapshots,
+    )
+    with children_in_this_process():
+        return run_child(request, output=folder / "output.log")
+
+
+def test_a_script_returns_to_the_snapshot_from_before_with_half_the_rate(tmp_path: Path) -> None:
+    record = returned(tmp_path, "17")
+    said = (tmp_path / "output.log").read_text()
+    assert "finished 40 0.05 [0.05] True" in said, said
+    assert (record.exit_code, len(record.steps)) == (0, 40)
+    assert record.guardrails is not None
+    (rewind,) = record.guardrails.rewinds
+    assert (rewind.alarm, rewind.updates, rewind.step) == ("loss not finite", 16, 18)
+    assert [(one.what, one.value) for one in rewind.changes] == [("learning rate", "x 0.5, now 0.05")]
+    assert "mezzo: guard: back to " in said
+
+
+def test_a_script_that_goes_wrong_again_is_ended(tmp_path: Path) -> None:
+    record = returned(tmp_path, "17", "again", rewinds=2)
+    assert record.exit_code == 10
+    assert record.guardrails is not None
+    assert len(record.guardrails.rewinds) == 2
+    assert "after 2 returns to a snapshot" in record.guardrails.stopped
+
+
+def test_a_script_without_a_good_snapshot_is_ended(tmp_path: Path) -> None:
+    record = returned(tmp_path, "5", every_s=1000.0)
+    assert record.exit_code == 10
+    assert record.error is not None
+    assert record.error.endswith("there is no snapshot from before update 5 to return to")
+
+
+def test_a_script_without_a_loader_cannot_return(tmp_path: Path) -> None:
+    loop = RETURNS.replace("range(5)", "range(30)").replace(
+        "torch.utils.data.DataLoader(data, batch_size=8)", "[data[:8]] * 8"
+    )
+    record = returned(tmp_path, "5", source=loop)
+    assert record.exit_code == 10
+    assert record.error is not None
+    assert record.error.endswith("no DataLoader's batches came to return between")
