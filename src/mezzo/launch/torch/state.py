@@ -93,6 +93,8 @@ class Run:
         """Whether the script has called torch.compile."""
         self.before_compiling: list[Callable[[], Any]] = []
         """Callbacks to run once, before the script first compiles code with torch.compile."""
+        self.measured: Callable[[], list[Reason]] = list
+        """Returns what was measured of the policy's effects."""
         self.script_scaler: Any = None
         """The script's own GradScaler, if it is left alone."""
         self.scaled_by_script = False
