@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo.devices import has_fp64
 from mezzo.engine import checks
 from mezzo.engine.emulated_world import EmulatedWorld
-from mezzo.engine.exchange import format_of_reduction, refuse_other_exchange, use_in_hooks
+from mezzo.engine.exchange import format_of_reduction, refuse_other_formats, refuse_world, use_in_hooks
 from mezzo.engine.gradients import all_finite, gradients_of
 from mezzo.engine.replicas import Replica
 from mezzo.engine.shards import is_shared, local, parts
@@ -314,7 +314,8 @@ def processes_for(
         num_losses: losses with scales of their own.
 
     Raises:
-        SessionError: parameters would drift apart, or the policy cannot be applied to shards or to real processes.
+        SessionError: parameters would drift apart, or the policy cannot be applied to shards.
+        PolicyError: the policy emulates processes, and there are several.
     """
     alone: OneProcess = Emulated(trained, policy) if policy.world > 1 else OneProcess()
     if not (dist.is_available() and dist.is_initialized()):
@@ -325,7 +326,8 @@ def processes_for(
     if (not replicas and not roots) or (policy.world > 1 and dist.get_world_size() == 1):
         return alone
     _refuse_left_out(replicas, trained)
-    refuse_other_exchange(roots, policy)
+    refuse_world(policy)
+    refuse_other_formats(roots, policy)
     if roots and policy.casting == "model":
         raise SessionError(
             f"policy {policy!s} casts weights, and fully_shard's are shards of FP32 weights",

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mezzo.errors import SessionError
+from mezzo.errors import PolicyError, SessionError
 from mezzo.formats import FORMATS, FP16, FP32, Format
 from mezzo.policy import Policy
 
@@ -116,8 +116,21 @@ def use_in_hooks(models: Iterable[DistributedDataParallel], policy: Policy) -> N
         set_hook(model, policy)
 
 
-def refuse_other_exchange(roots: Iterable[Any], policy: Policy) -> None:
-    """Refuse an emulated world among real processes, and a model that ``fully_shard`` exchanges in other formats than the policy's.
+def refuse_world(policy: Policy) -> None:
+    """Refuse to emulate processes among several real ones.
+
+    Raises:
+        PolicyError: the policy emulates some.
+    """
+    if policy.world > 1:
+        raise PolicyError(
+            f"policy {policy!s} emulates {policy.world} processes, and {dist.get_world_size()} real ones train; allowed: one process",
+            hint="leave world out: real processes reduce in the format themselves",
+        )
+
+
+def refuse_other_formats(roots: Iterable[Any], policy: Policy) -> None:
+    """Refuse a model that ``fully_shard`` exchanges in other formats than the policy's.
 
     Args:
         roots: the modules that ``fully_shard`` was called on.
@@ -126,11 +139,6 @@ def refuse_other_exchange(roots: Iterable[Any], policy: Policy) -> None:
     Raises:
         SessionError: names the formats of both.
     """
-    if policy.world > 1:
-        raise SessionError(
-            f"policy {policy!s} emulates {policy.world} processes, and {dist.get_world_size()} real ones train; allowed: one process",
-            hint="leave world out: real processes reduce in the format themselves",
-        )
     for root in roots:
         given = root._get_fsdp_state()._mp_policy
         gathered = given.param_dtype or FP32.dtype

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.engine.emulated_world import EmulatedWorld
-from mezzo.engine.exchange import set_hook
+from mezzo.engine.exchange import refuse_world, set_hook
 from mezzo.engine.gradients import gradients_of
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS
@@ -84,10 +84,10 @@ class Communication:
     def _set_hook(self, model: DistributedDataParallel, policy: Policy) -> None:
         if policy.reduce == "auto":
             return
+        self._run.left_alone.pop(f"reduce {policy.reduce}", None)  # what was said before any model was met
         if model._comm_hooks:
             self._run.note_left_alone("reduce", policy.reduce, "the script's own communication hook decides the format")
             return
-        self._run.left_alone.pop(f"reduce {policy.reduce}", None)
         set_hook(model, policy, self._loss_scale)
 
     def _sharding(self, policy: Policy, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,19 +151,6 @@ class Communication:
         """Return the loss scale that was taken out of the gradients."""
         scale = self._run.scale.on_device() if self._run.scale.checks else None
         return scale if isinstance(scale, Tensor) else None
-
-
-def refuse_world(policy: Policy) -> None:
-    """Refuse to emulate processes among several.
-
-    Raises:
-        PolicyError: the policy emulates some.
-    """
-    if policy.world > 1:
-        raise PolicyError(
-            f"policy {policy!s} emulates {policy.world} processes, and {dist.get_world_size()} real ones train; allowed: one process",
-            hint="leave world out: real processes reduce in the format themselves",
-        )
 
 
 def _refusing(policy: Policy, original: Callable[..., None]) -> Callable[..., None]:
