@@ -50,8 +50,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> list[di
 def _play(folder: Path) -> None:
     command = [sys.executable, "-W", "error", exchange_runs.__file__]
     started = [
-        subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
-        for rank in range(WORLD)
+        subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in range(WORLD)
     ]
     try:
         said = [process.communicate(timeout=200)[1] for process in started]

@@ -91,8 +91,9 @@ class EmulatedWorld:
 
     def _shares(self, mean: Tensor, chance: random.Random) -> Iterator[Tensor]:
         """Yield each process' share of a chunk in the format; the next one overwrites it."""
-        table, spread = self._table(mean), math.sqrt(self.size)
-        places = [chance.randrange(_TABLE - mean.numel() + 1) for _ in range(self.size // 2)]
+        table, pairs = self._table(mean), self.size // 2
+        spread = self.size / math.sqrt(2 * pairs)  # sqrt(N), and more if an odd one draws nothing
+        places = [chance.randrange(_TABLE - mean.numel() + 1) for _ in range(pairs)]
         draws = [(at, factor) for at in places for factor in (-spread, spread)] + [(0, 0.0)] * (self.size % 2)
         chance.shuffle(draws)
         wide, sent = torch.empty_like(mean), torch.empty_like(mean, dtype=self.format.dtype)
