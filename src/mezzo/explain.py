@@ -167,6 +167,13 @@ def _communication(policy: Policy) -> list[Choice]:
     return choices
 
 
+def communication_left_out(policy: Policy) -> list[Choice]:
+    """Return the formats of communication that ``policy`` names, as choices that a framework other than PyTorch does not honour."""
+    reason = "formats of communication are set, and emulated, for PyTorch only"
+    asked = [(field, getattr(policy, field)) for field in ("reduce", "gather") if getattr(policy, field) != "auto"]
+    return [_choice(field, f"{NOT_HONOURED}: {value}", reason) for field, value in asked]
+
+
 def _user_lists(policy: Policy) -> list[Choice]:
     named = [(p, getattr(policy, p)) for p in oplists.USER_LISTS]
     return [
