@@ -272,7 +272,9 @@ FIELDS = (
     "backoff_factor, growth_interval, hysteresis, min_scale, max_scale, arithmetic, op_lists, "
     "fp8_recipe, fp8_formats, reduce, gather, world, reduce_order, lower, fp32, widest, fp32_modules"
 )
-GATHER_HINT = "sharded weights are computed with in the format in which they were gathered: choose the policy of that format"
+GATHER_HINT = (
+    "sharded weights are computed with in the format in which they were gathered: choose the policy of that format"
+)
 FIELD_HINT = "see the fields of mezzo.Policy"
 SETTING_HINT = "write name:field=value:field=value, for example fp16:init_scale=1024"
 SCALE_RANGE = "allowed: a number from 7.88861e-31 to 1.26765e+30"

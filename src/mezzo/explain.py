@@ -156,10 +156,12 @@ def _lists(policy: Policy) -> Choice:
 def _communication(policy: Policy) -> list[Choice]:
     choices = []
     if policy.reduce != "auto":
-        value, reason = policy.reduce, "gradients are rounded to it and summed over the processes in it"
+        value, reason = str(policy.reduce), "gradients are rounded to it and summed over the processes in it"
         if policy.world > 1:
             value = f"{value}, as by {policy.world} processes in a {policy.reduce_order}, emulated"
-            reason = "each process' share and every partial sum are rounded; shares are drawn at random around the gradient"
+            reason = (
+                "each process' share and every partial sum are rounded; shares are drawn at random around the gradient"
+            )
         choices.append(_choice("reduction", value, reason))
     if policy.gather != "auto":
         reason = "fully_shard gathers weights in it, and computes with them in it"

@@ -5,19 +5,19 @@ hundreds of shares loses accuracy with the square root of N in a ring, and slowe
 are rounded, and added one after the other in the format's own arithmetic. The gradients that a script gets differ from its own by the
 rounding of that reduction and by nothing else.
 
-**What has to be assumed.** One process knows the average of the processes' gradients, and not the share of each. The shares are drawn at
-random, element by element: their mean is the gradient ``g`` itself, and their standard deviation ``sqrt(N) * abs(g)``. So noise and signal are
-equal in the average: this is so where the batch of all processes together has the critical size, beyond which a larger batch no longer pays
-(McCandlish et al., arXiv:1812.06162). The draws are normal, in pairs of opposite sign in random order, so that their sum is zero; a
-gradient of zero stays zero.
+**What has to be assumed.** One process knows the average of the processes' gradients, and not the share of each. The shares are drawn
+at random, element by element: their mean is the gradient ``g`` itself, and their standard deviation ``sqrt(N) * abs(g)``. So noise
+and signal are equal in the average, as they are where the batch of all processes together has the critical size, beyond which a larger
+batch no longer pays (McCandlish et al., arXiv:1812.06162). The draws are normal, in pairs of opposite sign in random order, so that
+their sum is zero; a gradient of zero stays zero.
 
 **Limits.** Shares that hardly differ, from batches far beyond the critical size, are worse: a ring in BF16 adds up about 256 equal
-shares, and the rest are each less than half a unit of the sum and vanish. A ring and a tree of pairs are the two extremes of
-what communication libraries do; those that add in FP32 inside the network or a node round less. The time of the emulation is its own: N passes over the
-gradients.
+shares, and the rest are each less than half a unit of the sum and vanish. A ring and a tree of pairs are the two extremes of what
+communication libraries do; those that add in FP32 inside the network or a node round less. The time of the emulation is its own: N
+passes over the gradients.
 
-The draws depend on the gradients' values alone: a resumed run repeats those of the run that was never stopped, and the script's random numbers
-are left as they are.
+The draws depend on the gradients' values alone: a resumed run repeats those of the run that was never stopped, and the script's
+random numbers are left as they are.
 """
 
 from __future__ import annotations

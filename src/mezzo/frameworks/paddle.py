@@ -268,7 +268,7 @@ def _compute(policy: Policy, native: PaddlePrecision) -> Choice:
 
 
 def _common(policy: Policy) -> list[Choice]:
-    """Return the choices that are the same in every framework: weights, loss scale, and formats of communication, which only PyTorch has."""
+    """Return the choices that are the same in every framework: weights, loss scale, and what only PyTorch has."""
     everywhere = sentences.explain(policy, Device(kind="cuda", name="GPU", capability=(9, 0)))
     common = [choice for choice in everywhere if choice.what in ("weights", "loss scale")]
     return [*common, *communication_left_out(policy)]

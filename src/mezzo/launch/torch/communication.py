@@ -1,9 +1,9 @@
 """Reduce a script's gradients, and gather its sharded weights, in the formats that the policy names.
 
-Several processes: ``DistributedDataParallel`` gets a communication hook before its first forward pass, unless the script registers one of its
-own; ``fully_shard`` gets a ``MixedPrecisionPolicy``. One process: its gradients are changed after every backward pass as the
-reduction over ``world`` processes would change them (``engine.emulated_world``). ``DistributedDataParallel`` does that, too, unless a
-script calls ``no_sync``: so of a script that accumulates, every backward pass reduces what has been added up.
+Several processes: ``DistributedDataParallel`` gets a communication hook before its first forward pass, unless the script
+registers one of its own; ``fully_shard`` gets a ``MixedPrecisionPolicy``. One process: its gradients are changed after every
+backward pass as the reduction over ``world`` processes would change them (``engine.emulated_world``). ``DistributedDataParallel``
+does that, too, unless a script calls ``no_sync``: so if a script accumulates, every backward pass reduces what has been added up.
 
 The loss scale is taken out of gradients before they are reduced (``backward``); in FP16 they are reduced with it.
 """
@@ -72,12 +72,12 @@ class Communication:
             original(model, *args, **kwargs)
             if dist.get_world_size(model.process_group) > 1:
                 refuse_world(policy)
-                handle = model.register_forward_pre_hook(lambda *_: hook_in())
 
-                @torch.compiler.disable
-                def hook_in() -> None:
+                def before_forward(*_: Any) -> None:
                     handle.remove()
                     self._set_hook(model, policy)
+
+                handle = model.register_forward_pre_hook(torch.compiler.disable(before_forward))
 
         return init
 
@@ -144,7 +144,9 @@ class Communication:
         error = None if self._world is None else self._world.error()
         if error is None:
             return []
-        reason = "of the gradients' norm, the median over all backward passes; the shares of the processes are drawn at random around the gradient"
+        reason = (
+            "of the gradients' norm, the median over all backward passes; the processes' shares are drawn at random"
+        )
         return [Reason(what="rounding of the reduction", value=f"{error:.2g}", reason=reason)]
 
     def _loss_scale(self) -> Tensor | None:

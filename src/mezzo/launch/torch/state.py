@@ -56,6 +56,9 @@ NORMS_APART = 10
 class Run:
     """A run's policy, loss scale and steps, and what it left alone."""
 
+    measured: Callable[[], list[Reason]] = list
+    """Returns what was measured of the policy's effects."""
+
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = policy
@@ -93,8 +96,6 @@ class Run:
         """Whether the script has called torch.compile."""
         self.before_compiling: list[Callable[[], Any]] = []
         """Callbacks to run once, before the script first compiles code with torch.compile."""
-        self.measured: Callable[[], list[Reason]] = list
-        """Returns what was measured of the policy's effects."""
         self.script_scaler: Any = None
         """The script's own GradScaler, if it is left alone."""
         self.scaled_by_script = False
