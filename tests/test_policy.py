@@ -51,6 +51,10 @@ DEFAULTS: dict[str, Any] = {
     "op_lists": "portable",
     "fp8_recipe": "tensorwise",
     "fp8_formats": "ocp",
+    "reduce": "auto",
+    "gather": "auto",
+    "world": 1,
+    "reduce_order": "ring",
     "lower": (),
     "fp32": (),
     "widest": (),
@@ -123,6 +127,10 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
     ("min_scale=1e-06", {"min_scale": 1e-6}),
     ("op_lists=device", {"op_lists": "device"}),
     ("arithmetic=native", {"arithmetic": "native"}),
+    ("reduce=fp16", {"reduce": "fp16"}),
+    ("reduce=bf16:world=384", {"reduce": "bf16", "world": 384}),
+    ("reduce=fp32:world=8:reduce_order=tree", {"reduce": "fp32", "world": 8, "reduce_order": "tree"}),
+    ("gather=fp32", {"gather": "fp32"}),
     ("loss_scale=static", {"loss_scale": "static"}),
     ("lower=layer_norm+gelu", {"lower": ("layer_norm", "gelu")}),
     ("fp32=bmm:widest=add", {"widest": ("add",), "fp32": ("bmm",)}),
@@ -262,7 +270,10 @@ NAME_HINT = "name a preset, another library's name for it, or a .toml policy fil
 FIELDS = (
     "compute, casting, norms, master_weights, loss_scale, init_scale, growth_factor, "
     "backoff_factor, growth_interval, hysteresis, min_scale, max_scale, arithmetic, op_lists, "
-    "fp8_recipe, fp8_formats, lower, fp32, widest, fp32_modules"
+    "fp8_recipe, fp8_formats, reduce, gather, world, reduce_order, lower, fp32, widest, fp32_modules"
+)
+GATHER_HINT = (
+    "sharded weights are computed with in the format in which they were gathered: choose the policy of that format"
 )
 FIELD_HINT = "see the fields of mezzo.Policy"
 SETTING_HINT = "write name:field=value:field=value, for example fp16:init_scale=1024"
@@ -434,6 +445,32 @@ WRONG_TEXTS = [
         "fp32:casting=model",
         "compute=fp32 and casting=model contradict each other",
         COMBINATION_HINT,
+    ),
+    (
+        "bf16:world=384",
+        "world=384 emulates a reduction, and reduce=auto names no format for it",
+        "name the format: reduce=bf16:world=384, or leave world out",
+    ),
+    (
+        "bf16:reduce=bf16:world=0",
+        "policy field world=0; allowed: a whole number from 1 to 1.04858e+06",
+        "choose world inside that range",
+    ),
+    (
+        "bf16:reduce=bf16:reduce_order=tree",
+        "reduce_order=tree is the order of an emulated reduction, and world=1 emulates none",
+        "set world to a number of processes; among real ones the communication library chooses the order",
+    ),
+    ("fp16:reduce=int8", "policy field reduce='int8'; allowed: auto, fp32, bf16, fp16", "set reduce to one of them"),
+    (
+        "fp16:gather=bf16",
+        "gather=bf16 under policy fp16 (compute=fp16, casting=ops); allowed: auto, fp32, fp16",
+        GATHER_HINT,
+    ),
+    (
+        "fp32:gather=bf16",
+        "gather=bf16 under policy fp32 (compute=fp32, casting=none); allowed: auto, fp32",
+        GATHER_HINT,
     ),
     (
         "bf16:op_lists=device:arithmetic=emulated",
@@ -870,6 +907,32 @@ EXPLAINED = [
             ("user op lists", "gelu: lower", "the policy names them"),
             ("user op lists", "bmm, mm: fp32", "the policy names them"),
             ("modules", "head, norm* in fp32", "the policy keeps them in FP32"),
+        ],
+    ),
+    (
+        "fp32:reduce=bf16:world=384:reduce_order=tree",
+        gpu(8, 0),
+        [
+            ("compute", "fp32", "the policy casts nothing; TF32 is off"),
+            IN_FP32,
+            ("loss scale", "none", "gradients in fp32 have FP32's range"),
+            (
+                "reduction",
+                "bf16, as by 384 processes in a tree, emulated",
+                "each process' share and every partial sum are rounded; shares are drawn at random around the gradient",
+            ),
+        ],
+    ),
+    (
+        "bf16:reduce=fp16:gather=bf16",
+        gpu(8, 0),
+        [
+            ("compute", "bf16, native on GPU 8.0", "compute capability 8.0; matrix units take bf16 from 8.0"),
+            IN_FP32,
+            ("loss scale", "none", "gradients in bf16 have FP32's range"),
+            LISTS,
+            ("reduction", "fp16", "gradients are rounded to it and summed over the processes in it"),
+            ("gathering", "bf16", "fully_shard gathers weights in it, and computes with them in it"),
         ],
     ),
 ]

@@ -70,6 +70,9 @@ def test_what_frameworks_cannot_honour_is_named() -> None:
     assert "growth_factor" in not_honoured(keras.explain(Policy.parse("fp16:growth_factor=4")))
     assert "growth_factor" not in not_honoured(keras.explain(Policy.parse("fp16")))
     assert not_honoured(paddle.explain(Policy.parse("fp32"))) == set()
+    for framework in (keras, paddle):
+        found = not_honoured(framework.explain(Policy.parse("bf16:reduce=fp16:world=8:gather=bf16")))
+        assert found == {"reduce", "gather"}
     assert not_honoured(paddle.explain(Policy.parse("fp16"))) == {"scale bounds"}
 
 

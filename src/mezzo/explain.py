@@ -85,6 +85,7 @@ def explain(policy: Policy, device: Device | str) -> Choices:
     if policy.fp32_modules:
         patterns = ", ".join(policy.fp32_modules)
         choices.append(_choice("modules", f"{patterns} in fp32", "the policy keeps them in FP32"))
+    choices += _communication(policy)
     if where.kind != "cpu":
         choices.append(_choice("evidence", "none", where.evidence))
     return Choices(choices)
@@ -150,6 +151,29 @@ def _lists(policy: Policy) -> Choice:
     counts = {p: sum(f.precision == p for f in oplists.FAMILIES) for p in oplists.USER_LISTS}
     value = ", ".join(f"{n} families {p}" for p, n in counts.items())
     return _choice("op lists", value, "CUDA autocast's lists, the same on every device")
+
+
+def _communication(policy: Policy) -> list[Choice]:
+    choices = []
+    if policy.reduce != "auto":
+        value, reason = str(policy.reduce), "gradients are rounded to it and summed over the processes in it"
+        if policy.world > 1:
+            value = f"{value}, as by {policy.world} processes in a {policy.reduce_order}, emulated"
+            reason = (
+                "each process' share and every partial sum are rounded; shares are drawn at random around the gradient"
+            )
+        choices.append(_choice("reduction", value, reason))
+    if policy.gather != "auto":
+        reason = "fully_shard gathers weights in it, and computes with them in it"
+        choices.append(_choice("gathering", policy.gather, reason))
+    return choices
+
+
+def communication_left_out(policy: Policy) -> list[Choice]:
+    """Return the formats of communication that ``policy`` names, as choices that a framework other than PyTorch does not honour."""
+    reason = "formats of communication are set, and emulated, for PyTorch only"
+    asked = [(field, getattr(policy, field)) for field in ("reduce", "gather") if getattr(policy, field) != "auto"]
+    return [_choice(field, f"{NOT_HONOURED}: {value}", reason) for field, value in asked]
 
 
 def _user_lists(policy: Policy) -> list[Choice]:

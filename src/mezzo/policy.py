@@ -30,10 +30,12 @@ from mezzo.policyfields import (
     Arithmetic,
     Casting,
     Compute,
+    Exchanged,
     Fp8Formats,
     Fp8Recipe,
     LossScale,
     OpLists,
+    ReduceOrder,
     check_policy,
 )
 
@@ -80,6 +82,14 @@ class Policy:
     """Under ``fp8``: one scale per tensor and gradients in E5M2, or one scale per row (``rowwise``) and all in E4M3."""
     fp8_formats: Fp8Formats = "ocp"
     """Under ``fp8``: E4M3 and E5M2 as NVIDIA and newer AMD GPUs have them, or ``fnuz``, as AMD's MI300 has them."""
+    reduce: Exchanged = "auto"
+    """Format in which gradients are summed over processes; ``auto``: the one that they are in."""
+    gather: Exchanged = "auto"
+    """Format in which ``fully_shard`` gathers weights; ``auto``: as the script says."""
+    world: int = 1
+    """In one process: the number of processes whose reduction is emulated; 1 for none."""
+    reduce_order: ReduceOrder = "ring"
+    """Order of an emulated reduction's sum: one process after the other (``ring``), or by pairs (``tree``)."""
     lower: tuple[str, ...] = ()
     """Families or operations to run in the compute format, beyond the lists."""
     fp32: tuple[str, ...] = ()

@@ -16,8 +16,10 @@ Arithmetic = Literal["auto", "native", "emulated"]
 OpLists = Literal["portable", "device"]
 Fp8Recipe = Literal["tensorwise", "rowwise"]
 Fp8Formats = Literal["ocp", "fnuz"]
+Exchanged = Literal["auto", "fp32", "bf16", "fp16"]
+ReduceOrder = Literal["ring", "tree"]
 
-COUNTS = ("growth_interval", "hysteresis")
+COUNTS = ("growth_interval", "hysteresis", "world")
 SEPARATORS = ":+, "
 NAMES = ("lower", "fp32", "widest", "fp32_modules")
 WORDS: dict[str, tuple[object, ...]] = {
@@ -30,6 +32,9 @@ WORDS: dict[str, tuple[object, ...]] = {
     "op_lists": get_args(OpLists),
     "fp8_recipe": get_args(Fp8Recipe),
     "fp8_formats": get_args(Fp8Formats),
+    "reduce": get_args(Exchanged),
+    "gather": get_args(Exchanged),
+    "reduce_order": get_args(ReduceOrder),
 }
 RANGES: dict[str, tuple[float, float]] = {
     "init_scale": (2.0**-100, 2.0**100),
@@ -39,6 +44,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "hysteresis": (1, 2**31 - 1),
     "min_scale": (2.0**-100, 2.0**100),
     "max_scale": (2.0**-100, 2.0**100),
+    "world": (1, 2**20),
 }
 
 
@@ -122,3 +128,24 @@ def _check_combination(policy: Policy) -> None:
                 f"{field}={getattr(policy, field)} and compute={policy.compute} contradict each other",
                 hint=f"leave {field} out, or start from the preset fp8",
             )
+    _check_communication(policy)
+
+
+def _check_communication(policy: Policy) -> None:
+    if policy.world > 1 and policy.reduce == "auto":
+        raise PolicyError(
+            f"world={policy.world} emulates a reduction, and reduce=auto names no format for it",
+            hint=f"name the format: reduce=bf16:world={policy.world}, or leave world out",
+        )
+    if policy.reduce_order != "ring" and policy.world == 1:
+        raise PolicyError(
+            f"reduce_order={policy.reduce_order} is the order of an emulated reduction, and world=1 emulates none",
+            hint="set world to a number of processes; among real ones the communication library chooses the order",
+        )
+    allowed = ["auto", "fp32", *([policy.storage.name] if policy.casting == "ops" else [])]
+    if policy.gather not in allowed:
+        raise PolicyError(
+            f"gather={policy.gather} under policy {policy.name} (compute={policy.compute}, casting={policy.casting}); "
+            f"allowed: {', '.join(allowed)}",
+            hint="sharded weights are computed with in the format in which they were gathered: choose the policy of that format",
+        )

@@ -61,10 +61,18 @@ def test_paddles_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_an_overflow_in_one_rank_skips_the_same_steps_in_all(kind: str, size: int, tmp_path: Path) -> None:
-    policy = "fp16:growth_interval=1"
+@pytest.mark.parametrize(
+    ("kind", "size", "policy"),
+    [
+        ("ddp", 2, "fp16:growth_interval=1"),
+        ("ddp", 4, "fp16:growth_interval=1"),
+        ("fsdp", 2, "fp16:growth_interval=1"),
+        ("fsdp", 4, "fp16:growth_interval=1"),
+        ("ddp", 4, "fp16:growth_interval=1:reduce=fp16"),
+        ("fsdp", 4, "fp16:growth_interval=1:reduce=bf16:gather=fp16"),
+    ],
+)
+def test_an_overflow_in_one_rank_skips_the_same_steps_in_all(kind: str, policy: str, size: int, tmp_path: Path) -> None:
     words = ["run", "--policy", policy, "--out", "out", RANKS, kind, "230", "overflow"]
     ended = in_processes(words, size=size, folder=tmp_path)
     assert [one.code for one in ended] == [0] * size, ended
@@ -76,6 +84,7 @@ def test_an_overflow_in_one_rank_skips_the_same_steps_in_all(kind: str, size: in
     assert skipped == [skipped[0]] * size
     assert len(skipped[0]) >= 100
     assert record.between_ranks == []
+    assert "reduce" not in {reason.what for reason in record.effective.left_alone}
 
 
 @pytest.mark.slow

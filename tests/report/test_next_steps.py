@@ -159,6 +159,10 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         ),
         [("train with fp16", f"mezzo run --policy fp16 {TAIL}")],
     ),
+    "equivalent, emulated world": (
+        compare(("bf16:reduce=bf16:world=384:reduce_order=tree", "equivalent", {"emulated": True})),
+        [("train with bf16:reduce=bf16 in several processes", f"mezzo run --policy bf16:reduce=bf16 {TAIL}")],
+    ),
     "diverged": (
         diverged(),
         [("fp16 diverged at step 40; find the first bad value", f"mezzo diagnose --policy fp16 {TAIL}")],

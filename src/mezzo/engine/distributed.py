@@ -32,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.devices import has_fp64
 from mezzo.engine import checks
+from mezzo.engine.emulated_world import EmulatedWorld
+from mezzo.engine.exchange import format_of_reduction, refuse_other_formats, refuse_world, use_in_hooks
 from mezzo.engine.gradients import all_finite, gradients_of
 from mezzo.engine.replicas import Replica
 from mezzo.engine.shards import is_shared, local, parts
@@ -69,6 +71,9 @@ class OneProcess:
     def collect(self) -> None:
         """Average gradients over the processes if no backward pass did."""
 
+    def reduce_in(self, policy: Policy) -> None:
+        """Exchange gradients in the format that ``policy`` names, once weights have the formats that they will keep."""
+
     gradients: Callable[[Iterable[Tensor]], list[Tensor]] = staticmethod(gradients_of)
     """The gradients of parameters; of sharded ones, this process's part."""
 
@@ -87,6 +92,33 @@ class OneProcess:
     def all_finite(self, gradients: list[Tensor]) -> bool:
         """Return whether what ``gradients()`` returned is finite in every process; waits for the device."""
         return all_finite(gradients)
+
+
+class Emulated(OneProcess):
+    """The only process, with gradients as several would have reduced them (``reduce=bf16:world=384``)."""
+
+    def __init__(self, trained: Sequence[nn.Parameter], policy: Policy) -> None:
+        self._trained, self._world = trained, EmulatedWorld(policy)
+        self._due = False
+
+    def explain(self) -> list[Choice]:
+        """Return that processes are emulated, and what their rounding did so far."""
+        value = f"{self._world.size}, emulated"
+        error = self._world.error()
+        reason = "only the rounding of their reduction is: this process has the gradients of all"
+        if error is not None:
+            reason += f"; so far it changes the gradients by {error:.1e} of their norm (median of the updates)"
+        return [Choice(what="processes", value=value, reason=reason)]
+
+    def ran(self, calls: int) -> None:
+        """Register a backward pass, whose gradients are to be reduced."""
+        self._due = True
+
+    def collect(self) -> None:
+        """Reduce the window's gradients, once."""
+        if self._due:
+            self._world.reduce(gradients_of(self._trained))
+            self._due = False
 
 
 class Processes(OneProcess):
@@ -135,6 +167,12 @@ class Processes(OneProcess):
         else:
             reason = "the last backward pass of a window averages the gradients"
         return [Choice(what="processes", value=str(self._size), reason=reason)]
+
+    def reduce_in(self, policy: Policy) -> None:
+        """Exchange gradients in the format that ``policy`` names, during backward passes and between them."""
+        use_in_hooks([replica.model for replica in self._replicas], policy)
+        for replica in self._replicas:
+            replica.format = format_of_reduction(policy)
 
     def check_loss(self, loss: Any, *, first: bool) -> None:
         """Refuse what cannot be a loss; when the window closes, all processes learn whether the first was finite."""
@@ -277,15 +315,19 @@ def processes_for(
 
     Raises:
         SessionError: parameters would drift apart, or the policy cannot be applied to shards.
+        PolicyError: the policy emulates processes, and there are several.
     """
+    alone: OneProcess = Emulated(trained, policy) if policy.world > 1 else OneProcess()
     if not (dist.is_available() and dist.is_initialized()):
-        return OneProcess()
+        return alone
     modules = list(dict.fromkeys(m for model in models for m in model.modules()))
     replicas = [m for m in modules if isinstance(m, DistributedDataParallel)]
     roots = [m for m in modules if hasattr(m, "set_requires_all_reduce")]
-    if not replicas and not roots:
-        return OneProcess()
+    if (not replicas and not roots) or (policy.world > 1 and dist.get_world_size() == 1):
+        return alone
     _refuse_left_out(replicas, trained)
+    refuse_world(policy)
+    refuse_other_formats(roots, policy)
     if roots and policy.casting == "model":
         raise SessionError(
             f"policy {policy!s} casts weights, and fully_shard's are shards of FP32 weights",

@@ -287,6 +287,8 @@ def _kernels_of(session: Session, parts: Parts) -> ModuleType:
         wrong = f"{parts.window.calls} backward passes of an open window", "call update() first"
     elif session.processes.several:
         wrong = "several processes", "train with step(loss)"
+    elif session.policy.world > 1:
+        wrong = f"an emulated reduction over {session.policy.world} processes", "train with step(loss)"
     elif len({p.device for p in _trained(session)}) > 1:
         wrong = "parameters on several devices", "train with step(loss): a graph is captured on one device"
     elif len(session.scales) > 1:

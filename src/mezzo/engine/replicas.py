@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mezzo.engine.exchange import Exchange
 from mezzo.errors import SessionError
+from mezzo.formats import Format
 
 BUCKET_BYTES = 64 * 2**20
 """The size of the copy in which gradients are averaged outside a backward pass."""
@@ -25,6 +27,8 @@ class Replica:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.model = model
+        self.format: Format | None = None
+        """What gradients are reduced in; None for their own format."""
         self.averaged = False
         self._forward = _ForwardPasses()
         self._learns_graph: bool = model.static_graph
@@ -48,8 +52,11 @@ class Replica:
         if model.find_unused_parameters:
             _fill_used_elsewhere(parameters, group)
         for bucket in buckets([p.grad for p in parameters if p.grad is not None]):
-            flat = torch.cat([g.reshape(-1) for g in bucket]).div_(dist.get_world_size(group))
-            dist.all_reduce(flat, group=group)
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            if self.format is None:
+                dist.all_reduce(flat.div_(dist.get_world_size(group)), group=group)
+            else:
+                Exchange(self.format, group).begin(flat).wait()
             pieces = flat.split([g.numel() for g in bucket])
             torch._foreach_copy_(bucket, [x.view(g.shape) for x, g in zip(pieces, bucket, strict=True)])
         model.require_forward_param_sync = True  # buffers go out with the next forward pass, as after any exchange

@@ -118,6 +118,7 @@ class Session(Resumable):
         self._watch: NoWatch = FirstWindows(self) if self.is_whole_loop else NoWatch()
         self._one_pass, self._way_of_updating = choose_update(self.optimizers, self.device, clip_value, self.policy)
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
+        self.processes.reduce_in(self.policy)
         self._ownership = Ownership(self.models)
         self._schedules = Schedules(self.schedulers, self.device)
         self._progress = Progress(self.device, together=self.processes.several)

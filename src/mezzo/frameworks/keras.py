@@ -14,7 +14,7 @@ from typing import Any
 
 from mezzo import oplists
 from mezzo.errors import PolicyError
-from mezzo.explain import NOT_HONOURED, Choice, Choices
+from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out
 from mezzo.formats import FP32
 from mezzo.policy import PRESETS, Policy
 
@@ -188,6 +188,7 @@ def left_out(policy: Policy) -> Iterator[Choice]:
 
     if policy.arithmetic == "emulated":
         yield cannot("arithmetic", "Keras computes with its backend's kernels; nothing is emulated")
+    yield from communication_left_out(policy)
     for field in oplists.USER_LISTS:
         if getattr(policy, field):
             yield cannot(field, "Keras has no op lists: a layer computes in the format of its dtype policy")

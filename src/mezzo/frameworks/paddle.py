@@ -15,7 +15,7 @@ from mezzo import explain as sentences
 from mezzo import oplists
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, nearest
-from mezzo.explain import NOT_HONOURED, Choice, Choices
+from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out
 from mezzo.formats import BF16, FP16
 from mezzo.frameworks import paddleops
 from mezzo.policy import PRESETS, Policy
@@ -268,9 +268,10 @@ def _compute(policy: Policy, native: PaddlePrecision) -> Choice:
 
 
 def _common(policy: Policy) -> list[Choice]:
-    """Return the choices that are the same in every framework: the weights and the loss scale."""
+    """Return the choices that are the same in every framework: weights, loss scale, and what only PyTorch has."""
     everywhere = sentences.explain(policy, Device(kind="cuda", name="GPU", capability=(9, 0)))
-    return [choice for choice in everywhere if choice.what in ("weights", "loss scale")]
+    common = [choice for choice in everywhere if choice.what in ("weights", "loss scale")]
+    return [*common, *communication_left_out(policy)]
 
 
 def _lists(native: PaddlePrecision) -> Choice:

@@ -36,9 +36,10 @@ def effective(counted: Counted, policy: Policy | None, *, emulates: bool, left_a
         left_alone: what could not be switched, as known without the counts.
     """
     left = [*left_alone, *(_not_lowered(counted, policy) if policy is not None and policy.lowers else [])]
+    rounds = emulates and (lowered(counted.by_format) or (not counted.by_format and counted.num_lowered != 0))
     return Effective(
         flops_by_format=dict(counted.by_format),
-        emulated=emulates and (lowered(counted.by_format) or (not counted.by_format and counted.num_lowered != 0)),
+        emulated=rounds or (policy is not None and policy.world > 1),
         num_lowered=counted.num_lowered,
         counted_on_step=counted.step,
         left_alone=left,

@@ -153,7 +153,9 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
         return
     equal = [row for row in record.rows if row.verdict == "equivalent"]
     for row in sorted(equal, key=_merit)[:1]:
-        yield from commands.step(f"train with {row.policy_shown}", "run", **_as_row(row))
+        real = _as_row(row) | {"policy": _WORLD.sub("", _typed(row))}
+        where = "" if real["policy"] == _typed(row) else " in several processes"
+        yield from commands.step(f"train with {_WORLD.sub('', row.policy_shown)}{where}", "run", **real)
     for row in record.rows:
         if row is baseline:
             continue
@@ -162,6 +164,10 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
     skipping = [row for row in equal if _skips_many(row.num_skipped, len(trained.steps))]
     for row in skipping[:1]:
         yield from commands.step(f"{row.policy_shown} skips many updates; see why", "diagnose", policy=_typed(row))
+
+
+_WORLD = re.compile(r":(world|reduce_order)=\w+")
+"""The part of a policy's text that emulates processes: real ones need none of it."""
 
 
 def _merit(row: Row) -> tuple[float, float]:

@@ -422,6 +422,11 @@ EMULATED = "lower formats were emulated (rounded to the format, multiplied in a 
         ({"fp32": ("fp32", False, 2), "fp16": ("fp16", True, 2)}, f"{NOTE} on step 2. The {EMULATED}"),
         ({"fp32": ("fp32", False, 2), "fp16": ("fp16", True, 3)}, f"{NOTE}. The {EMULATED}"),
         ({"bf16": ("bf16", False, 2), "fp16": ("fp16", True, 2)}, f"{NOTE} on step 2. Under fp16 the {EMULATED}"),
+        (
+            {"fp32:reduce=bf16:world=8": ("fp32", True, 2)},
+            f"{NOTE} on step 2. Under fp32:reduce=bf16:world=8 reductions over processes were emulated: times say nothing about a "
+            "speed-up.",
+        ),
     ],
 )
 def test_the_note_below_shares_names_the_policies_that_were_emulated(

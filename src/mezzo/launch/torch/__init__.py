@@ -19,6 +19,7 @@ from mezzo.launch.seeds import shift_seeds
 from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.backward import BackwardPasses
+from mezzo.launch.torch.communication import Communication
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.forward import Regions
 from mezzo.launch.torch.lint_hooks import report_to_lint
@@ -67,6 +68,7 @@ def switched(
     """
     run, patches = Run(policy), Patches()
     regions = Regions(run, watched=observe is not None)
+    communication = Communication(run)
     counted = CountedStep(run, in_region=regions.covered)
     try:
         if seed is not None:
@@ -77,7 +79,8 @@ def switched(
         report_to_lint(run.lint, patches, as_is=policy is None)
         record_sessions(run, patches)
         regions.install(patches)
-        BackwardPasses(run).install(patches)
+        communication.install(patches)
+        BackwardPasses(run, communication).install(patches)
         Updates(run).install(patches)
         if observe is None:
             counted.install(patches)
@@ -230,7 +233,7 @@ class TorchTraining:
 
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
-        changed = [] if self._run.changed is None else self._run.changed.explanation()
+        changed = [*self._run.measured(), *([] if self._run.changed is None else self._run.changed.explanation())]
         if self._run.policy is None:
             return changed
         try:

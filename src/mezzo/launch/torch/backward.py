@@ -26,6 +26,7 @@ from mezzo.engine.gradients import all_finite, total_norm
 from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
+from mezzo.launch.torch.communication import Communication
 from mezzo.launch.torch.direct_calls import ENTERED
 from mezzo.launch.torch.gradient_views import UnscaledViews
 from mezzo.launch.torch.state import Run, scale_on_device
@@ -34,8 +35,8 @@ from mezzo.launch.torch.state import Run, scale_on_device
 class BackwardPasses:
     """Replacements for torch's two entries to the backward pass."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, communication: Communication) -> None:
+        self._run, self._communication = run, communication
         self._inverse: Tensor | None = None
         """Factor of gradients at the leaves; None outside a scaled ``backward``."""
         self._hooked = WeakTensorKeyDictionary()
@@ -86,6 +87,7 @@ class BackwardPasses:
             run.lint.backward_begins(outputs, grad_tensors, keeps_graph=_keeps_graph(args, kwargs))
             by_hand = () if run.optimizers else self._leaves_updated_by_hand(outputs)
             casting = run.main_casting
+            before = self._communication.before_backward(lambda: _parameters_in(leaves_of(outputs)))
             if run.scale.checks:
                 with self._scaling(outputs, kwargs.get("inputs")), self._under_policy():
                     run_engine(outputs, self._scaled(outputs, grad_tensors, run.scale), *args, **kwargs)
@@ -98,6 +100,7 @@ class BackwardPasses:
                     run_engine(outputs, grad_tensors, *args, **kwargs)
                 finally:
                     self._end()
+            self._communication.after_backward(before)
             run.lint.backward_ended()
             if by_hand and not run.optimizers:  # a backward pass inside this one may have reached one
                 self._update_by_hand([p.grad for p in by_hand if p.grad is not None])
@@ -122,6 +125,7 @@ class BackwardPasses:
             with self._under_policy():
                 found = run_engine(roots, inputs, self._scaled(roots, grad_outputs, self._run.scale), *args, **kwargs)
             found = self._unscaled(found, self._run.scale)
+            self._communication.reduce([g for g in _listed(found) if g is not None])
             if not self._run.optimizers:
                 self._update_by_hand([g for g in _listed(found) if g is not None])
             return found
@@ -300,6 +304,10 @@ def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
                 seen.add(following)
                 waiting.append(following)
     return leaves
+
+
+def _parameters_in(leaves: Sequence[Tensor]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
 
 
 def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:

@@ -57,6 +57,9 @@ NORMS_APART = 10
 class Run:
     """A run's policy, loss scale and steps, and what it left alone."""
 
+    measured: Callable[[], list[Reason]] = list
+    """Returns what was measured of the policy's effects."""
+
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = policy

@@ -43,6 +43,8 @@ class Steady:
         scaled = run.scale.checks or run.scaled_by_script or run.script_scaler is not None
         if scaled or run.observer is not None or run.compiles or not run.lint.over or len(run.optimizers) != 1:
             return
+        if run.applied is not None and run.applied.world > 1:
+            return  # every backward pass has a reduction to emulate
         optimizer = self._last()
         if optimizer is None or optimizer not in run.optimizers:
             return

@@ -162,7 +162,14 @@ def shares_note(*runs: RunRecord) -> str:
     step = next(iter(steps)) if len(steps) == 1 else None
     where = "" if step is None else f" on step {step}"
     note = f"Share of the floating-point operations of matrix products and convolutions, counted{where}."
-    emulated = _policies(run for run in counted if run.effective.emulated)
+    worlds = _policies(run for run in counted if ":world=" in (run.policy or ""))
+    if worlds:
+        note += (
+            f" Under {fmt.listed(worlds)} reductions over processes were emulated: times say nothing about a speed-up."
+        )
+    emulated = [
+        policy for policy in _policies(run for run in counted if run.effective.emulated) if policy not in worlds
+    ]
     if not emulated:
         return note
     some = _policies(run for run in counted if run.effective.lowered and not run.effective.emulated)
