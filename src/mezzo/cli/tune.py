@@ -14,6 +14,7 @@ import typer
 from mezzo.cli import options, results
 from mezzo.cli.budget import Budget, clock, seconds_of
 from mezzo.cli.progress import shown
+from mezzo.cli.resumed import Resume, finished_before
 from mezzo.cli.script import Script
 from mezzo.cli.words import resuming, typed
 from mezzo.errors import ScriptError, UsageError, nearest
@@ -64,6 +65,7 @@ def tune(
     repeats: Annotated[int, typer.Option(min=2, help="Runs of each finalist, each with its own seed.")] = 3,
     as_module: options.AsModule = False,
     out: options.Out = None,
+    resume: Resume = False,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
 ) -> None:
@@ -77,7 +79,15 @@ def tune(
     """
     from mezzo.measure.tune.configurations import grid
 
-    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
+    script = Script(
+        target=target,
+        arguments=arguments,
+        as_module=as_module,
+        out=out,
+        log_to=log_to,
+        as_json=as_json,
+        resume=resume,
+    )
     time_left, varied, changed = Budget(seconds_of(budget)), _varied(vary or []), _changes(changes)
     limit_bytes = None if memory is None else _bytes_of(memory)
     asked = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
@@ -88,9 +98,8 @@ def tune(
         time_left.console = progress.console
         notes, chosen = _policies(script, asked)
         configurations = grid(chosen, varied, changed, arguments or [])
-        identity = {"--steps": str(steps)}
         try:
-            tuning = _tuning(script, folder, time_left, configurations, identity, (steps, repeats, limit_bytes))
+            tuning = _tuning(script, folder, time_left, configurations, (steps, repeats, limit_bytes))
             record, code = _tuned(script, tuning, time_left, notes)
         except Stopped as stopped:
             results.note(f"stopped by {stop.name}; what is finished is kept in {folder}. To go on, type:")
@@ -194,19 +203,15 @@ def _tuning(
     folder: Path,
     budget: Budget,
     configurations: list[Configuration],
-    identity: dict[str, str],
     limits: tuple[int, int, int | None],
 ) -> Tune:
     from mezzo.launch.several.plan import MARGIN
-    from mezzo.launch.several.resuming import Finished
     from mezzo.launch.several.tune import Tune
     from mezzo.measure.tune.plan import Known
 
     steps, repeats, memory_bytes = limits
-    finished = Finished(folder, script.identity(**identity))
-    if finished.why_anew:
-        budget.say(f"everything runs anew: {finished.why_anew}")
-    elif len(finished):
+    finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))
+    if len(finished):
         budget.say(f"{len(finished)} finished runs of the interrupted search are used again")
     finished.write()
     budget.say(f"{len(configurations)} configurations, the script as it is among them")

@@ -59,6 +59,8 @@ def record_of(
         ranks=[] if request.rank is None else alone(request.rank, training.weights()),
         first_steps=training.num_updates if stopped else None,
         files_read=list(files),
+        request_sha256=request.digest,
+        placement=request.placement,
         started_at_s=ran[0],
         duration_s=ran[1],
         exit_code=exit_code,

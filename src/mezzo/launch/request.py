@@ -12,7 +12,7 @@ from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.observe.settings import AnySettings, read_policy
 from mezzo.policy import Policy
-from mezzo.records import AS_IS, Reason
+from mezzo.records import AS_IS, Placement, Reason
 
 _IN = "@"
 WITHOUT_AMP = "--without-amp"
@@ -82,6 +82,11 @@ class Request(BaseModel):
     """Which of a job's processes this is; None for the only one."""
     variables: dict[str, str] = {}
     """Environment variables for this run, in place of those of the command."""
+
+    digest: str = ""
+    """Digest of what was asked, for the record; empty if nobody will ask whether the run is finished."""
+    placement: Placement | None = None
+    """Where the run is placed, for the record; None if it has the machine to itself."""
 
     reports_progress: bool = False
     """Whether the child reports the latest step to ``progress_file``."""

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -39,16 +39,17 @@ _STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
 
 
 @contextmanager
-def several_runs(*, says_why: bool = True) -> Iterator[None]:
+def several_runs(*, says_why: bool = True, variables: Mapping[str, str] | None = None) -> Iterator[None]:
     """Let the runs of PyTorch scripts inside share their imports, if the system can fork.
 
     Args:
         says_why: whether to print the reason to standard error if they cannot.
+        variables: environment variables of all of them, in place of the command's.
     """
     if sys.platform != "linux":  # elsewhere, native libraries do not survive a fork
         yield
         return
-    starter = Starter()
+    starter = Starter(variables)
     token = _STARTER.set(starter)
     try:
         with stoppable() as stop:
@@ -189,6 +190,8 @@ def _without_record(request: Request, exit_code: int, why: str) -> RunRecord:
         policy_typed=request.policy_typed,
         seed=request.seed,
         environment=environment_without_torch(),
+        request_sha256=request.digest,
+        placement=request.placement,
         exit_code=exit_code,
         error=why,
     )
