@@ -25,7 +25,9 @@ Resume: TypeAlias = Annotated[
 ]
 
 
-def finished_before(script: Script, folder: Path, what: str, *, say: Callable[[str], None], **identity: str) -> Finished:
+def finished_before(
+    script: Script, folder: Path, what: str, *, say: Callable[[str], None], **identity: str
+) -> Finished:
     """Return what an earlier command left in the folder; empty, with the reason said, if it asked for something else.
 
     Args:

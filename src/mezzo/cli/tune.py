@@ -16,7 +16,7 @@ from mezzo.cli.budget import Budget, clock, seconds_of
 from mezzo.cli.progress import shown
 from mezzo.cli.resumed import Resume, finished_before
 from mezzo.cli.script import Script
-from mezzo.cli.words import resuming, typed
+from mezzo.cli.words import resuming
 from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
@@ -247,7 +247,7 @@ def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason])
     first = known.runs.get(Trial(known.now, 0))
     assert first is not None
     record = TuneRecord(
-        command=list(typed()),
+        command=list(script.command),
         script=script.target,
         decision=found.decision,
         chosen=found.chosen.name,
@@ -299,7 +299,7 @@ def _next(script: Script, found: Found, budget: Budget) -> tuple[str, str]:
         )
     if found.decision == "undecided":
         more = f"{-(-int(3 * budget.seconds) // 60)}m"
-        place = [word for word in typed() if word != "mezzo"]
+        place = [word for word in script.command if word != "mezzo"]
         return shlex.join(["mezzo", place[0], "--budget", more, *_without_budget(place[1:])]), (
             f"has more time than {clock(budget.seconds)}"
         )

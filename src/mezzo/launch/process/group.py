@@ -51,7 +51,9 @@ class Guarded:
         read_end, self._pipe = os.pipe()
         guarded = [sys.executable, "-S", _GUARD, str(read_end), *command]
         try:
-            self._process = subprocess.Popen(guarded, stdout=stdout, stderr=stderr, pass_fds=[read_end, *pass_fds], env=env)
+            self._process = subprocess.Popen(
+                guarded, stdout=stdout, stderr=stderr, pass_fds=[read_end, *pass_fds], env=env
+            )
         finally:
             os.close(read_end)
 

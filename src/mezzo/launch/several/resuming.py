@@ -48,6 +48,11 @@ class Finished:
         self.since_s = float(known.get("since_s", time.time()))
         """Unix time at which the command first began."""
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """What must be the same for the command to go on."""
+        return dict(self._identity)
+
     def __len__(self) -> int:
         return len(self._parts)
 
@@ -98,7 +103,6 @@ _NOT_ASKED = {
     "record_path",
     "command",
     "policy_typed",
-    "compared_since_s",
     "output_to_stderr",
     "rank",
     "variables",
