@@ -23,11 +23,33 @@ def step_ms(run: RunRecord) -> float:
     return statistics.median(finite) if finite else math.nan
 
 
+def why_not_timed(pairs: Sequence[Pair]) -> str:
+    """Return why times are not compared: the runs of a pair were on unlike devices, or beside another number of runs. Empty if they are."""
+    for pair in pairs:
+        for (what, ours), (_, theirs) in zip(_terms(pair.run), _terms(pair.baseline), strict=True):
+            if ours != theirs:
+                here = f"{pair.key}: {what} {ours}, the baseline's {theirs}"
+                return f"times are not compared, because the runs were not timed on like terms ({here})"
+    return ""
+
+
+def _terms(run: RunRecord) -> list[tuple[str, str]]:
+    """Return what has to be the same in two runs whose times are compared."""
+    environment, placement = run.environment, run.placement
+    return [
+        ("device", environment.gpu or environment.device),
+        ("CPU", environment.cpu),
+        ("threads", str(environment.threads)),
+        ("runs at once", "1" if placement is None else str(placement.jobs or "not known")),
+        ("placed by", "mezzo" if placement is None or not placement.through else placement.through),
+    ]
+
+
 def time_facts(runs: Sequence[RunRecord], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return a row's times: the median step, and the speed-up unless either side emulated formats."""
+    """Return a row's times: the median step, and the speed-up unless either side emulated formats or the runs are not alike."""
     medians = [ms for run in runs if math.isfinite(ms := step_ms(run))]
     facts: dict[str, Any] = {"step_ms": statistics.median(medians) if medians else None}
-    if any(run.effective.emulated for pair in pairs for run in (pair.run, pair.baseline)):
+    if why_not_timed(pairs) or any(run.effective.emulated for pair in pairs for run in (pair.run, pair.baseline)):
         return facts
     times = [(step_ms(pair.run), step_ms(pair.baseline)) for pair in pairs]
     ratios = [theirs / ours for ours, theirs in times if ours > 0 and theirs > 0]
