@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from mezzo.cli import completion, options, real_gpus, results
+from mezzo.cli.clusters import Jobs, On, engine_of
 from mezzo.cli.compare_runs import begun, left_to_run, run_all
 from mezzo.cli.resumed import Resume
 from mezzo.cli.script import Script
@@ -20,7 +21,6 @@ from mezzo.launch.process.command_signals import stoppable
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
-    from mezzo.launch.several.side_by_side import Engine
     from mezzo.policy import Policy
     from mezzo.records import Row, RunRecord
 
@@ -77,13 +77,8 @@ def compare(
     metric: options.Metric = None,
     out: options.Out = None,
     resume: Resume = False,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Runs at once, each with a GPU of its own; on a machine without GPUs, with its share of the threads.",
-        ),
-    ] = 1,
+    jobs: Jobs = None,
+    on: On = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
 ) -> None:
@@ -100,6 +95,7 @@ def compare(
     """
     from mezzo.launch.runner import several_runs
     from mezzo.launch.several.resuming import with_digest
+    from mezzo.launch.several.side_by_side import one_after_another
     from mezzo.measure.compare import compare as judge
 
     options.check_metric(metric)
@@ -116,14 +112,14 @@ def compare(
         resume=resume,
     )
     script.check(*(one.policy for one in asked.values()))
-    engine = _engine(jobs)
+    engine = engine_of(jobs, on)
     folder = script.folder("compare")
     finished = begun(script, folder, metric=metric, policies=",".join(asked), seeds=str(seeds))
     requests = _requests(script, asked, seeds, folder=folder, metric=metric, since_s=finished.since_s)
     requests = [with_digest(request, finished.identity) for request in requests]
     with stoppable() as stop:
         before, left = left_to_run(requests)
-        with several_runs() if len(left) > 1 and jobs == 1 else nullcontext():
+        with several_runs() if len(left) > 1 and engine is one_after_another else nullcontext():
             runs = run_all(left, timeout_s=timeout, engine=engine, before=before)
         runs.sort(key=lambda r: ([*asked].index(r.policy), r.seed))
         rows: list[Row] = []
@@ -224,25 +220,6 @@ def _requests(
                 )
             )
     return requests
-
-
-def _engine(jobs: int) -> Engine:
-    """Return what runs the requests.
-
-    Raises:
-        UsageError: so many runs at once have no place here.
-    """
-    from mezzo.launch.ranks.leading import leader
-    from mezzo.launch.several.side_by_side import one_after_another, places, side_by_side
-
-    if jobs == 1:
-        return one_after_another
-    if leader() is not None:
-        raise UsageError(
-            f"--jobs {jobs} under a launcher of several processes; allowed: 1",
-            hint="leave out --jobs: each run has all processes of the launcher",
-        )
-    return side_by_side(places(jobs))
 
 
 def _say_stopped(script: Script, folder: Path, what: str) -> None:

@@ -106,7 +106,7 @@ def run_alone(
     try:
         return read_record(path)
     except RecordError:
-        record = _without_record(request, exit_code, why)
+        record = without_record(request, exit_code, why)
         write_record(record, path)
         return record
 
@@ -180,7 +180,8 @@ def _sink(output: Path | None) -> Iterator[IO[bytes] | None]:
         yield file
 
 
-def _without_record(request: Request, exit_code: int, why: str) -> RunRecord:
+def without_record(request: Request, exit_code: int, why: str) -> RunRecord:
+    """Return the record of a run that left none, with the reason."""
     return RunRecord(
         command=list(request.command),
         script=request.target,

@@ -54,7 +54,9 @@ def test_each_run_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [place.variables["CUDA_VISIBLE_DEVICES"] for place in found] == ["4", "5"]
     assert [place.variables["OMP_NUM_THREADS"] for place in found] == ["4", "4"]
     assert found[1].placement == Placement(jobs=2, host=socket.gethostname(), gpus="5", threads=4)
-    with pytest.raises(UsageError, match=r"--jobs 4: each run has a GPU of its own, and 3 can be used; allowed: 1 to 3"):
+    with pytest.raises(
+        UsageError, match=r"--jobs 4: each run has a GPU of its own, and 3 can be used; allowed: 1 to 3"
+    ):
         places(4)
 
 

@@ -14,9 +14,7 @@ LOSS = [1.0 / step for step in range(1, 21)]
 
 def timed(policy: str, seed: int, step_ms: float, *, placement: Placement | None = None, **where: Any) -> RunRecord:
     environment: Environment = ENVIRONMENT.model_copy(update=where)
-    return run(
-        policy, LOSS, seed=seed, time_ms=[step_ms] * len(LOSS), environment=environment, placement=placement
-    )
+    return run(policy, LOSS, seed=seed, time_ms=[step_ms] * len(LOSS), environment=environment, placement=placement)
 
 
 def test_runs_on_like_terms_are_timed() -> None:
