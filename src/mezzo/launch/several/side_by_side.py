@@ -28,7 +28,7 @@ from mezzo.records import Placement, RunRecord
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 """What PyTorch, Paddle, NumPy and TensorFlow read their number of threads from."""
-_NVIDIA_SMI_TIMEOUT_S = 10.0
+_LIST_GPUS_TIMEOUT_S = 10.0
 _GPU = re.compile(r"^(\s*)\S.*\(UUID: ((?:GPU|MIG)-[^)]+)\)", re.MULTILINE)
 
 Ended = tuple[Request, RunRecord]
@@ -74,7 +74,7 @@ def visible_gpus() -> list[str]:
         return []
     try:
         done = subprocess.run(
-            [program, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
+            [program, "-L"], capture_output=True, text=True, timeout=_LIST_GPUS_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return []

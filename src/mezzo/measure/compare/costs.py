@@ -26,11 +26,18 @@ def step_ms(run: RunRecord) -> float:
 def why_not_timed(pairs: Sequence[Pair]) -> str:
     """Return why times are not compared: the runs of a pair were on unlike devices, or beside another number of runs. Empty if they are."""
     for pair in pairs:
+        if any(_shares_unknown(run) for run in (pair.run, pair.baseline)):
+            return "times are not compared, because the cluster may have had other work beside the runs on the same CPU"
         for (what, ours), (_, theirs) in zip(_terms(pair.run), _terms(pair.baseline), strict=True):
             if ours != theirs:
                 here = f"{pair.key}: {what} {ours}, the baseline's {theirs}"
                 return f"times are not compared, because the runs were not timed on like terms ({here})"
     return ""
+
+
+def _shares_unknown(run: RunRecord) -> bool:
+    """Return whether a cluster placed a run without a GPU of its own: what computed beside it is not known."""
+    return run.placement is not None and bool(run.placement.through) and run.placement.gpus is None
 
 
 def _terms(run: RunRecord) -> list[tuple[str, str]]:

@@ -30,8 +30,8 @@ UNLIKE = [
     ({"cpu": "y"}, None, "CPU y, the baseline's x"),
     ({"threads": 4}, None, "threads 4, the baseline's 1"),
     ({}, Placement(jobs=4), "runs at once 4, the baseline's 1"),
-    ({}, Placement(jobs=0, through="slurm"), "runs at once not known, the baseline's 1"),
-    ({}, Placement(jobs=1, through="ray"), "placed by ray, the baseline's mezzo"),
+    ({}, Placement(jobs=0, through="slurm", gpus="0"), "runs at once not known, the baseline's 1"),
+    ({}, Placement(jobs=1, through="ray", gpus="0"), "placed by ray, the baseline's mezzo"),
 ]
 
 
@@ -47,3 +47,14 @@ def test_unlike_runs_are_not_timed_and_the_row_says_why(
     said = f"times are not compared, because the runs were not timed on like terms (seed 1: {why})"
     assert row.reason.endswith(said)
     assert "not compared" not in baseline.reason
+
+
+def test_a_cluster_without_gpus_may_have_had_other_work_beside_them() -> None:
+    placement = Placement(jobs=0, through="slurm", threads=1)
+    runs = [timed("fp32", 0, 10.0, placement=placement), timed("bf16", 0, 5.0, placement=placement)]
+    row = judge(runs).rows[1]
+    assert row.speedup is None
+    assert row.reason.endswith("the cluster may have had other work beside the runs on the same CPU")
+    on_gpu = placement.model_copy(update={"gpus": "0"})
+    runs = [timed("fp32", 0, 10.0, placement=on_gpu), timed("bf16", 0, 5.0, placement=on_gpu)]
+    assert judge(runs).rows[1].speedup == 2.0
