@@ -114,6 +114,46 @@ def test_what_failed_runs_again(train: Path) -> None:
     assert all(run.error is None for run in record().runs)
 
 
+ATTEMPT = """
+import os, sys, time, torch
+torch.manual_seed(0)
+inputs, model = torch.randn(16, 4), torch.nn.Linear(4, 1)
+before, last = "before-" + sys.argv[1], "last-" + sys.argv[1]
+for path in (before, last):
+    if os.path.exists(path):
+        torch.load(path)
+torch.save(inputs, before) if not os.path.exists(before) else None
+time.sleep(0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for step in range(6):
+    loss = (model(inputs) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    time.sleep(0.03)
+    if step == 3 and os.path.exists("saves"):
+        torch.save(model.state_dict(), last)
+    assert step < 4 or os.path.exists("data")
+"""
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_what_a_stopped_attempt_left_bars_the_verdict_unless_it_carries_no_training(train: Path, saves: bool) -> None:
+    train.write_text(ATTEMPT, encoding="utf-8")
+    if saves:
+        Path("saves").touch()
+    assert compared(seeds=1) == (7, 2)
+    Path("data").touch()
+    assert compared("--resume", seeds=1) == (0, 2)
+    found = [(Path(file.path).name, file.written_by, file.read_by) for file in record().shared_files]
+    left = "{0} with seed 0, in an attempt that was stopped,"
+    named = [(f"last-{p}-seed0", left.format(p), f"{p} with seed 0") for p in ("fp32", "bf16")]
+    assert found == (named if saves else [])
+    assert ("not independent" in record().rows[1].reason) == saves
+    assert compared(seeds=1) == (0, 2)  # anew: what was before the comparison is not its own
+    assert record().shared_files == []
+
+
 def damaged(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
 

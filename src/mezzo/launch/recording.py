@@ -59,6 +59,7 @@ def record_of(
         ranks=[] if request.rank is None else alone(request.rank, training.weights()),
         first_steps=training.num_updates if stopped else None,
         files_read=list(files),
+        earlier_update_s=request.earlier_update_s,
         request_sha256=request.digest,
         placement=request.placement,
         started_at_s=ran[0],

@@ -85,6 +85,8 @@ class Request(BaseModel):
 
     digest: str = ""
     """Digest of what was asked, for the record; empty if nobody will ask whether the run is finished."""
+    earlier_update_s: float | None = None
+    """Unix time of the first update of an attempt at this run that was stopped; None if there was none."""
     placement: Placement | None = None
     """Where the run is placed, for the record; None if it has the machine to itself."""
 
@@ -121,3 +123,8 @@ class Request(BaseModel):
     def progress_file(self) -> Path:
         """The file that the child reports its progress to."""
         return Path(self.record_path).absolute().with_suffix(".progress")
+
+    @property
+    def updated_file(self) -> Path:
+        """The file whose time is that of the first update, for a later attempt at the same run."""
+        return Path(self.record_path).absolute().with_suffix(".updated")

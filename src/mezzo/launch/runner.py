@@ -27,7 +27,7 @@ from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.places import ASKS
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
-from mezzo.records import AnyRecord, RunRecord, read_record, write_record
+from mezzo.records import FILE_CLOCK_TICK_S, AnyRecord, RunRecord, read_record, write_record
 
 _STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes print there, too
 _PLACE_S = 1.0
@@ -99,6 +99,7 @@ def run_alone(
         stop.check()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
+        request = _after_earlier_attempt(request)
         if importlib.util.find_spec(request.framework) is None:
             exit_code, why = 1, f"the script imports {request.framework}, which is not installed for {sys.executable}"
         else:
@@ -109,6 +110,20 @@ def run_alone(
         record = without_record(request, exit_code, why)
         write_record(record, path)
         return record
+
+
+def _after_earlier_attempt(request: Request) -> Request:
+    """Return the request of a compared run with the time at which an attempt that was stopped had made its first update."""
+    if request.compared_since_s is None:
+        return request
+    try:
+        updated_s = request.updated_file.stat().st_mtime
+    except OSError:
+        return request
+    if updated_s < request.compared_since_s - FILE_CLOCK_TICK_S:  # of an earlier comparison in this folder
+        request.updated_file.unlink(missing_ok=True)
+        return request
+    return request.model_copy(update={"earlier_update_s": updated_s})
 
 
 def _run(

@@ -216,6 +216,8 @@ class RunRecord(WholeRecord):
     """What should be the same in all ranks, and is not."""
     first_steps: int | None = None
     """The number of steps after which the run was stopped, as asked; None for a run that ended by itself."""
+    earlier_update_s: float | None = None
+    """Unix time of the first update of an earlier attempt at this run, which was stopped; None if there was none."""
     request_sha256: str = ""
     """Digest of what was asked: the script with the files it imports, arguments, policy, seed, versions. Empty for a single run."""
     placement: Placement | None = None

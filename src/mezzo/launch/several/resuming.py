@@ -107,6 +107,7 @@ _NOT_ASKED = {
     "rank",
     "variables",
     "digest",
+    "earlier_update_s",
     "placement",
     "reports_progress",
     "watches",

@@ -73,9 +73,7 @@ def visible_gpus() -> list[str]:
     if program is None:
         return []
     try:
-        done = subprocess.run(
-            [program, "-L"], capture_output=True, text=True, timeout=_LIST_GPUS_TIMEOUT_S, check=True
-        )
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_LIST_GPUS_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return listed_gpus(done.stdout)
