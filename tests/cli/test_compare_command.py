@@ -14,8 +14,10 @@ from rich.console import Console
 from helpers_compare import row_of, run
 from mezzo import cli
 from mezzo.cli import compare as command
+from mezzo.cli import compare_runs
 from mezzo.cli.script import Script
 from mezzo.launch.request import Request
+from mezzo.launch.several.side_by_side import one_after_another
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 from mezzo.records import CompareRecord, Effective, Reason, RunRecord, read_record, write_record
@@ -47,14 +49,14 @@ def test_a_run_may_take_so_long(
     request = Request(
         target="train.py", kind="script", policy="fp32", record_path=str(tmp_path / "r" / "record.json"), command=()
     )
-    command._run_all([request] * 4, timeout_s=timeout_s)
+    compare_runs.run_all([request] * 4, timeout_s=timeout_s, engine=one_after_another)
     assert asked == limits
 
 
 def test_a_run_that_failed_says_nothing_of_how_long_others_may_take() -> None:
     failed = run_record("fp16", duration_s=1000.0, error="it was stopped", exit_code=137)
-    assert command._limit_s([failed]) is None
-    assert command._limit_s([failed, run_record("fp32", duration_s=40.0)]) == 800.0
+    assert compare_runs.limit_s([failed]) is None
+    assert compare_runs.limit_s([failed, run_record("fp32", duration_s=40.0)]) == 800.0
 
 
 def in_paddle(record: CompareRecord) -> CompareRecord:
@@ -245,7 +247,7 @@ def test_requests_are_interleaved_and_a_runs_name_replaces_its_mark(tmp_path: Pa
     arguments = ["--out", "a/{run}/{run}.pt", "{}"]
     script = Script(target="train.py", arguments=arguments, as_module=False, out=None, log_to=None, as_json=False)
     asked = command._asked("as-is, O1:init_scale=64,fp16:init_scale=64")
-    requests = command._requests(script, asked, 3, folder=tmp_path, metric=None)
+    requests = command._requests(script, asked, 3, folder=tmp_path, metric=None, since_s=7.0)
     named = {"as-is": None, "O1_init_scale=64": Policy.parse("fp16:init_scale=64")}
     order = [(0, 0), (1, 0), (1, 1), (0, 1), (0, 2), (1, 2)]
     assert [request.seed for request in requests] == [seed for _, seed in order]
@@ -255,5 +257,4 @@ def test_requests_are_interleaved_and_a_runs_name_replaces_its_mark(tmp_path: Pa
         assert request.policy == policy
         assert request.arguments == ("--out", f"a/{name}/{name}.pt", "{}")
         assert request.record_path == str(tmp_path / name / "record.json")
-    assert len({request.compared_since_s for request in requests}) == 1
-    assert requests[0].compared_since_s is not None
+    assert {request.compared_since_s for request in requests} == {7.0}

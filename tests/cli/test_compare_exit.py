@@ -28,7 +28,7 @@ def ended_with(verdicts: list[Verdict], *options: str, folder: Path) -> int:
     record = build.compare_record(rows=rows, num_seeds=1, num_steps=2)
     runs: list[RunRecord] = [build.run_record("fp32", num_steps=2)]
     with (
-        mock.patch("mezzo.cli.compare._run_all", return_value=runs),
+        mock.patch("mezzo.cli.compare.run_all", return_value=runs),
         mock.patch.object(measure_compare, "compare", return_value=record),
         mock.patch("mezzo.cli.results.finish"),
     ):

@@ -93,7 +93,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(capsys: pyte
     assert tuned(*words, children=Children(interrupt_at=2)) == 130
     told = capsys.readouterr().err
     assert "stopped by SIGINT; what is finished is kept in out. To go on, type:" in told
-    assert told.splitlines()[-1].startswith("  mezzo tune --out out --policies as-is")
+    assert told.splitlines()[-1].startswith("  mezzo tune --resume --out out --policies as-is")
     rest = Children()
     assert tuned(*words, children=rest) == 0
     assert "1 finished runs of the interrupted search are used again" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from mezzo.cli.budget import Budget, seconds_of
 from mezzo.cli.check_record import CheckOptions, check_record, formats_of
 from mezzo.cli.patches import with_patch
 from mezzo.cli.progress import shown
+from mezzo.cli.resumed import Resume, finished_before
 from mezzo.cli.script import Script
 from mezzo.cli.words import resuming
 from mezzo.errors import PolicyError
@@ -59,6 +60,7 @@ def check(
     as_module: options.AsModule = False,
     metric: options.Metric = None,
     out: options.Out = None,
+    resume: Resume = False,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
 ) -> None:
@@ -76,7 +78,15 @@ def check(
     options.check_metric(metric)
     named = {} if policies is None else _named(policies)
     asked = CheckOptions(
-        script=Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json),
+        script=Script(
+            target=target,
+            arguments=arguments,
+            as_module=as_module,
+            out=out,
+            log_to=log_to,
+            as_json=as_json,
+            resume=resume,
+        ),
         budget=Budget(seconds_of(budget)),
         gpu=None if gpu is None else gpu_named(gpu),
         policies=None if policies is None else list(named),
@@ -199,13 +209,8 @@ def _settings(asked: CheckOptions, offers: list[Reason]) -> Settings:
 
 def _finished(asked: CheckOptions, folder: Path, settings: Settings) -> Finished:
     """Return what an interrupted check of the same script left in the folder."""
-    from mezzo.launch.several.resuming import Finished
-
-    identity = asked.script.identity(**{"--metric": asked.metric or ""})
-    finished = Finished(folder, identity)
-    if finished.why_anew:
-        asked.budget.say(f"everything runs anew: {finished.why_anew}")
-    elif len(finished):
+    finished = finished_before(asked.script, folder, "check", say=asked.budget.say, metric=asked.metric or "")
+    if len(finished):
         asked.budget.say(f"{len(finished)} finished parts of the interrupted check are used again")
     finished.write()
     return finished

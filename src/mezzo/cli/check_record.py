@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from mezzo.cli.budget import Budget, clock
 from mezzo.cli.real_gpus import predicted_for
 from mezzo.cli.script import Script
-from mezzo.cli.words import typed
 
 if TYPE_CHECKING:
     from mezzo.devices import Device
@@ -60,7 +59,7 @@ def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], fou
     from mezzo.records import CheckRecord, CheckStage
 
     known, here = checking.known, found.devices[0]
-    comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(typed()))
+    comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(asked.script.command))
     gpu = asked.gpu or (GPUS[_REFERENCE] if here.kind == "cpu" else None)
     if gpu is not None and not checking.too_slow:
         found_there = predicted_for(asked.script, known.runs, [gpu], asked.budget.say)
@@ -85,7 +84,7 @@ def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], fou
         outcome=f"{here.name}; {formats_of(here)}",
     )
     return CheckRecord(
-        command=list(typed()),
+        command=list(asked.script.command),
         script=asked.script.target,
         answer=answer,
         device=device_report(here, facts=found),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import nullcontext, suppress
+import sys
+from contextlib import nullcontext
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from mezzo.cli import completion, options, real_gpus, results
+from mezzo.cli.clusters import Jobs, On, engine_of
+from mezzo.cli.compare_runs import begun, left_to_run, run_all
 from mezzo.cli.model_changes import changes_of
-from mezzo.cli.progress import shown
+from mezzo.cli.resumed import Resume
 from mezzo.cli.script import Script
-from mezzo.cli.words import typed
+from mezzo.cli.words import resuming
 from mezzo.errors import PolicyError, ScriptError, UsageError, nearest
-from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.launch.process.command_signals import stoppable
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
 _FAILED = 1
 """Exit code for a verdict that ``--fail-on`` lists."""
-_TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
 def compare(
@@ -77,6 +78,9 @@ def compare(
     as_module: options.AsModule = False,
     metric: options.Metric = None,
     out: options.Out = None,
+    resume: Resume = False,
+    jobs: Jobs = None,
+    on: On = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
 ) -> None:
@@ -84,11 +88,16 @@ def compare(
 
     Policies and seeds are interleaved, so that a drift of the machine affects all of them alike.
 
+    A comparison that was stopped goes on when the same command is typed with the same --out; --resume also repeats what failed, and
+    takes more seeds or policies.
+
     Exit code 1 if a policy gets a verdict that --fail-on lists.
 
     Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
     from mezzo.launch.runner import several_runs
+    from mezzo.launch.several.resuming import with_digest
+    from mezzo.launch.several.side_by_side import one_after_another
     from mezzo.measure.compare import compare as judge
 
     options.check_metric(metric)
@@ -96,28 +105,38 @@ def compare(
     asked = _with_checkpointed(_asked(policies), checkpoint)
     changes_of(target, as_module, checkpoint=checkpoint or "")
     baseline = "fp32" if "fp32" in asked else next(iter(asked))
-    name = asked[baseline].name
-    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
+    script = Script(
+        target=target,
+        arguments=arguments,
+        as_module=as_module,
+        out=out,
+        log_to=log_to,
+        as_json=as_json,
+        resume=resume,
+    )
     script.check(*(one.policy for one in asked.values()))
+    engine = engine_of(jobs, on)
     folder = script.folder("compare")
-    requests = _requests(script, asked, seeds, folder=folder, metric=metric)
+    finished = begun(script, folder, metric=metric, policies=",".join(asked), seeds=str(seeds))
+    requests = _requests(script, asked, seeds, folder=folder, metric=metric, since_s=finished.since_s)
+    requests = [with_digest(request, finished.identity) for request in requests]
     with stoppable() as stop:
-        with several_runs() if len(requests) > 1 else nullcontext():
-            runs = _run_all(requests, timeout_s=timeout)
+        before, left = left_to_run(requests)
+        with several_runs() if len(left) > 1 and engine is one_after_another else nullcontext():
+            runs = run_all(left, timeout_s=timeout, engine=engine, before=before)
         runs.sort(key=lambda r: ([*asked].index(r.compared_as), r.seed))
         rows: list[Row] = []
         if any(run.compared_as == baseline for run in runs):
-            record = judge(runs, baseline=baseline, margin=margin, command=list(typed()))
+            record = judge(runs, baseline=baseline, margin=margin, command=list(script.command))
             if not stop.stopped:
                 record = record.model_copy(update={"real_gpus": real_gpus.predicted_for(script, runs, gpus)})
             script.finish(record, folder)
             rows = [row for row in record.rows if row.verdict in failing]
         if stop.stopped:
-            results.note(
-                f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs; their records are in {folder}"
-            )
+            _say_stopped(script, folder, f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs")
         else:
-            _check_baseline([run for run in runs if run.compared_as == baseline], name, folder)
+            finished.end()
+            _check_baseline([run for run in runs if run.compared_as == baseline], asked[baseline].name, folder)
     if rows and not stop.stopped:
         found = ", ".join(f"{row.policy_shown} {row.verdict.replace('_', ' ')}" for row in rows)
         results.note(f"exit code {_FAILED}, because of --fail-on {fail_on}: {found}")
@@ -193,12 +212,12 @@ def _folders(asked: dict[str, _Asked]) -> dict[str, str]:
 
 
 def _requests(
-    script: Script, asked: dict[str, _Asked], seeds: int, *, folder: Path, metric: str | None
+    script: Script, asked: dict[str, _Asked], seeds: int, *, folder: Path, metric: str | None, since_s: float
 ) -> list[Request]:
     """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
     from mezzo.launch.several.compared_runs import named_arguments
 
-    since_s, texts, folders = time.time(), [*asked], _folders(asked)
+    texts, folders = [*asked], _folders(asked)
     requests = []
     for seed in range(seeds):
         first = seed % len(texts)
@@ -219,26 +238,9 @@ def _requests(
     return requests
 
 
-def _limit_s(runs: list[RunRecord]) -> float | None:
-    """Return the time limit of the next run; None until a run has ended, because nothing is known of the script before."""
-    ended = [run.duration_s for run in runs if run.error is None]
-    return max(_TIMES_LONGER * max(ended), _LEAST_LIMIT_S) if ended else None
-
-
-def _run_all(requests: list[Request], *, timeout_s: float | None) -> list[RunRecord]:
-    from mezzo.launch.runner import run_child
-
-    runs: list[RunRecord] = []
-    with stoppable() as stop, suppress(Stopped), shown(requests) as progress:
-        for request in requests:
-            output = Path(request.record_path).with_name("output.log")
-            output.parent.mkdir(parents=True, exist_ok=True)
-            record = run_child(request, output=output, limit_s=timeout_s or _limit_s(runs))
-            if stop.stopped:
-                break
-            runs.append(record)
-            progress.say_ended(request, record)
-    return runs
+def _say_stopped(script: Script, folder: Path, what: str) -> None:
+    results.note(f"{what}; their records are in {folder}. To go on, type:")
+    print(f"  {resuming(folder, num_arguments=len(script.arguments or ()))}", file=sys.stderr)
 
 
 def _check_baseline(own: list[RunRecord], name: str, folder: Path) -> None:

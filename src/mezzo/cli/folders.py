@@ -43,6 +43,23 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
     return folder
 
 
+def resumed_folder(out: Path | None) -> Path:
+    """Return the folder that a command goes on in.
+
+    Raises:
+        UsageError: none was named, or there is none of that name.
+    """
+    if out is None or not out.is_dir():
+        named = "no folder" if out is None else f"--out {str(out)!r}, which is no folder"
+        raise UsageError(
+            f"--resume with {named}; allowed: --out with the folder to go on in",
+            hint="type: --resume --out runs/... with the folder that the command wrote to",
+        )
+    _made(out)
+    (out / _REPORT).unlink(missing_ok=True)
+    return out
+
+
 def _free(out: Path, leaves: Sequence[str]) -> Path:
     folder = next(folder for folder in _numbered(out) if not folder.is_dir() or _is_own(folder, leaves))
     if folder != out:

@@ -76,7 +76,8 @@ class Progress:
         # A moving line belongs in a terminal only, even if colours are forced into a log.
         self.moves = sys.stderr.isatty() and not console.is_dumb_terminal
         self._ended: list[Ended] = []
-        self._current: _Current | None = None
+        self._running: list[_Current] = []
+        """The runs in progress, the oldest first."""
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._told_s = 0.0
@@ -87,13 +88,14 @@ class Progress:
     def following(self, request: Request, *, passes_output: bool) -> Iterator[None]:
         """Follow the run of ``request`` inside."""
         began_s = self._told_s = time.monotonic()
+        own = _Current(request, run_name(request), passes_output=passes_output)
         with self._lock:
-            self._current = _Current(request, run_name(request), passes_output=passes_output)
+            self._running.append(own)
         try:
             yield
         finally:
             with self._lock:
-                self._current = None
+                self._running.remove(own)
             self._ended.append(Ended(run_policy(request), time.monotonic() - began_s))
 
     def say_ended(self, request: Request, record: RunRecord) -> None:
@@ -106,6 +108,11 @@ class Progress:
         left_s = None if record.error else self._left_s()
         rest = f"; {_left_text(left_s)}" if left_s else ""
         self.console.print(f"{run_name(request)}: {outcome}{rest}", markup=False, soft_wrap=True)
+
+    @property
+    def _current(self) -> _Current | None:
+        """The run that the line shows."""
+        return self._running[0] if self._running else None
 
     # --- drawing -----------------------------------------------------------------------------------------------------------------
 
@@ -157,6 +164,8 @@ class Progress:
                 parts.append(f"{current.latest.num_skipped} skipped")
             if current.request.watches and current.latest.waits:
                 parts.append(current.latest.waits)
+        if len(self._running) > 1:
+            parts.append(f"{fmt.plural(len(self._running) - 1, 'other run')} beside it")
         left_s = self._left_s()
         return [*parts, _time_text(time.monotonic() - current.began_s) if left_s is None else _left_text(left_s)]
 
@@ -173,6 +182,8 @@ class Progress:
 
     def _left_s(self) -> float | None:
         """Return the time left: of the run by its rate, of later runs by finished ones; None if either is not known."""
+        if len(self._running) > 1:
+            return None  # runs side by side end when they end
         current = self._current
         here = 0.0 if current is None else self._left_of(current)
         if here is None or not self._planned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shlex
 import sys
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.folders import new_folder
+from mezzo.cli.folders import new_folder, resumed_folder
 from mezzo.cli.progress import shown
 from mezzo.cli.standins import stand_in_for
-from mezzo.cli.words import target_of, typed
+from mezzo.cli.words import target_of, typed, typed_before
 from mezzo.launch.process.command_signals import Stop, stoppable
 
 if TYPE_CHECKING:
@@ -40,6 +41,13 @@ class Script:
     out: Path | None
     log_to: list[str] | None
     as_json: bool
+    resume: bool = False
+    """Whether the command goes on in its folder."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command as typed, for records; without ``--resume``, because a resumed command has the record of the one it goes on with."""
+        return typed_before(len(self.arguments or ())) if self.resume else typed()
 
     def check(self, *policies: Policy | None) -> None:
         """Refuse a target that is not a script or module, or cannot run under a policy; show a syntax error as python does."""
@@ -69,7 +77,7 @@ class Script:
             stand_in=stand_in_for(target, policy=policy),
             policy=policy,
             record_path=str(folder / "record.json"),
-            command=typed(),
+            command=self.command,
             **asked,
         )
 
@@ -77,6 +85,7 @@ class Script:
         """Return what must be the same for a command to go on where it was interrupted; ``more`` are options of the command."""
         from mezzo.launch.frameworks import own_sources
         from mezzo.measure.environment import package_version
+        from mezzo.measure.variables import variables_that_compute
 
         text = hashlib.sha256()
         for source in own_sources(self.target, kind="module" if self.as_module else "script"):
@@ -85,6 +94,7 @@ class Script:
             "script": self.target,
             "the script's text": text.hexdigest(),
             "its arguments": shlex.join(self.arguments or ()),
+            "its environment variables": shlex.join(f"{k}={v}" for k, v in variables_that_compute(os.environ).items()),
             **more,
             "mezzo": package_version("mezzo") or "",
             "torch": package_version("torch") or "",
@@ -93,6 +103,8 @@ class Script:
 
     def folder(self, name: str, *, leaves: Sequence[str] = ()) -> Path:
         """Return the folder for the command's records; ``name`` is part of a new folder's name."""
+        if self.resume:
+            return resumed_folder(self.out)
         return new_folder(self.out, f"{Path(self.target).stem}-{name}", leaves=leaves)
 
     def finish(self, record: AnyRecord, folder: Path, *, after_script: bool = False) -> None:

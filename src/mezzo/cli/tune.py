@@ -14,9 +14,10 @@ import typer
 from mezzo.cli import options, results
 from mezzo.cli.budget import Budget, clock, seconds_of
 from mezzo.cli.progress import shown
+from mezzo.cli.resumed import Resume, finished_before
 from mezzo.cli.ruled_out import named_gpu, predicted_out
 from mezzo.cli.script import Script
-from mezzo.cli.words import resuming, typed
+from mezzo.cli.words import resuming
 from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
@@ -81,6 +82,7 @@ def tune(
     repeats: Annotated[int, typer.Option(min=2, help="Runs of each finalist, each with its own seed.")] = 3,
     as_module: options.AsModule = False,
     out: options.Out = None,
+    resume: Resume = False,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
 ) -> None:
@@ -95,7 +97,15 @@ def tune(
     """
     from mezzo.measure.tune.configurations import grid
 
-    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
+    script = Script(
+        target=target,
+        arguments=arguments,
+        as_module=as_module,
+        out=out,
+        log_to=log_to,
+        as_json=as_json,
+        resume=resume,
+    )
     time_left, varied, changed = Budget(seconds_of(budget)), _varied(vary or []), _changes(changes)
     limit_bytes, plans = None if memory is None else _bytes_of(memory), _plans(checkpoint)
     target_gpu = named_gpu(gpu)
@@ -109,9 +119,8 @@ def tune(
         configurations = grid(chosen, varied, changed, arguments or [], checkpoints=plans)
         out_of_play = predicted_out(script, configurations, target_gpu, limit_bytes, time_left)
         notes += out_of_play.notes
-        identity = {"--steps": str(steps)}
         try:
-            tuning = _tuning(script, folder, time_left, configurations, identity, (steps, repeats, limit_bytes))
+            tuning = _tuning(script, folder, time_left, configurations, (steps, repeats, limit_bytes))
             tuning.known = replace(tuning.known, ruled_out=out_of_play.reasons)
             record, code = _tuned(script, tuning, time_left, notes)
         except Stopped as stopped:
@@ -217,19 +226,15 @@ def _tuning(
     folder: Path,
     budget: Budget,
     configurations: list[Configuration],
-    identity: dict[str, str],
     limits: tuple[int, int, int | None],
 ) -> Tune:
     from mezzo.launch.several.plan import MARGIN
-    from mezzo.launch.several.resuming import Finished
     from mezzo.launch.several.tune import Tune
     from mezzo.measure.tune.plan import Known
 
     steps, repeats, memory_bytes = limits
-    finished = Finished(folder, script.identity(**identity))
-    if finished.why_anew:
-        budget.say(f"everything runs anew: {finished.why_anew}")
-    elif len(finished):
+    finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))
+    if len(finished):
         budget.say(f"{len(finished)} finished runs of the interrupted search are used again")
     finished.write()
     budget.say(f"{len(configurations)} configurations, the script as it is among them")
@@ -265,7 +270,7 @@ def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason])
     first = known.runs.get(Trial(known.now, 0))
     assert first is not None
     record = TuneRecord(
-        command=list(typed()),
+        command=list(script.command),
         script=script.target,
         decision=found.decision,
         chosen=found.chosen.name,
@@ -319,7 +324,7 @@ def _next(script: Script, found: Found, budget: Budget) -> tuple[str, str]:
         )
     if found.decision == "undecided":
         more = f"{-(-int(3 * budget.seconds) // 60)}m"
-        place = [word for word in typed() if word != "mezzo"]
+        place = [word for word in script.command if word != "mezzo"]
         return shlex.join(["mezzo", place[0], "--budget", more, *_without_budget(place[1:])]), (
             f"has more time than {clock(budget.seconds)}"
         )

@@ -37,16 +37,26 @@ def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Ta
     return Target(name, module=module, arguments=own, typed=tuple(word for word in before if word != "-m"))
 
 
+RESUME = "--resume"
+
+
+def typed_before(num_arguments: int) -> tuple[str, ...]:
+    """Return the command that a resumed one goes on with: as typed, without ``--resume`` before a script with so many arguments."""
+    words = typed()
+    script = len(words) - num_arguments - 1
+    return (*(word for word in words[:script] if word != RESUME), *words[script:])
+
+
 def resuming(folder: Path, *, num_arguments: int) -> str:
     """Return the command that goes on in ``folder``: as typed, with that folder."""
-    words = list(typed())
+    words = list(typed_before(num_arguments))
     script = len(words) - num_arguments - 1
     options_given = words[2:script]
     for place, word in enumerate(options_given):
         if word == "--out" or word.startswith("--out="):
             del options_given[place : place + (1 if "=" in word else 2)]
             break
-    return shlex.join([*words[:2], "--out", str(folder), *options_given, *words[script:]])
+    return shlex.join([*words[:2], RESUME, "--out", str(folder), *options_given, *words[script:]])
 
 
 def value_after(option: str) -> str:

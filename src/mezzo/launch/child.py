@@ -61,7 +61,8 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         _with_processes(request, training) as spawned,
     ):
         if request.reports_progress:
-            training.report_to(reports_to(request.progress_file), every_s=EVERY_S)
+            first = None if request.compared_since_s is None else request.updated_file
+            training.report_to(reports_to(request.progress_file, first=first), every_s=EVERY_S)
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         limit = _limit(request, training)

@@ -70,13 +70,23 @@ def read_latest(path: Path) -> Latest | None:
     return Latest(step=step, loss=loss, num_skipped=num_skipped, waits=waits)
 
 
-def reports_to(path: Path) -> Report:
-    """Return what writes this process's reports to ``path``; a process that the script forks writes none."""
-    process = os.getpid()
+def reports_to(path: Path, *, first: Path | None = None) -> Report:
+    """Return what writes this process's reports to ``path``; a process that the script forks writes none.
+
+    Args:
+        path: the file for the latest report.
+        first: a file to make at the first report, unless it is there.
+    """
+    process, marked = os.getpid(), first is None
 
     def report(latest: Latest) -> None:
+        nonlocal marked
         if os.getpid() != process:
             return
+        if first is not None and not marked:
+            marked = True
+            with suppress(OSError):
+                first.touch(exist_ok=False)
         with suppress(OSError):  # the folder may be gone, or the disk full: the training goes on
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             try:

@@ -13,7 +13,7 @@ from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.observe.settings import AnySettings, read_policy
 from mezzo.policy import Policy
-from mezzo.records import AS_IS, Reason
+from mezzo.records import AS_IS, Placement, Reason
 
 _IN = "@"
 WITHOUT_AMP = "--without-amp"
@@ -86,6 +86,13 @@ class Request(BaseModel):
     variables: dict[str, str] = {}
     """Environment variables for this run, in place of those of the command."""
 
+    digest: str = ""
+    """Digest of what was asked, for the record; empty if nobody will ask whether the run is finished."""
+    earlier_update_s: float | None = None
+    """Unix time of the first update of an attempt at this run that was stopped; None if there was none."""
+    placement: Placement | None = None
+    """Where the run is placed, for the record; None if it has the machine to itself."""
+
     reports_progress: bool = False
     """Whether the child reports the latest step to ``progress_file``."""
     watches: bool = False
@@ -119,3 +126,8 @@ class Request(BaseModel):
     def progress_file(self) -> Path:
         """The file that the child reports its progress to."""
         return Path(self.record_path).absolute().with_suffix(".progress")
+
+    @property
+    def updated_file(self) -> Path:
+        """The file whose time is that of the first update, for a later attempt at the same run."""
+        return Path(self.record_path).absolute().with_suffix(".updated")

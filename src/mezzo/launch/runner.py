@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,7 +27,7 @@ from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.places import ASKS
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
-from mezzo.records import AnyRecord, RunRecord, read_record, write_record
+from mezzo.records import FILE_CLOCK_TICK_S, AnyRecord, RunRecord, read_record, write_record
 
 _STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes print there, too
 _PLACE_S = 1.0
@@ -39,16 +39,17 @@ _STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
 
 
 @contextmanager
-def several_runs(*, says_why: bool = True) -> Iterator[None]:
+def several_runs(*, says_why: bool = True, variables: Mapping[str, str] | None = None) -> Iterator[None]:
     """Let the runs of PyTorch scripts inside share their imports, if the system can fork.
 
     Args:
         says_why: whether to print the reason to standard error if they cannot.
+        variables: environment variables of all of them, in place of the command's.
     """
     if sys.platform != "linux":  # elsewhere, native libraries do not survive a fork
         yield
         return
-    starter = Starter()
+    starter = Starter(variables)
     token = _STARTER.set(starter)
     try:
         with stoppable() as stop:
@@ -98,6 +99,7 @@ def run_alone(
         stop.check()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
+        request = _after_earlier_attempt(request)
         if importlib.util.find_spec(request.framework) is None:
             exit_code, why = 1, f"the script imports {request.framework}, which is not installed for {sys.executable}"
         else:
@@ -105,9 +107,23 @@ def run_alone(
     try:
         return read_record(path)
     except RecordError:
-        record = _without_record(request, exit_code, why)
+        record = without_record(request, exit_code, why)
         write_record(record, path)
         return record
+
+
+def _after_earlier_attempt(request: Request) -> Request:
+    """Return the request of a compared run with the time at which an attempt that was stopped had made its first update."""
+    if request.compared_since_s is None:
+        return request
+    try:
+        updated_s = request.updated_file.stat().st_mtime
+    except OSError:
+        return request
+    if updated_s < request.compared_since_s - FILE_CLOCK_TICK_S:  # of an earlier comparison in this folder
+        request.updated_file.unlink(missing_ok=True)
+        return request
+    return request.model_copy(update={"earlier_update_s": updated_s})
 
 
 def _run(
@@ -179,7 +195,8 @@ def _sink(output: Path | None) -> Iterator[IO[bytes] | None]:
         yield file
 
 
-def _without_record(request: Request, exit_code: int, why: str) -> RunRecord:
+def without_record(request: Request, exit_code: int, why: str) -> RunRecord:
+    """Return the record of a run that left none, with the reason."""
     return RunRecord(
         command=list(request.command),
         script=request.target,
@@ -190,6 +207,8 @@ def _without_record(request: Request, exit_code: int, why: str) -> RunRecord:
         checkpoint="" if request.models is None else request.models.checkpoint,
         seed=request.seed,
         environment=environment_without_torch(),
+        request_sha256=request.digest,
+        placement=request.placement,
         exit_code=exit_code,
         error=why,
     )

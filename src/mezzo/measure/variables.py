@@ -37,6 +37,17 @@ def variables_that_matter(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+_COMPUTES = re.compile(
+    r"(?:ATEN|CUBLAS|CUDNN|DNNL|FLAGS|JAX|ONEDNN|XLA)_\w+|KERAS_BACKEND|NVIDIA_TF32\w+|TORCH_(?:ALLOW|CUDNN)\w+"
+    r"|TF_(?:DETERMINISTIC|DISABLE|ENABLE|USE)\w+|PYTHONHASHSEED"
+)
+
+
+def variables_that_compute(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ``environment`` that change the numbers of a training, sorted by name."""
+    return {name: value for name, value in sorted(environment.items()) if _COMPUTES.fullmatch(name)}
+
+
 def _matters(name: str) -> bool:
     return _MATTERS.fullmatch(name) is not None and _OF_AN_IMAGE.fullmatch(name) is None
 

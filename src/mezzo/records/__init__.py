@@ -92,6 +92,7 @@ from mezzo.records.run import FileRead as FileRead
 from mezzo.records.run import Loss as Loss
 from mezzo.records.run import Memory as Memory
 from mezzo.records.run import Metric as Metric
+from mezzo.records.run import Placement as Placement
 from mezzo.records.run import RunRecord as RunRecord
 from mezzo.records.run import SnapshotsTaken as SnapshotsTaken
 from mezzo.records.run import Steps as Steps

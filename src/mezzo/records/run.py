@@ -177,6 +177,22 @@ def is_inspected(framework: str) -> bool:
     return framework.partition(" ")[0] in ("", "torch", "paddle") or " on torch " in framework
 
 
+class Placement(Value):
+    """Where a run of several ran, and beside how many others."""
+
+    jobs: int
+    """The most runs at once: ``--jobs``, or what the cluster allows (0: not known)."""
+    through: Literal["", "slurm", "ray"] = ""
+    """The engine that placed the run; empty for the command itself."""
+    host: str = ""
+    gpus: str | None = None
+    """The run's own GPUs, as ``CUDA_VISIBLE_DEVICES`` names them; None without one."""
+    threads: int | None = None
+    """The run's share of CPU threads; None where the engine sets none."""
+    attempts: int = 1
+    """2 if a first attempt was lost with its worker."""
+
+
 class RunRecord(WholeRecord):
     """One run of a script under one policy: its steps, memory, formats and findings."""
 
@@ -220,6 +236,12 @@ class RunRecord(WholeRecord):
     """What should be the same in all ranks, and is not."""
     first_steps: int | None = None
     """The number of steps after which the run was stopped, as asked; None for a run that ended by itself."""
+    earlier_update_s: float | None = None
+    """Unix time of the first update of an earlier attempt at this run, which was stopped; None if there was none."""
+    request_sha256: str = ""
+    """Digest of what was asked: the script with the files it imports, arguments, policy, seed, versions. Empty for a single run."""
+    placement: Placement | None = None
+    """None for a run that had the machine to itself."""
     started_at_s: float | None = None
     """Unix time at which the script began."""
     duration_s: float = 0.0

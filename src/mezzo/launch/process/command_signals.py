@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -44,10 +44,10 @@ class Stopped(Exception):
 
 
 class Stop:
-    """The signal that has stopped the command, and the run that signals are passed to."""
+    """The signal that has stopped the command, and the runs that signals are passed to."""
 
     def __init__(self) -> None:
-        self._process: Process | None = None
+        self._processes: list[Process] = []  # of several threads, where runs are side by side
         self._signal: int | None = None
         self._times = 0
         self._last = 0.0
@@ -79,19 +79,19 @@ class Stop:
     @contextmanager
     def passing_to(self, process: Process) -> Iterator[None]:
         """Pass signals on to a run, including one that came just before it began."""
-        self._process = process
+        self._processes.append(process)
         try:
             if self._signal is not None:
                 process.pass_on(self._signal, kill_after_s=_patience_s(self._signal))
             yield
         finally:
-            self._process = None
+            self._processes.remove(process)
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal."""
-        process = self._process
+        processes = [*self._processes]
         if number not in STOPPING:
-            if process is not None:
+            for process in processes:
                 process.pass_on(number)
             return
         now = time.monotonic()
@@ -99,19 +99,20 @@ class Stop:
         if self._signal is None or number != self._signal:
             self._signal = self._signal or number
             self._times, self._last = 1, now
-            if process is not None:
+            for process in processes:
                 process.pass_on(number, kill_after_s=_patience_s(number))
         elif number == signal.SIGINT and once_more:
             self._times, self._last = self._times + 1, now
-            self._insist(process)
+            self._insist(processes)
 
-    def _insist(self, process: Process | None) -> None:
-        if process is None:  # the command itself is working, on a record or a report
+    def _insist(self, processes: Sequence[Process]) -> None:
+        if not processes:  # the command itself is working, on a record or a report
             raise KeyboardInterrupt
-        if self._times == 2:
-            process.pass_on(signal.SIGTERM, kill_after_s=_IMPATIENT_S)
-        else:
-            process.kill()
+        for process in processes:
+            if self._times == 2:
+                process.pass_on(signal.SIGTERM, kill_after_s=_IMPATIENT_S)
+            else:
+                process.kill()
 
 
 def _patience_s(number: int) -> float:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -61,7 +61,9 @@ def child_command(request: str) -> list[str]:
 class Starter:
     """The fork server's client, in the command."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        """Begin without a server; ``variables`` are environment variables of all its runs, in place of the command's."""
+        self._variables = dict(variables or {})
         self.why_afresh: str | None = None
         """Why runs are started without the server after all."""
         self._place = os.getcwd(), dict(os.environ)
@@ -93,7 +95,8 @@ class Starter:
         with theirs, tempfile.TemporaryFile(dir=folder) as said:
             number = theirs.fileno()
             command = [sys.executable, "-m", "mezzo.launch.process.fork_server", str(number)]
-            self._process = Guarded(command, stdout=said, stderr=subprocess.STDOUT, pass_fds=[number])
+            env = {**os.environ, **self._variables} if self._variables else None
+            self._process = Guarded(command, stdout=said, stderr=subprocess.STDOUT, pass_fds=[number], env=env)
 
     def close(self) -> None:
         """End the process."""

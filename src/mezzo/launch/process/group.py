@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -42,15 +42,18 @@ class Guarded:
         stdout: int | IO[bytes] | None,
         stderr: int | None,
         pass_fds: Sequence[int] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._pipe: int | None = None
         if not _GUARDS:
-            self._process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
+            self._process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env)
             return
         read_end, self._pipe = os.pipe()
         guarded = [sys.executable, "-S", _GUARD, str(read_end), *command]
         try:
-            self._process = subprocess.Popen(guarded, stdout=stdout, stderr=stderr, pass_fds=[read_end, *pass_fds])
+            self._process = subprocess.Popen(
+                guarded, stdout=stdout, stderr=stderr, pass_fds=[read_end, *pass_fds], env=env
+            )
         finally:
             os.close(read_end)
 

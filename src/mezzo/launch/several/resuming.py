@@ -1,7 +1,12 @@
-"""What an interrupted command has finished, so that the same command goes on where it stopped. Imports no torch."""
+"""What an interrupted command has finished, so that the same command goes on where it stopped. Imports no torch.
+
+A check and a search list their finished parts, because a part may be several runs. A comparison needs no such list: each of its runs has a
+record, written whole, with the digest of what was asked, so that a kill at any moment loses at most the runs that were under way.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -9,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.errors import RecordError
-from mezzo.records import AnyRecord, read_record
+from mezzo.launch.request import Request
+from mezzo.records import AnyRecord, RunRecord, read_record
 from mezzo.records.files import write_whole
 
 LEDGER = "finished.json"
@@ -32,9 +38,20 @@ class Finished:
         if known and changed:
             self.why_anew = f"{changed[0]} changed since: {_shown(before.get(changed[0]))} then, {_shown(self._identity[changed[0]])} now"
             known = {}
+        self.found = bool(known)
+        """Whether an earlier command of the same identity left anything here."""
+        self.over = bool(known.get("over", False))
+        """Whether that command came to its end."""
+        self.asked: dict[str, str] = dict(known.get("asked", {}))
+        """Options of the earlier command that may change, as the number of seeds."""
         self._parts: dict[str, str] = dict(known.get("parts", {}))
         self.since_s = float(known.get("since_s", time.time()))
         """Unix time at which the command first began."""
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What must be the same for the command to go on."""
+        return dict(self._identity)
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -54,14 +71,66 @@ class Finished:
         self._parts[name] = path.relative_to(self._folder).as_posix()
         self.write()
 
+    def begin(self, asked: Mapping[str, str], *, anew: bool) -> None:
+        """Note that a command with these options is under way; ``anew`` leaves nothing of an earlier one."""
+        if anew:
+            self._parts, self.since_s = {}, time.time()
+        self.over, self.asked = False, dict(asked)
+        self.write()
+
+    def end(self) -> None:
+        """Note that the command came to its end: repeated, it runs anew, unless it is told to go on."""
+        self.over = True
+        self.write()
+
     def forget(self) -> None:
         """Delete the list, once the whole command is finished: repeated, it runs anew."""
         (self._folder / LEDGER).unlink(missing_ok=True)
 
     def write(self) -> None:
         """Write the list."""
-        text = json.dumps({"identity": self._identity, "since_s": self.since_s, "parts": self._parts}, indent=1)
-        write_whole(text, self._folder / LEDGER)
+        known = {
+            "identity": self._identity,
+            "since_s": self.since_s,
+            "over": self.over,
+            "asked": self.asked,
+            "parts": self._parts,
+        }
+        write_whole(json.dumps(known, indent=1), self._folder / LEDGER)
+
+
+_NOT_ASKED = {
+    "record_path",
+    "command",
+    "policy_typed",
+    "output_to_stderr",
+    "rank",
+    "variables",
+    "digest",
+    "earlier_update_s",
+    "placement",
+    "reports_progress",
+    "watches",
+}
+"""Fields of a request that say where and when a run is made, and not what it computes."""
+
+
+def with_digest(request: Request, identity: Mapping[str, str]) -> Request:
+    """Return the request with the digest of what it asks for, by a command with this identity (script text, versions)."""
+    asked = {"request": request.model_dump(mode="json", exclude=_NOT_ASKED), "identity": dict(identity)}
+    text = json.dumps(asked, sort_keys=True)
+    return request.model_copy(update={"digest": hashlib.sha256(text.encode()).hexdigest()})
+
+
+def finished_run(request: Request) -> RunRecord | None:
+    """Return the record of a run that trained to its end, as this request asks; None if it is missing, failed or was another."""
+    try:
+        found = read_record(request.record_path)
+    except RecordError:
+        return None
+    if not isinstance(found, RunRecord) or found.error is not None or not len(found.steps):
+        return None
+    return found if found.request_sha256 == request.digest else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any
 
 from mezzo.errors import MezzoError, PolicyError, nearest
 from mezzo.measure.compare.baseline import Baseline
-from mezzo.measure.compare.costs import cost_notes, memory_ratio, time_facts
+from mezzo.measure.compare.costs import cost_notes, memory_ratio, time_facts, why_not_timed
 from mezzo.measure.compare.pairing import Group, grouped
 from mezzo.measure.compare.quantities import Quantity
 from mezzo.measure.compare.series import LOSS, mean
@@ -88,6 +88,8 @@ def _row(group: Group, *, base: Baseline) -> Row:
         return row
     facts = _facts(group, base=base)
     notes = [] if group is base.group or judged.is_void else cost_notes(facts, baseline=base.group.name)
+    untimed = "" if facts["emulated"] else why_not_timed(group.pairs(base.group.trained))
+    notes += [untimed] if untimed else []
     return row.model_copy(update=facts | _compared(judged) | {"reason": "; ".join([*judged.reasons, *notes])})
 
 

@@ -23,11 +23,40 @@ def step_ms(run: RunRecord) -> float:
     return statistics.median(finite) if finite else math.nan
 
 
+def why_not_timed(pairs: Sequence[Pair]) -> str:
+    """Return why times are not compared: the runs of a pair were on unlike devices, or beside another number of runs. Empty if they are."""
+    for pair in pairs:
+        if any(_shares_unknown(run) for run in (pair.run, pair.baseline)):
+            return "times are not compared, because the cluster may have had other work beside the runs on the same CPU"
+        for (what, ours), (_, theirs) in zip(_terms(pair.run), _terms(pair.baseline), strict=True):
+            if ours != theirs:
+                here = f"{pair.key}: {what} {ours}, the baseline's {theirs}"
+                return f"times are not compared, because the runs were not timed on like terms ({here})"
+    return ""
+
+
+def _shares_unknown(run: RunRecord) -> bool:
+    """Return whether a cluster placed a run without a GPU of its own: what computed beside it is not known."""
+    return run.placement is not None and bool(run.placement.through) and run.placement.gpus is None
+
+
+def _terms(run: RunRecord) -> list[tuple[str, str]]:
+    """Return what has to be the same in two runs whose times are compared."""
+    environment, placement = run.environment, run.placement
+    return [
+        ("device", environment.gpu or environment.device),
+        ("CPU", environment.cpu),
+        ("threads", str(environment.threads)),
+        ("runs at once", "1" if placement is None else str(placement.jobs or "not known")),
+        ("placed by", "mezzo" if placement is None or not placement.through else placement.through),
+    ]
+
+
 def time_facts(runs: Sequence[RunRecord], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return a row's times: the median step, and the speed-up unless either side emulated formats."""
+    """Return a row's times: the median step, and the speed-up unless either side emulated formats or the runs are not alike."""
     medians = [ms for run in runs if math.isfinite(ms := step_ms(run))]
     facts: dict[str, Any] = {"step_ms": statistics.median(medians) if medians else None}
-    if any(run.effective.emulated for pair in pairs for run in (pair.run, pair.baseline)):
+    if why_not_timed(pairs) or any(run.effective.emulated for pair in pairs for run in (pair.run, pair.baseline)):
         return facts
     times = [(step_ms(pair.run), step_ms(pair.baseline)) for pair in pairs]
     ratios = [theirs / ours for ours, theirs in times if ours > 0 and theirs > 0]

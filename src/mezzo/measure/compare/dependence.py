@@ -22,17 +22,23 @@ class Dependence:
 
     path: str
     writer: RunRecord
+    """The reader itself for a file of an earlier attempt at the same run, which was stopped."""
     reader: RunRecord
+
+    @property
+    def written_by(self) -> str:
+        """The run that wrote the file, by name."""
+        return _named(self.writer) + (", in an attempt that was stopped," if self.writer is self.reader else "")
 
     def record(self) -> SharedFile:
         """Return the dependence as part of a record."""
-        return SharedFile(path=self.path, written_by=_named(self.writer), read_by=_named(self.reader))
+        return SharedFile(path=self.path, written_by=self.written_by, read_by=_named(self.reader))
 
     def text(self) -> str:
         """Return a sentence on what happened and what to do."""
         return (
             f"its runs are not independent: the run of {_named(self.reader)} read {self.path}, which the run of "
-            f"{_named(self.writer)} had written; give each run a path of its own with {{run}} in the script's arguments, as in "
+            f"{self.written_by} had written; give each run a path of its own with {{run}} in the script's arguments, as in "
             "--output_dir out/{run}, or let the script remove the file when it begins"
         )
 
@@ -46,6 +52,8 @@ def dependences(runs: Sequence[RunRecord]) -> list[Dependence]:
             if writers:
                 latest = max(writers, key=lambda run: run.started_at_s or 0.0)
                 found.append(Dependence(path=file.path, writer=latest, reader=reader))
+            elif _left_by_earlier_attempt(reader, file):
+                found.append(Dependence(path=file.path, writer=reader, reader=reader))
     return found
 
 
@@ -54,8 +62,16 @@ def _wrote(run: RunRecord, file: FileRead) -> bool:
     if run.started_at_s is None or not run.steps.time_ms:
         return False
     first_update, end = run.started_at_s + run.steps.time_ms[0] / 1e3, run.started_at_s + run.duration_s
-    slack = _COARSEST_S if file.written_at_s == int(file.written_at_s) else FILE_CLOCK_TICK_S
-    return first_update - slack <= file.written_at_s <= end + FILE_CLOCK_TICK_S
+    return first_update - _slack_s(file) <= file.written_at_s <= end + FILE_CLOCK_TICK_S
+
+
+def _left_by_earlier_attempt(run: RunRecord, file: FileRead) -> bool:
+    """Return whether ``file`` was written after the first update of an attempt at this run that was stopped."""
+    return run.earlier_update_s is not None and file.written_at_s >= run.earlier_update_s - _slack_s(file)
+
+
+def _slack_s(file: FileRead) -> float:
+    return _COARSEST_S if file.written_at_s == int(file.written_at_s) else FILE_CLOCK_TICK_S
 
 
 def _named(run: RunRecord) -> str:

@@ -1,0 +1,92 @@
+"""``--jobs`` and ``--on``: how many runs at once, and the cluster that makes them, with its options."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from mezzo.cli import results
+from mezzo.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from mezzo.launch.several.on_cluster import Cluster
+    from mezzo.launch.several.side_by_side import Engine
+
+Jobs: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Runs at once, each with a GPU of its own; on a machine without GPUs, with its share of the threads. "
+        "[default: 1; with --on, as many as the cluster allows]",
+    ),
+]
+On: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="CLUSTER",
+        help="Make the runs on a cluster that shares the folder: slurm (by submitit) or ray, with options, as "
+        "slurm:partition=gpu,gres=gpu:1,time=02:00:00 or ray:num_gpus=1. At most --jobs at once.",
+    ),
+]
+_LIBRARIES = {"slurm": "submitit", "ray": "ray"}
+
+
+def engine_of(jobs: int | None, on: str | None) -> Engine:
+    """Return what makes the runs.
+
+    Raises:
+        UsageError: so many runs at once have no place here, or the cluster cannot be used.
+    """
+    from mezzo.launch.ranks.leading import leader
+    from mezzo.launch.several.on_cluster import on_cluster
+    from mezzo.launch.several.side_by_side import one_after_another, places, side_by_side
+
+    if on is None and (jobs or 1) == 1:
+        return one_after_another
+    if leader() is not None:
+        asked = f"--jobs {jobs}" if on is None else f"--on {on}"
+        raise UsageError(
+            f"{asked} under a launcher of several processes; allowed: neither --jobs nor --on",
+            hint=f"leave out {asked}: each run has all processes of the launcher",
+        )
+    if on is not None:
+        return on_cluster(named_cluster(on), jobs=jobs, note=results.note)
+    return side_by_side(places(jobs or 1))
+
+
+def named_cluster(text: str) -> Cluster:
+    """Return the cluster of ``--on``.
+
+    Raises:
+        UsageError: it is unknown, an option is none, or its library or Slurm is missing.
+    """
+    from mezzo.launch.several.ray_cluster import Ray
+    from mezzo.launch.several.slurm import Slurm
+
+    name, _, rest = text.partition(":")
+    if name not in _LIBRARIES:
+        raise UsageError(f"--on {text!r}; {nearest(name, list(_LIBRARIES))}", hint="type: --on slurm or --on ray")
+    given = _options(text, rest)
+    try:
+        return Slurm(given) if name == "slurm" else Ray(given)
+    except ModuleNotFoundError as error:
+        if error.name != _LIBRARIES[name]:
+            raise
+        raise UsageError(
+            f"--on {name} needs {_LIBRARIES[name]}, which is not installed", hint="pip install 'mezzo[cluster]'"
+        ) from None
+
+
+def _options(text: str, rest: str) -> dict[str, str]:
+    found = {}
+    for part in filter(None, rest.split(",")):
+        name, equals, value = part.partition("=")
+        if not (name.strip() and equals and value.strip()):
+            raise UsageError(
+                f"--on {text!r} contains {part!r}; allowed: options as name=value, separated by commas",
+                hint="type: --on slurm:partition=gpu,time=02:00:00",
+            )
+        found[name.strip()] = value.strip()
+    return found

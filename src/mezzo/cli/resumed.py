@@ -1,0 +1,59 @@
+"""``--resume``: a command of several runs goes on in its folder, and runs only what is missing or failed there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from mezzo.cli.script import Script
+from mezzo.cli.words import RESUME
+from mezzo.errors import UsageError
+
+if TYPE_CHECKING:
+    from mezzo.launch.several.resuming import Finished
+
+Resume: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        RESUME,
+        help="Go on in the folder of --out: run only what is missing or failed there. Refused if the script, its arguments or a "
+        "version changed.",
+    ),
+]
+
+
+def finished_before(
+    script: Script, folder: Path, what: str, *, say: Callable[[str], None], **identity: str
+) -> Finished:
+    """Return what an earlier command left in the folder; empty, with the reason said, if it asked for something else.
+
+    Args:
+        script: the script, as it was typed.
+        folder: the command's folder.
+        what: the command's work, as ``check`` or ``comparison``.
+        say: prints a line.
+        identity: options of the command that must be the same.
+
+    Raises:
+        UsageError: ``--resume`` was typed, and there is nothing to go on with, or it is of another script.
+    """
+    from mezzo.launch.several.resuming import Finished
+
+    options = {name.replace("_", "-"): value for name, value in identity.items()}
+    finished = Finished(folder, script.identity(**{f"--{name}": value for name, value in options.items()}))
+    if script.resume and finished.why_anew:
+        raise UsageError(
+            f"{RESUME} cannot go on in {folder}: {finished.why_anew}",
+            hint=f"leave out {RESUME} to run everything anew, or undo the change",
+        )
+    if script.resume and not finished.found:
+        raise UsageError(
+            f"{RESUME}: {folder} has no {what} to go on with; allowed: the folder of one that was begun there",
+            hint=f"leave out {RESUME} to begin",
+        )
+    if finished.why_anew:
+        say(f"everything runs anew: {finished.why_anew}")
+    return finished

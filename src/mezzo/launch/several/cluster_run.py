@@ -1,0 +1,38 @@
+"""One run on a worker of a cluster: its record goes to the folder that the command and all workers share. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.launch.request import Request
+from mezzo.launch.runner import run_alone
+
+
+def run_here(packed: str, folder: str, output: str, limit_s: float | None) -> str:
+    """Run a request on this machine; return the name of the signal that stopped it, or an empty text.
+
+    Args:
+        packed: the request as JSON, with a placement.
+        folder: the folder that the command was typed in.
+        output: the file for what the script prints.
+        limit_s: seconds after which the script is stopped; None for no limit.
+    """
+    os.chdir(folder)
+    request = Request.model_validate_json(packed)
+    assert request.placement is not None
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    here = {
+        "host": socket.gethostname(),
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES") or None,
+        "threads": int(threads) if threads.isdecimal() else None,
+    }
+    request = request.model_copy(update={"placement": request.placement.model_copy(update=here)})
+    with stoppable() as stop:
+        try:
+            run_alone(request, output=Path(output), limit_s=limit_s)
+        except Stopped:  # before the run began
+            pass
+        return stop.name

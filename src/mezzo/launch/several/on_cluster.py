@@ -1,0 +1,165 @@
+"""Runs of a comparison on the workers of a cluster, which share the command's folder: each writes one record, whole.
+
+A run whose worker is lost is tried again once, then it fails by its name. A signal cancels what is under way. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from mezzo.errors import RecordError
+from mezzo.launch.process.command_signals import stoppable
+from mezzo.launch.progress import followed
+from mezzo.launch.request import Request
+from mezzo.launch.runner import without_record
+from mezzo.launch.several.side_by_side import Ended, Engine, output_of
+from mezzo.records import Placement, RunRecord, read_record, write_record
+
+_POLL_S = 0.5
+_CANCEL_S = 15.0
+"""Time for cancelled runs to end, so that none writes into the folder later."""
+_ATTEMPTS = 2
+
+
+class Job(Protocol):
+    """A run that was given to a cluster."""
+
+    def done(self) -> bool:
+        """Return whether it is over."""
+
+    def lost(self) -> str:
+        """Return why a job that is over made no run to its end; empty if it made one."""
+
+    def cancel(self) -> None:
+        """End it."""
+
+
+class Cluster(Protocol):
+    """What takes runs and makes them somewhere."""
+
+    @property
+    def name(self) -> Literal["slurm", "ray"]:
+        """Its name in records."""
+
+    def begin(self, folder: Path) -> None:
+        """Get ready, with the command's folder for its files."""
+
+    def submit(self, request: Request, *, output: Path, limit_s: float | None) -> Job:
+        """Submit a run."""
+
+    def under_way(self, request: Request) -> Job | None:
+        """Return the job of an earlier command that makes the same run; None if there is none."""
+
+    def end(self) -> None:
+        """Let go of the cluster."""
+
+
+@dataclass
+class _Running:
+    """A run that was submitted."""
+
+    request: Request
+    job: Job
+    attempts: int
+    shown: ExitStack
+    """The run's progress on the display."""
+
+
+def on_cluster(cluster: Cluster, *, jobs: int | None, note: Callable[[str], None]) -> Engine:
+    """Return the engine that has each run made by a cluster, at most ``jobs`` at once; None for as many as it allows."""
+
+    def run_all(requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[Ended]:
+        if not requests:
+            return
+        cluster.begin(Path(requests[0].record_path).parents[1])
+        runs = _Runs(cluster, requests, jobs, limit_s, note)
+        try:
+            with stoppable():
+                yield from runs.ended()
+        finally:
+            runs.cancel()
+            cluster.end()
+
+    return run_all
+
+
+class _Runs:
+    """Runs that wait, and those that were submitted."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        requests: Sequence[Request],
+        jobs: int | None,
+        limit_s: Callable[[], float | None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._cluster, self._jobs, self._limit_s, self._note = cluster, jobs, limit_s, note
+        self._waiting = deque((request, 1) for request in requests)
+        self._running: list[_Running] = []
+
+    def ended(self) -> Iterator[Ended]:
+        with stoppable() as stop:
+            while (self._waiting or self._running) and not stop.stopped:
+                while self._waiting and (self._jobs is None or len(self._running) < self._jobs):
+                    self._submit(*self._waiting.popleft())
+                for run in [run for run in self._running if run.job.done()]:
+                    self._running.remove(run)
+                    run.shown.close()
+                    record = self._record(run)
+                    if record is not None and not stop.stopped:
+                        yield run.request, record
+                time.sleep(_POLL_S)
+
+    def cancel(self) -> None:
+        for run in self._running:
+            run.job.cancel()
+        end = time.monotonic() + _CANCEL_S
+        while time.monotonic() < end and not all(run.job.done() for run in self._running):
+            time.sleep(_POLL_S)
+        for run in self._running:
+            run.shown.close()
+
+    def _submit(self, request: Request, attempts: int) -> None:
+        placement = Placement(jobs=self._jobs or 0, through=self._cluster.name, attempts=attempts)
+        shown, output = ExitStack(), output_of(request)
+        asked = shown.enter_context(followed(request, passes_output=False))
+        path = str(Path(request.record_path).absolute())
+        asked = asked.model_copy(update={"placement": placement, "record_path": path})
+        job = self._cluster.under_way(request) if attempts == 1 else None
+        if job is not None:
+            self._note(f"{_name(request)} is under way already: it is waited for")
+        else:
+            job = self._cluster.submit(asked, output=output, limit_s=self._limit_s())
+        self._running.append(_Running(request, job, attempts, shown))
+
+    def _record(self, run: _Running) -> RunRecord | None:
+        """Return the record of a run that is over; None if it is to be tried again."""
+        lost, path = run.job.lost(), Path(run.request.record_path)
+        if not lost:
+            try:
+                found = read_record(path)
+            except RecordError as error:
+                lost = f"it left no record ({error.message})"
+            else:
+                assert isinstance(found, RunRecord)
+                return found
+        if run.attempts < _ATTEMPTS:
+            self._note(f"{_name(run.request)} was lost, and is tried again: {lost}")
+            self._waiting.appendleft((run.request, run.attempts + 1))
+            return None
+        record = without_record(run.request, 1, f"{_name(run.request)} was lost {_ATTEMPTS} times; {lost}")
+        placement = Placement(jobs=self._jobs or 0, through=self._cluster.name, attempts=run.attempts)
+        record = record.model_copy(update={"placement": placement})
+        write_record(record, path)
+        return record
+
+
+def _name(request: Request) -> str:
+    return Path(request.record_path).parent.name

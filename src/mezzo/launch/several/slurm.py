@@ -1,0 +1,131 @@
+"""Runs as jobs of Slurm, through submitit: each is a job of its own, which outlives the command. Imports no torch.
+
+submitit's files lie in ``slurm`` of the command's folder, beside ``jobs.json``, the jobs by the digest of what they run: a command
+that goes on waits for a job that an earlier one submitted, instead of running it a second time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from mezzo.errors import UsageError
+from mezzo.launch.request import Request
+from mezzo.launch.several.cluster_run import run_here
+from mezzo.records.files import write_whole
+
+_MINUTES = 12 * 60
+"""Time limit of a job, unless ``time`` says otherwise: submitit's own is 5 minutes."""
+CLUSTER, LOCAL = "cluster", "local"
+
+
+class Slurm:
+    """Slurm, or submitit's local stand-in for it."""
+
+    name: Literal["slurm"] = "slurm"
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        """Find submitit and Slurm.
+
+        Args:
+            options: sbatch's long options; ``cluster=local`` runs the jobs as processes of this machine, to try it.
+
+        Raises:
+            UsageError: either is missing.
+        """
+        self._options = {name: value for name, value in options.items() if name != CLUSTER}
+        self._local = options.get(CLUSTER) == LOCAL
+        self._submitit: Any = importlib.import_module("submitit")
+        if not self._local and shutil.which("sbatch") is None:
+            raise UsageError(
+                "--on slurm: sbatch was not found, so this machine submits no jobs to Slurm",
+                hint="type it on a login node; or try it with processes of this machine: --on slurm:cluster=local",
+            )
+
+    def begin(self, folder: Path) -> None:
+        """Make the executor; its files go below ``folder``."""
+        place = (folder / self.name).absolute()
+        place.mkdir(parents=True, exist_ok=True)
+        self._ledger = place / "jobs.json"
+        self._jobs = _read(self._ledger)
+        if self._local:
+            self._executor = self._submitit.LocalExecutor(place, max_num_timeout=0)
+            self._executor.update_parameters(timeout_min=_MINUTES)
+            return
+        self._executor = self._submitit.SlurmExecutor(place, max_num_timeout=0)
+        self._executor.update_parameters(
+            job_name="mezzo", time=_MINUTES, stderr_to_stdout=True, additional_parameters=self._options
+        )
+
+    def submit(self, request: Request, *, output: Path, limit_s: float | None) -> SlurmJob:
+        """Submit a run."""
+        job = self._executor.submit(run_here, request.model_dump_json(), os.getcwd(), str(output.absolute()), limit_s)
+        self._jobs[_key(request)] = job.job_id
+        write_whole(json.dumps(self._jobs, indent=1), self._ledger)
+        return SlurmJob(job, local=self._local)
+
+    def under_way(self, request: Request) -> SlurmJob | None:
+        """Return the job of an earlier command that makes the same run; None if there is none, or it is over."""
+        number = self._jobs.get(_key(request))
+        if number is None:
+            return None
+        job = SlurmJob(self._executor.job_class(self._executor.folder, number, [0]), local=self._local)
+        return None if job.done() else job
+
+    def end(self) -> None:
+        """Do nothing: jobs end by themselves."""
+
+
+class SlurmJob:
+    """A job of Slurm's."""
+
+    def __init__(self, job: Any, *, local: bool) -> None:
+        self._job, self._local = job, local
+
+    def done(self) -> bool:
+        """Return whether it is over."""
+        if self._local and self._job._process is None:  # of an earlier command
+            return self._job.paths.result_pickle.exists() or not _runs(int(self._job.job_id))
+        return bool(self._job.done())
+
+    def lost(self) -> str:
+        """Return why a job that is over made no run to its end; empty if it made one."""
+        try:
+            stopped_by = self._job.result()
+        except Exception as error:  # of submitit, or what the job raised
+            first = next(iter(str(error).splitlines()), "")
+            return f"job {self._job.job_id}: {first or type(error).__name__}"
+        return f"job {self._job.job_id} was stopped by {stopped_by}" if stopped_by else ""
+
+    def cancel(self) -> None:
+        """Cancel it."""
+        with suppress(Exception):  # it has just ended
+            self._job.cancel(check=False)
+
+
+def _key(request: Request) -> str:
+    return f"{Path(request.record_path).parent.name} {request.digest}"
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # the number is somebody else's now
+        return False
+    return True
