@@ -20,6 +20,7 @@ from mezzo.report.sheets import (
     predict,
     ranges,
     real_gpus,
+    resume_check,
     run,
     tune,
 )
@@ -50,6 +51,11 @@ VIEWS: dict[str, View] = {
     "ranges": View(sheet=ranges.ranges_sheet, body=terminal.print_ranges, answer=answers.ranges_answer),
     "predict": View(sheet=predict.predict_sheet, body=predict.print_predict, answer=predict.predict_answer),
     "tune": View(sheet=tune.tune_sheet, body=tune.print_tune, answer=tune.tune_answer, framed=False),
+    "resume_check": View(
+        sheet=resume_check.resume_check_sheet,
+        body=resume_check.print_resume_check,
+        answer=resume_check.resume_check_answer,
+    ),
     "doctor": View(sheet=doctor.doctor_sheet, body=terminal.print_doctor, answer=answers.doctor_answer),
 }
 """By kind of record."""
