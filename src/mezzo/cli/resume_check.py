@@ -73,7 +73,7 @@ def resume_check(
     began_s, notice_s, more = time.monotonic(), seconds_of(notice), shlex.split(resume_with)
     script.check(None)
     _check_traceable(script)
-    folder = script.folder("resume-check")
+    folder = script.folder("resume-check", leaves=("whole", "stopped", "resumed"))
     with stoppable() as stop, shown():
         check = _check(script, folder, more, stop_after=stop_after, notice_s=notice_s)
         with several_runs():

@@ -6,6 +6,7 @@ Each of the two trainings has files of its own: a copy of the folder, or what th
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class ResumeCheck:
             ScriptError: it makes too few steps, or its steps cannot be traced.
             Stopped: a signal has stopped the command.
         """
+        for name in (WHOLE, STOPPED, RESUMED):  # what an earlier check left there would be resumed
+            shutil.rmtree(self.folder / name, ignore_errors=True)
         whole = self._ran(WHOLE)
         if whole.exit_code:
             return None
