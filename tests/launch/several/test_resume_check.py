@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from helpers_launch import children_in_this_process
 from mezzo.errors import ScriptError
+from mezzo.launch.process.script_signals import EndedBySignal
 from mezzo.launch.request import Request
 from mezzo.launch.runner import several_runs
 from mezzo.launch.several.resume_check import ResumeCheck, stop_of
+from mezzo.launch.torch.tracing.traced import StateTrace
 from mezzo.measure.resumption.judgement import Judgement
 from mezzo.measure.resumption.trace import Point, Trace, Written
 from mezzo.policy import Policy
 from paths import SCRIPTS
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shared_imports() -> Iterator[None]:
-    with several_runs():
+def _killed(trace: StateTrace) -> None:
+    raise EndedBySignal(signal.SIGKILL)
+
+
+@contextmanager
+def _in_this_process(work: Path) -> Iterator[None]:
+    """Run the children here, each begun in the folder of the command, and killed by an exception."""
+    with (
+        children_in_this_process(before_each=lambda: os.chdir(work)),
+        mock.patch.object(StateTrace, "_stop", _killed),
+        mock.patch.dict(os.environ),
+    ):
         yield
 
 
-def checked(folder: Path, *arguments: str, resume_with: tuple[str, ...] = (), **settings: object) -> Judgement | None:
+def checked(
+    folder: Path,
+    *arguments: str,
+    resume_with: tuple[str, ...] = (),
+    children: Callable[[Path], AbstractContextManager[None]] = _in_this_process,
+    **settings: object,
+) -> Judgement | None:
     work = folder / "work"
     work.mkdir()
     shutil.copy(SCRIPTS / "resume_faults.py", work / "train.py")
@@ -39,19 +62,18 @@ def checked(folder: Path, *arguments: str, resume_with: tuple[str, ...] = (), **
             **asked,  # type: ignore[arg-type]
         )
 
-    check = ResumeCheck(
-        folder=folder / "out",
-        target="train.py",
-        arguments=arguments,
-        resume_with=resume_with,
-        make_request=request,
-        say=lambda text: None,
-        **settings,  # type: ignore[arg-type]
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(work)
-        check.__post_init__()
-        found = check.run()
+    with contextlib.chdir(work):
+        check = ResumeCheck(
+            folder=folder / "out",
+            target="train.py",
+            arguments=arguments,
+            resume_with=resume_with,
+            make_request=request,
+            say=lambda text: None,
+            **settings,  # type: ignore[arg-type]
+        )
+        with children(work):
+            found = check.run()
     assert sorted(path.name for path in work.iterdir()) == ["train.py"]  # the user's folder is as it was
     return found
 
@@ -80,7 +102,8 @@ def test_what_is_missing_is_named_and_nothing_else(tmp_path: Path, lacks: str) -
 
 
 @pytest.mark.parametrize(
-    ("lacks", "verdict"), [("resume", "does_not_resume"), ("checkpoint", "no_checkpoint"), ("argument", "does_not_resume")]
+    ("lacks", "verdict"),
+    [("resume", "does_not_resume"), ("checkpoint", "no_checkpoint"), ("argument", "does_not_resume")],
 )
 def test_scripts_that_do_not_resume(tmp_path: Path, lacks: str, verdict: str) -> None:
     found = checked(tmp_path, "--without", lacks)
@@ -93,7 +116,6 @@ def test_scripts_that_do_not_resume(tmp_path: Path, lacks: str, verdict: str) ->
     [
         (("--save", "steps"), (), 10),
         (("--save", "epochs"), (), 8),
-        (("--save", "sigterm"), (), 13),
         (("--without", "argument"), ("--resume", "last.pt"), 10),
         (("--output", "saved/{run}"), (), 10),
     ],
@@ -110,6 +132,14 @@ def test_right_scripts_raise_no_alarm(
     assert found.why.startswith(f"resumed after step {resumed_at}")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "resumed_at"), [(("--save", "epochs"), 8), (("--save", "sigterm"), 13)])
+def test_processes_that_are_really_stopped(tmp_path: Path, arguments: tuple[str, ...], resumed_at: int) -> None:
+    found = checked(tmp_path, *arguments, children=lambda work: several_runs())
+    assert found is not None
+    assert (found.verdict, found.missing, found.resumed_at) == ("exact", [], resumed_at), found
+
+
 def test_a_step_after_the_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ScriptError, match="--stop-after 24 was given, and train.py makes 24 steps"):
         checked(tmp_path, stop_after=24)
@@ -121,7 +151,14 @@ def test_a_script_that_fails_by_itself_has_no_verdict(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("saves", "steps", "stop"),
-    [((), 24, 12), ((5, 10, 15, 20), 24, 12), ((8, 16, 24), 24, 12), ((24,), 24, 12), (range(1, 25), 24, 13), ((23,), 24, 23)],
+    [
+        ((), 24, 12),
+        ((5, 10, 15, 20), 24, 12),
+        ((8, 16, 24), 24, 12),
+        ((24,), 24, 12),
+        (range(1, 25), 24, 13),
+        ((23,), 24, 23),
+    ],
 )
 def test_the_stop_lies_between_two_checkpoints(saves: tuple[int, ...], steps: int, stop: int) -> None:
     written = [Written(path="a", updates=n, is_checkpoint=True) for n in saves]

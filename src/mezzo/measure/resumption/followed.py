@@ -81,7 +81,10 @@ def lost_randomness(runs: Resumed, *, has_position: bool) -> Iterator[MissingSta
     if drawn:
         names, evidence = drawn, "the forward pass draws from it, as dropout does"
     elif batch is not None and other:
-        names, evidence = other, f"the batch of step {batch} is another one: its order or its changes are drawn at random"
+        names, evidence = (
+            other,
+            f"the batch of step {batch} is another one: its order or its changes are drawn at random",
+        )
     elif batch is not None:
         yield _other_order(batch)
         return
@@ -103,7 +106,9 @@ def lost_counters(runs: Resumed) -> Iterator[MissingState]:
     counting = _counting(runs.whole)
     for name in counting:
         if name in then.counters and name in now.counters and then.counters[name] != now.counters[name]:
-            total = "" if runs.has_all_steps else f"; {runs.total} steps in all, and {runs.whole.num_updates} undisturbed"
+            total = (
+                "" if runs.has_all_steps else f"; {runs.total} steps in all, and {runs.whole.num_updates} undisturbed"
+            )
             yield MissingState(
                 state="step counter",
                 name=name,

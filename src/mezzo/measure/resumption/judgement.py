@@ -92,7 +92,8 @@ def _not_resumed(runs: Runs, why: str) -> Judgement:
     late = [one.updates for one in runs.whole.written if one.is_checkpoint]
     when = f"; undisturbed, it first writes one after step {min(late)} of {runs.whole.num_updates}" if late else ""
     return Judgement(
-        verdict="no_checkpoint", why=f"it wrote no file with state before it was stopped after step {runs.stopped_after}{when}"
+        verdict="no_checkpoint",
+        why=f"it wrote no file with state before it was stopped after step {runs.stopped_after}{when}",
     )
 
 
@@ -153,7 +154,9 @@ def _first_difference(runs: Runs, pair: Resumed) -> int | None:
         if place < len(runs.whole_losses) and not same_number(loss, runs.whole_losses[place]):
             steps.append(place + 1)
             break
-    weights = [then.updates for then, now in pair.pairs[1:] if then.weights != now.weights or then.buffers != now.buffers]
+    weights = [
+        then.updates for then, now in pair.pairs[1:] if then.weights != now.weights or then.buffers != now.buffers
+    ]
     return min([*steps, *weights[:1]], default=None)
 
 

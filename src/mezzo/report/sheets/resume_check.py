@@ -117,9 +117,7 @@ def _facts(record: ResumeCheckRecord) -> list[Fact]:
 def _missing_line(one: MissingState) -> MissingLine:
     texts = (one.state, one.name, one.undisturbed, one.resumed, one.evidence, one.fix)
     state, name, undisturbed, resumed, evidence, fix = map(fmt.clean, texts)
-    return MissingLine(
-        state=state, name=name, undisturbed=undisturbed, resumed=resumed, evidence=evidence, fix=fix
-    )
+    return MissingLine(state=state, name=name, undisturbed=undisturbed, resumed=resumed, evidence=evidence, fix=fix)
 
 
 def _losses(record: ResumeCheckRecord) -> list[LossLine]:

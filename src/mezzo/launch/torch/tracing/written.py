@@ -28,20 +28,19 @@ class FilesWritten:
     """The files of a run."""
 
     def __init__(self, told: Told) -> None:
-        self._told, self._num = told, 0
-        self._on = self._telling = False
+        self._told, self._num, self._telling = told, 0, False
 
     def install(self, patches: Patches) -> None:
         """Follow writes until ``patches`` are undone."""
-        self._on = True
-        patches.on_undo(self._off)
-        sys.addaudithook(self._audit)
+        global _following, _hooked
+        if not _hooked:
+            sys.addaudithook(_audit)
+            _hooked = True
+        _following = self
+        patches.on_undo(_forget)
         patches.wrap(torch, "save", functools.partial(self._saving, place=1))
         patches.wrap(torch.jit, "save", functools.partial(self._saving, place=1))
         after_import("safetensors.torch", functools.partial(self._wrap_safetensors, patches), patches)
-
-    def _off(self) -> None:
-        self._on = False
 
     def _wrap_safetensors(self, patches: Patches) -> None:
         for name in ("save_file", "save_model"):
@@ -57,8 +56,9 @@ class FilesWritten:
 
         return save
 
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self._on or self._telling:
+    def heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Note the file of an event, if it is one that writes a file."""
+        if self._telling:
             return
         if event == "open":
             path, _, flags = arguments
@@ -79,3 +79,18 @@ class FilesWritten:
             self._told(path, is_checkpoint=is_checkpoint)
         finally:
             self._telling = False
+
+
+_following: FilesWritten | None = None
+_hooked = False
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """Pass events on while a run is followed; an audit hook cannot be removed."""
+    if _following is not None:
+        _following.heard(event, arguments)
+
+
+def _forget() -> None:
+    global _following
+    _following = None
