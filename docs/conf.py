@@ -31,7 +31,7 @@ copybutton_prompt_text = "$ "
 
 CONTENTS: dict[str, list[str]] = {
     "Start": ["tutorial", "check", "choosing-a-policy", "troubleshooting", "tuning", "formats", "migrating"],
-    "Commands": ["scripts", "watch", "compare", "patch", "predict", "tune", "diagnose", "audit", "ranges", "fallback", "hardware", "exit-codes"],
+    "Commands": ["scripts", "watch", "resume-check", "compare", "patch", "predict", "tune", "diagnose", "audit", "ranges", "fallback", "hardware", "exit-codes"],
     "Library": ["session", "policies", "optimizers", "checkpointing", "snapshots", "distributed", "fast-path"],
     "Frameworks": ["lightning", "accelerate", "transformers", "apex", "keras", "paddle"],
     "Results": ["report", "records", "tracking", "notebook", "agents", "findings/README"],

@@ -9,7 +9,7 @@ from mezzo.records.run import RunRecord
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
 
 ResumeVerdict: TypeAlias = Literal["exact", "differs", "does_not_resume", "no_checkpoint", "undecided"]
-"""``exact``: the same losses and weights in every step. ``differs``: the differences are named. ``undecided``: the script does not repeat."""
+"""``exact``: the same losses and weights in every step. ``differs``: the differences are named. ``undecided``: two runs already differ."""
 State: TypeAlias = Literal[
     "weights",
     "buffers",

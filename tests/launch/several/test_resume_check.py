@@ -141,7 +141,7 @@ def test_processes_that_are_really_stopped(tmp_path: Path, arguments: tuple[str,
 
 
 def test_a_step_after_the_end_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ScriptError, match="--stop-after 24 was given, and train.py makes 24 steps"):
+    with pytest.raises(ScriptError, match="--stop-after 24 was given, and train"):
         checked(tmp_path, stop_after=24)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mezzo.measure.resumption.restored import other_rates
 from mezzo.measure.resumption.trace import Point, Trace
@@ -43,18 +44,19 @@ class Resumed:
 
 
 def lost_position(runs: Resumed) -> Iterator[MissingState]:
-    """Yield the place in the data, if the resumed run begins with a batch of another step, or has too many batches."""
+    """Yield the place in the data, if the resumed run begins at another place of its pass over the data."""
     then, now = runs.pairs[0]
-    if _same_batch(then, now):
+    if _same_batch(then, now) or (then.batch == now.batch > 0 and runs.has_all_steps):
         return
+    if not then.samples and runs.has_all_steps and other_generators(then, now):
+        return  # the batch itself may be drawn at random
     trained = [n for n, point in runs.whole.points.items() if n != runs.begun and _same_batch(point, now)]
     step = runs.begun + 1
     if trained:
         other = max((n for n in trained if n < runs.begun), default=trained[0]) + 1
         resumed, why = f"the batch of step {other}", "its samples are those of that step"
-    elif not runs.has_all_steps:
-        resumed = "a batch of no step"
-        why = f"{runs.total} steps in all, and {runs.whole.num_updates} undisturbed: it begins an epoch again"
+    elif then.batch != now.batch:
+        resumed, why = f"batch {now.batch} of its pass", f"undisturbed, it is batch {then.batch} of its pass"
     else:
         return
     yield MissingState(
@@ -75,16 +77,15 @@ def lost_randomness(runs: Resumed, *, has_position: bool) -> Iterator[MissingSta
         has_position: whether the resumed run is at its place in the data.
     """
     then, now = runs.pairs[0]
-    other = [name for name, digest in then.generators.items() if now.generators.get(name) != digest]
+    other = other_generators(then, now)
     drawn = [name for name in other if runs.whole.drawn_from(name, after=runs.begun)]
+    moved = [name for name in other if runs.whole.moves(name, after=runs.begun)]
     batch = first_other_batch(runs) if has_position else None
-    if drawn:
+    if batch is not None and moved:
+        why = "its order or its changes are drawn at random"
+        names, evidence = moved, f"the batch of step {batch} is another one: {why}"
+    elif drawn:
         names, evidence = drawn, "the forward pass draws from it, as dropout does"
-    elif batch is not None and other:
-        names, evidence = (
-            other,
-            f"the batch of step {batch} is another one: its order or its changes are drawn at random",
-        )
     elif batch is not None:
         yield _other_order(batch)
         return
@@ -119,6 +120,11 @@ def lost_counters(runs: Resumed) -> Iterator[MissingState]:
             )
 
 
+def other_generators(then: Point, now: Point) -> list[str]:
+    """Return the random generators that are in another state."""
+    return [name for name, digest in then.generators.items() if now.generators.get(name) != digest]
+
+
 def first_other_rate(runs: Resumed) -> tuple[int, dict[str, tuple[float, float]]]:
     """Return the first step whose learning rate or other setting differs, and what differs; 0 if none does."""
     for then, now in runs.pairs:
@@ -148,9 +154,7 @@ def _counting(trace: Trace) -> list[str]:
         for name, value in point.counters.items():
             columns.setdefault(name, []).append(value)
     return [
-        name
-        for name, values in columns.items()
-        if values[-1] > values[0] and all(a <= b for a, b in zip(values, values[1:], strict=False))
+        name for name, values in columns.items() if values[-1] > values[0] and all(a <= b for a, b in pairwise(values))
     ]
 
 

@@ -127,18 +127,26 @@ def _compared(runs: Runs, pair: Resumed, other_weights: Sequence[str]) -> Judgem
 
 
 def _followed(pair: Resumed, restored: Sequence[MissingState]) -> Iterator[MissingState]:
-    """Yield what was not restored and shows as the training goes on, as far as ``restored`` does not explain it."""
+    """Yield what was not restored and shows as the training goes on, as far as ``restored`` does not explain it.
+
+    A learning rate or a batch that a script computes from a counter is a consequence of the counter.
+    """
     position = list(lost_position(pair))
-    found = [*position, *lost_randomness(pair, has_position=not position)]
-    yield from found
+    random = list(lost_randomness(pair, has_position=not position))
     explained = any(one.state in ("scheduler", "optimizer") for one in restored)
     step, rates = first_other_rate(pair)
+    by_loader = bool(position) and pair.pairs[0][0].batch > 0
+    too_many = not pair.has_all_steps and not by_loader
     counters = list(lost_counters(pair))
-    if rates and not explained:
+    if counters and ((rates and not explained) or too_many or not (position or random or restored)):
+        yield from counters
+        yield from position if by_loader else ()
+        yield from random
+        return
+    yield from position
+    yield from random
+    if not explained:
         yield from lost_rates(rates, step)
-        yield from counters
-    elif (not pair.has_all_steps and not position) or not (found or restored):
-        yield from counters
 
 
 def _all_followed(pair: Resumed) -> list[MissingState]:

@@ -54,6 +54,8 @@ class Point(Value):
     """Digests of the random generators: ``python``, ``numpy``, ``torch``, devices, and those in variables."""
     samples: str = ""
     """Digest of the indices that the DataLoader drew for the batch; empty if it draws none."""
+    batch: int = 0
+    """Number of the batch in its pass over the loader, from 1; 0 without a loader."""
     inputs: str = ""
     """Digest of what the model is given."""
     copies: dict[str, str] = {}
@@ -91,6 +93,11 @@ class Trace:
     def drawn_from(self, generator: str, *, after: int) -> bool:
         """Return whether passes after so many updates drew from a generator."""
         return any(generator in names for updates, names in self.drew.items() if updates >= after)
+
+    def moves(self, generator: str, *, after: int) -> bool:
+        """Return whether a generator's state changes after so many updates, whoever draws from it."""
+        states = {point.generators.get(generator) for updates, point in self.points.items() if updates >= after}
+        return len(states) > 1
 
 
 def read_trace(path: Path) -> Trace:

@@ -1,4 +1,7 @@
-"""Parts of a training's state as digests and simple values. Cost: one pass over every tensor, and a number a tensor read from the device."""
+"""Parts of a training's state as digests and simple values.
+
+Cost: one pass over every tensor, and a number a tensor read from the device.
+"""
 
 from __future__ import annotations
 

@@ -20,16 +20,17 @@ class DrawnSamples:
     def __init__(self) -> None:
         self._drawn: WeakKeyDictionary[Any, deque[str]] = WeakKeyDictionary()
         """Batches whose indices are drawn and that are not delivered: workers are ahead."""
-        self._last = ""
+        self._delivered: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._last = ("", 0)
 
     def install(self, patches: Patches) -> None:
         """Follow all loaders until ``patches`` are undone."""
         patches.wrap(_BaseDataLoaderIter, "_next_index", self._drawing)
         patches.wrap(_BaseDataLoaderIter, "__next__", self._delivering)
 
-    def take(self) -> str:
-        """Return a digest of the indices of the batch delivered since the last call; empty if there is none."""
-        last, self._last = self._last, ""
+    def take(self) -> tuple[str, int]:
+        """Return a digest of the indices of the batch delivered since the last call, and its number in its pass; empty and 0 for none."""
+        last, self._last = self._last, ("", 0)
         return last
 
     def _drawing(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +48,8 @@ class DrawnSamples:
         def deliver(iterator: Any) -> Any:
             batch = original(iterator)
             drawn = self._drawn.get(iterator)
-            self._last = drawn.popleft() if drawn else ""
+            self._delivered[iterator] = number = self._delivered.get(iterator, 0) + 1
+            self._last = drawn.popleft() if drawn else "", number
             return batch
 
         return deliver

@@ -116,10 +116,11 @@ class StateTrace:
         entries = [self._found.frame(frame.f_locals) for frame in frames]
         values = [value for frame in entries for value in digests.flat(frame)]
         self._last = updates
+        samples, batch = self._samples.take()
         point = self._state(updates, values).model_copy(
-            update={"samples": self._samples.take(), "inputs": digests.tensors_digest(given)}
+            update={"samples": samples, "batch": batch, "inputs": digests.tensors_digest(given)}
         )
-        self._generators = {name: state for name, state in point.generators.items()}
+        self._generators = point.generators
         self._write("point", point)
 
     def _state(self, updates: int, values: list[tuple[str, str, Any]]) -> Point:
