@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +18,8 @@ from mezzo.errors import ScriptError
 
 if TYPE_CHECKING:
     from mezzo.launch.model_changes import ModelChanges
+    from mezzo.launch.request import Request
+    from mezzo.records import RunRecord
 
 SIGNALS = 128
 """Exit codes above this are of processes that a signal ended."""
@@ -64,7 +69,7 @@ def run(
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     record, stop = run_and_finish(
         script,
-        run_child,
+        partial(_logged, run_child, log_to or ()),
         policy=asked,
         policy_typed=options.typed_name(policy, asked),
         name=policy,
@@ -77,6 +82,15 @@ def run(
     results.note_metric(record)
     ended = stop.stopped and record.exit_code > SIGNALS  # otherwise the script ended itself
     raise typer.Exit(stop.exit_code if ended else record.exit_code)
+
+
+def _logged(run: Callable[[Request], RunRecord], log_to: Sequence[str], request: Request) -> RunRecord:
+    """Run a request, logged to trackers while it goes on."""
+    from mezzo.cli.live_log import LiveLog
+    from mezzo.launch.progress import shown_on
+
+    with shown_on(LiveLog(log_to)) if log_to else nullcontext():
+        return run(request)
 
 
 def _changes(target: str, as_module: bool, *, channels_last: bool, compiles: bool) -> ModelChanges | None:

@@ -64,10 +64,9 @@ def followed(request: Request, *, passes_output: bool) -> Iterator[Request]:
 def read_latest(path: Path) -> Latest | None:
     """Return the latest report; None before the first, or while one is being written."""
     try:
-        step, loss, num_skipped, waits = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return Latest(*json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
-    return Latest(step=step, loss=loss, num_skipped=num_skipped, waits=waits)
 
 
 def reports_to(path: Path) -> Report:

@@ -13,7 +13,6 @@ from mezzo.report.next_steps import next_steps
 from mezzo.report.sheets.resume_check import resume_check_sheet
 from mezzo.report.text import render
 
-
 SNAPSHOT = "mezzo run --policy as-is --snapshot 5m train.py"
 
 
@@ -24,7 +23,7 @@ def shown(**fields: object) -> str:
 
 
 def test_both_views_name_what_is_missing_and_how_to_mend_it() -> None:
-    page, text = render_html(build.resume_check_record()), shown()
+    page, text = render_html(build.resume_check_record()).replace("<wbr>", ""), shown()
     for words in ("train.py resumes with differences: optimizer", "none: it begins anew", "optimizer.state_dict()"):
         assert words in page
         assert words in text

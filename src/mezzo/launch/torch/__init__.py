@@ -32,7 +32,7 @@ from mezzo.launch.torch.watching import Watch, watched
 from mezzo.launch.torch.weights_digest import WeightsDigest
 from mezzo.launch.trace_request import TraceRequest
 from mezzo.measure.environment import environment
-from mezzo.measure.live import Report
+from mezzo.measure.live import Latest, Report
 from mezzo.observe.observer import Observer
 from mezzo.observe.settings import AnySettings
 from mezzo.observe.stopping import StopScript
@@ -143,7 +143,11 @@ class TorchTraining:
         if watch is None:
             self._run.recorder.reports.begin(report, every_s=every_s)
             return
-        self._run.recorder.reports.begin(lambda latest: report(latest._replace(waits=watch.now())), every_s=every_s)
+
+        def with_waits(latest: Latest) -> None:
+            report(latest._replace(waits=watch.now(), shares=watch.shares()))
+
+        self._run.recorder.reports.begin(with_waits, every_s=every_s)
 
     def stop_after(self, limit: StepLimit) -> None:
         """Stop the script at ``limit``."""

@@ -56,6 +56,9 @@ NORMS_APART = 10
 class Run:
     """A run's policy, loss scale and steps, and what it left alone."""
 
+    called: Callable[[nn.Module, Any], None] | None = None
+    """Told of every module that is called from outside any module, with its arguments; None if nobody listens."""
+
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = policy
@@ -89,8 +92,6 @@ class Run:
         """Where the script is to be stopped; None for its own end."""
         self.changed: ChangedModels | None = None
         """What is changed in the script's models beside their precision; None for nothing."""
-        self.called: Callable[[nn.Module, Any], None] | None = None
-        """Told of every module that is called from outside any module, with its arguments; None if nobody listens."""
         self.compiles = False
         """Whether the script has called torch.compile."""
         self.before_compiling: list[Callable[[], Any]] = []

@@ -8,7 +8,7 @@ from mezzo.measure.resumption.trace import ObjectState, OptimizerState, Point
 from mezzo.records import MissingState
 from mezzo.records.resume_check import State
 
-_NONE = "none"
+_NOTHING = "nothing"
 _MOST_NAMES = 3
 _FIXES: dict[State, str] = {
     "weights": "save model.state_dict() whole, and load it with strict=True",
@@ -50,7 +50,7 @@ def lost_optimizers(then: Point, now: Point) -> Iterator[MissingState]:
             had = ", ".join(f"{key} {before.moments[key].rms:.3g}" for key in keys)
             has = ", ".join(f"{key} {after.moments[key].rms:.3g}" for key in keys if key in after.moments)
             evidence = f"root mean squares of {_listed(keys)} before the first resumed update"
-            yield _missing("optimizer", before.name, had, has or f"{_NONE}: it begins anew", evidence)
+            yield _missing("optimizer", before.name, had, has or "none: it begins anew", evidence)
 
 
 def lost_objects(then: Point, now: Point) -> Iterator[MissingState]:
@@ -66,7 +66,7 @@ def lost_objects(then: Point, now: Point) -> Iterator[MissingState]:
             if keys:
                 had, has = (", ".join(f"{k} {v[k]}" for k in keys if k in v) for v in (one.values, other))
                 evidence = "its state before the first resumed update"
-                yield _missing(state, one.name, had, has or _NONE, evidence)
+                yield _missing(state, one.name, had, has or _NOTHING, evidence)
 
 
 def lost_copies(then: Point, now: Point) -> Iterator[MissingState]:
