@@ -44,13 +44,14 @@ def _in_this_process(work: Path) -> Iterator[None]:
 def checked(
     folder: Path,
     *arguments: str,
+    script: str = "resume_faults",
     resume_with: tuple[str, ...] = (),
     children: Callable[[Path], AbstractContextManager[None]] = _in_this_process,
     **settings: object,
 ) -> Judgement | None:
     work = folder / "work"
     work.mkdir()
-    shutil.copy(SCRIPTS / "resume_faults.py", work / "train.py")
+    shutil.copy(SCRIPTS / f"{script}.py", work / "train.py")
 
     def request(policy: Policy | None, *, folder: Path, **asked: object) -> Request:
         return Request(
@@ -163,3 +164,22 @@ def test_a_script_that_fails_by_itself_has_no_verdict(tmp_path: Path) -> None:
 def test_the_stop_lies_between_two_checkpoints(saves: tuple[int, ...], steps: int, stop: int) -> None:
     written = [Written(path="a", updates=n, is_checkpoint=True) for n in saves]
     assert stop_of(Trace(written=written, end=Point(updates=steps))) == stop
+
+
+@pytest.mark.parametrize(
+    ("lacks", "states"),
+    [
+        ("nothing", []),
+        ("scheduler", ["scheduler"]),
+        ("average", ["copy of the weights"]),
+        ("random", ["random generators"]),
+        ("seed", ["random generators"]),
+    ],
+)
+def test_a_function_that_saves_after_each_epoch(tmp_path: Path, lacks: str, states: list[str]) -> None:
+    found = checked(tmp_path, "--without", lacks, script="resume_epochs")
+    assert found is not None
+    assert (found.verdict, found.resumed_at) == ("differs" if states else "exact", 10)
+    assert [one.state for one in found.missing] == states, found.missing
+    if states == ["random generators"]:
+        assert sorted(found.missing[0].name.split(", ")) == ["python", "torch"]
