@@ -41,7 +41,7 @@ copybutton_prompt_text = "$ "
 
 CONTENTS: dict[str, list[str]] = {
     "Start": ["tutorial", "check", "choosing-a-policy", "troubleshooting", "tuning", "formats", "migrating"],
-    "Commands": ["commands", "scripts", "watch", "guardrails", "compare", "patch", "predict", "tune", "diagnose", "audit", "ranges", "fallback"]
+    "Commands": ["commands", "scripts", "watch", "guardrails", "resume-check", "compare", "patch", "predict", "tune", "diagnose", "audit", "ranges", "fallback"]
     + ["hardware", "exit-codes"],
     "Library": ["library", "session", "policies", "optimizers", "checkpointing", "snapshots", "distributed", "fast-path"],
     "Frameworks": ["lightning", "accelerate", "transformers", "apex", "keras", "paddle"],

@@ -19,10 +19,12 @@ from mezzo.records import (
     Gain,
     Memory,
     Metric,
+    MissingState,
     PredictionDetail,
     PredictRecord,
     RealGpus,
     Reason,
+    ResumeCheckRecord,
     Row,
     RunRecord,
     Steps,
@@ -317,6 +319,41 @@ def check_record(**fields: object) -> CheckRecord:
         "environment": environment(),
     }
     return CheckRecord.model_validate(known | fields)
+
+
+def resume_check_record(**fields: object) -> ResumeCheckRecord:
+    """Return a check of a script that does not restore its optimizer, and restarts a generator without effect."""
+    missing = MissingState(
+        state="optimizer",
+        name="Adam",
+        undisturbed="step 8, exp_avg 0.0483",
+        resumed="none: it begins anew",
+        evidence="root mean squares of step, exp_avg before the first resumed update",
+        fix="save optimizer.state_dict(), and load it after the optimizer is made",
+    )
+    run = run_record("as-is", num_steps=16, script="train.py")
+    values: dict[str, object] = {
+        "command": ["mezzo", "resume-check", "train.py"],
+        "script": "train.py",
+        "verdict": "differs",
+        "why": "resumed after step 8, without the right optimizer",
+        "num_steps": 16,
+        "stopped_after": 10,
+        "stopped_by": "SIGKILL",
+        "resumed_at": 8,
+        "resumed_steps": 8,
+        "first_difference": 9,
+        "missing": [missing],
+        "without_effect": [
+            Reason(what="random generators", value="python: another state", reason="nothing drew from it")
+        ],
+        "checkpoints": ["/work/last.pt"],
+        "folder": "runs/x",
+        "whole": run,
+        "resumed": run_record("as-is", num_steps=8),
+        "environment": run.environment,
+    }
+    return ResumeCheckRecord(**(values | fields))  # type: ignore[arg-type]
 
 
 def tune_record(**fields: object) -> TuneRecord:

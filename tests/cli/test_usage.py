@@ -38,7 +38,7 @@ POLICIES = "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pu
 RUN_OPTIONS = (
     "--policy, -m, --snapshot, --resume, --guard, --channels-last, --compile, --seed, --metric, --out, --log-to, --json"
 )
-COMMANDS = "doctor, check, run, watch, compare, audit, diagnose, ranges, fallback, predict, tune, report"
+COMMANDS = "doctor, check, run, watch, compare, audit, diagnose, ranges, fallback, predict, tune, resume-check, report"
 
 # What is typed after mezzo, what is said, the hint; a tail of dots stands for more.
 Wrong = tuple[str, str, str]

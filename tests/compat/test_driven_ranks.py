@@ -18,11 +18,16 @@ from paths import SCRIPTS
 
 def weights(library: str, size: int) -> list[float]:
     """Return the sum of the weights' magnitudes after a training in ``size`` processes, of each."""
+    return [float(m[1]) for m in re.finditer(r"RANK \d+ weights (\S+)", printed("trainer_ranks.py", library, size))]
+
+
+def printed(script: str, library: str, size: int) -> str:
+    """Return what a script printed in ``size`` processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, str(SCRIPTS / "trainer_ranks.py"), library]
+    command = [sys.executable, str(SCRIPTS / script), library]
     started = [
         subprocess.Popen(
             command,
@@ -38,13 +43,13 @@ def weights(library: str, size: int) -> list[float]:
         for rank in range(size)
     ]
     try:
-        printed = [process.communicate(timeout=200)[0] for process in started]
+        texts = [process.communicate(timeout=200)[0] for process in started]
     finally:
         for process in started:
             process.kill()
             process.wait()
-    assert [process.returncode for process in started] == [0] * size, printed
-    return [float(m[1]) for text in printed for m in re.finditer(r"RANK \d+ weights (\S+)", text)]
+    assert [process.returncode for process in started] == [0] * size, texts
+    return "".join(texts)
 
 
 @pytest.mark.slow
@@ -53,6 +58,22 @@ def test_two_processes_train_as_one_and_skip_the_same_updates(library: str) -> N
     first, second = weights(library, 2)
     assert first == second
     assert first == pytest.approx(weights(library, 1)[0], rel=1e-6)
+
+
+def trained(library: str, size: int) -> list[tuple[float, int]]:
+    """Return the weights' magnitudes and the skipped updates of each process."""
+    found = re.finditer(r"RANK \d+ weights (\S+) skipped (\d+)", printed("hf_trainer_ranks.py", library, size))
+    return [(float(m[1]), int(m[2])) for m in found]
+
+
+@pytest.mark.slow
+def test_trainer_in_two_processes_trains_as_a_session_under_ddp() -> None:
+    (first, skips), (second, others) = trained("trainer", 2)
+    assert (first, skips) == (second, others)
+    assert skips == 1
+    for library, size in (("session", 2), ("trainer", 1)):
+        for weight, skipped in trained(library, size):
+            assert (weight, skipped) == (pytest.approx(first, rel=1e-6), 1), (library, size)
 
 
 def test_what_the_library_does_not_keep_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

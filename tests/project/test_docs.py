@@ -73,7 +73,7 @@ def test_options_exist(page: Path) -> None:
     from mezzo.cli import app
 
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    for command, rest in re.findall(r"^\s*(?:\$ )?mezzo (\w+)(.*)$", page.read_text(encoding="utf-8"), re.M):
+    for command, rest in re.findall(r"^\s*(?:\$ )?mezzo (\w[\w-]*)(.*)$", page.read_text(encoding="utf-8"), re.M):
         assert command in commands, f"{page.name} names mezzo {command}"
         known = {o for p in commands[command].params for o in p.opts}
         before_script = re.split(r"\s\S+\.py\b|(?<=-m) \S+", rest)[0]

@@ -76,6 +76,7 @@ SHOWN: list[tuple[WholeRecord, str]] = [
     (build.predict_record(predictions=[]), "PredictRecord timm:resnet50, batch 256: fits none"),
     (build.check_record(), "CheckRecord train.py: use bf16"),
     (build.tune_record(), "TuneRecord train.py: use bf16, batch-size 64, compiled, 1.69x as fast"),
+    (build.resume_check_record(), "ResumeCheckRecord train.py: differs; not restored: optimizer"),
     (build.doctor_record(), "DoctorRecord AMD EPYC 9554: fp32 native; NVIDIA H100 80GB HBM3: fp16 native"),
 ]  # fmt: skip
 

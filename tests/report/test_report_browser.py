@@ -29,6 +29,7 @@ KINDS = {  # with the number of charts that have lines
     "ranges": 2,
     "fallback": 0,
     "tune": 0,
+    "resume-check": 0,
     "doctor": 0,
     "together": 0,
     "index": 1,

@@ -7,7 +7,21 @@ from typing import Annotated, cast
 
 import typer
 
-from mezzo.cli import audit, check, compare, diagnose, doctor, fallback, predict, ranges, report, run, tune, watch
+from mezzo.cli import (
+    audit,
+    check,
+    compare,
+    diagnose,
+    doctor,
+    fallback,
+    predict,
+    ranges,
+    report,
+    resume_check,
+    run,
+    tune,
+    watch,
+)
 from mezzo.cli.completion import ScriptCommand
 from mezzo.cli.ranks import in_ranks
 from mezzo.cli.usage import usage_error
@@ -39,6 +53,7 @@ app.command("ranges", cls=ScriptCommand, context_settings=_SCRIPT)(ranges.ranges
 app.command("fallback", cls=ScriptCommand, context_settings=_SCRIPT)(fallback.fallback)
 app.command("predict", cls=ScriptCommand, context_settings=_SCRIPT)(predict.predict)
 app.command("tune", cls=ScriptCommand, context_settings=_SCRIPT)(tune.tune)
+app.command("resume-check", cls=ScriptCommand, context_settings=_SCRIPT)(resume_check.resume_check)
 app.command("report")(report.report)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])

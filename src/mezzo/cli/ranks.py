@@ -14,6 +14,7 @@ _TOGETHER = ("run", "watch", "compare", "audit", "diagnose", "ranges", "fallback
 _ALONE = {
     "check": "check in one process; the answer serves distributed runs too",
     "predict": "predict in one process; --gpus-per-job and --shard describe a job of several",
+    "resume-check": "check in one process, without the launcher",
     "tune": "tune in one process, with the batch of one process",
 }
 """Commands on a script for one process, and what to do instead of starting several."""

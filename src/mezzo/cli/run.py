@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +15,10 @@ from mezzo.cli.guarding import check_guard, guard_request
 from mezzo.cli.model_changes import changes_of
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.cli.snapshots import check_snapshots, snapshot_request
+
+if TYPE_CHECKING:
+    from mezzo.launch.request import Request
+    from mezzo.records import RunRecord
 
 SIGNALS = 128
 """Exit codes above this are of processes that a signal ended."""
@@ -72,7 +78,7 @@ def run(
     script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     record, stop = run_and_finish(
         script,
-        lambda request: with_fits(run_child(request), script, policy),
+        lambda request: with_fits(_logged(run_child, log_to or (), request), script, policy),
         policy=asked,
         policy_typed=options.typed_name(policy, asked),
         name=policy,
@@ -86,3 +92,12 @@ def run(
     results.note_metric(record)
     ended = stop.stopped and record.exit_code > SIGNALS  # otherwise the script ended itself
     raise typer.Exit(stop.exit_code if ended else record.exit_code)
+
+
+def _logged(run: Callable[[Request], RunRecord], log_to: Sequence[str], request: Request) -> RunRecord:
+    """Run a request, logged to trackers while it goes on."""
+    from mezzo.cli.live_log import LiveLog
+    from mezzo.launch.progress import shown_on
+
+    with shown_on(LiveLog(log_to)) if log_to else nullcontext():
+        return run(request)

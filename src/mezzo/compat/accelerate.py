@@ -4,7 +4,8 @@ The loop stays as it is: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_
 session: one unscale and one decision for all optimizers, a short last window averaged over its micro-batches, FP32 masters under
 ``-master`` policies. Prepared schedulers wait on skipped updates.
 
-Limits: one process without DeepSpeed, FSDP or Megatron, which have mixed precision of their own.
+Limits: no DeepSpeed, FSDP or Megatron, which have mixed precision of their own; several processes under ``DistributedDataParallel``
+only, and without policies that cast weights.
 """
 
 from __future__ import annotations

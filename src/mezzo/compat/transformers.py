@@ -30,7 +30,7 @@ class MezzoTrainerMixin:
         **kwargs: Trainer's.
 
     Raises:
-        SessionError: the arguments turn on mixed precision of Trainer's own, or several processes train.
+        SessionError: the arguments turn on mixed precision of Trainer's own, or processes have parts of the model.
     """
 
     accelerator: MezzoAccelerator
@@ -47,11 +47,6 @@ class MezzoTrainerMixin:
             raise SessionError(
                 f"TrainingArguments({own[0]}=True) beside policy={str(self.policy)!r}; allowed: one of the two",
                 hint=f"leave {own[0]} out of the arguments: the policy decides",
-            )
-        if self.args.world_size > 1:
-            raise SessionError(
-                f"MezzoTrainer in {self.args.world_size} processes; allowed: one",
-                hint="run the script, with transformers' own Trainer, by mezzo run: it works with several processes",
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = MezzoAccelerator

@@ -47,9 +47,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     request = Request.unpacked(argv[0])
     process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
     shell = surroundings()
-    os.environ.update(request.variables)
-    if request.rank is not None:
-        answer_with_place(request.place_file)
+    _enter(request)
     with interrupts_kill():
         train = training_in(request.framework)
     started, started_at_s = time.perf_counter(), time.time()
@@ -107,6 +105,16 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
     return exit_code
 
 
+def _enter(request: Request) -> None:
+    """Set the environment variables and the folder of the run, and prepare to say where it is."""
+    os.environ.update(request.variables)
+    if request.rank is not None:
+        answer_with_place(request.place_file)
+    if request.work_folder is not None:
+        os.chdir(request.work_folder)
+        os.environ["PWD"] = request.work_folder
+
+
 def _say(error: BaseException | None, record: AnyRecord) -> None:
     """Print Mezzo's own error, and the findings of a run that nothing observed."""
     if isinstance(error, MezzoError):
@@ -161,7 +169,7 @@ def _exit_at_once(exit_code: int, *, tidily: bool) -> None:
 
 
 def _run_script(request: Request, reader: MetricReader | None, training: Training) -> Ending:
-    ready = guarded(lambda: training.begin_snapshots(request.snapshots))
+    ready = guarded(lambda: _begin(request, training))
     if ready[1] is not None:
         return ready
     if request.guard is not None:
@@ -179,6 +187,11 @@ def _run_script(request: Request, reader: MetricReader | None, training: Trainin
                 stream.finish()
             stream.flush()
         sys.stdout, sys.stderr = streams
+
+
+def _begin(request: Request, training: Training) -> None:
+    training.begin_snapshots(request.snapshots)
+    training.begin_trace(request.trace)
 
 
 _KEPT: list[dict[str, Any]] = []

@@ -41,6 +41,7 @@ from mezzo.records import (
 if TYPE_CHECKING:
     from mezzo.errors import MezzoError
     from mezzo.launch.snapshot_request import SnapshotRequest
+    from mezzo.launch.trace_request import TraceRequest
     from mezzo.measure.live import Report
 
 Framework = Literal["torch", "keras", "paddle"]
@@ -97,6 +98,13 @@ class Training(Protocol):
         Raises:
             ScriptError: scripts of this framework cannot be saved.
             SnapshotError: the folder cannot be used, or holds nothing to resume.
+        """
+
+    def begin_trace(self, asked: TraceRequest | None) -> None:
+        """Trace the state of the training from now on, as asked; None for no trace.
+
+        Raises:
+            ScriptError: scripts of this framework cannot be traced.
         """
 
     def end_snapshots(self) -> SnapshotsTaken | None:

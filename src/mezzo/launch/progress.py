@@ -64,10 +64,11 @@ def followed(request: Request, *, passes_output: bool) -> Iterator[Request]:
 def read_latest(path: Path) -> Latest | None:
     """Return the latest report; None before the first, or while one is being written."""
     try:
-        step, loss, num_skipped, waits = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return Latest(step=step, loss=loss, num_skipped=num_skipped, waits=waits)
+    whole = isinstance(found, list) and len(found) == len(Latest._fields)
+    return Latest(*found) if whole else None
 
 
 def reports_to(path: Path, *, first: Path | None = None) -> Report:

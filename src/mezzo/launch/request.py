@@ -11,6 +11,7 @@ from mezzo.launch.frameworks import Framework
 from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.snapshot_request import SnapshotRequest
+from mezzo.launch.trace_request import TraceRequest
 from mezzo.observe.settings import AnySettings, read_policy
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Placement, Reason
@@ -85,6 +86,10 @@ class Request(BaseModel):
     """Which of a job's processes this is; None for the only one."""
     variables: dict[str, str] = {}
     """Environment variables for this run, in place of those of the command."""
+    work_folder: str | None = None
+    """The folder to run the script in; None for that of the command."""
+    trace: TraceRequest | None = None
+    """Whether to trace the state of the training, and where to stop it; None for neither."""
 
     digest: str = ""
     """Digest of what was asked, for the record; empty if nobody will ask whether the run is finished."""

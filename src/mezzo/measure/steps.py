@@ -25,6 +25,10 @@ Losses = tuple[Kept, ...]
 """Losses whose sum is the step's loss."""
 
 
+_NORMS_WITHIN = 10
+"""Steps among which the last measured gradient norm is looked for."""
+
+
 class StepRecorder:
     """A recorder of a run's steps; a step is everything between two updates."""
 
@@ -174,7 +178,13 @@ class StepRecorder:
         losses = [kept.where.on_host(kept.number) for kept in self._loss[-1]]
         known = [loss for loss in losses if loss is not None]
         loss = self._weight[-1] * sum(known) if losses and len(known) == len(losses) else None
-        self.reports.send(ended_s, loss=loss, skipped=self._skipped)
+        scale = self._scale[-1]
+        loss_scale = scale.where.on_host(scale.number) if isinstance(scale, Kept) else scale
+        measured = next((norms for norms in reversed(self._norm[-_NORMS_WITHIN:]) if norms), ())
+        norms = [kept.where.on_host(kept.number) for kept in measured]
+        read = [norm for norm in norms if norm is not None]
+        grad_norm = _together(read) if read and len(read) == len(norms) else None
+        self.reports.send(ended_s, loss=loss, skipped=self._skipped, loss_scale=loss_scale, grad_norm=grad_norm)
 
     def finite_flags(self) -> Tensor:
         """Return, on their device, whether the last closed step's loss and gradient norm are finite; unknown ones count as finite."""

@@ -81,6 +81,9 @@ from mezzo.records.ranges import ScaleWindow as ScaleWindow
 from mezzo.records.ranges import TensorRange as TensorRange
 from mezzo.records.ranges import UpdateLoss as UpdateLoss
 from mezzo.records.ranks import RankRun as RankRun
+from mezzo.records.resume_check import MissingState as MissingState
+from mezzo.records.resume_check import ResumeCheckRecord as ResumeCheckRecord
+from mezzo.records.resume_check import ResumeVerdict as ResumeVerdict
 from mezzo.records.run import AS_IS as AS_IS
 from mezzo.records.run import CHANNELS_LAST as CHANNELS_LAST
 from mezzo.records.run import CHECKPOINTED as CHECKPOINTED

@@ -21,6 +21,7 @@ from mezzo.records.doctor import DoctorRecord
 from mezzo.records.fallback import FallbackRecord
 from mezzo.records.predict import PredictRecord
 from mezzo.records.ranges import RangesRecord
+from mezzo.records.resume_check import ResumeCheckRecord
 from mezzo.records.run import RunRecord
 from mezzo.records.tune import TuneRecord
 from mezzo.records.values import SCHEMA_VERSION
@@ -36,6 +37,7 @@ AnyRecord: TypeAlias = (
     | FallbackRecord
     | PredictRecord
     | TuneRecord
+    | ResumeCheckRecord
 )
 
 Record = Annotated[AnyRecord, Field(discriminator="kind")]

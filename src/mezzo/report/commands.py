@@ -16,13 +16,13 @@ FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last", "--compil
 CARRIED: Mapping[str, tuple[str, ...]] = {
     "--metric": ("run", "compare", "check"),
     "--checkpoint": ("run", "compare"),
-    "--log-to": ("run", "compare", "check", "audit", "diagnose", "ranges", "fallback", "tune"),
+    "--log-to": ("run", "compare", "check", "audit", "diagnose", "ranges", "fallback", "tune", "resume-check"),
 }
 """Options that mean the same in several commands, and these commands. No other option is passed from one command to another."""
 
 _OWN = ("--out", "--json", "--policy", "--policies")
 """Options that are not repeated even by the same command: results go to a new folder, and the policy is chosen anew."""
-_NAMES_RUNS = ("compare", "check", "tune")
+_NAMES_RUNS = ("compare", "check", "tune", "resume-check")
 """Commands that replace ``{run}`` in the script's arguments."""
 _CHOOSES = ("KERAS_BACKEND", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTHONPATH")
 """Environment variables that choose what runs and where: without them, the script may be another one."""

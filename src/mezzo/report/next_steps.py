@@ -18,6 +18,7 @@ from mezzo.records import (
     FallbackRecord,
     PredictRecord,
     RangesRecord,
+    ResumeCheckRecord,
     Row,
     RunRecord,
 )
@@ -351,6 +352,24 @@ def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:
         yield from commands.step(why, "fallback", policy=policy)
 
 
+def _after_resume_check(record: ResumeCheckRecord) -> Iterator[NextStep]:
+    commands = _Commands(record.whole, record.command)
+    if record.whole.exit_code:
+        yield from commands.alone("see whether the script fails without Mezzo, too")
+    elif record.verdict == "differs":
+        yield from commands.again("after the changes to the script, see whether anything is left")
+    elif record.verdict in ("does_not_resume", "undecided"):
+        yield from commands.again(_BEFORE_AGAIN[record.verdict])
+    if record.verdict in ("differs", "does_not_resume", "no_checkpoint"):
+        yield from commands.step("let Mezzo save and resume the unedited script", "run", policy=AS_IS, snapshot="5m")
+
+
+_BEFORE_AGAIN = {
+    "does_not_resume": "if it needs an argument to resume, give it with --resume-with",
+    "undecided": "after making the script repeat itself, check again",
+}
+
+
 def _after_doctor(record: DoctorRecord) -> Iterator[NextStep]:
     yield NextStep(why="one answer about your script; write its name for train.py", command="mezzo check train.py")
 
@@ -397,6 +416,7 @@ _BY_KIND: dict[str, Callable[[Any], Iterable[NextStep]]] = {
     "diagnose": _after_diagnose,
     "ranges": _after_ranges,
     "fallback": _after_fallback,
+    "resume_check": _after_resume_check,
     "doctor": _after_doctor,
     "predict": _after_predict,
 }

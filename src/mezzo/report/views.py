@@ -20,6 +20,7 @@ from mezzo.report.sheets import (
     predict,
     ranges,
     real_gpus,
+    resume_check,
     run,
     tune,
 )
@@ -80,6 +81,11 @@ VIEWS: dict[str, View] = {
         answer=predict.predict_answer,
     ),
     "tune": View(sheet=tune.tune_sheet, body=tune.print_tune, answer=tune.tune_answer, framed=False),
+    "resume_check": View(
+        sheet=resume_check.resume_check_sheet,
+        body=resume_check.print_resume_check,
+        answer=resume_check.resume_check_answer,
+    ),
     "doctor": View(sheet=doctor.doctor_sheet, body=bodies.print_doctor, answer=answers.doctor_answer),
 }
 """By kind of record."""

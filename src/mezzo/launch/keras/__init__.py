@@ -23,6 +23,7 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
 from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.step_limit import StepLimit
+from mezzo.launch.trace_request import TraceRequest
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings
@@ -163,6 +164,14 @@ class KerasTraining:
             raise ScriptError(
                 "snapshots were asked of a Keras script; allowed: PyTorch scripts",
                 hint="leave --snapshot and --resume out, and use the framework's own checkpoints",
+            )
+
+    def begin_trace(self, asked: TraceRequest | None) -> None:
+        """Refuse: only the state of PyTorch scripts is found."""
+        if asked is not None:
+            raise ScriptError(
+                "mezzo resume-check was given a Keras script; allowed: PyTorch scripts",
+                hint="stop and resume the script by hand, and compare its losses",
             )
 
     def end_snapshots(self) -> None:

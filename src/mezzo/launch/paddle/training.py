@@ -26,6 +26,7 @@ from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
 from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.step_limit import StepLimit
+from mezzo.launch.trace_request import TraceRequest
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings
@@ -111,6 +112,14 @@ class PaddleTraining:
             raise ScriptError(
                 "snapshots were asked of a Paddle script; allowed: PyTorch scripts",
                 hint="leave --snapshot and --resume out, and use the framework's own checkpoints",
+            )
+
+    def begin_trace(self, asked: TraceRequest | None) -> None:
+        """Refuse: only the state of PyTorch scripts is found."""
+        if asked is not None:
+            raise ScriptError(
+                "mezzo resume-check was given a Paddle script; allowed: PyTorch scripts",
+                hint="stop and resume the script by hand, and compare its losses",
             )
 
     def end_snapshots(self) -> None:

@@ -32,8 +32,9 @@ from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.updates import Updates
 from mezzo.launch.torch.watching import Watch, watched
 from mezzo.launch.torch.weights_digest import WeightsDigest
+from mezzo.launch.trace_request import TraceRequest
 from mezzo.measure.environment import environment
-from mezzo.measure.live import Report
+from mezzo.measure.live import Latest, Report
 from mezzo.observe.observer import Observer
 from mezzo.observe.settings import AnySettings
 from mezzo.observe.stopping import StopScript
@@ -53,6 +54,7 @@ from mezzo.records import (
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.snapshots.script import ScriptSnapshots
+    from mezzo.launch.torch.tracing.traced import StateTrace
 
 
 @contextmanager
@@ -127,6 +129,7 @@ class TorchTraining:
         self._run, self._counted, self._watch = run, counted, watch
         self._weights = weights or WeightsDigest(run)
         self._snapshots: ScriptSnapshots | None = None
+        self._trace: StateTrace | None = None
         self.not_resumed: MezzoError | None = None
         """Why a run that was to be resumed was not; known after ``end_snapshots``."""
         self.framework = f"torch {torch.__version__}"
@@ -155,7 +158,11 @@ class TorchTraining:
         if watch is None:
             self._run.recorder.reports.begin(report, every_s=every_s)
             return
-        self._run.recorder.reports.begin(lambda latest: report(latest._replace(waits=watch.now())), every_s=every_s)
+
+        def with_waits(latest: Latest) -> None:
+            report(latest._replace(waits=watch.now(), shares=watch.shares()))
+
+        self._run.recorder.reports.begin(with_waits, every_s=every_s)
 
     def stop_after(self, limit: StepLimit) -> None:
         """Stop the script at ``limit``."""
@@ -168,6 +175,14 @@ class TorchTraining:
 
             self._snapshots = ScriptSnapshots(self._run, asked)
             self._snapshots.install()
+
+    def begin_trace(self, asked: TraceRequest | None) -> None:
+        """Trace the state of the training from now on, as asked."""
+        if asked is not None:
+            from mezzo.launch.torch.tracing.traced import StateTrace
+
+            self._trace = StateTrace(self._run, asked)
+            self._trace.install()
 
     def end_snapshots(self) -> SnapshotsTaken | None:
         """Wait for the last snapshot, and return what was taken."""
@@ -210,6 +225,8 @@ class TorchTraining:
     def close_update(self) -> None:
         """Close the update that is open."""
         self._run.close_update()
+        if self._trace is not None:
+            self._trace.close()
 
     def steps(self) -> Steps:
         """Return the record of every step."""

@@ -108,8 +108,10 @@ class Regions:
                 return original(module, *args, **kwargs)
             if not run.lint.over:
                 run.lint.called(args, kwargs)
-            elif self._counted and run.changed is None:
+            elif self._counted and run.changed is None and run.called is None:
                 self._remove()
+            if run.called is not None:
+                run.called(module, (args, kwargs))
             if run.changed is not None:
                 args, kwargs = run.changed.called(module, args, kwargs)
             casting = run.casting(run.record_root(module, args))

@@ -59,6 +59,8 @@ class Run:
 
     measured: Callable[[], list[Reason]] = list
     """Returns what was measured of the policy's effects."""
+    called: Callable[[nn.Module, Any], None] | None = None
+    """Told of every module that is called from outside any module, with its arguments; None if nobody listens."""
 
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""

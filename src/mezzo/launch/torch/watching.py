@@ -21,6 +21,8 @@ from mezzo.measure.watch.rates import Rates, cpu_rates
 from mezzo.measure.watch.verdict import Evidence, Work, bottleneck
 from mezzo.records import Bottleneck, Effective, Reason, Steps
 
+POWER = "GPU power, W"
+"""The only number of ``Watch.shares`` that is no share."""
 _EVERY_S = 0.1
 _GPU_EVERY = 10
 """Samples of the host between two of the GPU."""
@@ -54,19 +56,24 @@ class Watch:
 
     def now(self) -> str:
         """Return what was measured so far, in a few words."""
+        texts = {name: f"{share:.0f} W" if name == POWER else f"{share:.0%}" for name, share in self.shares().items()}
+        return ", ".join(text if name == POWER else f"{name} {text}" for name, text in texts.items())
+
+    def shares(self) -> dict[str, float]:
+        """Return waits as shares of the time so far, and the last counters of the GPU."""
         end_s = time.perf_counter()
         wall_s = max(end_s - self._began_s, 1e-9)
-        parts = [f"input {self.waits.input.total_s / wall_s:.0%}"]
+        found = {"input": self.waits.input.total_s / wall_s}
         if len(self.waits.communication):
-            parts.append(f"communication {self.waits.communication.total_s / wall_s:.0%}")
+            found["communication"] = self.waits.communication.total_s / wall_s
         shares = self.host.shares(self._began_s, end_s)
         if shares is not None:
-            parts.append(f"thread asleep {shares.slept:.0%}")
+            found["thread asleep"] = shares.slept
         if isinstance(self._gpu, GpuCounters) and self._gpu.samples:
             last = self._gpu.samples[-1]
-            parts += [] if last.utilization is None else [f"GPU {last.utilization:.0%}"]
-            parts += [] if last.power_w is None else [f"{last.power_w:.0f} W"]
-        return ", ".join(parts)
+            found |= {} if last.utilization is None else {"GPU": last.utilization}
+            found |= {} if last.power_w is None else {POWER: last.power_w}
+        return found
 
     def bottleneck(self, steps: Steps, effective: Effective) -> Bottleneck:
         """Return what held the script back, by the steps after the first tenth and the counted one."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from mezzo.errors import UsageError, nearest
 from mezzo.records import AnyRecord
 from mezzo.report.tracking import mlflow, tensorboard, wandb
+from mezzo.report.tracking.inflight import Flight as Flight
+from mezzo.report.tracking.inflight import Writer as Writer
 from mezzo.report.tracking.job import Job as Job
 from mezzo.report.tracking.logged import Logged, logged
 
@@ -28,10 +30,12 @@ class Tracker:
     """Refuses what cannot be logged to, before a script runs."""
     send: Callable[[Logged, Job, str], str]
     """Logs, and returns where."""
+    in_flight: Callable[[Flight, str], Writer]
+    """Begins to log a run that is under way."""
 
 
 TRACKERS = {
-    name: Tracker(package=made.PACKAGE, install=made.INSTALL, check=made.check, send=made.send)
+    name: Tracker(package=made.PACKAGE, install=made.INSTALL, check=made.check, send=made.send, in_flight=made.InFlight)
     for name, made in {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}.items()
 }
 

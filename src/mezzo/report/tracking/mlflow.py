@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mezzo.errors import UsageError
+from mezzo.report.tracking.inflight import SUFFIX, Flight
 from mezzo.report.tracking.job import Job
 from mezzo.report.tracking.logged import Logged
 
@@ -45,14 +47,43 @@ def send(what: Logged, job: Job, place: str) -> str:
     """Log to the store ``place``, or MLFLOW_TRACKING_URI, or MLflow's default; return the experiment and the run."""
     client = _client(place)
     title = os.environ.get("MLFLOW_EXPERIMENT_NAME") or what.script or "mezzo"
-    known = client.get_experiment_by_name(title)
-    experiment = client.create_experiment(title) if known is None else known.experiment_id
+    experiment = _experiment(client, title)
     run_id = _send_one(client, experiment, what, name=job.name)
     for path in (job.record, job.page):
         client.log_artifact(run_id, str(path))
     for run in what.runs:
         _send_one(client, experiment, run, name=run.name, parent=run_id)
     return f"experiment {title}, run {job.name} ({run_id}) in {client.tracking_uri}"
+
+
+class InFlight:
+    """A run of MLflow that is written to while a script goes on."""
+
+    def __init__(self, flight: Flight, place: str) -> None:
+        """Create a run in the experiment of the script."""
+        self._client, title = _client(place), os.environ.get("MLFLOW_EXPERIMENT_NAME") or flight.script or "mezzo"
+        name = f"{flight.name}{SUFFIX}"
+        run = self._client.create_run(_experiment(self._client, title), run_name=name, tags={"mezzo.kind": "live"})
+        self._run_id: str = run.info.run_id
+        self.where = f"experiment {title}, run {name}"
+        for key, value in flight.settings.items():
+            self._client.log_param(self._run_id, _key(key), value[:_LONGEST_VALUE])
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log values of a step."""
+        for name, value in values.items():
+            self._client.log_metric(self._run_id, _key(name), value, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self._run_id)
+
+
+def _experiment(client: MlflowClient, title: str) -> str:
+    """Return the number of an experiment, made if there is none."""
+    known = client.get_experiment_by_name(title)
+    found: str = client.create_experiment(title) if known is None else known.experiment_id
+    return found
 
 
 def _client(place: str) -> MlflowClient:

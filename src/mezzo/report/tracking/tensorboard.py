@@ -8,12 +8,13 @@ stays where the command wrote it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mezzo.records import Histogram
+from mezzo.report.tracking.inflight import SUFFIX, Flight
 from mezzo.report.tracking.job import Job
 from mezzo.report.tracking.logged import Cell, Logged, Table
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 PACKAGE = INSTALL = "tensorboardX"
+_ON_DISK_WITHIN_S = 1
 
 
 def check(place: str) -> None:
@@ -30,12 +32,39 @@ def check(place: str) -> None:
 def send(what: Logged, job: Job, place: str) -> str:
     """Write event files to a new folder, ``place/NAME`` or beside the record, and return where they are."""
     folder = Path(place) / job.name if place else job.folder / "tensorboard"
-    others = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
-    fresh = next(path for path in chain([folder], others) if not path.exists())  # events would be drawn into one curve
+    fresh = _fresh(folder)
     _write(what, fresh)
     for run in what.runs:
         _write(run, fresh / run.name)
     return f"{fresh}; to see it: tensorboard --logdir {place or fresh}"
+
+
+class InFlight:
+    """Events that are written while a run goes on."""
+
+    def __init__(self, flight: Flight, place: str) -> None:
+        """Open ``place/NAME-live``, or a folder beside the record."""
+        from tensorboardX import SummaryWriter  # an extra
+
+        folder = Path(place) / f"{flight.name}{SUFFIX}" if place else flight.folder / f"tensorboard{SUFFIX}"
+        self._writer = SummaryWriter(logdir=str(_fresh(folder)), flush_secs=_ON_DISK_WITHIN_S)
+        self.where = self._writer.logdir
+        self._writer.add_text("settings", _grid(["", ""], [[*pair] for pair in flight.settings.items()]))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log values of a step; tensorboardX writes them in a thread of its own."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def _fresh(folder: Path) -> Path:
+    """Return a folder that is not there yet: events of two runs would be drawn into one curve."""
+    others = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(path for path in chain([folder], others) if not path.exists())
 
 
 def _write(what: Logged, folder: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mezzo.errors import UsageError
+from mezzo.report.tracking.inflight import SUFFIX, Flight
 from mezzo.report.tracking.job import Job
 from mezzo.report.tracking.logged import Logged
 
@@ -42,6 +43,40 @@ def send(what: Logged, job: Job, place: str) -> str:
     return where
 
 
+class InFlight:
+    """A run of Weights & Biases that is written to while a script goes on."""
+
+    def __init__(self, flight: Flight, place: str) -> None:
+        """Begin a run in the group of the command."""
+        import wandb
+
+        self._run = wandb.init(
+            project=place or os.environ.get("WANDB_PROJECT") or flight.script or "mezzo",
+            name=f"{flight.name}{SUFFIX}",
+            group=flight.name,
+            job_type="live",
+            config=dict(flight.settings),
+            reinit="create_new",
+            settings=_settings(),
+        )
+        self.where = os.path.dirname(self._run.dir) if self._run.offline else str(self._run.url)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log values of a step."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+def _settings() -> Any:
+    """Return settings without what wandb would collect itself: it is of this process, not of the script's."""
+    import wandb
+
+    return wandb.Settings(silent=True, console="off", save_code=False, x_disable_stats=True, x_disable_meta=True)
+
+
 def _send_one(what: Logged, job: Job, *, project: str, name: str, group: str, files: bool) -> str:
     import wandb
 
@@ -53,8 +88,7 @@ def _send_one(what: Logged, job: Job, *, project: str, name: str, group: str, fi
         config=what.settings,
         tags=[f"{key}:{value}"[:_LONGEST_TAG] for key, value in what.tags.items()],
         reinit="create_new",
-        # What wandb would collect itself is of this process, and later than the run.
-        settings=wandb.Settings(silent=True, console="off", save_code=False, x_disable_stats=True, x_disable_meta=True),
+        settings=_settings(),
     ) as run:
         for step, values in _by_step(what):
             run.log(values, step=step)

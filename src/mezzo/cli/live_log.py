@@ -1,0 +1,112 @@
+"""``--log-to`` while a run goes on: the numbers that its process reports anyway, every few seconds, in a thread of the command."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mezzo.cli import results
+
+if TYPE_CHECKING:
+    from mezzo.launch.request import Request
+    from mezzo.measure.live import Latest
+    from mezzo.report.tracking import Flight, Writer
+
+EVERY_S = 5.0
+"""Between two steps that are logged."""
+
+
+class LiveLog:
+    """The trackers that a run is logged to (``launch.progress.Watcher``)."""
+
+    def __init__(self, places: Sequence[str], *, every_s: float = EVERY_S) -> None:
+        self._places, self._every_s = places, every_s
+        self._writers: dict[str, Writer] = {}
+        self._last = 0
+        """The step logged last."""
+
+    @contextmanager
+    def following(self, request: Request, *, passes_output: bool) -> Iterator[None]:
+        """Log the run of ``request`` inside."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._follow, args=(request, over), name="mezzo-log", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _follow(self, request: Request, over: threading.Event) -> None:
+        """Log until the run is over, and once more then."""
+        from mezzo.launch.progress import EVERY_S as REPORTED_EVERY_S
+
+        wait_s = REPORTED_EVERY_S  # the first report is logged soon: a run may be short
+        while not over.wait(wait_s):
+            if self._log(request):
+                wait_s = self._every_s
+        self._log(request)
+        for text, writer in [*self._writers.items()]:
+            self._attempt(text, writer.close)
+
+    def _log(self, request: Request) -> bool:
+        """Log the latest report; return whether there was one."""
+        from mezzo.launch.progress import read_latest
+
+        latest = read_latest(request.progress_file)
+        if latest is None or latest.step == self._last:
+            return False
+        if not self._last:
+            self._begin(request)
+        self._last = latest.step
+        for text, writer in [*self._writers.items()]:
+            self._attempt(text, partial(writer.log, numbers_of(latest), latest.step))
+        return True
+
+    def _begin(self, request: Request) -> None:
+        from mezzo.launch.request import policy_text
+        from mezzo.report.tracking import Flight
+
+        folder = Path(request.record_path).absolute().parent
+        flight = Flight(
+            name=folder.name,
+            script=Path(request.target).stem,
+            folder=folder,
+            settings={"command": shlex.join(request.command), "policy": policy_text(request.policy)},
+        )
+        for text in self._places:
+            self._attempt(text, partial(self._open, text, flight))
+
+    def _open(self, text: str, flight: Flight) -> None:
+        from mezzo.report.tracking import destination
+
+        to = destination(text)
+        self._writers[text] = to.tracker.in_flight(flight, to.place)
+
+    def _attempt(self, text: str, action: Callable[[], None]) -> None:
+        """Call a tracker; one that fails is noted once and left out: the training goes on, and its result is logged at the end."""
+        try:
+            action()
+        except Exception as error:  # of a library, its server or its disk
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            results.note(f"--log-to {text} failed while the run goes on ({said}); its result is logged at the end")
+            self._writers.pop(text, None)
+
+
+def numbers_of(latest: Latest) -> dict[str, float]:
+    """Return what is known of the latest step, by the names in trackers."""
+    known = {
+        "live/loss": latest.loss,
+        "live/loss_scale": latest.loss_scale,
+        "live/grad_norm": latest.grad_norm,
+        "live/skipped_updates": latest.num_skipped,
+    }
+    shares = {
+        f"live/{name.replace(', ', '_').replace(' ', '_')}": value for name, value in (latest.shares or {}).items()
+    }
+    return {name: float(value) for name, value in known.items() if value is not None} | shares

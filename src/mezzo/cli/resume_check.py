@@ -1,0 +1,161 @@
+"""``mezzo resume-check``: whether a script's own checkpoints resume the run that was stopped, and which state they lack."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mezzo.cli import options
+from mezzo.cli.budget import seconds_of
+from mezzo.cli.progress import shown
+from mezzo.cli.results import note
+from mezzo.cli.script import Script
+from mezzo.cli.words import typed
+from mezzo.errors import ScriptError
+from mezzo.launch.process.command_signals import stoppable
+
+if TYPE_CHECKING:
+    from mezzo.launch.several.resume_check import ResumeCheck
+    from mezzo.measure.resumption.judgement import Judgement
+    from mezzo.records import ResumeCheckRecord
+
+
+def resume_check(
+    target: options.Target,
+    arguments: options.Arguments = None,
+    resume_with: Annotated[
+        str,
+        typer.Option(
+            metavar="ARGS", help="What the script is given more when it is started again, as '--resume last.pt'."
+        ),
+    ] = "",
+    stop_after: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="STEP",
+            help="Stop after this step. [default: in the middle, half-way between two checkpoints]",
+        ),
+    ] = None,
+    notice: Annotated[
+        str,
+        typer.Option(metavar="TIME", help="Time between SIGTERM and SIGKILL, for a script that handles SIGTERM."),
+    ] = "10s",
+    as_module: options.AsModule = False,
+    out: options.Out = None,
+    log_to: options.LogTo = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find out whether a training script's own checkpoints resume a run that was stopped, and which state they lack.
+
+    Runs the script, unedited, to its end; runs it again and stops it in the middle, as a scheduler would; starts it once more, so that it
+    resumes by itself; and compares losses, weights and state with the undisturbed run. The runs are in copies of this folder, so that
+    your own checkpoints are not touched; with {run} in the script's arguments, nothing is copied.
+
+    Exit code 0: it resumes to the bit; 1: it does not; a script that fails by itself keeps its own exit code.
+    """
+    script = Script(
+        target=_inside(target, as_module=as_module),
+        arguments=arguments,
+        as_module=as_module,
+        out=out,
+        log_to=log_to,
+        as_json=as_json,
+    )
+    from mezzo.launch.runner import several_runs
+
+    began_s, notice_s, more = time.monotonic(), seconds_of(notice), shlex.split(resume_with)
+    script.check(None)
+    _check_traceable(script)
+    folder = script.folder("resume-check", leaves=("whole", "stopped", "resumed"))
+    with stoppable() as stop, shown():
+        check = _check(script, folder, more, stop_after=stop_after, notice_s=notice_s)
+        with several_runs():
+            found = check.run()
+        record = _record(script, check, found, more, duration_s=time.monotonic() - began_s)
+        script.finish(record, folder)
+    if stop.stopped:
+        raise typer.Exit(stop.exit_code)
+    if found is None:
+        raise typer.Exit(record.whole.exit_code)
+    raise typer.Exit(0 if record.verdict == "exact" else 1)
+
+
+def _inside(target: str, *, as_module: bool) -> str:
+    """Return a script's path relative to this folder if it lies in it: it then runs in the copies."""
+    path = Path(target)
+    if as_module or not path.is_absolute() or not path.resolve().is_relative_to(Path.cwd().resolve()):
+        return target
+    return str(path.resolve().relative_to(Path.cwd().resolve()))
+
+
+def _check_traceable(script: Script) -> None:
+    """Refuse scripts whose state is not found: of other frameworks, or in several processes."""
+    from mezzo.launch.frameworks import framework_of
+
+    framework = framework_of(script.target, kind="module" if script.as_module else "script")
+    if framework != "torch":
+        raise ScriptError(
+            f"mezzo resume-check was given a script in {framework}; allowed: PyTorch scripts",
+            hint="stop and resume the script by hand, and compare its losses",
+        )
+
+
+def _check(
+    script: Script, folder: Path, resume_with: list[str], *, stop_after: int | None, notice_s: float
+) -> ResumeCheck:
+    from mezzo.launch.several.resume_check import ResumeCheck
+
+    return ResumeCheck(
+        folder=folder,
+        target=script.target,
+        arguments=tuple(script.arguments or ()),
+        resume_with=resume_with,
+        make_request=script.request,
+        say=_say,
+        stop_after=stop_after,
+        notice_s=notice_s,
+    )
+
+
+def _say(text: str) -> None:
+    note(text)
+    sys.stderr.flush()
+
+
+def _record(
+    script: Script, check: ResumeCheck, found: Judgement | None, resume_with: list[str], *, duration_s: float
+) -> ResumeCheckRecord:
+    from mezzo.launch.several.resume_check import RESUMED, WHOLE
+    from mezzo.measure.resumption.judgement import Judgement
+    from mezzo.records import ResumeCheckRecord
+
+    whole, resumed = check.records[WHOLE], check.records.get(RESUMED)
+    if found is None:
+        found = Judgement(verdict="undecided", why=f"undisturbed, the script fails: {whole.error or whole.exit_code}")
+    return ResumeCheckRecord(
+        command=list(typed()),
+        script=script.target,
+        resume_with=resume_with,
+        verdict=found.verdict,
+        why=found.why,
+        num_steps=len(whole.steps),
+        stopped_after=check.stopped_after,
+        stopped_by=check.stopped_by,
+        resumed_at=found.resumed_at,
+        resumed_steps=0 if resumed is None else len(resumed.steps),
+        first_difference=found.first_difference,
+        missing=found.missing,
+        without_effect=found.without_effect,
+        checkpoints=check.checkpoints,
+        folder=str(check.folder),
+        whole=whole,
+        resumed=resumed,
+        environment=whole.environment,
+        duration_s=duration_s,
+    )

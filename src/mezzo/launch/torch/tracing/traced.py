@@ -1,0 +1,193 @@
+"""Trace a training: its state before the first forward pass of every update, and the files that it writes.
+
+That moment is the same place in the code of an undisturbed and of a resumed run: the batch is there, and the step, the scheduler, the
+scaler and an EMA of the update before are done.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.snapshots.passes import frames_of_script
+from mezzo.launch.torch.snapshots.variables import Found, is_below, script_folder
+from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.tracing import digests
+from mezzo.launch.torch.tracing.samples import DrawnSamples
+from mezzo.launch.torch.tracing.written import FilesWritten
+from mezzo.launch.trace_request import TraceRequest
+from mezzo.measure.resumption.trace import Point, Written, line_of
+
+
+class StateTrace:
+    """The trace of a run, written line by line."""
+
+    def __init__(self, run: Run, asked: TraceRequest) -> None:
+        self._run, self._asked = run, asked
+        self._process = os.getpid()
+        self._file = os.open(asked.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._patches, self._samples = Patches(), DrawnSamples()
+        self._files = FilesWritten(self._wrote)
+        self._schedulers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self._scalers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self._roots: dict[int, nn.Module] = {}
+        self._found = Found(lambda module: False)
+        """The variables at the last point, which keep the models alive until the end."""
+        self._last = -1
+        self._generators: dict[str, str] = {}
+        self._default_end = signal.getsignal(signal.SIGTERM)
+
+    def install(self) -> None:
+        """Trace until ``close``."""
+        if self._asked.first_seed is not None:
+            random.seed(self._asked.first_seed)
+            np.random.seed(self._asked.first_seed)
+            torch.manual_seed(self._asked.first_seed)
+        self._run.called = self._called
+        self._run.watchers.append(self)
+        for kind in (LRScheduler, ReduceLROnPlateau):
+            self._patches.wrap(kind, "__init__", functools.partial(_remembering, self._schedulers))
+        self._patches.wrap(torch.amp.GradScaler, "__init__", functools.partial(_remembering, self._scalers))
+        self._samples.install(self._patches)
+        self._files.install(self._patches)
+
+    def close(self) -> None:
+        """Trace the state at the end."""
+        if os.getpid() != self._process or self._run.called is None:
+            return
+        self._run.called = None
+        self._run.watchers.remove(self)
+        self._patches.undo()
+        self._write("end", self._state(self._run.num_updates, []))
+        os.close(self._file)
+
+    # --- a watcher of the run ----------------------------------------------------------------------------------------------
+
+    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Note which generators the passes of this update drew from."""
+        now = digests.generator_digests()
+        drew = [name for name, state in now.items() if name in self._generators and self._generators[name] != state]
+        if drew and self._last >= 0:
+            self._write("drew", {"updates": self._last, "generators": drew})
+
+    def step_closed(self, num_steps: int) -> None:
+        """Do nothing: a point is taken later, before the next forward pass."""
+
+    def backward_begins(self) -> None:
+        """Do nothing, as in the two below."""
+
+    def backward_ended(self) -> None:
+        """Do nothing."""
+
+    def compiled_ended(self) -> None:
+        """Do nothing."""
+
+    def done(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return that every update is followed."""
+        return False
+
+    # --- points ------------------------------------------------------------------------------------------------------------
+
+    def _called(self, module: nn.Module, given: Any) -> None:
+        updates = self._run.num_updates
+        if updates == self._last or not (module.training and torch.is_grad_enabled()) or os.getpid() != self._process:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._roots.setdefault(id(module), module)
+        if updates == self._asked.stop_after:
+            self._last = updates
+            self._stop()
+            return
+        frames, _ = frames_of_script()
+        self._found = Found(is_below(script_folder()))
+        entries = [self._found.frame(frame.f_locals) for frame in frames]
+        values = [value for frame in entries for value in digests.flat(frame)]
+        self._last = updates
+        samples, batch = self._samples.take()
+        point = self._state(updates, values).model_copy(
+            update={"samples": samples, "batch": batch, "inputs": digests.tensors_digest(given)}
+        )
+        self._generators = point.generators
+        self._write("point", point)
+
+    def _state(self, updates: int, values: list[tuple[str, str, Any]]) -> Point:
+        named: dict[str, Any] = self._found.objects
+        modules = {name: one for name, one in named.items() if isinstance(one, nn.Module)}
+        modules |= {f"{type(one).__name__} {n}": one for n, one in enumerate(self._roots.values())}
+        trained = digests.trained_by(self._run.optimizers, modules)
+        own = {id(parameter) for _, parameter in trained}
+        models = {name: m for name, m in modules.items() if any(id(p) in own for p in m.parameters())}
+        buffers: dict[int, tuple[str, Tensor]] = {}
+        for model in models.values():
+            for name, buffer in model.named_buffers():
+                buffers.setdefault(id(buffer), (name, buffer))
+        inner = {id(part) for model in models.values() for part in model.modules()}
+        others = {name: m for name, m in modules.items() if name not in models and id(m) not in inner}
+        copies = {name: digests.tensors_digest([*m.parameters(), *m.buffers()]) for name, m in others.items()}
+        grouped = digests.copies_of([parameter for _, parameter in trained], values)
+        return Point(
+            updates=updates,
+            weights=[digests.tensors_digest(parameter) for _, parameter in trained],
+            names=[name for name, _ in trained],
+            buffers=digests.by_name(buffers.values()),
+            optimizers=[digests.optimizer_state(one) for one in self._run.optimizers],
+            schedulers=[digests.object_state(one) for one in self._schedulers],
+            scalers=[digests.object_state(one) for one in self._scalers],
+            generators=digests.generator_digests() | self._own_generators(),
+            copies={name: found for name, found in copies.items() if found}
+            | {name: digests.tensors_digest(tensors) for name, tensors in grouped.items()},
+            counters={path: one for _, path, one in values if isinstance(one, int) and not isinstance(one, bool)},
+        )
+
+    def _own_generators(self) -> dict[str, str]:
+        """Return digests of the generators among the variables."""
+        found: dict[str, str] = {}
+        for name, one in self._found.objects.items():
+            if isinstance(one, torch.Generator):
+                found[name] = digests.tensors_digest(one.get_state())
+            elif isinstance(one, np.random.Generator):
+                found[name] = digests.text_digest(one.bit_generator.state)
+            elif isinstance(one, random.Random):
+                found[name] = digests.text_digest(one.getstate())
+        return found
+
+    def _wrote(self, path: str, *, is_checkpoint: bool) -> None:
+        if os.getpid() == self._process:
+            updates = self._run.num_updates
+            self._write("wrote", Written(path=path, updates=updates, is_checkpoint=is_checkpoint))
+
+    def _write(self, kind: str, entry: Any) -> None:
+        os.write(self._file, line_of(kind, entry).encode())
+
+    # --- the stop ------------------------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """End the process as pre-emption does: by SIGTERM and, after the notice, SIGKILL; without a handler at once."""
+        if signal.getsignal(signal.SIGTERM) in (self._default_end, signal.SIG_DFL):
+            os.kill(os.getpid(), signal.SIGKILL)
+        killer = threading.Timer(self._asked.notice_s, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _remembering(known: WeakKeyDictionary[Any, None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(one: Any, *args: Any, **kwargs: Any) -> None:
+        known[one] = None
+        original(one, *args, **kwargs)
+
+    return init

@@ -1,0 +1,169 @@
+"""What shows only as a training goes on: batches, random numbers, and counts that a script keeps itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from mezzo.measure.resumption.restored import other_rates
+from mezzo.measure.resumption.trace import Point, Trace
+from mezzo.records import MissingState
+
+_RANDOM_FIX = (
+    "save random.getstate(), numpy.random.get_state(), torch.get_rng_state() and torch.cuda.get_rng_state_all() "
+    "(and the state of a generator of your own), and set them before the next batch"
+)
+_POSITION_FIX = "save how many batches of the epoch were trained on, and leave these out after resuming"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A resumed run beside the undisturbed one."""
+
+    whole: Trace
+    trace: Trace
+    begun: int
+    """Updates of the undisturbed run that the resumed run began after."""
+
+    @property
+    def pairs(self) -> list[tuple[Point, Point]]:
+        """The states before the same update in both runs."""
+        both = ((self.whole.points.get(self.begun + n), point) for n, point in sorted(self.trace.points.items()))
+        return [(then, now) for then, now in both if then is not None]
+
+    @property
+    def total(self) -> int:
+        """Updates that the training has after both of its parts."""
+        return self.begun + self.trace.num_updates
+
+    @property
+    def has_all_steps(self) -> bool:
+        """Whether the training has as many updates as the undisturbed one."""
+        return self.total == self.whole.num_updates
+
+
+def lost_position(runs: Resumed) -> Iterator[MissingState]:
+    """Yield the place in the data, if the resumed run begins at another place of its pass over the data."""
+    then, now = runs.pairs[0]
+    if _same_batch(then, now) or (then.batch == now.batch > 0 and runs.has_all_steps):
+        return
+    if not then.samples and runs.has_all_steps and other_generators(then, now):
+        return  # the batch itself may be drawn at random
+    trained = [n for n, point in runs.whole.points.items() if n != runs.begun and _same_batch(point, now)]
+    step = runs.begun + 1
+    if trained:
+        other = max((n for n in trained if n < runs.begun), default=trained[0]) + 1
+        resumed, why = f"the batch of step {other}", "its samples are those of that step"
+    elif then.batch != now.batch:
+        resumed, why = f"batch {now.batch} of its pass", f"undisturbed, it is batch {then.batch} of its pass"
+    else:
+        return
+    yield MissingState(
+        state="data position",
+        name="DataLoader" if then.samples else "inputs of the model",
+        undisturbed=f"the batch of step {step}",
+        resumed=resumed,
+        evidence=why,
+        fix=_POSITION_FIX,
+    )
+
+
+def lost_randomness(runs: Resumed, *, has_position: bool) -> Iterator[MissingState]:
+    """Yield the random generators that were not restored, if the training draws from them.
+
+    Args:
+        runs: both runs.
+        has_position: whether the resumed run is at its place in the data.
+    """
+    then, now = runs.pairs[0]
+    other = other_generators(then, now)
+    drawn = [name for name in other if runs.whole.drawn_from(name, after=runs.begun)]
+    moved = [name for name in other if runs.whole.moves(name, after=runs.begun)]
+    batch = first_other_batch(runs) if has_position else None
+    if batch is not None and moved:
+        why = "its order or its changes are drawn at random"
+        names, evidence = moved, f"the batch of step {batch} is another one: {why}"
+    elif drawn:
+        names, evidence = drawn, "the forward pass draws from it, as dropout does"
+    elif batch is not None:
+        yield _other_order(batch)
+        return
+    else:
+        return
+    yield MissingState(
+        state="random generators",
+        name=", ".join(names),
+        undisturbed=f"as after step {runs.begun}",
+        resumed="another state",
+        evidence=evidence,
+        fix=_RANDOM_FIX,
+    )
+
+
+def lost_counters(runs: Resumed) -> Iterator[MissingState]:
+    """Yield integers of the script that count all its steps or epochs, and were not restored."""
+    then, now = runs.pairs[0]
+    counting = _counting(runs.whole)
+    for name in counting:
+        if name in then.counters and name in now.counters and then.counters[name] != now.counters[name]:
+            total = (
+                "" if runs.has_all_steps else f"; {runs.total} steps in all, and {runs.whole.num_updates} undisturbed"
+            )
+            yield MissingState(
+                state="step counter",
+                name=name,
+                undisturbed=str(then.counters[name]),
+                resumed=str(now.counters[name]),
+                evidence=f"the variable before the first resumed update{total}",
+                fix=f"save {name}, and set it after loading",
+            )
+
+
+def other_generators(then: Point, now: Point) -> list[str]:
+    """Return the random generators that are in another state."""
+    return [name for name, digest in then.generators.items() if now.generators.get(name) != digest]
+
+
+def first_other_rate(runs: Resumed) -> tuple[int, dict[str, tuple[float, float]]]:
+    """Return the first step whose learning rate or other setting differs, and what differs; 0 if none does."""
+    for then, now in runs.pairs:
+        found = other_rates(then, now)
+        if found:
+            return then.updates + 1, found
+    return 0, {}
+
+
+def first_other_batch(runs: Resumed) -> int | None:
+    """Return the first step that trains on another batch; None if none does."""
+    for then, now in runs.pairs:
+        if not _same_batch(then, now) or (then.samples and then.inputs != now.inputs):
+            return then.updates + 1
+    return None
+
+
+def _same_batch(one: Point, other: Point) -> bool:
+    """Compare the samples that a loader drew, where it draws any: what is made of them may be random."""
+    return one.samples == other.samples if one.samples or other.samples else one.inputs == other.inputs
+
+
+def _counting(trace: Trace) -> list[str]:
+    """Return the variables that never fall and do rise."""
+    columns: dict[str, list[int]] = {}
+    for _, point in sorted(trace.points.items()):
+        for name, value in point.counters.items():
+            columns.setdefault(name, []).append(value)
+    return [
+        name for name, values in columns.items() if values[-1] > values[0] and all(a <= b for a, b in pairwise(values))
+    ]
+
+
+def _other_order(step: int) -> MissingState:
+    return MissingState(
+        state="data order",
+        name="inputs of the model",
+        undisturbed=f"the batch of step {step}",
+        resumed="another batch",
+        evidence="all random generators that were found are as they were",
+        fix="let the order follow from the epoch, or save what it follows from",
+    )

@@ -1,0 +1,207 @@
+"""The verdict about a resumed run, from the traces and losses of the three runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mezzo.measure.resumption.followed import (
+    Resumed,
+    first_other_rate,
+    lost_counters,
+    lost_position,
+    lost_randomness,
+)
+from mezzo.measure.resumption.restored import (
+    lost_buffers,
+    lost_copies,
+    lost_objects,
+    lost_optimizers,
+    lost_rates,
+    lost_weights,
+)
+from mezzo.measure.resumption.start import start_of
+from mezzo.measure.resumption.trace import Point, Trace, same_number
+from mezzo.records import MissingState, Reason, ResumeVerdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """What is known of the three runs."""
+
+    whole: Trace
+    stopped: Trace
+    resumed: Trace
+    whole_losses: Sequence[float]
+    resumed_losses: Sequence[float]
+    stopped_after: int
+    error: str | None = None
+    """Why the resumed run failed, if it did."""
+    checkpoints: Sequence[str] = ()
+    """Files with state that the stopped run left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """The verdict, and what it rests on."""
+
+    verdict: ResumeVerdict
+    why: str
+    resumed_at: int | None = None
+    first_difference: int | None = None
+    missing: list[MissingState] = field(default_factory=list)
+    without_effect: list[Reason] = field(default_factory=list)
+
+
+def judged(runs: Runs) -> Judgement:
+    """Return the verdict."""
+    step = first_unlike(runs.whole, runs.stopped, until=runs.stopped_after)
+    if step is not None:
+        why = f"the script does not repeat: two runs with the same seeds differ at step {step}, before any stop"
+        return Judgement(verdict="undecided", why=why)
+    if runs.error is not None and runs.checkpoints:
+        return Judgement(verdict="does_not_resume", why=f"started again, it failed: {runs.error}")
+    if not runs.resumed.points:
+        return _not_resumed(runs, "started again, it made no step")
+    first = runs.resumed.points[min(runs.resumed.points)]
+    start = start_of(runs.whole, first, latest=runs.stopped_after)
+    if start is None:
+        return _not_resumed(runs, "its first weights are those of no step of the undisturbed run")
+    if start.updates == 0:
+        return _not_resumed(runs, "started again, it begins with the weights of before step 1")
+    pair = Resumed(whole=runs.whole, trace=runs.resumed, begun=start.updates)
+    return _compared(runs, pair, start.other_weights)
+
+
+def first_unlike(whole: Trace, again: Trace, *, until: int) -> int | None:
+    """Return the first step before which two runs differ in weights, buffers or batch; None if none does."""
+    for updates, point in sorted(again.points.items()):
+        then = whole.points.get(updates)
+        if updates < until and then is not None and _trained_on(then) != _trained_on(point):
+            return max(updates, 1)
+    return None
+
+
+def _trained_on(point: Point) -> tuple[object, ...]:
+    return point.weights, point.buffers, point.samples, point.inputs
+
+
+def _not_resumed(runs: Runs, why: str) -> Judgement:
+    if runs.checkpoints:
+        return Judgement(verdict="does_not_resume", why=why)
+    late = [one.updates for one in runs.whole.written if one.is_checkpoint]
+    when = f"; undisturbed, it first writes one after step {min(late)} of {runs.whole.num_updates}" if late else ""
+    return Judgement(
+        verdict="no_checkpoint",
+        why=f"it wrote no file with state before it was stopped after step {runs.stopped_after}{when}",
+    )
+
+
+def _compared(runs: Runs, pair: Resumed, other_weights: Sequence[str]) -> Judgement:
+    difference = _first_difference(runs, pair)
+    then, now = pair.pairs[0]
+    restored = [
+        *lost_weights(other_weights, pair.begun),
+        *lost_optimizers(then, now),
+        *lost_objects(then, now),
+        *lost_buffers(then, now),
+        *lost_copies(then, now),
+    ]
+    followed = [] if _same_course(difference, pair) else list(_followed(pair, restored))
+    missing = [*restored, *followed]
+    harmless = [one for one in _all_followed(pair) if one not in followed]
+    failed = "" if runs.error is None else f"; it then failed: {runs.error}"
+    if not missing and _same_course(difference, pair) and not failed and _same_end(runs):
+        why = f"resumed after step {pair.begun}, it made the same {runs.resumed.num_updates} steps to the bit"
+        return Judgement(verdict="exact", why=why, resumed_at=pair.begun, without_effect=_reasons(harmless))
+    if not missing:
+        missing = [_unknown(difference, pair)]
+    named = ", ".join(dict.fromkeys(one.state for one in missing))
+    return Judgement(
+        verdict="differs",
+        why=f"resumed after step {pair.begun}, without the right {named}{failed}",
+        resumed_at=pair.begun,
+        first_difference=difference,
+        missing=missing,
+    )
+
+
+def _followed(pair: Resumed, restored: Sequence[MissingState]) -> Iterator[MissingState]:
+    """Yield what was not restored and shows as the training goes on, as far as ``restored`` does not explain it.
+
+    A learning rate or a batch that a script computes from a counter is a consequence of the counter.
+    """
+    position = list(lost_position(pair))
+    random = list(lost_randomness(pair, has_position=not position))
+    explained = any(one.state in ("scheduler", "optimizer") for one in restored)
+    step, rates = first_other_rate(pair)
+    by_loader = bool(position) and pair.pairs[0][0].batch > 0
+    too_many = not pair.has_all_steps and not by_loader
+    counters = list(lost_counters(pair))
+    if counters and ((rates and not explained) or too_many or not (position or random or restored)):
+        yield from counters
+        yield from position if by_loader else ()
+        yield from random
+        return
+    yield from position
+    yield from random
+    if not explained:
+        yield from lost_rates(rates, step)
+
+
+def _all_followed(pair: Resumed) -> list[MissingState]:
+    position = list(lost_position(pair))
+    return [*position, *lost_randomness(pair, has_position=not position), *lost_counters(pair)]
+
+
+def _first_difference(runs: Runs, pair: Resumed) -> int | None:
+    """Return the first step whose loss differs, or whose weights do after it."""
+    steps = []
+    for n, loss in enumerate(runs.resumed_losses):
+        place = pair.begun + n
+        if place < len(runs.whole_losses) and not same_number(loss, runs.whole_losses[place]):
+            steps.append(place + 1)
+            break
+    weights = [
+        then.updates for then, now in pair.pairs[1:] if then.weights != now.weights or then.buffers != now.buffers
+    ]
+    return min([*steps, *weights[:1]], default=None)
+
+
+def _same_course(difference: int | None, pair: Resumed) -> bool:
+    return difference is None and pair.has_all_steps
+
+
+def _same_end(runs: Runs) -> bool:
+    """Return whether weights, buffers and copies are the same at the end."""
+    whole, resumed = runs.whole.end, runs.resumed.end
+    if whole is None or resumed is None:
+        return False
+    return (whole.weights, whole.buffers, whole.copies) == (resumed.weights, resumed.buffers, resumed.copies)
+
+
+def _reasons(found: Sequence[MissingState]) -> list[Reason]:
+    return [
+        Reason(what=one.state, value=f"{one.name}: {one.resumed}, {one.undisturbed} undisturbed", reason=_NO_EFFECT)
+        for one in found
+    ]
+
+
+_NO_EFFECT = "no loss and no weight depended on it"
+
+
+def _unknown(difference: int | None, pair: Resumed) -> MissingState:
+    if difference is None and pair.has_all_steps:
+        where = "the weights at the end"
+    elif difference is None:
+        where = f"the number of steps: {pair.total} in all, and {pair.whole.num_updates} undisturbed"
+    else:
+        where = f"step {difference}"
+    return MissingState(
+        state="unknown",
+        name="state outside of what was found",
+        undisturbed="",
+        resumed="",
+        evidence=f"the first difference is in {where}; weights, optimizers, schedulers, scaler, buffers and generators are as they were",
+        fix="see what else of the script changes from step to step: attributes of modules, state in data sets",
+    )

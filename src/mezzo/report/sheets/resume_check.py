@@ -1,0 +1,155 @@
+"""Whether a script resumes, as display strings: the answer, what is missing, and the losses beside each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from rich.console import Console
+from rich.text import Text
+
+from mezzo.records import MissingState, ResumeCheckRecord
+from mezzo.report import formatting as fmt
+from mezzo.report import terminal
+from mezzo.report.sheets import shared
+from mezzo.report.sheets.answers import Answer
+from mezzo.report.sheets.shared import Fact
+
+_TONES = {
+    "exact": "good",
+    "differs": "warn",
+    "does_not_resume": "bad",
+    "no_checkpoint": "bad",
+    "undecided": "open",
+}
+_MOST_STEPS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingLine:
+    """One part of the state that was not restored."""
+
+    state: str
+    name: str
+    undisturbed: str
+    resumed: str
+    evidence: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossLine:
+    """The loss of one step in both runs."""
+
+    step: str
+    undisturbed: str
+    resumed: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeCheckSheet:
+    """The words and tables of a check, ready for any view."""
+
+    title: str
+    script: str
+    headline: str
+    tone: str
+    why: str
+    facts: list[Fact]
+    missing: list[MissingLine]
+    losses: list[LossLine]
+    without_effect: list[Fact]
+    environment: list[Fact]
+    command: str
+
+
+def resume_check_sheet(record: ResumeCheckRecord) -> ResumeCheckSheet:
+    """Return the sheet of ``record``."""
+    script = fmt.clean(PurePath(record.script).name)
+    headline = _headline(record, script)
+    return ResumeCheckSheet(
+        title=headline,
+        script=fmt.clean(record.script),
+        headline=headline,
+        tone=_TONES[record.verdict],
+        why=fmt.clean(record.why).rstrip(".") + ".",
+        facts=_facts(record),
+        missing=[_missing_line(one) for one in record.missing],
+        losses=list(_losses(record)),
+        without_effect=shared.facts(record.without_effect),
+        environment=shared.environment_facts(record.environment),
+        command=shared.command_text(record.command, record.environment),
+    )
+
+
+def resume_check_answer(record: ResumeCheckRecord, sheet: ResumeCheckSheet) -> Answer:
+    """Return the answer that the page begins with: the verdict, and where the run was stopped and resumed."""
+    return Answer(tone=sheet.tone, word=record.verdict.replace("_", " "), facts=sheet.facts)
+
+
+def _headline(record: ResumeCheckRecord, script: str) -> str:
+    states = ", ".join(dict.fromkeys(one.state for one in record.missing))
+    return {
+        "exact": f"{script} resumes exactly",
+        "differs": f"{script} resumes with differences: {states}",
+        "does_not_resume": f"{script} does not resume",
+        "no_checkpoint": f"{script} writes no checkpoint",
+        "undecided": f"No verdict on {script}",
+    }[record.verdict]
+
+
+def _facts(record: ResumeCheckRecord) -> list[Fact]:
+    rows = [Fact(what="steps", value=str(record.num_steps), reason="undisturbed")]
+    if record.stopped_after is not None:
+        rows.append(Fact(what="stopped after step", value=str(record.stopped_after), reason=f"by {record.stopped_by}"))
+    if record.resumed_at is not None:
+        steps = fmt.plural(record.resumed_steps, "step")
+        lost = (record.stopped_after or 0) - record.resumed_at
+        made = f"{steps} more" + (f", {lost} of them made before" if lost > 0 else "")
+        rows.append(Fact(what="resumed after step", value=str(record.resumed_at), reason=made))
+    if record.first_difference is not None:
+        rows.append(Fact(what="first difference", value=f"step {record.first_difference}", tone="warn"))
+    files = [fmt.clean(PurePath(path).name) for path in record.checkpoints]
+    rows.append(Fact(what="checkpoints", value=str(len(files)), reason=", ".join(files[:3])))
+    return rows
+
+
+def _missing_line(one: MissingState) -> MissingLine:
+    texts = (one.state, one.name, one.undisturbed, one.resumed, one.evidence, one.fix)
+    state, name, undisturbed, resumed, evidence, fix = map(fmt.clean, texts)
+    return MissingLine(state=state, name=name, undisturbed=undisturbed, resumed=resumed, evidence=evidence, fix=fix)
+
+
+def _losses(record: ResumeCheckRecord) -> list[LossLine]:
+    """Return the losses of the first steps after the resume."""
+    if record.resumed_at is None or record.resumed is None:
+        return []
+    at, whole, resumed = record.resumed_at, record.whole.steps.loss, record.resumed.steps.loss
+    begins = 0 if record.first_difference is None else max(record.first_difference - at - 2, 0)
+    return [
+        LossLine(step=str(at + n + 1), undisturbed=repr(whole[at + n]), resumed=repr(resumed[n]))
+        for n in range(begins, min(begins + _MOST_STEPS, len(resumed), len(whole) - at))
+    ]
+
+
+# --- the terminal --------------------------------------------------------------------------------------------------------------
+
+
+def print_resume_check(sheet: ResumeCheckSheet, console: Console) -> None:
+    """Print what the verdict rests on, then each missing part with its evidence and fix."""
+    console.print(Text(sheet.why))
+    console.print(terminal.fact_table(sheet.facts))
+    if sheet.missing:
+        table = terminal.plain_table("not restored", "what", "undisturbed", "resumed")
+        for line in sheet.missing:
+            table.add_row(line.state, Text(line.name), Text(line.undisturbed), Text(line.resumed))
+        terminal.section(console, "What is missing", table)
+        for line in sheet.missing:
+            console.print(Text(f"  {line.state}: {line.evidence}. To mend it: {line.fix}."))
+    if sheet.losses:
+        table = terminal.plain_table("step", "loss undisturbed", "loss resumed")
+        for loss in sheet.losses:
+            table.add_row(loss.step, loss.undisturbed, loss.resumed)
+        terminal.section(console, "Losses", table)
+    if sheet.without_effect:
+        terminal.section(console, "Not restored, without effect in this run", terminal.fact_table(sheet.without_effect))

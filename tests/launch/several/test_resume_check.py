@@ -1,0 +1,185 @@
+"""A script that resumes all of its state, and the same with one part left out: each is named, and nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from helpers_launch import children_in_this_process
+from mezzo.errors import ScriptError
+from mezzo.launch.process.script_signals import EndedBySignal
+from mezzo.launch.request import Request
+from mezzo.launch.runner import several_runs
+from mezzo.launch.several.resume_check import ResumeCheck, stop_of
+from mezzo.launch.torch.tracing.traced import StateTrace
+from mezzo.measure.resumption.judgement import Judgement
+from mezzo.measure.resumption.trace import Point, Trace, Written
+from mezzo.policy import Policy
+from paths import SCRIPTS
+
+
+def _killed(trace: StateTrace) -> None:
+    raise EndedBySignal(signal.SIGKILL)
+
+
+@contextmanager
+def _in_this_process(work: Path) -> Iterator[None]:
+    """Run the children here, each begun in the folder of the command, and killed by an exception."""
+    with (
+        children_in_this_process(before_each=lambda: os.chdir(work)),
+        mock.patch.object(StateTrace, "_stop", _killed),
+        mock.patch.dict(os.environ),
+    ):
+        yield
+
+
+def checked(
+    folder: Path,
+    *arguments: str,
+    script: str = "resume_faults",
+    resume_with: tuple[str, ...] = (),
+    children: Callable[[Path], AbstractContextManager[None]] = _in_this_process,
+    **settings: object,
+) -> Judgement | None:
+    work = folder / "work"
+    work.mkdir()
+    shutil.copy(SCRIPTS / f"{script}.py", work / "train.py")
+
+    def request(policy: Policy | None, *, folder: Path, **asked: object) -> Request:
+        return Request(
+            target="train.py",
+            kind="script",
+            policy=policy,
+            record_path=str(folder / "record.json"),
+            command=("mezzo",),
+            **asked,  # type: ignore[arg-type]
+        )
+
+    with contextlib.chdir(work):
+        check = ResumeCheck(
+            folder=folder / "out",
+            target="train.py",
+            arguments=arguments,
+            resume_with=resume_with,
+            make_request=request,
+            say=lambda text: None,
+            **settings,  # type: ignore[arg-type]
+        )
+        with children(work):
+            found = check.run()
+    assert sorted(path.name for path in work.iterdir()) == ["train.py"]  # the user's folder is as it was
+    return found
+
+
+PLANTED = {
+    "optimizer": ["optimizer"],
+    "scheduler": ["scheduler"],
+    "scaler": ["GradScaler"],
+    "random": ["random generators"],
+    "place": ["data position"],
+    "buffers": ["buffers"],
+    "step": ["step counter"],
+    "average": ["copy of the weights"],
+    "shadow": ["copy of the weights"],
+    "head": ["weights"],
+}
+
+
+@pytest.mark.parametrize("lacks", PLANTED)
+def test_what_is_missing_is_named_and_nothing_else(tmp_path: Path, lacks: str) -> None:
+    found = checked(tmp_path, "--without", lacks)
+    assert found is not None
+    assert found.verdict == "differs", found.why
+    assert found.resumed_at == 10
+    assert [one.state for one in found.missing] == PLANTED[lacks], found.missing
+
+
+@pytest.mark.parametrize(
+    ("lacks", "verdict"),
+    [("resume", "does_not_resume"), ("checkpoint", "no_checkpoint"), ("argument", "does_not_resume")],
+)
+def test_scripts_that_do_not_resume(tmp_path: Path, lacks: str, verdict: str) -> None:
+    found = checked(tmp_path, "--without", lacks)
+    assert found is not None
+    assert (found.verdict, found.missing) == (verdict, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "resume_with", "resumed_at"),
+    [
+        (("--save", "steps"), (), 10),
+        (("--save", "epochs"), (), 8),
+        (("--without", "argument"), ("--resume", "last.pt"), 10),
+        (("--output", "saved/{run}"), (), 10),
+    ],
+)
+def test_right_scripts_raise_no_alarm(
+    tmp_path: Path, arguments: tuple[str, ...], resume_with: tuple[str, ...], resumed_at: int
+) -> None:
+    if "{run}" in arguments[-1]:
+        arguments = (*arguments[:-1], str(tmp_path / arguments[-1]))
+    found = checked(tmp_path, *arguments, resume_with=resume_with)
+    assert found is not None
+    assert (found.verdict, found.missing, found.first_difference) == ("exact", [], None), found
+    assert found.resumed_at == resumed_at
+    assert found.why.startswith(f"resumed after step {resumed_at}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "resumed_at"), [(("--save", "epochs"), 8), (("--save", "sigterm"), 13)])
+def test_processes_that_are_really_stopped(tmp_path: Path, arguments: tuple[str, ...], resumed_at: int) -> None:
+    found = checked(tmp_path, *arguments, children=lambda work: several_runs())
+    assert found is not None
+    assert (found.verdict, found.missing, found.resumed_at) == ("exact", [], resumed_at), found
+
+
+def test_a_step_after_the_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScriptError, match="--stop-after 24 was given, and train"):
+        checked(tmp_path, stop_after=24)
+
+
+def test_a_script_that_fails_by_itself_has_no_verdict(tmp_path: Path) -> None:
+    assert checked(tmp_path, "--no-such-option") is None
+
+
+@pytest.mark.parametrize(
+    ("saves", "steps", "stop"),
+    [
+        ((), 24, 12),
+        ((5, 10, 15, 20), 24, 12),
+        ((8, 16, 24), 24, 12),
+        ((24,), 24, 12),
+        (range(1, 25), 24, 13),
+        ((23,), 24, 23),
+    ],
+)
+def test_the_stop_lies_between_two_checkpoints(saves: tuple[int, ...], steps: int, stop: int) -> None:
+    written = [Written(path="a", updates=n, is_checkpoint=True) for n in saves]
+    assert stop_of(Trace(written=written, end=Point(updates=steps))) == stop
+
+
+@pytest.mark.parametrize(
+    ("lacks", "states"),
+    [
+        ("nothing", []),
+        ("scheduler", ["scheduler"]),
+        ("average", ["copy of the weights"]),
+        ("random", ["random generators"]),
+        ("seed", ["random generators"]),
+    ],
+)
+def test_a_function_that_saves_after_each_epoch(tmp_path: Path, lacks: str, states: list[str]) -> None:
+    found = checked(tmp_path, "--without", lacks, script="resume_epochs")
+    assert found is not None
+    assert (found.verdict, found.resumed_at) == ("differs" if states else "exact", 10)
+    assert [one.state for one in found.missing] == states, found.missing
+    if states == ["random generators"]:
+        assert sorted(found.missing[0].name.split(", ")) == ["python", "torch"]

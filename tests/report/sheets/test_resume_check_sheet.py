@@ -1,0 +1,51 @@
+"""A check of resuming in the terminal and on the page: the verdict first, then each missing part with its fix."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+import record_builders as build
+from mezzo.report.html import render_html
+from mezzo.report.next_steps import next_steps
+from mezzo.report.sheets.resume_check import resume_check_sheet
+from mezzo.report.text import render
+
+SNAPSHOT = "mezzo run --policy as-is --snapshot 5m train.py"
+
+
+def shown(**fields: object) -> str:
+    printed = io.StringIO()
+    render(build.resume_check_record(**fields), Console(file=printed, width=110))
+    return printed.getvalue()
+
+
+def test_both_views_name_what_is_missing_and_how_to_mend_it() -> None:
+    page, text = render_html(build.resume_check_record()).replace("<wbr>", ""), shown()
+    for words in ("train.py resumes with differences: optimizer", "none: it begins anew", "optimizer.state_dict()"):
+        assert words in page
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("verdict", "headline", "commands"),
+    [
+        ("exact", "train.py resumes exactly", []),
+        ("does_not_resume", "train.py does not resume", ["mezzo resume-check train.py", SNAPSHOT]),
+        ("no_checkpoint", "train.py writes no checkpoint", [SNAPSHOT]),
+        ("undecided", "No verdict on train.py", ["mezzo resume-check train.py"]),
+        ("differs", "train.py resumes with differences: optimizer", ["mezzo resume-check train.py", SNAPSHOT]),
+    ],
+)  # fmt: skip
+def test_every_verdict_has_a_headline_and_its_next_steps(verdict: str, headline: str, commands: list[str]) -> None:
+    missing = build.resume_check_record().missing if verdict == "differs" else []
+    record = build.resume_check_record(verdict=verdict, missing=missing)
+    assert resume_check_sheet(record).headline == headline
+    assert [step.command for step in next_steps(record)] == commands
+
+
+def test_the_losses_begin_before_the_first_difference() -> None:
+    lines = resume_check_sheet(build.resume_check_record(first_difference=12)).losses
+    assert [line.step for line in lines] == ["11", "12", "13", "14", "15", "16"]
