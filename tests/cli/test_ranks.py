@@ -163,7 +163,7 @@ def test_what_one_process_finds_is_what_two_find(tmp_path: Path) -> None:
     assert fallback.verdict == "not needed"
 
 
-@pytest.mark.parametrize("command", ["check", "predict", "tune"])
+@pytest.mark.parametrize("command", sorted(ranks._ALONE))
 @pytest.mark.parametrize(
     ("launcher", "variables"),
     [

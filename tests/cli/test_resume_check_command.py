@@ -67,12 +67,7 @@ def test_a_script_that_fails_keeps_its_code(folder: Path) -> None:
     assert record(folder).why.startswith("undisturbed, the script fails")
 
 
-def test_what_cannot_be_checked_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_checked_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "other.py").write_text("import keras\n", encoding="utf-8")
     assert cli.main(["resume-check", "other.py"]) == 7
     assert "was given a script in keras; allowed: PyTorch scripts" in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cli.main(["resume-check", "train.py"]) == 7
-    assert "runs in 2 processes; allowed: one" in capsys.readouterr().err

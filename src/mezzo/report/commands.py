@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from mezzo.records import Row, RunRecord
 from mezzo.records.run import RUN_NAME, is_inspected
 from mezzo.report import formatting as fmt
 
@@ -133,3 +134,23 @@ def function_call(command: str, name: str, policy: str = "") -> str:
     last = name.rpartition(".")[2]
     under = f', policy="{fmt.clean(policy)}"' if policy else ""
     return f"mezzo.{command}({last if last.isidentifier() else 'train'}{under})"
+
+
+def typed_policy(one: Row | RunRecord) -> str:
+    """Return a policy as a command takes it."""
+    return one.policy_typed or one.policy
+
+
+def row_options(row: Row) -> dict[str, str]:
+    """Return the options of a command that trains as a row of a comparison did."""
+    return {"policy": typed_policy(row)} | ({"checkpoint": row.checkpoint} if row.checkpoint else {})
+
+
+def with_fp32(policy: str) -> str:
+    """Return the policies of a comparison of ``policy`` with FP32; of FP32 itself, with BF16."""
+    return "fp32,bf16" if policy == "fp32" else f"fp32,{policy}"
+
+
+def preset_of(policy: str) -> str:
+    """Return the preset that a policy's text begins with."""
+    return policy.partition(":")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mezzo.records import (
@@ -22,10 +22,9 @@ from mezzo.records import (
     Row,
     RunRecord,
 )
-from mezzo.records.run import BATCH
 from mezzo.report import formatting as fmt
 from mezzo.report import trained_elsewhere
-from mezzo.report.commands import Script, function_call
+from mezzo.report.commands import Script, function_call, preset_of, row_options, typed_policy, with_fp32
 
 MOST = 3
 _WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
@@ -98,7 +97,7 @@ class _Commands:
 
 
 def _after_run(record: RunRecord) -> Iterator[NextStep]:
-    commands, policy = _Commands(record), _typed(record)
+    commands, policy = _Commands(record), typed_policy(record)
     for alarm in record.guardrails.alarms if record.guardrails is not None else []:
         yield NextStep(why=f"{alarm.kind} in step {alarm.step}; see why", command=fmt.clean(alarm.command))
     if record.error is not None or record.exit_code:
@@ -107,7 +106,7 @@ def _after_run(record: RunRecord) -> Iterator[NextStep]:
         yield from commands.step(f"{policy} changed nothing; see why", "audit", policy=policy)
     elif _ended_without_a_number(record):
         yield from commands.step("the loss is not finite; find where that begins", "diagnose", policy=policy)
-        yield from commands.step("see which policies keep it finite", "compare", policies=_with_fp32(policy))
+        yield from commands.step("see which policies keep it finite", "compare", policies=with_fp32(policy))
     elif record.findings:
         yield from commands.again(f"after the fix of {record.findings[0].code}, see whether anything is left")
     else:
@@ -118,10 +117,10 @@ def _after_training(record: RunRecord, commands: _Commands, policy: str) -> Iter
     if _skips_many(record.steps.num_skipped, len(record.steps)):
         share = fmt.share_text(record.steps.num_skipped / len(record.steps))
         yield from commands.step(f"{policy} skipped {share} of its updates; see why", "diagnose", policy=policy)
-    if _base(record.policy) in ("fp32", "tf32"):
+    if preset_of(record.policy) in ("fp32", "tf32"):
         yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
         return
-    yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=_with_fp32(policy))
+    yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
     yield from commands.step("see which operation ran in which format", "audit", policy=policy)
 
 
@@ -154,8 +153,8 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
         return
     equal = [row for row in record.rows if row.verdict == "equivalent"]
     for row in sorted(equal, key=_merit)[:1]:
-        real = _as_row(row) | {"policy": _WORLD.sub("", _typed(row))}
-        where = "" if real["policy"] == _typed(row) else " in several processes"
+        real = row_options(row) | {"policy": _WORLD.sub("", typed_policy(row))}
+        where = "" if real["policy"] == typed_policy(row) else " in several processes"
         yield from commands.step(f"train with {_WORLD.sub('', row.policy_shown)}{where}", "run", **real)
     for row in record.rows:
         if row is baseline:
@@ -164,7 +163,9 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
     yield from _more_seeds(record, baseline, commands)
     skipping = [row for row in equal if _skips_many(row.num_skipped, len(trained.steps))]
     for row in skipping[:1]:
-        yield from commands.step(f"{row.policy_shown} skips many updates; see why", "diagnose", policy=_typed(row))
+        yield from commands.step(
+            f"{row.policy_shown} skips many updates; see why", "diagnose", policy=typed_policy(row)
+        )
 
 
 _WORLD = re.compile(r":(world|reduce_order)=\w+")
@@ -181,9 +182,9 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
     policy = row.policy_shown
     if row.checkpoint:  # the policy's own row is another one; nothing observes a checkpointed training
         if row.verdict == "failed":
-            yield from commands.step(f"{policy} failed; see its output", "run", **_as_row(row))
+            yield from commands.step(f"{policy} failed; see its output", "run", **row_options(row))
         return
-    policy = _typed(row)
+    policy = typed_policy(row)
     if row.verdict == "diverged":
         where = _first_without_a_number(record, row.compared_as)
         yield from commands.step(f"{policy} diverged{where}; find the first bad value", "diagnose", policy=policy)
@@ -210,7 +211,7 @@ def _more_seeds(record: CompareRecord, baseline: Row, commands: _Commands) -> It
     undecided = [row for row in record.rows if row.verdict == "undecided"]
     idle = [r for r in undecided if any(run.changed_nothing for run in record.runs if run.compared_as == r.compared_as)]
     for row in idle:
-        yield from commands.step(f"{row.policy_shown} changed nothing; see why", "audit", policy=_typed(row))
+        yield from commands.step(f"{row.policy_shown} changed nothing; see why", "audit", policy=typed_policy(row))
     undecided = [row for row in undecided if row not in idle]
     single = all(run.seed in (0, None) for run in record.runs)
     needed = {row.policy_shown: 3 if single else row.seeds_needed for row in undecided if single or row.seeds_needed}
@@ -220,7 +221,7 @@ def _more_seeds(record: CompareRecord, baseline: Row, commands: _Commands) -> It
     verb = "is" if len(needed) == 1 else "are"
     why = f"{names} {verb} undecided; {most} seeds {'may' if single else 'would'} decide"
     rows = [row for row in undecided if row.policy_shown in needed]
-    policies = ",".join(dict.fromkeys([_typed(baseline), *map(_typed, rows)]))
+    policies = ",".join(dict.fromkeys([typed_policy(baseline), *map(typed_policy, rows)]))
     yield from commands.step(why, "compare", policies=policies, seeds=str(most))
 
 
@@ -228,7 +229,7 @@ def _more_seeds(record: CompareRecord, baseline: Row, commands: _Commands) -> It
 
 
 def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
-    commands, policy = _Commands(record.run), _typed(record.run)
+    commands, policy = _Commands(record.run), typed_policy(record.run)
     if record.run.error is not None or record.run.exit_code:
         yield from _after_failure(record.run, commands, policy)
         return
@@ -239,7 +240,7 @@ def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
         why = f"after the fix of {record.findings[0].code}, see what is left"
         yield from commands.again(why) if commands.script else commands.step(why, "audit")
     if not wide:
-        yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=_with_fp32(policy))
+        yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
 
 
 def _narrowest(record: AuditRecord) -> str:
@@ -250,18 +251,18 @@ def _narrowest(record: AuditRecord) -> str:
 
 
 def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
-    commands, policy = _Commands(record.run), _typed(record.run)
+    commands, policy = _Commands(record.run), typed_policy(record.run)
     written = _WRITTEN.fullmatch(record.fix_line)
     if record.verdict == "unfinished":
         yield from _after_failure(record.run, commands, policy)
     elif record.verdict == "healthy" and record.run.changed_nothing:
         yield from commands.step(f"{policy} changed nothing; see why", "audit", policy=policy)
     elif record.verdict == "healthy":
-        yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=_with_fp32(policy))
+        yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
     elif written and (record.fix_tried or record.located):
         fixed = written[1]
         yield from commands.step("train with the fix", "run", policy=fixed)
-        yield from commands.step("see whether it trains like fp32", "compare", policies=_with_fp32(fixed))
+        yield from commands.step("see whether it trains like fp32", "compare", policies=with_fp32(fixed))
         if not commands.script:
             yield from commands.step("see whether the fix helps", "diagnose", policy=fixed)
     elif record.fix and not record.fix_line and not record.fix_tried and _may_need_several_modules(record):
@@ -305,7 +306,7 @@ def _after_ranges(record: RangesRecord) -> Iterator[NextStep]:
     if fits != policy:
         yield from commands.step(why, "run", policy=fits)
         why = "see whether it trains like fp32"
-    yield from commands.step(why, "compare", policies=_with_fp32(fits))
+    yield from commands.step(why, "compare", policies=with_fp32(fits))
     if not commands.script:
         yield from commands.step("see whether any value leaves the format", "diagnose", policy=fits)
 
@@ -332,7 +333,7 @@ def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:
         yield from commands.step(
             "train with the modules in FP32" if record.kept else "train with the operations in FP32", "run", policy=kept
         )
-        yield from commands.step("see whether it trains like fp32", "compare", policies=_with_fp32(kept))
+        yield from commands.step("see whether it trains like fp32", "compare", policies=with_fp32(kept))
         if not commands.script:
             yield from commands.step("see whether any value leaves the format", "diagnose", policy=kept)
     elif record.verdict == "fp32 fails":
@@ -343,10 +344,10 @@ def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:
     elif record.verdict == "not needed" and record.error_before == 0:
         yield from commands.step(f"{policy} changed nothing; see why", "audit", policy=policy)
     elif record.verdict == "not needed":
-        yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=_with_fp32(policy))
+        yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
     else:
         yield from commands.step("find the operation that loses values, and its line", "diagnose", policy=policy)
-        if "bf16" not in _base(record.policy):
+        if "bf16" not in preset_of(record.policy):
             yield from commands.step("if bf16 passes, range is the cause, and bf16 the cure", "fallback", policy="bf16")
         why = "after giving that operation a module of its own: fp32_modules names modules only"
         yield from commands.step(why, "fallback", policy=policy)
@@ -375,34 +376,8 @@ def _after_doctor(record: DoctorRecord) -> Iterator[NextStep]:
 
 
 def _after_predict(record: PredictRecord) -> Iterator[NextStep]:
-    script, best = Script.typed(record.command, record.model), record.best
-    if script is not None and best is not None:
-        own = tuple(word.replace(BATCH, str(record.batch)) for word in script.arguments)
-        command = replace(script, arguments=own).under("check", gpu=best.gpu)
-        yield NextStep(why=f"see which policy trains like fp32, answered for {best.gpu}", command=command)
     for why, command in trained_elsewhere.steps(record):
         yield NextStep(why=fmt.clean(why), command=command)
-
-
-# --- policies --------------------------------------------------------------------------------------------------------------------
-
-
-def _typed(one: Row | RunRecord) -> str:
-    """Return a policy as a command takes it."""
-    return one.policy_typed or one.policy
-
-
-def _as_row(row: Row) -> dict[str, str]:
-    """Return the options of a command that trains as a row of a comparison did."""
-    return {"policy": _typed(row)} | ({"checkpoint": row.checkpoint} if row.checkpoint else {})
-
-
-def _with_fp32(policy: str) -> str:
-    return "fp32,bf16" if policy == "fp32" else f"fp32,{policy}"
-
-
-def _base(policy: str) -> str:
-    return policy.partition(":")[0]
 
 
 def _skips_many(num_skipped: float, num_steps: int) -> bool:

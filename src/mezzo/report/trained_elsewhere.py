@@ -24,6 +24,9 @@ def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
     own = tuple(word.replace(BATCH, str(record.batch)) for word in script.arguments)
     script = replace(script, arguments=own)
     best = record.best
+    if best is not None:
+        why = f"see which policy trains like fp32, answered for {best.gpu}"
+        yield why, script.under("check", gpu=best.gpu)
     if best is not None and best.policy in _RUNS:
         why = f"train in {best.policy}: the fastest of these on {best.gpu}"
         yield why, script.under("run", policy=best.policy)

@@ -20,7 +20,7 @@ from mezzo.errors import PolicyError, ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.owners import OptimizerOwners
 from mezzo.launch.torch.premade import PremadeOptimizers
-from mezzo.launch.torch.steady_state import Steady, nothing
+from mezzo.launch.torch.steady_state import EVERY_NORM, NORMS_APART, Steady, nothing
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.lint.observer import Lint
 from mezzo.observe.module_names import ModuleTree
@@ -46,12 +46,6 @@ class ThreadState(threading.local):
     """The module that was called from outside any module, while it runs under a policy."""
     autocasts_off = 0
     """Number of the script's open autocasts that the policy turned off."""
-
-
-EVERY_NORM = 100
-"""First steps whose gradient norms are all computed, even if no loss scale needs them."""
-NORMS_APART = 10
-"""Steps between norms after that."""
 
 
 class Run:

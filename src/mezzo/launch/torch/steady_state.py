@@ -17,6 +17,11 @@ import torch
 if TYPE_CHECKING:
     from mezzo.launch.torch.state import Run
 
+EVERY_NORM = 100
+"""First steps whose gradient norms are all computed, even if no loss scale needs them."""
+NORMS_APART = 10
+"""Steps between norms after that."""
+
 
 def nothing() -> None:
     """Return None, like a dead weak reference."""
