@@ -62,7 +62,7 @@ def test_the_page_of_a_module_has_every_public_name() -> None:
 
 def test_the_pages_of_the_table_are_those_of_the_code() -> None:
     table = (DOCS / "commands.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^\| `mezzo (\w+)` \|", table, re.M)) == sorted(COMMANDS)
+    assert sorted(re.findall(r"^\| `mezzo ([\w-]+)` \|", table, re.M)) == sorted(COMMANDS)
     modules = re.findall(r"^\| `([\w.]+)` \|", (DOCS / "library.md").read_text(encoding="utf-8"), re.M)
     assert {name for name in modules if not any(page.startswith(name) for page in PAGES.MODULES)} == set()
 

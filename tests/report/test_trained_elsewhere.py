@@ -1,4 +1,4 @@
-"""What a prediction suggests: the same script under the fastest policy, and checkpointed where it does not fit."""
+"""What a prediction suggests: a check of the script for the fastest GPU, and checkpointing where it does not fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = {
     "it fits": (
         [ON_T4],
         [
-            "mezzo run --policy fp16 train.py --batch-size 64",
+            "mezzo check --gpu t4 train.py --batch-size 64",
             "mezzo compare --policies fp16 --checkpoint full train.py --batch-size 64",
         ],
     ),
@@ -32,7 +32,7 @@ CASES = {
     "one fits, one does not": (
         [ON_T4.model_copy(update={"policy": "bf16"}), TOO_LARGE],
         [
-            "mezzo run --policy bf16 train.py --batch-size 64",
+            "mezzo check --gpu t4 train.py --batch-size 64",
             "mezzo run --policy fp16 --checkpoint 5.9GiB train.py --batch-size 64",
         ],
     ),

@@ -1,4 +1,4 @@
-"""What to type after a prediction: the same script here, in the policy that is fastest there, checkpointed where it does not fit."""
+"""What to type after a prediction: a check of the script for the fastest GPU, and checkpointing where it does not fit."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
     if best is not None:
         why = f"see which policy trains like fp32, answered for {best.gpu}"
         yield why, script.under("check", gpu=best.gpu)
-    if best is not None and best.policy in _RUNS:
-        why = f"train in {best.policy}: the fastest of these on {best.gpu}"
-        yield why, script.under("run", policy=best.policy)
     tight = [one for one in record.predictions if one.possible and not one.fits and one.gpu != "cpu"]
     budgets = [(one, kept) for one in tight if (kept := _left_for_activations(one)) is not None]
     if budgets:

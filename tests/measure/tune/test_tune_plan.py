@@ -147,7 +147,11 @@ def test_larger_batches_are_compared_by_what_the_model_is_given() -> None:
 OUT = [
     # what a run shows, the state, the reason
     ({"error": "RuntimeError: no"}, "failed", "RuntimeError: no"),
-    ({"exit_code": 2, "first_steps": None}, "failed", "it ended with exit code 2"),
+    (
+        {"exit_code": 2, "first_steps": None},
+        "failed",
+        "it ended with exit code 2; what it printed is in output.log of its folder",
+    ),
     ({"memory": Memory(cuda_reserved_bytes=13 * GIB)}, "barred", "it needs 13 GiB, above the limit of 12 GiB"),
     ({"effective": Effective(emulated=True)}, "barred", "its formats are emulated here: its speed says nothing"),
     ({"explanation": []}, "barred", "torch.compile changed nothing"),

@@ -47,6 +47,6 @@ def test_whether_it_fits_is_one_line_a_gpu() -> None:
 def test_a_prediction_leads_to_the_check_for_its_fastest_gpu() -> None:
     words = ["mezzo", "predict", "--batch", "256", "--gpus", "t4", "train.py", "--size", "{batch}"]
     record = build.predict_record(model="train.py", command=words)
-    (step,) = next_steps(record)
+    step, *_ = next_steps(record)
     assert step.command == "mezzo check --gpu a100-80gb train.py --size 256"
     assert next_steps(build.predict_record()) == [], "a model by name is no script"
