@@ -166,5 +166,5 @@ def test_keras_by_tensorflows_name(tmp_path: Path) -> None:
 
 def test_another_backend_is_refused() -> None:
     with pytest.raises(ScriptError) as error:
-        _backend_of("jax", KerasRun(None))
-    assert error.value.message == "Keras runs on the backend 'jax' here; allowed: tensorflow, torch"
+        _backend_of("openvino", KerasRun(None))
+    assert error.value.message == "Keras runs on the backend 'openvino' here; allowed: tensorflow, torch, jax"
