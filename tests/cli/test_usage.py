@@ -35,7 +35,10 @@ FILES = {
     "a file": "",
 }
 POLICIES = "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8"
-RUN_OPTIONS = "--policy, -m, --snapshot, --resume, --guard, --channels-last, --compile, --checkpoint, --seed, --metric, --out, --log-to, --json"
+RUN_OPTIONS = (
+    "--policy, -m, --snapshot, --resume, --guard, --channels-last, --compile, --checkpoint, --seed, --metric, "
+    "--out, --log-to, --json"
+)
 COMMANDS = "doctor, check, run, watch, compare, audit, diagnose, ranges, fallback, predict, tune, resume-check, report"
 
 # What is typed after mezzo, what is said, the hint; a tail of dots stands for more.

@@ -35,13 +35,21 @@ class Slow(Dataset):
 def until_over(make):
     """Yield batches, epoch after epoch, until the time is over."""
     end = time.thread_time() + SECONDS, time.perf_counter() + 12 * SECONDS, time.perf_counter() + SECONDS
-    count = 0
+    times = []
     while True:
         for batch in make():
             yield batch
-            count += 1
             now = time.perf_counter()
-            if count >= 12 and now > end[2] and (time.thread_time() > end[0] / 2 or now > end[1]):
+            times.append(now)
+            judged = (
+                now - times[len(times) // 10]
+            )  # the first tenth is left out of the verdict: a machine may stall there
+            if (
+                len(times) >= 12
+                and judged > SECONDS / 2
+                and now > end[2]
+                and (time.thread_time() > end[0] / 2 or now > end[1])
+            ):
                 return
 
 
