@@ -208,20 +208,18 @@ class StepRecorder:
         """Yield the closed steps from number ``first`` on, counted from 0, until one whose numbers the host does not know yet."""
         self.settle()
         for step in range(first, len(self._loss)):
-            skipped, scale = self._skipped[step], self._scale[step]
-            alone = [one for one in (skipped, scale) if isinstance(one, Kept)]
-            found = {kept: kept.where.on_host(kept.number) for kept in (*self._loss[step], *self._norm[step], *alone)}
-            known = {kept: value for kept, value in found.items() if value is not None}
-            if len(known) < len(found):
+            losses, norms, skipped, scale = self._loss[step], self._norm[step], self._skipped[step], self._scale[step]
+            kept = [*losses, *norms, *[one for one in (skipped, scale) if isinstance(one, Kept)]]
+            values = [value for one in kept if (value := one.where.on_host(one.number)) is not None]
+            if len(values) < len(kept):
                 return
-            losses, norms = self._loss[step], self._norm[step]
-            yield Seen(
-                step + 1,
-                self._weight[step] * sum(known[kept] for kept in losses) if losses else None,
-                _together([known[kept] for kept in norms]) if norms else None,
-                known[skipped] > 0 if isinstance(skipped, Kept) else skipped,
-                known[scale] if isinstance(scale, Kept) else scale,
-            )
+            if isinstance(scale, Kept):
+                scale = values.pop()
+            if isinstance(skipped, Kept):
+                skipped = values.pop() > 0
+            loss = self._weight[step] * sum(values[: len(losses)]) if losses else None
+            norm = _together(values[len(losses) :]) if norms else None
+            yield Seen(step + 1, loss, norm, skipped, scale)
 
     def steps(self, names: Mapping[int, str] | None = None) -> Steps:
         """Return all closed steps; waits for the device once.

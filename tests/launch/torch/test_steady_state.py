@@ -16,15 +16,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import mezzo
+from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.torch import switched
+from mezzo.launch.torch.guarding import ScriptGuard
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.steady_state import Steady
 from mezzo.policy import Policy
 
 STEPS, CHANGED_AT = 130, 115
-OWN = tuple(str(Path(mezzo.__file__).parent / hall) for hall in ("launch", "measure"))
+OWN = tuple(str(Path(mezzo.__file__).parent / hall) for hall in ("launch", "measure", "engine/guardrails"))
 """Not the engine: its kernels at autocast's key are called once a process has had a policy that needs them."""
-NUM_COUNTED = 20
+NUM_COUNTED = 32
 
 
 class Training:
@@ -236,8 +238,13 @@ OWN_CALLS = [
 """Python calls of the launcher and its recorder a step, at most, sorting into columns and every tenth step's norm included."""
 
 
+GUARD_CALLS = 14.0
+"""What the guard of ``mezzo run`` adds: every 16th step inspects the 16 before, one after the other."""
+
+
+@pytest.mark.parametrize("guarded", [False, True], ids=["no guard", "guarded"])
 @pytest.mark.parametrize(("policy", "most"), OWN_CALLS, ids=str)
-def test_calls_a_step_of_a_steady_run(policy: str | None, most: float) -> None:
+def test_calls_a_step_of_a_steady_run(policy: str | None, most: float, guarded: bool) -> None:
     """Each call costs some 2 us of a step whose arithmetic has emptied the caches; counted, because a time would be noise."""
     calls: Counter[str] = Counter()
 
@@ -247,6 +254,8 @@ def test_calls_a_step_of_a_steady_run(policy: str | None, most: float) -> None:
 
     with switched(None if policy is None else Policy.of(policy)) as (run, _):
         training = Training()
+        if guarded:
+            run.guard = ScriptGuard(run, GuardRequest())
         for _ in range(CHANGED_AT):
             training.step()
         assert run.steady.optimizer() is not None
@@ -257,4 +266,4 @@ def test_calls_a_step_of_a_steady_run(policy: str | None, most: float) -> None:
         finally:
             sys.setprofile(None)
     per_step = sum(calls.values()) / NUM_COUNTED
-    assert 5 <= per_step <= most, calls
+    assert 5 <= per_step <= most + GUARD_CALLS * guarded, calls

@@ -162,7 +162,7 @@ class Alarms:
             self._first.append(seen.loss)
         self._losses.append((seen.step, seen.loss))
         if seen.step % _ROUGHLY == 0:
-            middle = median(loss for _, loss in self._losses)
+            middle = median([loss for _, loss in self._losses])  # lists: a generator is a call an element
             self._rough = middle + _RISE / 2 * abs(middle)
         if seen.loss <= self._rough:
             return None
@@ -170,9 +170,9 @@ class Alarms:
         if len(before) < _FEWEST:
             return None
         last = [*self._losses][-_SPIKE:]
-        lowest = min(loss for _, loss in last)
+        lowest = min([loss for _, loss in last])
         middle = median(before)
-        deviation = _TO_DEVIATION * median(abs(loss - middle) for loss in before)
+        deviation = _TO_DEVIATION * median([abs(loss - middle) for loss in before])
         gained = median(self._first) - middle
         if lowest <= middle + max(_MADS * deviation, _REGAINED * gained, _RISE * abs(middle)):
             return None

@@ -68,7 +68,7 @@ class BackwardPasses:
             begins = run.stepped and not (run.in_backward or run.in_closure)
             if begins and steady.optimizer() is not None and run.recorder.turn(tensors):
                 run.stepped = False
-                if run.limit is not None or run.guard is not None:
+                if run.limit is not None or (run.guard is not None and run.recorder.num_closed >= run.guard.due):
                     run.check_limit()
                 run.in_backward = True
                 try:

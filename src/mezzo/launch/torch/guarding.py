@@ -32,6 +32,8 @@ class ScriptGuard:
         self._alarms = Alarms(policy.min_scale if policy is not None and dynamic else None)
         self._next = 0
         """Steps that were seen."""
+        self.due = 0
+        """Closed steps at which a steady run, which compares this number instead of calling, is inspected next."""
         self.noticed = Guardrails(action=asked.action)
         self.pending: Alarm | None = None
         """The alarm that the run is to return to a snapshot for, between the next two batches."""
@@ -40,25 +42,26 @@ class ScriptGuard:
         """Why the script was ended; None if it was not."""
 
     def check(self) -> None:
-        """Look at the steps closed since the last call.
+        """Inspect the steps closed since the last call.
 
         Raises:
             StopScript: the run is to end because of an alarm.
         """
         run, closed = self._run, self._run.recorder.num_closed
-        if run.steady.optimizer() is None or closed % _STEADY_EVERY == 0:
+        if run.steady.optimizer() is None or closed >= self.due:
+            self.due = closed - closed % _STEADY_EVERY + _STEADY_EVERY
             if closed % _SEND_EVERY == 0:
                 run.recorder.send_numbers()
-            self._look(run.recorder.seen_from(self._next))
+            self._inspect(run.recorder.seen_from(self._next))
         if self.pending is not None and closed > self._pending_at + _NO_PLACE:
             self.end(f"{self.pending.kind}: {self.pending.evidence}; no DataLoader's batches came to return between")
         if self.stopped is not None:
             raise StopScript
 
     def finish(self, steps: Steps) -> None:
-        """Look at the steps that ``check`` has not seen; ``steps`` are all of the run."""
+        """Inspect the steps that ``check`` has not seen; ``steps`` are all of the run."""
         if self.stopped is None:
-            self._look(seen_in(steps, self._next))
+            self._inspect(seen_in(steps, self._next))
 
     @property
     def goes_on(self) -> bool:
@@ -67,6 +70,7 @@ class ScriptGuard:
 
     def end(self, why: str) -> None:
         """Have the script stopped after the next step, because ``why``."""
+        self.due = 0
         self.stopped = GuardError(
             f"the run was stopped by its guard: {why}",
             hint="the record names the evidence; see docs/guardrails.md for what each alarm means",
@@ -87,7 +91,7 @@ class ScriptGuard:
         """How often the run may still return to a snapshot."""
         return self._asked.rewinds - len(self.noticed.rewinds)
 
-    def _look(self, new: Iterator[Seen]) -> None:
+    def _inspect(self, new: Iterator[Seen]) -> None:
         for seen in new:
             self._next = seen.step
             for alarm in self._alarms.see(seen):
