@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import runpy
 import signal
 import sys
@@ -90,6 +91,18 @@ def children_in_this_process(*, before_each: Callable[[], object] = lambda: None
         mock.patch.object(runner, "several_runs", contextlib.nullcontext),
     ):
         yield
+
+
+class Children:
+    """The runs that a command started, and the number of the run in which Ctrl-C is typed."""
+
+    def __init__(self, *, interrupt_at: int = 0) -> None:
+        self.num, self._interrupt_at = 0, interrupt_at
+
+    def __call__(self) -> None:
+        self.num += 1
+        if self.num == self._interrupt_at:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 class _InThisProcess:

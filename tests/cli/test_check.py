@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from helpers_launch import children_in_this_process
+from helpers_launch import Children, children_in_this_process
 from mezzo import cli
 from mezzo.records import CheckRecord, read_record
 from paths import SCRIPTS
 
 PLAIN = str(SCRIPTS / "plain.py")
-
-
-class Children:
-    """The runs that a command started, and the number of the run in which Ctrl-C is typed."""
-
-    def __init__(self, *, interrupt_at: int = 0) -> None:
-        self.num, self._interrupt_at = 0, interrupt_at
-
-    def __call__(self) -> None:
-        self.num += 1
-        if self.num == self._interrupt_at:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def checked(*words: str, children: Children | None = None) -> int:

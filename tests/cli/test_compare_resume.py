@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers_launch import children_in_this_process
+from helpers_launch import Children, children_in_this_process
 from mezzo import cli
 from mezzo.records import CompareRecord, RunRecord, read_record
 
@@ -31,18 +30,6 @@ for step in range(6):
 WORDS = ("--policies", "fp32,bf16", "--gpu", "none", "--out", "out")
 RUNS = ["fp32-seed0", "bf16-seed0", "bf16-seed1", "fp32-seed1"]
 """In their order: interleaved."""
-
-
-class Children:
-    """The runs that a command started, and the number of the run in which Ctrl-C is typed."""
-
-    def __init__(self, *, interrupt_at: int = 0) -> None:
-        self.num, self._interrupt_at = 0, interrupt_at
-
-    def __call__(self) -> None:
-        self.num += 1
-        if self.num == self._interrupt_at:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture(autouse=True)

@@ -189,3 +189,15 @@ def test_every_command_on_a_script_says_what_it_does_in_several_processes() -> N
     commands = get_command(cli.app).commands  # type: ignore[attr-defined]
     on_scripts = {name for name, command in commands.items() if "arguments" in {p.name for p in command.params}}
     assert on_scripts == {*ranks._TOGETHER, *ranks._ALONE}
+
+
+@pytest.mark.parametrize("option", ["--compile", "--checkpoint full", "--guard stop"])
+def test_options_for_one_process_are_refused_under_every_launcher(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(cli, "in_ranks", lambda _, command: command())  # no other process is there to meet
+    assert cli.main(["run", *option.split(), RANKS]) == 7
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{option} was given in one of 2 processes; allowed: one process" in said

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from helpers_launch import children_in_this_process
+from helpers_launch import Children, children_in_this_process
 from mezzo import cli
 from mezzo.records import RunRecord, TuneRecord, read_record
 
@@ -32,18 +30,6 @@ for step in range(200):
     optimizer.step()
 """
 SHORT = ("--steps", "10", "--repeats", "2")
-
-
-class Children:
-    """The runs that a command started, and the number of the run in which Ctrl-C is typed."""
-
-    def __init__(self, *, interrupt_at: int = 0) -> None:
-        self.num, self._interrupt_at = 0, interrupt_at
-
-    def __call__(self) -> None:
-        self.num += 1
-        if self.num == self._interrupt_at:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +99,14 @@ def test_a_script_that_fails_keeps_its_exit_code(capsys: pytest.CaptureFixture[s
 REFUSED = [
     (("--vary", "batch-size"), "--vary 'batch-size'; allowed: an option of the script and its values"),
     (("--changes", "compil"), "--changes 'compil' names 'compil'; did you mean compile"),
-    (("--memory", "much"), "--memory 'much'; allowed: a number above 0 with a unit"),
+    (
+        ("--memory", "much"),
+        "--memory 'much' is no size; allowed: a number above 0 with a unit, as 12GiB, 800MB or 2.5 GB",
+    ),
+    (
+        ("--memory", "0GiB"),
+        "--memory '0GiB' is no size; allowed: a number above 0 with a unit, as 12GiB, 800MB or 2.5 GB",
+    ),
     (("--policies", "bf61"), "unknown policy 'bf61'"),
 ]
 

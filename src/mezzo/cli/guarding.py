@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mezzo.cli.ranks import refuse_in_several
 from mezzo.cli.words import typed
 from mezzo.errors import UsageError
 
@@ -18,7 +19,7 @@ _LEAVES_FORMATS = ("fp32", "tf32", "as-is")
 
 
 def check_guard(text: str | None, *, snapshots: bool) -> None:
-    """Refuse what is no action, and a return to snapshots that are not taken."""
+    """Refuse what is no action, a return to snapshots that are not taken, and what one of several processes cannot do alone."""
     if text is None:
         return
     match = re.fullmatch(r"note|stop|rewind(:[1-9]\d?)?", text)
@@ -32,6 +33,8 @@ def check_guard(text: str | None, *, snapshots: bool) -> None:
             f"--guard {text} without --snapshot; allowed: --guard {text} --snapshot TIME",
             hint=f"type: --snapshot 5m --guard {text}",
         )
+    if text != "note":
+        refuse_in_several(f"--guard {text}", hint="leave it out: alarms are noted in every process")
 
 
 def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequest | None:

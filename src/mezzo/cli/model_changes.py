@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
+from mezzo.cli.ranks import refuse_in_several
 from mezzo.errors import ScriptError
 
 if TYPE_CHECKING:
@@ -32,9 +32,5 @@ def changes_of(
             f"{option} was given for a script in {framework}; allowed: PyTorch scripts",
             hint=f"leave {option} out",
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ScriptError(
-            f"{option} was given in one of {os.environ['WORLD_SIZE']} processes; allowed: one process",
-            hint="write it into the script, before its models are made parallel",
-        )
+    refuse_in_several(option, hint="write it into the script, before its models are made parallel")
     return ModelChanges(channels_last=channels_last, compiles=compiles, checkpoint=checkpoint)

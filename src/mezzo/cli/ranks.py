@@ -44,6 +44,17 @@ def in_ranks(words: Sequence[str], command: Callable[[], int]) -> int:
     return _together(one, words, command)
 
 
+def refuse_in_several(option: str, *, hint: str) -> None:
+    """Refuse an option that is for one process in one of several.
+
+    Raises:
+        ScriptError: a launcher started several.
+    """
+    one = launched(os.environ)
+    if one is not None:
+        raise ScriptError(f"{option} was given in one of {one.size} processes; allowed: one process", hint=hint)
+
+
 def _together(one: Launched, words: Sequence[str], command: Callable[[], int]) -> int:
     from mezzo.launch.ranks.following import follow
     from mezzo.launch.ranks.leading import leading

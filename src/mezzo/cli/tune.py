@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from dataclasses import replace
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from mezzo.measure.tune.configurations import Changes, Configuration
     from mezzo.records import Reason, TuneRecord
 
-_UNITS_BYTES = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(MB|GB|MiB|GiB)?", re.IGNORECASE)
 _CHANGES = "channels-last,compile"
 _VARY = "type: --vary batch-size=32,64,128"
 
@@ -95,6 +92,7 @@ def tune(
     Ctrl-C keeps what is finished: the same command with the same --out goes on from there. Exit code 0: there is an answer (to keep
     the script as it is is one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
     """
+    from mezzo.measure.checkpointing.wanted import bytes_of_text
     from mezzo.measure.tune.configurations import grid
 
     script = Script(
@@ -107,7 +105,7 @@ def tune(
         resume=resume,
     )
     time_left, varied, changed = Budget(seconds_of(budget)), _varied(vary or []), _changes(changes)
-    limit_bytes, plans = None if memory is None else _bytes_of(memory), _plans(checkpoint)
+    limit_bytes, plans = None if memory is None else bytes_of_text(memory, option="--memory"), _plans(checkpoint)
     target_gpu = named_gpu(gpu)
     asked = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
     script.check(*(options.asked_policy(name) for name in asked or []))
@@ -166,18 +164,8 @@ def _plans(text: str | None) -> list[str]:
     return [] if text is None else [check_wanted(one) for one in text.split(",")]
 
 
-def _bytes_of(text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    size = int(float(found[1]) * _UNITS_BYTES[(found[2] or "").upper()]) if found else 0
-    if size <= 0:
-        raise UsageError(
-            f"--memory {text!r}; allowed: a number above 0 with a unit, MiB, GiB, MB or GB", hint="type: --memory 12GiB"
-        )
-    return size
-
-
 def _check_trainable(script: Script) -> None:
-    """Refuse scripts that a search cannot run: of other frameworks, or in several processes."""
+    """Refuse scripts of frameworks that a search cannot run."""
     from mezzo.launch.frameworks import framework_of
 
     framework = framework_of(script.target, kind="module" if script.as_module else "script")

@@ -249,7 +249,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: mezzo.checkpoint(model(), SAMPLE, plan="every-0"), "there is no checkpointing plan 'every-0'"),
     (lambda: mezzo.checkpoint(model(), SAMPLE, plan="all"), "allowed: none, full, every-K with a number, selective"),
-    (lambda: mezzo.checkpoint(model(), SAMPLE, budget="12 apples"), "'12 apples' is no number of bytes"),
+    (lambda: mezzo.checkpoint(model(), SAMPLE, budget="12 apples"), "budget '12 apples' is no size"),
     (lambda: mezzo.checkpoint(model().eval(), SAMPLE, plan="full"), "got a model in evaluation mode"),
     (
         lambda: mezzo.checkpoint(model(), SAMPLE, budget="1KiB"),

@@ -9,7 +9,8 @@ from mezzo.errors import UsageError, nearest
 NAMED = ("none", "full", "every-2", "selective")
 """The plans that a plan is compared with; any other number may follow ``every-``."""
 EVERY = re.compile(r"every-([1-9]\d*)")
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)", re.IGNORECASE)
+_BYTES = re.compile(r"(?=[\d.]*[1-9])(\d+(?:\.\d+)?)\s*([KMGT]?i?B)", re.IGNORECASE)
+"""A number above 0 with a unit."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -25,7 +26,7 @@ def check_wanted(text: str, *, option: str = "--checkpoint") -> str:
         UsageError: it is neither, or ``none``, which changes nothing.
     """
     wanted = text.strip()
-    if (is_plan(wanted) and wanted != "none") or (_BYTES.fullmatch(wanted) and bytes_of_text(wanted) > 0):
+    if (is_plan(wanted) and wanted != "none") or _BYTES.fullmatch(wanted):
         return wanted
     plans = [name for name in NAMED if name != "none"]
     near = (
@@ -37,8 +38,12 @@ def check_wanted(text: str, *, option: str = "--checkpoint") -> str:
     )
 
 
-def bytes_of_text(text: str | int) -> int:
+def bytes_of_text(text: str | int, *, option: str = "budget") -> int:
     """Return the bytes that ``text`` names: ``12GiB``, ``800 MB``, or a number of bytes.
+
+    Args:
+        text: the value.
+        option: what was given that value; it begins the error.
 
     Raises:
         UsageError: it names none.
@@ -47,7 +52,10 @@ def bytes_of_text(text: str | int) -> int:
         return text
     found = _BYTES.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"{text!r} is no number of bytes; allowed: 12GiB, 800MB, 2.5 GB", hint='pass budget="12GiB"')
+        hint = f"type: {option} 12GiB" if option.startswith("-") else f'pass {option}="12GiB"'
+        raise UsageError(
+            f"{option} {text!r} is no size; allowed: a number above 0 with a unit, as 12GiB, 800MB or 2.5 GB", hint=hint
+        )
     unit = found.group(2).upper()
     power = "BKMGT".index(unit[0])
     return int(float(found.group(1)) * (1024 if "I" in unit else 1000) ** power)
