@@ -148,6 +148,10 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         run(policy="bf16", framework="keras 3.15.1 on tensorflow 2.21.0"),
         [("see whether bf16 trains like fp32", f"mezzo compare --policies fp32,bf16 {TAIL}")],
     ),
+    "watched in its own fp32": (
+        run("watch", policy="as-is", effective=Effective(flops_by_format={"fp32": 10}, counted_on_step=2)),
+        [("see what 16 bits keep and save", f"mezzo compare --policies fp32,bf16,fp16 {TAIL}")],
+    ),
     "run with findings": (
         run(policy="as-is", findings=[FINDING]),
         [("after the fix of A201, see whether anything is left", f"mezzo run {TAIL}")],

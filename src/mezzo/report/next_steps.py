@@ -22,6 +22,7 @@ from mezzo.records import (
     Row,
     RunRecord,
 )
+from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
 from mezzo.report import trained_elsewhere
 from mezzo.report.commands import Script, function_call, preset_of, row_options, typed_policy, with_fp32
@@ -117,7 +118,10 @@ def _after_training(record: RunRecord, commands: _Commands, policy: str) -> Iter
     if _skips_many(record.steps.num_skipped, len(record.steps)):
         share = fmt.share_text(record.steps.num_skipped / len(record.steps))
         yield from commands.step(f"{policy} skipped {share} of its updates; see why", "diagnose", policy=policy)
-    if preset_of(record.policy) in ("fp32", "tf32"):
+    counted = record.effective.counted_on_step is not None
+    if preset_of(record.policy) in ("fp32", "tf32") or (
+        record.policy == AS_IS and counted and not record.effective.lowered
+    ):
         yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
         return
     yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
@@ -233,7 +237,7 @@ def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
     if record.run.error is not None or record.run.exit_code:
         yield from _after_failure(record.run, commands, policy)
         return
-    wide = record.run.policy == AS_IS and _narrowest(record) in ("fp32", "tf32", "")
+    wide = record.run.policy == AS_IS and set(record.flops_by_format) <= set(WIDE)
     if wide:
         yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
     if record.findings and record.findings[0].code != _NOTHING_LOWERED:
@@ -241,13 +245,6 @@ def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
         yield from commands.again(why) if commands.script else commands.step(why, "audit")
     if not wide:
         yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
-
-
-def _narrowest(record: AuditRecord) -> str:
-    narrow = [
-        name for name in record.flops_by_format if name not in ("fp32", "tf32", "fp64", "complex64", "complex128")
-    ]
-    return narrow[0] if narrow else "fp32" if record.flops_by_format else ""
 
 
 def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
