@@ -41,6 +41,12 @@ def _tracebacks_as_python_shows_them() -> Iterator[None]:
     sys.excepthook = _EXCEPTHOOK
 
 
+@pytest.fixture
+def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the GPUs of this machine from what expects a CPU's answer."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
 @pytest.fixture(autouse=True)
 def _no_mode_stays() -> Iterator[None]:
     """What a test leaves on, all later ones of its process would run under."""

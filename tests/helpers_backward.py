@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 WAYS = ("the script's thread", "autograd's thread")
+BOTH_WAYS = pytest.mark.usefixtures("slow_backward_way")
+"""For tests of what the thread of backward passes could change."""
 _KINDS = ("cpu", "cuda", "maia", "ipu")
 
 
@@ -87,6 +89,16 @@ def _set_autocast(stack: ExitStack, kind: str, enabled: bool, dtype: torch.dtype
     stack.callback(torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind))
     torch.set_autocast_enabled(kind, enabled)
     torch.set_autocast_dtype(kind, dtype)
+
+
+def in_ways(name: str, cases: Iterable[Any], *, both: Callable[[Any], bool], ids: Callable[[Any], str]) -> Any:
+    """Parametrize a test with ``slow_backward_way`` by ``cases``: those that ``both`` chooses also run in autograd's thread."""
+    chosen = [pytest.param(case, WAYS[0], id=ids(case)) for case in cases]
+    chosen += [
+        pytest.param(case, WAYS[1], id=f"{ids(case)}-{WAYS[1]}", marks=pytest.mark.slow) for case in cases if both(case)
+    ]
+    parametrized = pytest.mark.parametrize((name, "slow_backward_way"), chosen, indirect=["slow_backward_way"])
+    return lambda test: BOTH_WAYS(parametrized(test))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 from mezzo.launch import child, runner
+from mezzo.launch.several.side_by_side import OneAfterAnother
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 from mezzo.records import Effective, Finding, Memory, Steps
@@ -91,6 +92,12 @@ def children_in_this_process(*, before_each: Callable[[], object] = lambda: None
         mock.patch.object(runner, "several_runs", contextlib.nullcontext),
     ):
         yield
+
+
+class ThreeAtOnce(OneAfterAnother):
+    """An engine with room for three runs, which it makes one after another: what is made beside what, without the threads."""
+
+    at_once: int | None = 3
 
 
 class Children:

@@ -18,10 +18,18 @@ class Ended(NamedTuple):
     printed: str
 
 
-def in_processes(words: Sequence[str], *, size: int = 2, folder: Path, timeout_s: float = 200.0) -> list[Ended]:
-    """Run ``python -m mezzo`` with ``words`` in ``size`` processes with torchrun's variables; return how each ended.
+def in_processes(
+    words: Sequence[str],
+    *,
+    program: Sequence[str] = ("-m", "mezzo"),
+    size: int = 2,
+    launched: bool = True,
+    folder: Path | None = None,
+    timeout_s: float = 200.0,
+) -> list[Ended]:
+    """Run ``python`` on ``program`` with ``words`` in ``size`` processes; return how each ended.
 
-    All are killed after ``timeout_s``.
+    They have torchrun's variables if ``launched``. All are killed after ``timeout_s``.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -31,13 +39,16 @@ def in_processes(words: Sequence[str], *, size: int = 2, folder: Path, timeout_s
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
-        "OMP_NUM_THREADS": "1",
     }
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "mezzo", *words],
+            [sys.executable, *program, *words],
             cwd=folder,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                **(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if launched else {}),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

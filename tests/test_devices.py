@@ -214,5 +214,8 @@ def test_an_accelerator_is_found_by_torchs_common_interface(monkeypatch: pytest.
 
 
 def test_nothing_is_claimed_of_devices_that_no_test_ran_on() -> None:
-    told = {device.kind: device.evidence for device, _ in LEVELS}
-    assert {kind for kind, evidence in told.items() if "ever run" not in evidence} == {"cpu"}
+    ran = {device.name for device, _ in LEVELS if device.has_run}
+    assert {name for name in ran if "H100" not in name} == {device.name for device, _ in LEVELS if device.kind == "cpu"}
+    assert ran == {device.name for device, _ in LEVELS if "ever run" not in device.evidence}
+    assert Device(kind="cuda", name="NVIDIA H100 80GB HBM3", capability=(9, 0)).has_run
+    assert not Device(kind="cuda", name="NVIDIA H200", capability=(9, 0)).has_run

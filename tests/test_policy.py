@@ -932,7 +932,11 @@ EXPLAINED = [
             ("loss scale", "none", "gradients in bf16 have FP32's range"),
             LISTS,
             ("reduction", "fp16", "gradients are rounded to it and summed over the processes in it"),
-            ("gathering", "bf16", "fully_shard gathers weights in it, and computes with them in it"),
+            (
+                "gathering",
+                "bf16",
+                "weights that fully_shard has sharded are gathered in it, and computed with in it; others stay as they are",
+            ),
         ],
     ),
 ]
@@ -941,7 +945,8 @@ EXPLAINED = [
 @pytest.mark.parametrize(("text", "device", "choices"), EXPLAINED)
 def test_explain(text: str, device: Device, choices: list[tuple[str, str, str]]) -> None:
     found = Policy.parse(text).explain(device)
-    evidence = [] if device.kind == "cpu" else [("evidence", "none", device.evidence)]
+    known = "it has run" if device.has_run else "none"
+    evidence = [] if device.kind == "cpu" else [("evidence", known, device.evidence)]
     assert [(c.what, c.value, c.reason) for c in found] == [*choices, *evidence]
 
 

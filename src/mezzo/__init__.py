@@ -11,6 +11,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from mezzo.version import VERSION
+
 if TYPE_CHECKING:
     from mezzo.callables import audit as audit
     from mezzo.callables import diagnose as diagnose
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from mezzo.measure.checkpointing.plan import checkpoint as checkpoint
     from mezzo.policy import Policy as Policy
     from mezzo.records import read_record as read_record
+
+
+__version__ = VERSION
 
 
 @functools.cache

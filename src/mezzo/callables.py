@@ -29,6 +29,7 @@ from mezzo.observe.audit.observer import audit_record
 from mezzo.observe.audit.operations import understand, weights_of
 from mezzo.observe.fallback.evidence import Measured, checked, read_measured
 from mezzo.observe.fallback.find import find
+from mezzo.observe.fallback.trials import Ahead
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.observer import NonFinite
 from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis
@@ -192,7 +193,7 @@ def fallback(
             hint="pass a function that makes training steps, as mezzo.fallback(train)",
         )
 
-    def measure(policy: Policy, settings: FallbackSettings) -> tuple[Measured, RunRecord]:
+    def measure(policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
         with state_restored() as optimizers, amp_off():
             trained, run, _ = _trained(
                 train, policy, settings, optimizers, catches=(NonFiniteLossError, ScaleFloorError)

@@ -12,8 +12,8 @@ BF16 with AVX512-BF16 or AMX-BF16 and for FP16 with AVX512-FP16 or AMX-FP16; wit
 kernels are 6 to 25 times slower than FP32 ones. AMD's GPUs report numbers that look like compute capabilities but are not: they are
 identified by their architecture (``gfx942``). Sources of every table: docs/hardware.md.
 
-Mezzo's tests run on x86 CPUs. Statements about other devices come from their makers' documents and torch's source, as
-``Device.evidence`` says.
+Mezzo's tests run on x86 CPUs, and those for GPUs ran on an H100. Statements about other devices come from their makers' documents and
+torch's source, as ``Device.evidence`` says.
 
 Importing this module imports no torch; the functions do.
 """
@@ -115,7 +115,15 @@ class Device:
         """What is known from runs of Mezzo on such a device."""
         if self.kind == "cpu":
             return "Mezzo's tests run on x86 CPUs"
-        return "nothing of Mezzo has ever run on such a device: what is said of it follows from documents and from torch's source"
+        if self.has_run:
+            return "Mezzo's GPU tests, kernels and commands ran on one H100, with torch 2.11 (docs/h100.md)"
+        never = "has ever run on such a device: what is said of it follows from documents and from torch's source"
+        return f"nothing of Mezzo {never}"
+
+    @property
+    def has_run(self) -> bool:
+        """Whether Mezzo has run on such a device."""
+        return self.kind == "cpu" or (self.kind == "cuda" and self.architecture is None and "H100" in self.name)
 
     def support_for_row_scales(self, fmt: Format = E4M3) -> Support:
         """Return how this device multiplies matrices in ``fmt``, an 8-bit format, that have a scale a row."""

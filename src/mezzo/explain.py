@@ -87,7 +87,7 @@ def explain(policy: Policy, device: Device | str) -> Choices:
         choices.append(_choice("modules", f"{patterns} in fp32", "the policy keeps them in FP32"))
     choices += _communication(policy)
     if where.kind != "cpu":
-        choices.append(_choice("evidence", "none", where.evidence))
+        choices.append(_choice("evidence", "it has run" if where.has_run else "none", where.evidence))
     return Choices(choices)
 
 
@@ -164,7 +164,9 @@ def _communication(policy: Policy) -> list[Choice]:
             )
         choices.append(_choice("reduction", value, reason))
     if policy.gather != "auto":
-        reason = "fully_shard gathers weights in it, and computes with them in it"
+        reason = (
+            "weights that fully_shard has sharded are gathered in it, and computed with in it; others stay as they are"
+        )
         choices.append(_choice("gathering", policy.gather, reason))
     return choices
 

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from helpers_launch import Children, children_in_this_process
+from helpers_launch import Children, ThreeAtOnce, children_in_this_process
 from mezzo import cli
+from mezzo.cli.budget import Budget
+from mezzo.cli.check_record import CheckOptions, _commands
+from mezzo.cli.script import Script
+from mezzo.cli.words import WORDS
 from mezzo.records import CheckRecord, read_record
 from paths import SCRIPTS
 
@@ -32,6 +36,25 @@ def lines_of(text: str, words: Sequence[str]) -> list[str]:
     return [line for line in text.splitlines() if any(word in line for word in words)]
 
 
+def test_commands_of_the_answer_have_the_script_s_arguments_and_what_means_the_same_there() -> None:
+    words = ("check", "--gpu", "h100", "--metric", "acc=(.*)", "--json", "train.py", "--save", "out/{run}")
+    token = WORDS.set(words)
+    try:
+        script = Script(target="train.py", arguments=list(words[-2:]))
+        asked = CheckOptions(script=script, budget=Budget(60.0), gpu=None, policies=None, seeds=3, metric=words[4])
+        command = _commands(asked)
+        assert command("run", "--policy", "bf16") == (
+            "mezzo run --policy bf16 --metric 'acc=(.*)' train.py --save out/run-bf16"
+        )
+        assert command("check", "--budget", "9m") == (
+            "mezzo check --budget 9m --gpu h100 --metric 'acc=(.*)' train.py --save 'out/{run}'"
+        )
+        assert command("python") == "python train.py --save out/alone"
+    finally:
+        WORDS.reset(token)
+
+
+@pytest.mark.usefixtures("cpu_alone")
 def test_one_command_ends_with_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     children = Children()
     out = tmp_path / "out"
@@ -68,6 +91,7 @@ def test_one_command_ends_with_one_answer(tmp_path: Path, capsys: pytest.Capture
     assert page.index("Use BF16") < page.index("The comparison") < page.index("How it was found")
 
 
+@pytest.mark.usefixtures("cpu_alone")
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,14 +104,31 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(
     assert not Path("out/record.json").exists()
     rest = Children()
     assert checked(*words, children=rest) == 0
-    assert rest.num == 3  # of six runs, three were finished
+    assert rest.num == 2  # of six runs, three were listed as finished, and the one of the interrupt came to its end
     assert "3 finished parts of the interrupted check are used again" in capsys.readouterr().err
     resumed = record_in(Path("out"))
-    assert [stage.resumed for stage in resumed.stages[1:]] == [True, True, True, False, False, False]
+    assert [stage.resumed for stage in resumed.stages[1:]] == [True, True, True, True, False, False]
     again = Children()
     assert checked(*words, children=again) == 0
     assert again.num == 6  # a check that was finished is repeated: data may have changed
     assert [path.name for path in Path().iterdir()] == ["out"]
+
+
+def test_several_runs_at_once_end_with_the_answer_of_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for out, jobs in ((tmp_path / "alone", ()), (tmp_path / "beside", ("--jobs", "3"))):
+        if jobs:
+            monkeypatch.setattr("mezzo.cli.check.engine_of", lambda jobs, on: ThreeAtOnce())
+        children = Children()
+        assert checked("--seeds", "2", "--out", str(out), *jobs, PLAIN, "6", children=children) == 0
+        record = record_in(out)
+        assert record.comparison is not None
+        rows = [(row.policy, row.verdict, row.loss, row.num_runs) for row in record.comparison.rows]
+        found.append((children.num, [(one.what, one.why, one.resumed) for one in record.stages], rows))
+    assert found[0] == found[1]
+    assert found[0][0] == 6
 
 
 def test_another_script_starts_anew_and_says_why(
@@ -196,3 +237,11 @@ def test_a_patch_that_cannot_be_offered_is_refused_in_words(tmp_path: Path, caps
     checked("--write-patch", "--seeds", "1", "--policies", "bf16", "--out", str(out), PLAIN, "5")
     assert "--write-patch: no patch, because" in capsys.readouterr().err
     assert record_in(out).patch == ""
+
+
+def test_a_patch_is_not_tried_for_a_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mezzo.cli.check.engine_of", lambda jobs, on: ThreeAtOnce())
+    assert checked("--write-patch", "--on", "ray", PLAIN) == 2
+    assert "--write-patch with --on ray; allowed: one of them" in capsys.readouterr().err

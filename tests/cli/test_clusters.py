@@ -11,6 +11,7 @@ from mezzo.cli.clusters import engine_of, named_cluster
 from mezzo.errors import UsageError
 from mezzo.launch.several.ray_cluster import Ray
 from mezzo.launch.several.side_by_side import one_after_another
+from mezzo.launch.several.slurm import Slurm
 
 
 @pytest.mark.parametrize("jobs", [None, 1])
@@ -64,3 +65,26 @@ def test_a_clusters_options_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     made = named_cluster("ray:address=auto,num_gpus=0.5,num_cpus=4")
     assert isinstance(made, Ray)
     assert (made._address, made._gpus, made._cpus) == ("auto", 0.5, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "gives_gpus"),
+    [
+        ("slurm:cluster=local,gres=gpu:1", False),
+        ("slurm:gres=gpu:h100:1", True),
+        ("slurm:gpus-per-task=1", True),
+        ("slurm:partition=gpu", None),  # the partition may give one: the run knows
+        ("ray:num_gpus=1", True),
+        ("ray:num_gpus=0.5", False),
+        ("ray", False),  # there is none here
+    ],
+)
+def test_whether_each_run_has_a_gpu_follows_from_the_options(
+    text: str, gives_gpus: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mezzo.launch.several.slurm.shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(importlib, "import_module", lambda name: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    made = named_cluster(text)
+    assert isinstance(made, Ray | Slurm)
+    assert made.gives_gpus is gives_gpus

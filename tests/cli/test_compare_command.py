@@ -45,7 +45,7 @@ def test_a_run_may_take_so_long(
         asked.append(limit_s)
         return run_record("fp32", duration_s=next(durations))
 
-    monkeypatch.setattr("mezzo.launch.runner.run_child", run)
+    monkeypatch.setattr("mezzo.launch.runner.observe_child", run)
     request = Request(
         target="train.py", kind="script", policy="fp32", record_path=str(tmp_path / "r" / "record.json"), command=()
     )

@@ -85,7 +85,7 @@ def test_more_seeds_run_only_what_is_missing(capsys: pytest.CaptureFixture[str])
     assert compared(seeds=1) == (0, 2)
     assert compared("--resume", seeds=3) == (0, 4)
     told = capsys.readouterr().err
-    assert "--seeds changed since: 1 then, 3 now; runs that both ask for are used again\n" in told
+    assert "--seeds was 1 and is now 3; runs that both ask for are used again\n" in told
     assert "2 finished runs used again, 4 runs left to make" in told
     assert [(run.policy, run.seed) for run in record().runs] == [(p, s) for p in ("fp32", "bf16") for s in range(3)]
     assert compared("--resume", seeds=3) == (0, 0)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mezzo
+from helpers_backward import BOTH_WAYS
 from helpers_launch import children_in_this_process
 from mezzo import ScriptError, SessionError, cli
 from mezzo.records import DiagnoseRecord, read_record
@@ -24,12 +25,11 @@ from mezzo.report.text import render
 from paths import FAULTS, SCRIPTS
 from processes import in_processes
 
-pytestmark = pytest.mark.usefixtures("slow_backward_way")
-
 FAULTY = str(FAULTS / "faults.py")
 PARALLEL = str(FAULTS / "parallel.py")
 
 
+@BOTH_WAYS
 def test_the_command_finds_a_fault_in_three_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with children_in_this_process():
         assert cli.main(["diagnose", "--out", str(tmp_path), FAULTY, "late_log"]) == 1
@@ -154,6 +154,7 @@ def training(change: Any = None, *, steps: int = 5) -> Any:
     return train
 
 
+@BOTH_WAYS
 def test_a_function_is_diagnosed_in_its_own_precision() -> None:
     def change(step: int, out: torch.Tensor) -> torch.Tensor:
         return (out - out.detach() if step == 3 else out).abs().sqrt().mean()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers_launch import children_in_this_process
+from helpers_launch import Children, ThreeAtOnce, children_in_this_process
 from mezzo.cli import main
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
@@ -40,7 +40,7 @@ def test_a_script_gets_a_policy_file(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert record.policy_file == str(tmp_path / "policy.toml")
     assert "4.last" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert list(tmp_path.glob("runs/*.pt")) == []
-    assert "0 " in (tmp_path / "runs" / "check2.log").read_text(encoding="utf-8")
+    assert "0 " in (tmp_path / "runs" / "kept-4.last.log").read_text(encoding="utf-8")
 
     request = Request(
         target=FRAGILE, kind="script", policy=str(policy), record_path=str(tmp_path / "run.json"), command=("mezzo",)
@@ -49,6 +49,44 @@ def test_a_script_gets_a_policy_file(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert trained.exit_code == 0
     assert len(trained.steps) == 20
     assert not any(trained.steps.skipped[1:])  # the first one may look for its loss scale
+
+
+def searched(*words: str, children: Children) -> tuple[int, int]:
+    """Return the exit code and how many runs were made."""
+    with children_in_this_process(before_each=children):
+        code = main(["fallback", "--fresh", "1", *(() if "--out" in words else ("--out", "out")), *words, FRAGILE])
+    return code, children.num
+
+
+@pytest.mark.slow
+def test_a_search_that_was_stopped_goes_on_and_several_at_once_find_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert searched("--resume", children=Children()) == (2, 0)
+    assert searched(children=Children(interrupt_at=3)) == (130, 3)
+    told = capfd.readouterr().err
+    assert "the records of its runs are in out/runs. To go on, type:" in told
+    assert f"  mezzo fallback --resume --out out --fresh 1 {FRAGILE}" in told.splitlines()
+    assert [*Path("out/runs").glob("*.pt")]
+    assert searched("--resume", children=Children()) == (
+        0,
+        2,
+    )  # the third, which the signal met at its first line, came to its end
+    resumed = read_record("out/record.json")
+    assert not [*Path("out/runs").glob("*.pt")]
+    assert isinstance(resumed, FallbackRecord)
+    assert (resumed.verdict, resumed.kept) == ("found", ["4.last"])
+    assert searched("--resume", children=Children()) == (
+        0,
+        1,
+    )  # it had come to its end: the reference's gradients are gone
+    monkeypatch.setattr("mezzo.cli.fallback.engine_of", lambda jobs, on: ThreeAtOnce())
+    assert searched("--out", "beside", children=Children())[0] == 0
+    beside = read_record("beside/record.json")
+    assert isinstance(beside, FallbackRecord)
+    assert beside.verifications == resumed.verifications
+    assert (beside.kept, beside.modules, beside.noise) == (resumed.kept, resumed.modules, resumed.noise)
 
 
 def test_a_script_that_is_not_there_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

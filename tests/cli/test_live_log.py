@@ -102,7 +102,7 @@ def test_a_tracker_that_fails_is_noted_and_left_out(tmp_path: Path, capsys: pyte
         followed(request(tmp_path), passes_output=True) as asked,
     ):
         reports_to(asked.progress_file)(LATEST)
-    said = "--log-to tensorboard failed while the run goes on (ConnectionError: the server is gone)"
+    said = "--log-to tensorboard failed during the run (ConnectionError: the server is gone)"
     assert said in capsys.readouterr().err
 
 

@@ -33,6 +33,7 @@ def test_a_prediction_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert cli.main([*words.split(), str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert "runs fastest on" in shown
+    assert "16 tokens, adamw. Predicted, not measured." in shown
     assert "T4 has no units for bf16." in shown
     assert "80.0 GiB" in shown
     assert "largest batch (13% of the memory left free)" in shown
@@ -131,6 +132,7 @@ def test_a_job_of_several_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert any(one["value"] == "eager, 8 GPUs of one machine, fsdp" for one in record["assumptions"])
 
 
+@pytest.mark.usefixtures("cpu_alone")
 def test_a_calibration_is_kept_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,7 @@ REFUSED = [
     (
         ["--resume", "nowhere"],
         "mezzo: --resume 'nowhere' has no folder snapshots; allowed: the folder of a run with --snapshot\n"
-        "  hint: list it with ls runs/*/snapshots; the first snapshot is taken when its time is over\n",
+        "  hint: find one with ls runs/*/snapshots; if --out names the same folder, a run that finds none starts from the beginning\n",
     ),
 ]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers_launch import Children, children_in_this_process
+from helpers_launch import Children, ThreeAtOnce, children_in_this_process
 from mezzo import cli
 from mezzo.records import RunRecord, TuneRecord, read_record
 
@@ -84,7 +84,29 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(capsys: pyte
     assert tuned(*words, children=rest) == 0
     assert "1 finished runs of the interrupted search are used again" in capsys.readouterr().err
     trials = record().trials
-    assert [trial.resumed for trial in trials] == [True] + [False] * rest.num
+    assert [trial.resumed for trial in trials] == [True, True] + [
+        False
+    ] * rest.num  # the interrupted run came to its end
+
+
+def test_several_at_once_make_the_same_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mezzo.cli.tune.engine_of", lambda jobs, on: ThreeAtOnce())
+    children = Children()
+    words = ("--policies", "as-is", "--changes", "channels-last", "--vary", "batch-size=4", *SHORT)
+    assert tuned(*words, "--jobs", "3", "--out", "out", "train.py", children=children) == 0
+    trials = record().trials
+    assert children.num == len(trials)  # nothing was made that was not asked for
+    names = [trial.name for trial in trials if trial.round == "1"]
+    assert names == [row.name for row in sorted(record().rows, key=lambda row: names.index(row.name))]
+    assert len(names) == 4
+
+
+def test_jobs_without_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    children = Children()
+    assert tuned("--jobs", "2", "train.py", children=children) == 2
+    assert children.num == 0
+    assert "--jobs 2 without a GPU for each run; allowed: one run at a time" in capsys.readouterr().err
 
 
 def test_a_script_that_fails_keeps_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +149,7 @@ def test_other_frameworks_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "mezzo tune was given a script in keras; allowed: PyTorch scripts" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("cpu_alone")
 def test_predictions_leave_out_what_cannot_fit_and_checkpointing_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--policies", "fp32", "--changes", "none", "--vary", "batch-size=300000", "--checkpoint", "full", *SHORT)
     assert tuned(*words, "--memory", "40MiB", "--gpu", "t4", "--out", "out", "train.py") == 0

@@ -12,6 +12,7 @@ import pytest
 
 from mezzo import cli
 from mezzo.launch.targets import Target, check_target
+from mezzo.version import VERSION
 from record_builders import run_record
 
 TRAIN = "import torch\n"
@@ -36,8 +37,8 @@ FILES = {
 }
 POLICIES = "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8"
 RUN_OPTIONS = (
-    "--policy, -m, --snapshot, --resume, --guard, --channels-last, --compile, --checkpoint, --seed, --metric, "
-    "--out, --log-to, --json"
+    "--policy, --snapshot, --resume, --guard, --channels-last, --compile, --checkpoint, --seed, --metric, "
+    "-m, --out, --log-to, --json"
 )
 COMMANDS = "doctor, check, run, watch, compare, audit, diagnose, ranges, fallback, predict, tune, resume-check, report"
 
@@ -212,13 +213,13 @@ WRONG: list[Wrong] = [
     (
         "run --out train.py train.py",
         "--out 'train.py' cannot be used as a folder: it is a file",
-        "name a folder ...",
+        "choose a new folder, ...",
     ),
-    ("run --out train.py/x train.py", "--out 'train.py/x' cannot be used as a folder: ...", "name a folder ..."),
+    ("run --out train.py/x train.py", "--out 'train.py/x' cannot be used as a folder: ...", "choose a new folder, ..."),
     (
         "run --out /proc/x train.py",
         "--out '/proc/x' cannot be used as a folder: it is not writable (...",
-        "name a folder ...",
+        "choose a new folder, ...",
     ),
     (
         "run --log-to tensorbord train.py",
@@ -228,13 +229,13 @@ WRONG: list[Wrong] = [
     (
         "run --log-to tensorboard:train.py train.py",
         "--log-to tensorboard: 'train.py' cannot be used as a folder: ...",
-        "name a folder ...",
+        "choose a new folder, ...",
     ),
-    ("doctor --out train.py", "--out 'train.py' cannot be used as a folder: ...", "name a folder ..."),
+    ("doctor --out train.py", "--out 'train.py' cannot be used as a folder: ...", "choose a new folder, ..."),
     (
         "report --out train.py runs/old/record.json",
         "--out 'train.py' cannot be used as a folder: ...",
-        "name a folder ...",
+        "choose a new folder, ...",
     ),
     (
         "report --json runs/old/record.json b.json",
@@ -309,10 +310,8 @@ def test_a_package_is_found_without_running_its_code(folder: Path) -> None:
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    from importlib.metadata import version
-
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"mezzo {version('mezzo')}\n"
+    assert capsys.readouterr().out == f"mezzo {VERSION}\n"
     assert cli.main([]) == 2
     assert "Usage: mezzo [OPTIONS] COMMAND" in " ".join(capsys.readouterr().out.split())
 

@@ -1,12 +1,8 @@
-"""Accelerate and Fabric in two processes under a policy, against one process on the same data."""
+"""Accelerate, Fabric and Lightning's Trainer in two processes under a policy, against one process on the same data."""
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ import torch
 from mezzo import SessionError
 from mezzo.compat.driven import Driven
 from paths import SCRIPTS
+from processes import in_processes
 
 
 def weights(library: str, size: int) -> list[float]:
@@ -23,33 +20,9 @@ def weights(library: str, size: int) -> list[float]:
 
 def printed(script: str, library: str, size: int) -> str:
     """Return what a script printed in ``size`` processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, str(SCRIPTS / script), library]
-    started = [
-        subprocess.Popen(
-            command,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                **(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        texts = [process.communicate(timeout=200)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in started] == [0] * size, texts
-    return "".join(texts)
+    ended = in_processes([library], program=[str(SCRIPTS / script)], size=size, launched=size > 1)
+    assert [one.code for one in ended] == [0] * size, ended
+    return "".join(one.printed for one in ended)
 
 
 @pytest.mark.slow
@@ -60,9 +33,19 @@ def test_two_processes_train_as_one_and_skip_the_same_updates(library: str) -> N
     assert first == pytest.approx(weights(library, 1)[0], rel=1e-6)
 
 
-def trained(library: str, size: int) -> list[tuple[float, int]]:
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["automatic", "manual"])
+def test_lightnings_trainer_in_two_processes_trains_as_one(way: str) -> None:
+    """``Trainer(devices=2, strategy="ddp")``: accumulation with a short last window, clipping, a schedule, and an overflow on rank 1."""
+    (first, skips), (second, others) = trained(way, 2, script="lightning_ranks.py")
+    assert (first, skips) == (second, others)
+    assert skips == 1
+    assert trained(way, 1, script="lightning_ranks.py") == [(pytest.approx(first, rel=1e-6), 1)]
+
+
+def trained(library: str, size: int, *, script: str = "hf_trainer_ranks.py") -> list[tuple[float, int]]:
     """Return the weights' magnitudes and the skipped updates of each process."""
-    found = re.finditer(r"RANK \d+ weights (\S+) skipped (\d+)", printed("hf_trainer_ranks.py", library, size))
+    found = re.finditer(r"RANK \d+ weights (\S+) skipped (\d+)", printed(script, library, size))
     return [(float(m[1]), int(m[2])) for m in found]
 
 

@@ -598,9 +598,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
-def test_ten_thousand_updates_follow_grad_scaler_and_float64(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def test_ten_thousand_updates_follow_grad_scaler_and_float64() -> None:
+    generator = torch.Generator().manual_seed(1)
     start, goal = torch.randn(2, 64, generator=generator)
     slopes = torch.logspace(-2, 1, 64)
     half, single, exact = nn.Parameter(start.half()), nn.Parameter(start.clone()), nn.Parameter(start.double())

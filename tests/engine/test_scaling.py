@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mezzo import DynamicScale, NoScale, PolicyError, StaticScale
-from mezzo.engine.scaling import scale_for
+from mezzo.devices import this_device
+from mezzo.engine.casting import Casting
+from mezzo.engine.scaling import KnownScale, scale_for
 from mezzo.policy import Policy
 
 FLAGS = {False: torch.tensor(0.0), True: torch.tensor(1.0)}
@@ -92,6 +94,63 @@ def test_scaling_and_its_inverse_are_grad_scalers() -> None:
         inverse = ours.inverse()
         assert inverse is not None
         assert torch.equal(inverse, theirs._scale.double().reciprocal().float())  # type: ignore[union-attr]
+
+
+# --- a scale of updates that the host knows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_a_known_scale_is_the_dynamic_one_number_for_number(hysteresis: int) -> None:
+    draw = random.Random(hysteresis)
+    for _ in range(60):
+        chosen: dict[str, Any] = {
+            "growth_factor": draw.choice([1.5, 2.0, 3.7]),
+            "backoff_factor": draw.choice([0.5, 0.9, 1 / 3]),
+            "growth_interval": draw.choice([1, 2, 5, 8]),
+            "hysteresis": hysteresis,
+            "min_scale": draw.choice([2.0**-24, 100.0]),
+            "max_scale": draw.choice([2.0**24, 5000.0]),
+        }
+        known, dynamic = KnownScale(1234.5, **chosen), DynamicScale(1234.5, **chosen)
+        there = known.on_device()
+        for step in range(60):
+            skipped = draw.random() < 0.15
+            if not skipped and known.calm and draw.random() < 0.5:
+                known.calm -= 1
+            else:
+                known.updated(skipped=skipped)
+            dynamic.update(FLAGS[skipped])
+            assert known.value() == dynamic.value() == there.item()
+            assert torch.equal(known.inverse(), dynamic.inverse())
+            assert known.at_floor() == dynamic.at_floor()
+            if step % 7 == 0:
+                assert known.state_dict() == dynamic.state_dict()
+                assert repr(known)[len("KnownScale") :] == repr(dynamic)[len("DynamicScale") :]
+            if step == 30:
+                saved = known.state_dict()
+                known = KnownScale()
+                known.load_state_dict(saved)
+                there = known.on_device()
+        theirs = grad_scaler(1.0)
+        theirs.load_state_dict({k: v for k, v in known.state_dict().items() if k in theirs.state_dict()})
+        assert (theirs.get_scale(), theirs._get_growth_tracker()) == (dynamic.value(), int(dynamic._growth_tracker))
+
+
+def test_the_value_of_a_static_scale_is_rounded_as_on_the_device() -> None:
+    scale = StaticScale(1000.1)
+    assert scale.value() == scale.on_device().item()
+    scale.load_state_dict({"scale": 3.3})
+    assert scale.value() == scale.on_device().item() == torch.tensor(3.3).item()
+
+
+@pytest.mark.parametrize("scale", [KnownScale, StaticScale])
+def test_a_scale_made_inside_a_region_that_casts_a_reciprocal_is_not_cast(scale: Any) -> None:
+    """2^16 overflows in FP16, and 1 / inf is 0: a script under fp16-master was trained with gradients of 0."""
+    with Casting(Policy.parse("fp16:lower=reciprocal"), this_device("cpu")).region():
+        assert torch.tensor(65536.0).reciprocal().item() == 0.0  # the region is such a one
+        inside = scale(65536.0)
+        assert inside.inverse().item() == 2.0**-16
+    assert (inside.value(), inside.inverse().item()) == (65536.0, 2.0**-16)
 
 
 # --- hysteresis, floor and ceiling --------------------------------------------------------------------------------------

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import cProfile
 import importlib
+import pstats
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 from fake_cuda import Linear, Operations, fake_gpus, step
@@ -145,3 +149,39 @@ def test_gradients_without_elements_are_no_work(gpu: Any, sizes: list[int]) -> N
     assert Launches.count == (1 if any(sizes) else 0)
     if not any(sizes):
         assert float(total) == 0.0
+
+
+def calls_a_step(step: Callable[[], None]) -> float:
+    """Return the Python and C calls of one step, after the first ones."""
+    for _ in range(6):
+        step()
+    profile = cProfile.Profile()
+    profile.runcall(lambda: [step() for _ in range(10)])
+    return pstats.Stats(profile).total_calls / 10  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_session_under_ddp_makes_no_more_calls_than_the_loop_by_hand() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        models = [DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))) for _ in range(2)]
+        inputs = torch.randn(4, 8)
+        optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+        scaler = torch.amp.GradScaler("cpu")
+        one = mezzo.Session(models[1], optimizers[1], policy="fp16:op_lists=device")
+
+        def by_hand() -> None:
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = models[0](inputs).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizers[0])
+            scaler.update()
+            optimizers[0].zero_grad()
+
+        def with_session() -> None:
+            with one.autocast():
+                loss = models[1](inputs).float().square().mean()
+            one.step(loss)
+
+        assert calls_a_step(with_session) <= calls_a_step(by_hand)
+    finally:
+        dist.destroy_process_group()

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import mezzo
+
 STEPS = 6
 """Steps of a script that does not say otherwise."""
 
@@ -568,6 +570,62 @@ def raw_gan():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+
+
+def siamese(same_at):
+    """A distance between two embeddings; at ``same_at`` a pair is the same sample twice, and the root's derivative is infinite."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, 13):
+        x, _ = data(step)
+        other = x.roll(1, 0)
+        if step == same_at:
+            other[2] = x[2]
+        optimizer.zero_grad()
+        F.relu(1 - ((model(x) - model(other)) ** 2).sum(1).sqrt()).mean().backward()
+        optimizer.step()
+
+
+def invalid_behind_a_skip():
+    siamese(7)
+
+
+def healthy_siamese():
+    siamese(0)
+
+
+def healthy_one_spike():
+    """One loss is so large that its gradients overflow at the loss scale, which skips the update as it should."""
+    train(
+        net(torch.tanh), steps=12, loss_of=lambda p, y: F.mse_loss(p, y) * (1e4 if bool((y == data(7)[1]).all()) else 1)
+    )
+
+
+def session(function, *, policy="fp16", change=None):
+    model = net(function)
+    held = mezzo.Session(model, torch.optim.SGD(model.parameters(), lr=1e-3), policy=policy, clip_norm=1.0)
+    for step in range(1, 13):
+        x, y = data(step)
+        with held.autocast():
+            loss = F.mse_loss(model(x), y)
+        held.step(loss * (change or (lambda _: 1.0))(step))
+
+
+def session_range():
+    session(lambda h: 1e3 * (300 * h) * (300 * h) * 1e-8)
+
+
+def session_static_scale():
+    session(torch.tanh, policy="fp16:loss_scale=static:init_scale=65536", change=lambda step: 1e3 if step >= 6 else 1.0)
+
+
+def session_bf16():
+    session(lambda h: torch.log(-h * h), policy="bf16")
+
+
+def healthy_own_session():
+    session(torch.tanh)
 
 
 def raw_jacobian():

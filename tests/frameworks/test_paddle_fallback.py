@@ -14,6 +14,7 @@ from mezzo.errors import ScriptError
 from mezzo.launch.paddle.local_errors import relative_error
 from mezzo.observe.fallback.evidence import Measured, checked, read_measured
 from mezzo.observe.fallback.find import find
+from mezzo.observe.fallback.trials import Ahead
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, RunRecord
@@ -59,7 +60,7 @@ def fragile() -> Any:
 
 
 def searched(code: Callable[[], None], policy: str, folder: Path) -> FallbackRecord:
-    def measure(chosen: Policy, settings: FallbackSettings) -> tuple[Measured, RunRecord]:
+    def measure(chosen: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
         observer, run = observed(code, str(chosen), settings)
         observer.record(run)
         return checked(read_measured(settings), run, where="here", role=settings.role), run

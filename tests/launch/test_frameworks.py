@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mezzo.errors import ScriptError
-from mezzo.launch.frameworks import framework_of, needs, spec_of
+from mezzo.launch.frameworks import framework_of, needs, own_sources, spec_of
 from mezzo.launch.keras import observed_keras
 from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.request import Request
@@ -53,6 +53,23 @@ def test_framework_is_what_the_scripts_own_files_import(tmp_path: Path, source: 
     script = tmp_path / "train.py"
     script.write_text(source)
     assert framework_of(str(script), kind="script") == framework
+
+
+def test_a_scripts_own_files_are_in_its_folder(tmp_path: Path) -> None:
+    """``project.py`` beside the folder ``project`` is another program, though ``import torch`` might name the folder's parent."""
+    folder = tmp_path / "project"
+    (folder / "data").mkdir(parents=True)
+    (tmp_path / "project.py").write_text("import keras")
+    (folder / "train.py").write_text("import torch\nfrom models import Net\nfrom data.digits import load")
+    (folder / "models.py").write_text("NAME = 'models'")
+    (folder / "data" / "digits.py").write_text("NAME = 'digits'")
+    read = [*own_sources(str(folder / "train.py"), kind="script")]
+    assert sorted(text.splitlines()[-1] for text in read) == [
+        "NAME = 'digits'",
+        "NAME = 'models'",
+        "from data.digits import load",
+    ]
+    assert framework_of(str(folder / "train.py"), kind="script") == "torch"
 
 
 def test_framework_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

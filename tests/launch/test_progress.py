@@ -96,6 +96,16 @@ def test_a_run_reports_and_leaves_no_file(tmp_path: Path, to_file: bool) -> None
     assert not list(tmp_path.glob("*.progress"))
 
 
+def test_a_display_inside_another_shows_the_same_runs(tmp_path: Path) -> None:
+    outer, inner = Display(), Display()
+    with shown_on(outer), shown_on(inner), followed(request(tmp_path), passes_output=True) as asked:
+        reports_to(asked.progress_file)(Latest(1))
+    assert outer.seen == inner.seen == [("bf16", True, Latest(1))]
+    with shown_on(outer), followed(request(tmp_path), passes_output=False):
+        pass
+    assert (len(outer.seen), len(inner.seen)) == (2, 1)
+
+
 DIES = "import os, torch\nw = torch.nn.Linear(2, 1)\no = torch.optim.SGD(w.parameters(), 0.1)\n" + (
     "for i in range(3):\n    w(torch.ones(1, 2)).sum().backward()\n    o.step()\nos.kill(os.getpid(), 9)\n"
 )

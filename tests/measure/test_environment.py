@@ -14,6 +14,7 @@ import torch
 from mezzo import devices
 from mezzo.measure import environment as module
 from mezzo.measure.environment import cudnn_text, environment, nvidia_driver, package_version
+from mezzo.version import VERSION
 
 
 def test_the_environment_of_a_run_on_the_cpu() -> None:
@@ -21,7 +22,7 @@ def test_the_environment_of_a_run_on_the_cpu() -> None:
     found = environment("cpu")
     assert before <= datetime.fromisoformat(found.date) <= datetime.now(timezone.utc)
     assert found.date.endswith("+00:00")
-    assert (found.mezzo, found.torch) == (package_version("mezzo"), torch.__version__)
+    assert (found.mezzo, found.torch) == (VERSION, torch.__version__)
     assert (found.python, found.os) == (platform.python_version(), platform.platform())
     assert (found.cpu, found.threads, found.device) == (devices.cpu_name(), torch.get_num_threads(), "cpu")
     assert (found.gpu, found.driver, found.cuda) == (None, None, torch.version.cuda)

@@ -170,5 +170,6 @@ def test_peaks_leave_the_inspected_step_out(allocator: list[int]) -> None:
     assert peaks.read(4).allocated == (60, 20)
 
 
-def test_a_process_without_cuda_has_no_peaks() -> None:
+def test_a_process_without_cuda_has_no_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     assert CudaPeaks().read(3) == Peaks()

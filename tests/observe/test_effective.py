@@ -168,7 +168,7 @@ def test_diagnose_says_that_nothing_was_tried(case: Case) -> None:
     assert (effective.num_lowered, effective.emulated) == (0, False)
     assert [(left.what, left.value) for left in effective.left_alone] == case.left_alone
     sheet = diagnose_sheet(record)
-    assert sheet.headline.endswith("every value is finite in 4 steps, but fp16 lowered nothing")
+    assert sheet.headline.endswith("every value is finite in 4 steps, but fp16 changed nothing")
     assert (sheet.verdict, sheet.tone) == ("healthy", "open")
     ran = "100% fp32 ran" if case.flops else "no operation ran below 32 bits"
     assert f"healthy: but this says nothing of fp16, which changed nothing: {ran}" in shown(record)
@@ -202,7 +202,7 @@ def test_audit_shows_what_was_left_alone(case: Case) -> None:
     assert (effective.num_lowered, record.run.changed_nothing) == (0, True)
     assert [(left.what, left.value) for left in effective.left_alone] == case.left_alone
     sheet = audit_sheet(record)
-    assert "; fp16 lowered nothing; " in sheet.headline
+    assert "; fp16 changed nothing; " in sheet.headline
     assert [(fact.what, fact.value) for fact in sheet.notes] == [
         ("below 32 bits", "no operation"),
         *case.left_alone,

@@ -46,7 +46,7 @@ def test_a_page_has_the_sections_and_commands_in_tables_of_the_english_page(chin
     counts = [
         (
             len(re.findall(r"^## ", text, re.M)),
-            sorted(re.findall(r"`(mezzo [^`]+)`", "\n".join(re.findall(r"^\|.*", text, re.M)))),
+            re.findall(r"`(mezzo [^`]+)`", "\n".join(re.findall(r"^\|.*", text, re.M))),
         )
         for text in (page.read_text(encoding="utf-8") for page in (chinese, english))
     ]

@@ -85,7 +85,10 @@ def test_it_leaves_one_folder(tmp_path: Path) -> None:
     assert "python: 3.12.1" in where
     assert "NVIDIA-SMI 570.86" in where
     calls = (tmp_path / "calls").read_text(encoding="utf-8").splitlines()
-    assert "-m pytest -q -m gpu -p no:cacheprovider tests" in calls
+    assert (
+        "-m pytest -q -m gpu -p no:cacheprovider -o filterwarnings=default --continue-on-collection-errors tests"
+        in calls
+    )
     assert "-m benchmarks.contest.first kernels" in calls
     assert "-m benchmarks.contest.first waits" in calls
     assert f"benchmarks/gpu.py --minutes 6 --out {out}" in calls

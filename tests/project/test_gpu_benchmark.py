@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import math
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,7 @@ from benchmarks.contest import kernels, timing, worker
 from benchmarks.contest.cases import LARGE, LOST, POLICIES, SMALL, Case, Way, plan
 from benchmarks.contest.results import Results, markdown
 from benchmarks.contest.timing import TINY, Roofs
-from benchmarks.contest.ways import Contestant, NotHereError, build, rewound
+from benchmarks.contest.ways import Contestant, NotHereError, _in_a_graph, build, rewound
 from benchmarks.contest.workloads import workload
 from benchmarks.gpu import main, supervise
 
@@ -302,6 +304,37 @@ def test_a_rehearsal_leaves_everything_as_it_was() -> None:
         return [*(float(step(batch)) for batch in batches), scaler.get_scale()]
 
     assert losses(rehearsed=True) == losses(rehearsed=False)
+
+
+def test_a_loop_in_a_graph_keeps_what_the_graph_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph replays addresses. Seen on an H100: a model that nobody kept was freed, and the replay ended in illegal accesses."""
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            pass
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    monkeypatch.setattr("torch.cuda.Stream", Stream)
+    monkeypatch.setattr("torch.cuda.current_stream", Stream)
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda _: nullcontext())
+    work = workload("tiny_convnet", tiny=True)
+    (batch,) = work.batches(4, "cpu", 1)
+
+    def captured() -> tuple[Any, list[weakref.ref[Any]]]:
+        model = work.model("cpu")
+        optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+        replay = _in_a_graph(lambda inputs: work.loss(model, *inputs), model, optimizer, scaler, batch)
+        return replay, [weakref.ref(one) for one in (model, optimizer, scaler)]
+
+    replay, kept = captured()
+    gc.collect()
+    assert all(one() is not None for one in kept)
+    replay(batch)
 
 
 def test_a_loop_is_captured_on_cuda_only() -> None:

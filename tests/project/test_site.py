@@ -1,4 +1,4 @@
-"""The site is built without a warning, and no page scrolls sideways on a phone or a desktop, in Chromium where it is installed."""
+"""The site is built without a warning, its search answers questions, and pages do not scroll sideways, in Chromium if it is there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paths import ROOT
+from paths import ROOT, TESTS
 
 pytestmark = pytest.mark.slow
 WIDTHS = (400, 1400)
@@ -23,7 +23,96 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   parent.postMessage(JSON.stringify([innerWidth, d.scrollWidth <= d.clientWidth]), "*");
 }, 200))</script></body>"""
 FRAMES = """<pre></pre><script>addEventListener("message", e => document.querySelector("pre").append(e.data + "\\n"))</script>"""
+NODE = shutil.which("node")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+QUESTIONS: dict[str, str] = {
+    # symptoms
+    "loss is NaN": "troubleshooting",
+    "why does the loss become inf": "troubleshooting",
+    "training does not converge": "troubleshooting",
+    "accuracy lower than fp32": "troubleshooting",
+    "CUDA out of memory": "troubleshooting",
+    "memory did not shrink with mixed precision": "troubleshooting",
+    "no speedup with amp": "troubleshooting",
+    "amp slower than fp32": "troubleshooting",
+    "low GPU utilization": "watch",
+    "GPU not busy": "watch",
+    "multiple GPUs slow": "troubleshooting",
+    "resume from checkpoint gives a different loss": "resume-check",
+    "expected scalar type Half but found Float": "troubleshooting",
+    "skipped steps": "troubleshooting",
+    # tuning
+    "how to choose the batch size": "tuning",
+    "learning rate when the batch grows": "tuning",
+    "warmup": "tuning",
+    "loss scale": "tuning",
+    "dynamic loss scaling": "tuning",
+    "gradient accumulation": "tuning",
+    "gradient checkpointing": "checkpointing",
+    "fastest batch size on this machine": "tune",
+    # formats and hardware
+    "what is fp16": "formats",
+    "difference between fp16 and bf16": "formats",
+    "fp32 tf32 fp16 bf16 fp8": "formats",
+    "should I use fp16 or bf16": "choosing-a-policy",
+    "what are master weights": "formats",
+    "overflow and underflow": "formats",
+    "which GPU supports bf16": "hardware",
+    "driver and CUDA version": "hardware",
+    "does V100 support bf16": "hardware",
+    "Tensor Cores need multiples of 8": "troubleshooting",
+    # models and figures of articles
+    "ResNet-50 throughput A100": "article-numbers",
+    "MobileNetV3 throughput": "article-numbers",
+    "BERT memory": "article-numbers",
+    "CIFAR-10": "examples",
+    "MNIST": "examples",
+    "how much memory does mixed precision save": "article-numbers",
+    "which batch fits on an RTX 4090": "predict",
+    "benchmark results": "benchmarks",
+    # frameworks
+    "migrate from torch.amp": "migrating",
+    "Apex O1 O2": "apex",
+    "Keras mixed_float16": "keras",
+    "TensorFlow mixed precision": "keras",
+    "Paddle AMP O2": "paddle",
+    "Lightning precision plugin": "lightning",
+    "Accelerate": "accelerate",
+    "DeepSpeed": "migrating",
+    "Hugging Face Trainer": "transformers",
+    "DDP": "distributed",
+    "FSDP": "distributed",
+    "torch.compile": "fast-path",
+    "channels_last": "fast-path",
+    # the rest
+    "what does a term mean glossary": "glossary",
+    "exit codes": "exit-codes",
+    "fail CI": "exit-codes",
+    "drive mezzo from a program": "agents",
+    "TensorBoard": "tracking",
+    "Jupyter notebook": "notebook",
+    "how to read a report": "report",
+    "stop training when the loss spikes": "guardrails",
+    "snapshot and resume a killed job": "snapshots",
+    "clip gradients before unscale": "troubleshooting",
+    # Chinese: the headings and the words of the Chinese pages
+    "损失变成 NaN": "zh-CN/troubleshooting",
+    "为什么不收敛": "zh-CN/troubleshooting",
+    "精度下降怎么办": "zh-CN/troubleshooting",
+    "显存不足": "zh-CN/troubleshooting",
+    "没有加速": "zh-CN/troubleshooting",
+    "训练变慢": "zh-CN/troubleshooting",
+    "GPU 利用率低": "zh-CN/troubleshooting",
+    "多卡训练慢": "zh-CN/troubleshooting",
+    "断点续训": "zh-CN/troubleshooting",
+    "如何选择策略": "zh-CN/choosing-a-policy",
+    "混合精度": "zh-CN/start",
+    "损失缩放": "zh-CN/troubleshooting",
+    "术语表": "zh-CN/glossary",
+}
+"""Questions as a newcomer types them into the site's search, and the page that must be among the first three that it finds."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +133,18 @@ def test_pages_of_commands_and_modules_are_built_and_nothing_is_left_behind(site
     assert "--snapshot" in (site / "reference/command-run.html").read_text(encoding="utf-8")
     assert "mezzo.Session" in (site / "reference/module-mezzo.html").read_text(encoding="utf-8")
     assert not (ROOT / "docs/reference").exists()
+
+
+@pytest.mark.skipif(NODE is None, reason="node is not installed")
+def test_search_answers_each_question_within_three_results(site: Path) -> None:
+    command = [str(NODE), str(TESTS / "site_search.js"), str(site)]
+    done = subprocess.run(command, input=json.dumps(list(QUESTIONS)), capture_output=True, text=True, check=True)
+    missed = {}
+    for (question, wanted), results in zip(QUESTIONS.items(), json.loads(done.stdout), strict=True):
+        pages = list(dict.fromkeys(target.split("#")[0] for target, _ in results))
+        if wanted not in pages[:3]:
+            missed[question] = pages[:5]
+    assert missed == {}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")

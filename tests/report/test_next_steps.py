@@ -26,6 +26,7 @@ from mezzo.records import (
     RangesRecord,
     RunRecord,
     ScaleWindow,
+    SnapshotsTaken,
     Steps,
     Verdict,
 )
@@ -136,6 +137,20 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         [("see whether the script fails without Mezzo, too", f"python {TAIL}")],
     ),
     "run interrupted": (run(error="ended by SIGINT", exit_code=130), []),
+    "run not resumed": (run(error="there is no snapshot in 'runs/mine/snapshots'", exit_code=9), []),
+    "run stopped after a snapshot": (
+        run(
+            error="stopped by SIGTERM",
+            exit_code=143,
+            snapshots=SnapshotsTaken(folder="/home/me/runs/mine/snapshots", every_s=300, saved=2),
+        ),
+        [
+            (
+                "continue from its last snapshot",
+                "mezzo run --policy fp16 --snapshot 300s --resume /home/me/runs/mine train.py --epochs 3",
+            )
+        ],
+    ),
     "run at its floor": (
         run(error="floor", exit_code=5),
         [("find the first value that is not finite", f"mezzo diagnose --policy fp16 {TAIL}")],
@@ -249,7 +264,20 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "healthy": (
         diagnose("healthy"),
-        [("see whether fp16 trains like fp32", f"mezzo compare --policies fp32,fp16 {TAIL}")],
+        [
+            ("see whether fp16 trains like fp32", f"mezzo compare --policies fp32,fp16 {TAIL}"),
+            (
+                "if the loss is NaN in the script's own precision, diagnose that",
+                f"mezzo diagnose --policy as-is {TAIL}",
+            ),
+        ],
+    ),
+    "healthy, with a misuse of the script's own scaler": (
+        diagnose("healthy", policy="as-is", run_fields={"findings": [FINDING]}),
+        [
+            (f"after the fix of {FINDING.code}, see whether anything is left", f"mezzo diagnose {TAIL}"),
+            ("see whether as-is trains like fp32", f"mezzo compare --policies fp32,as-is {TAIL}"),
+        ],
     ),
     "healthy as it is": (
         diagnose("healthy", policy="as-is"),

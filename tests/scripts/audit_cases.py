@@ -1,6 +1,7 @@
 """One script for each finding of an audit: planted, with what the finding is about, and healthy, without it."""
 
 import sys
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -74,7 +75,9 @@ def case(code, planted):
     x, enabled, cache, after = torch.randn(32, 16), True, True, nn.Identity()
     same = Middle(lambda self, x: F.linear(x, self.weight))
     model = Around(same)
-    if code == "A101":
+    if code == "A101" and planted:
+        enabled = None
+    elif code == "A108":
         enabled = not planted
     elif code == "A102" and planted:
         wide = torch.randn(16, 16, requires_grad=True)
@@ -120,7 +123,10 @@ if __name__ == "__main__":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(4):
         optimizer.zero_grad()
-        with torch.autocast(CPU, dtype=BF16, enabled=enabled, cache_enabled=cache):
+        amp = (
+            nullcontext() if enabled is None else torch.autocast(CPU, dtype=BF16, enabled=enabled, cache_enabled=cache)
+        )
+        with amp:
             y = model(x)
         after(y).float().square().mean().backward()
         optimizer.step()

@@ -26,5 +26,10 @@ def batches(count, size=8, width=6, seed=1):
     return [(x, (x @ weight).sin()) for x in inputs]
 
 
+def labelled():
+    inputs, targets = torch.randn(32, 6), torch.randint(0, 2, (32,))
+    return torch.utils.data.DataLoader(list(zip(inputs, targets, strict=True)), batch_size=8)
+
+
 def norm(parameters):
     return torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm().item()

@@ -3,15 +3,14 @@
 import sys
 
 import torch
-from common import mlp
+from common import labelled, mlp
 from torch import nn
 
 fault, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 80
 torch.manual_seed(0)
 model = mlp(6, 16, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-inputs, targets = torch.randn(32, 6), torch.randint(0, 2, (32,))
-loader = torch.utils.data.DataLoader(list(zip(inputs, targets, strict=True)), batch_size=8)
+loader = labelled()
 step = 0
 while step < steps:
     for samples, labels in loader:

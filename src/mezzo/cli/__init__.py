@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated, cast
 
 import typer
@@ -24,10 +25,12 @@ from mezzo.cli import (
 )
 from mezzo.cli.completion import ScriptCommand
 from mezzo.cli.ranks import in_ranks
+from mezzo.cli.script import of_script
 from mezzo.cli.usage import usage_error
 from mezzo.cli.words import WORDS
 from mezzo.errors import MezzoError
 from mezzo.launch.process.command_signals import Stopped
+from mezzo.version import VERSION
 
 app = typer.Typer(
     name="mezzo",
@@ -39,21 +42,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# Words after the script belong to the script: parsing stops at the first word that is not an option.
-_SCRIPT = {"allow_interspersed_args": False}
+
+def _on_script(name: str, command: Callable[..., None]) -> None:
+    """Add a command whose words after the script belong to the script: parsing stops at the first word that is not an option."""
+    app.command(name, cls=ScriptCommand, context_settings={"allow_interspersed_args": False})(command)
+
 
 app.command("doctor")(doctor.doctor)
-app.command("check", cls=ScriptCommand, context_settings=_SCRIPT)(check.check)
-app.command("run", cls=ScriptCommand, context_settings=_SCRIPT)(run.run)
-app.command("watch", cls=ScriptCommand, context_settings=_SCRIPT)(watch.watch)
-app.command("compare", cls=ScriptCommand, context_settings=_SCRIPT)(compare.compare)
-app.command("audit", cls=ScriptCommand, context_settings=_SCRIPT)(audit.audit)
-app.command("diagnose", cls=ScriptCommand, context_settings=_SCRIPT)(diagnose.diagnose)
-app.command("ranges", cls=ScriptCommand, context_settings=_SCRIPT)(ranges.ranges)
-app.command("fallback", cls=ScriptCommand, context_settings=_SCRIPT)(fallback.fallback)
-app.command("predict", cls=ScriptCommand, context_settings=_SCRIPT)(predict.predict)
-app.command("tune", cls=ScriptCommand, context_settings=_SCRIPT)(tune.tune)
-app.command("resume-check", cls=ScriptCommand, context_settings=_SCRIPT)(resume_check.resume_check)
+_on_script("check", of_script(check.check, resumes=True))
+_on_script("run", of_script(run.run))
+_on_script("watch", of_script(watch.watch))
+_on_script("compare", of_script(compare.compare, resumes=True))
+_on_script("audit", of_script(audit.audit))
+_on_script("diagnose", of_script(diagnose.diagnose))
+_on_script("ranges", of_script(ranges.ranges))
+_on_script("fallback", of_script(fallback.fallback, resumes=True))
+_on_script("predict", predict.predict)
+_on_script("tune", of_script(tune.tune, resumes=True))
+_on_script("resume-check", of_script(resume_check.resume_check))
 app.command("report")(report.report)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
@@ -62,9 +68,7 @@ _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from mezzo.measure.environment import package_version
-
-        print(f"mezzo {package_version('mezzo') or 'not installed'}")
+        print(f"mezzo {VERSION}")
         raise typer.Exit
 
 

@@ -13,18 +13,13 @@ from mezzo.errors import UsageError
 
 
 def audit(
-    target: options.Target,
-    arguments: options.Arguments = None,
+    script: Script,
     policy: Annotated[
         str, options.policy_option("Precision policy to run the script under, or as-is for its own precision.")
     ] = "as-is",
     steps: Annotated[
         str, typer.Option(help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them.")
     ] = "3",
-    as_module: options.AsModule = False,
-    out: options.Out = None,
-    log_to: options.LogTo = None,
-    as_json: options.Json = False,
 ) -> None:
     """Record every operation of chosen training steps with its format, module and phase, and report findings.
 
@@ -33,7 +28,6 @@ def audit(
     from mezzo.launch.runner import observe_child
     from mezzo.observe.settings import AuditSettings
 
-    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     asked = options.asked_policy(policy)
     record, stop = run_and_finish(
         script,

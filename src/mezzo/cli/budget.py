@@ -16,8 +16,8 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)
 
 
-def seconds_of(text: str) -> float:
-    """Return the seconds of ``--budget``, as ``90s``, ``10m`` or ``1h``.
+def seconds_of(text: str, *, option: str = "--budget", example: str = "10m") -> float:
+    """Return the seconds of an option's value, as ``90s``, ``10m`` or ``1h``.
 
     Raises:
         UsageError: it is none of these.
@@ -26,7 +26,7 @@ def seconds_of(text: str) -> float:
     seconds = float(found[1]) * _UNITS_S[found[2].lower()] if found else 0.0
     if seconds <= 0:
         raise UsageError(
-            f"--budget {text!r}; allowed: a number above 0 with a unit, s, m or h", hint="type: --budget 10m"
+            f"{option} {text!r}; allowed: a number above 0 with a unit, s, m or h", hint=f"type: {option} {example}"
         )
     return seconds
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,21 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli import options, results
+from mezzo.cli import options
 from mezzo.cli.budget import Budget, seconds_of
 from mezzo.cli.check_record import CheckOptions, check_record, formats_of
+from mezzo.cli.clusters import Jobs, On, engine_of
+from mezzo.cli.machines import Machine, machine_of, name_of
 from mezzo.cli.patches import with_patch
 from mezzo.cli.progress import shown
-from mezzo.cli.resumed import Resume, finished_before
+from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script
-from mezzo.cli.words import resuming
-from mezzo.errors import PolicyError
+from mezzo.errors import PolicyError, UsageError
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
-    from mezzo.devices import Device
     from mezzo.launch.several.check import Check, Settings
     from mezzo.launch.several.resuming import Finished
+    from mezzo.launch.several.side_by_side import Engine
     from mezzo.policy import Policy
     from mezzo.records import AnyRecord, CheckRecord, Reason
 
@@ -34,8 +34,7 @@ _TAIL = 12
 
 
 def check(
-    target: options.Target,
-    arguments: options.Arguments = None,
+    script: Script,
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="Time for everything, as 90s, 10m or 1h.", show_default=True)
     ] = "10m",
@@ -57,12 +56,9 @@ def check(
     write_patch: Annotated[
         bool, typer.Option("--write-patch", help="Also write the change to the script itself, tried first, as a diff.")
     ] = False,
-    as_module: options.AsModule = False,
     metric: options.Metric = None,
-    out: options.Out = None,
-    resume: Resume = False,
-    log_to: options.LogTo = None,
-    as_json: options.Json = False,
+    jobs: Jobs = None,
+    on: On = None,
 ) -> None:
     """Find out which precision a training script should use, what that gains, and what to type next.
 
@@ -78,15 +74,7 @@ def check(
     options.check_metric(metric)
     named = {} if policies is None else _named(policies)
     asked = CheckOptions(
-        script=Script(
-            target=target,
-            arguments=arguments,
-            as_module=as_module,
-            out=out,
-            log_to=log_to,
-            as_json=as_json,
-            resume=resume,
-        ),
+        script=script,
         budget=Budget(seconds_of(budget)),
         gpu=None if gpu is None else gpu_named(gpu),
         policies=None if policies is None else list(named),
@@ -94,14 +82,20 @@ def check(
         metric=metric,
     )
     asked.script.check(*named.values())
+    engine = engine_of(jobs, on)
+    if write_patch and on is not None:
+        raise UsageError(
+            f"--write-patch with --on {on}; allowed: one of them, because a patch is tried where it is typed",
+            hint="leave out --write-patch, and type mezzo check --write-patch on a machine like the workers",
+        )
     folder = asked.script.folder("check")
     with stoppable() as stop, shown() as progress:
         asked.budget.console = progress.console
         try:
-            record, code = _checked(asked, folder)
+            with engine.opened(folder):
+                record, code = _checked(asked, folder, engine)
         except Stopped as stopped:
-            results.note(f"stopped by {stop.name}; what is finished is kept in {folder}. To go on, type:")
-            print(f"  {resuming(folder, num_arguments=len(arguments or ()))}", file=sys.stderr)
+            script.say_stopped(f"stopped by {stop.name}; what is finished is kept", folder)
             raise typer.Exit(stopped.exit_code) from None
         if write_patch:
             left_s = asked.budget.seconds - asked.budget.spent_s
@@ -127,33 +121,29 @@ def _named(policies: str) -> dict[str, Policy | None]:
     return found
 
 
-def _checked(asked: CheckOptions, folder: Path) -> tuple[CheckRecord, int]:
+def _checked(asked: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRecord, int]:
     """Run what is needed; return the record and the exit code.
 
     Raises:
         Stopped: a signal has stopped the command.
     """
     budget = asked.budget
-    budget.say(f"{Path(asked.script.target).name}: first what this machine can do")
-    from mezzo.devices import Device, cpu_name
+    budget.say(f"{Path(asked.script.target).name}: first what {name_of(engine)} can do")
     from mezzo.gpus import find_gpu
-    from mezzo.measure.doctor import Facts, facts  # imports torch, which takes seconds
-
-    found = facts() if importlib.util.find_spec("torch") else Facts(devices=(Device(kind="cpu", name=cpu_name()),))
-    here = found.devices[0]
-    if asked.gpu is not None and find_gpu(here.name) is asked.gpu:
-        asked = replace(asked, gpu=None)  # it is here: measured is better than bounded
-    offers = _offers(asked, here)
-    _say_offers(budget, asked, here, offers)
-    from mezzo.launch.runner import several_runs
     from mezzo.launch.several.check import Check
+    from mezzo.launch.several.waves import Waves
 
+    machine = machine_of(engine, folder)
+    if asked.gpu is not None and find_gpu(machine.device.name) is asked.gpu:
+        asked = replace(asked, gpu=None)  # it is there: measured is better than bounded
+    offers = _offers(asked, machine)
+    _say_offers(budget, asked, machine, offers)
     settings = _settings(asked, offers)
     finished = _finished(asked, folder, settings)
-    checking = Check(settings=settings, folder=folder, finished=finished, say=budget.say, keep=_keep)
-    with several_runs():
-        checking.run()
-    record = check_record(asked, checking, offers, found)
+    waves = Waves(engine, finished.identity)
+    checking = Check(settings=settings, folder=folder, finished=finished, waves=waves, say=budget.say, keep=_keep)
+    checking.run()
+    record = check_record(asked, checking, offers, machine, engine)
     finished.forget()
     first = checking.known.runs[0] if checking.known.runs else None
     if first is not None and first.error is not None:
@@ -166,22 +156,23 @@ def _checked(asked: CheckOptions, folder: Path) -> tuple[CheckRecord, int]:
 # --- before the first run ------------------------------------------------------------------------------------------------------
 
 
-def _offers(asked: CheckOptions, here: Device) -> list[Reason]:
+def _offers(asked: CheckOptions, machine: Machine) -> list[Reason]:
     from mezzo.launch.frameworks import own_sources
     from mezzo.measure.check.offers import BASELINE, TRIED, offered
     from mezzo.measure.check.own_amp import own_amp
     from mezzo.records import Reason
 
     if asked.policies is None:
-        sources = own_sources(asked.script.target, kind="module" if asked.script.as_module else "script")
-        return offered(here, target=None if asked.gpu is None else asked.gpu.device, own_amp=own_amp(sources))
+        sources = own_sources(asked.script.target, kind=asked.script.kind)
+        return offered(machine.device, target=None if asked.gpu is None else asked.gpu.device, own_amp=own_amp(sources))
     why = "--policies names it"
     others = [Reason(what=text, value=TRIED, reason=why) for text in asked.policies if text != BASELINE]
     return [Reason(what=BASELINE, value=TRIED, reason="the baseline: all others are compared with it"), *others]
 
 
-def _say_offers(budget: Budget, asked: CheckOptions, here: Device, offers: list[Reason]) -> None:
-    budget.say(f"this machine trains on {here.kind}, {here.name}; {formats_of(here)}")
+def _say_offers(budget: Budget, asked: CheckOptions, machine: Machine, offers: list[Reason]) -> None:
+    here = machine.device
+    budget.say(f"{machine.name} trains on {here.kind}, {here.name}; {formats_of(here)}")
     if asked.gpu is not None:
         budget.say(
             f"the answer is for {asked.gpu.label}; what follows from units that are not here is bounded, not measured"
@@ -191,7 +182,6 @@ def _say_offers(budget: Budget, asked: CheckOptions, here: Device, offers: list[
 
 
 def _settings(asked: CheckOptions, offers: list[Reason]) -> Settings:
-    from mezzo.launch.frameworks import framework_of
     from mezzo.launch.several.check import Settings
     from mezzo.measure.check.offers import tried
 
@@ -203,7 +193,7 @@ def _settings(asked: CheckOptions, offers: list[Reason]) -> Settings:
         metric=asked.metric,
         make_request=script.request,
         arguments=tuple(script.arguments or ()),
-        framework=framework_of(script.target, kind="module" if script.as_module else "script"),
+        framework=script.framework,
     )
 
 

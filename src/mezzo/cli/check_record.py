@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mezzo.cli.budget import Budget, clock
+from mezzo.cli.machines import Machine, how_placed
 from mezzo.cli.real_gpus import predicted_for
 from mezzo.cli.script import Script
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from mezzo.devices import Device
     from mezzo.gpus import Gpu
     from mezzo.launch.several.check import Check
+    from mezzo.launch.several.side_by_side import Engine
     from mezzo.measure.check.answer import Case
-    from mezzo.measure.doctor import Facts
     from mezzo.records import Answer, CheckRecord, Reason
 
 _REFERENCE = "a100-80gb"
@@ -49,7 +49,9 @@ def formats_of(here: Device) -> str:
     return "; ".join(f"{level}: {', '.join(names)}" for level, names in levels.items())
 
 
-def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], found: Facts) -> CheckRecord:
+def check_record(
+    asked: CheckOptions, checking: Check, offers: list[Reason], machine: Machine, engine: Engine
+) -> CheckRecord:
     """Return the record of a check that is over."""
     from mezzo.gpus import GPUS
     from mezzo.launch.several.plan import MARGIN, repairs, undone
@@ -58,7 +60,7 @@ def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], fou
     from mezzo.measure.doctor import device_report
     from mezzo.records import CheckRecord, CheckStage
 
-    known, here = checking.known, found.devices[0]
+    known, here = checking.known, machine.device
     comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(asked.script.command))
     gpu = asked.gpu or (GPUS[_REFERENCE] if here.kind == "cpu" else None)
     if gpu is not None and not checking.too_slow:
@@ -79,7 +81,7 @@ def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], fou
     answer = answered(case)
     doctor = CheckStage(
         name="doctor",
-        what="this machine",
+        what=machine.name,
         why="which policies can be tried",
         outcome=f"{here.name}; {formats_of(here)}",
     )
@@ -87,7 +89,7 @@ def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], fou
         command=list(asked.script.command),
         script=asked.script.target,
         answer=answer,
-        device=device_report(here, facts=found),
+        device=device_report(here, facts=machine.facts),
         gpu="" if gpu is None else gpu.label,
         offered=offers,
         budget_s=asked.budget.seconds,
@@ -95,7 +97,7 @@ def check_record(asked: CheckOptions, checking: Check, offers: list[Reason], fou
         first_steps=checking.first_steps,
         stages=[doctor, *checking.stages],
         comparison=comparison,
-        notes=[] if answer.decision == "failed" else _notes(asked, checking, case, answer),
+        notes=[] if answer.decision == "failed" else [*_notes(asked, checking, case, answer), *how_placed(engine)],
         environment=comparison.environment,
         duration_s=asked.budget.spent_s,
     )
@@ -130,15 +132,17 @@ def _notes(asked: CheckOptions, checking: Check, case: Case, answer: Answer) -> 
 
 
 def _commands(asked: CheckOptions) -> Callable[..., str]:
-    """Return the function that writes a command on the same script, with its arguments, quoted for a shell."""
+    """Return the function that writes a command on the same script, given the command's name and its options with their values."""
+    from mezzo.report import commands
+
     script = asked.script
-    words = [*(["-m"] if script.as_module else []), script.target, *(script.arguments or [])]
+    typed = commands.Script.typed(list(script.command), script.target)
+    assert typed is not None, script.command  # this command itself
 
     def command(kind: str, *given: str) -> str:
         if kind == "python":
-            return shlex.join(["python", *words])
-        metric = ["--metric", asked.metric] if asked.metric and kind in ("run", "compare", "check") else []
-        gpu = ["--gpu", asked.gpu.name] if asked.gpu is not None and kind == "check" else []
-        return shlex.join(["mezzo", kind, *gpu, *given, *metric, *words])
+            return typed.alone()
+        options = zip(given[::2], given[1::2], strict=True)
+        return typed.under(kind, **{name.removeprefix("--"): value for name, value in options})
 
     return command

@@ -40,8 +40,8 @@ def engine_of(jobs: int | None, on: str | None) -> Engine:
         UsageError: so many runs at once have no place here, or the cluster cannot be used.
     """
     from mezzo.launch.ranks.leading import leader
-    from mezzo.launch.several.on_cluster import on_cluster
-    from mezzo.launch.several.side_by_side import one_after_another, places, side_by_side
+    from mezzo.launch.several.on_cluster import OnCluster
+    from mezzo.launch.several.side_by_side import SideBySide, one_after_another, places
 
     if on is None and (jobs or 1) == 1:
         return one_after_another
@@ -52,8 +52,8 @@ def engine_of(jobs: int | None, on: str | None) -> Engine:
             hint=f"leave out {asked}: each run has all processes of the launcher",
         )
     if on is not None:
-        return on_cluster(named_cluster(on), jobs=jobs, note=results.note)
-    return side_by_side(places(jobs or 1))
+        return OnCluster(named_cluster(on), jobs=jobs, note=results.note)
+    return SideBySide(places(jobs or 1))
 
 
 def named_cluster(text: str) -> Cluster:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from itertools import chain, count
 from pathlib import Path
@@ -14,9 +13,7 @@ from mezzo.cli import completion, options, real_gpus, results
 from mezzo.cli.clusters import Jobs, On, engine_of
 from mezzo.cli.compare_runs import begun, left_to_run, run_all
 from mezzo.cli.model_changes import changes_of
-from mezzo.cli.resumed import Resume
 from mezzo.cli.script import Script
-from mezzo.cli.words import resuming
 from mezzo.errors import PolicyError, ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import stoppable
 
@@ -30,8 +27,7 @@ _FAILED = 1
 
 
 def compare(
-    target: options.Target,
-    arguments: options.Arguments = None,
+    script: Script,
     policies: Annotated[
         str,
         typer.Option(
@@ -75,14 +71,9 @@ def compare(
         ),
     ] = None,
     checkpoint: options.Checkpoint = None,
-    as_module: options.AsModule = False,
     metric: options.Metric = None,
-    out: options.Out = None,
-    resume: Resume = False,
     jobs: Jobs = None,
     on: On = None,
-    log_to: options.LogTo = None,
-    as_json: options.Json = False,
 ) -> None:
     """Compare a training script across precision policies: speed, memory, loss, and a verdict on each.
 
@@ -95,7 +86,6 @@ def compare(
 
     Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
-    from mezzo.launch.runner import several_runs
     from mezzo.launch.several.resuming import with_digest
     from mezzo.launch.several.side_by_side import one_after_another
     from mezzo.measure.compare import compare as judge
@@ -103,17 +93,8 @@ def compare(
     options.check_metric(metric)
     failing, gpus = _failing(fail_on), real_gpus.named_gpus(gpu)
     asked = _with_checkpointed(_asked(policies), checkpoint)
-    changes_of(target, as_module, checkpoint=checkpoint or "")
+    changes_of(script, checkpoint=checkpoint or "")
     baseline = "fp32" if "fp32" in asked else next(iter(asked))
-    script = Script(
-        target=target,
-        arguments=arguments,
-        as_module=as_module,
-        out=out,
-        log_to=log_to,
-        as_json=as_json,
-        resume=resume,
-    )
     script.check(*(one.policy for one in asked.values()))
     engine = engine_of(jobs, on)
     folder = script.folder("compare")
@@ -122,7 +103,8 @@ def compare(
     requests = [with_digest(request, finished.identity) for request in requests]
     with stoppable() as stop:
         before, left = left_to_run(requests)
-        with several_runs() if len(left) > 1 and engine is one_after_another else nullcontext():
+        alone = len(left) < 2 and engine is one_after_another  # one run shares its imports with none
+        with nullcontext() if alone else engine.opened(folder):
             runs = run_all(left, timeout_s=timeout, engine=engine, before=before)
         runs.sort(key=lambda r: ([*asked].index(r.compared_as), r.seed))
         rows: list[Row] = []
@@ -133,7 +115,8 @@ def compare(
             script.finish(record, folder)
             rows = [row for row in record.rows if row.verdict in failing]
         if stop.stopped:
-            _say_stopped(script, folder, f"stopped by {stop.name} after {len(runs)} of {len(requests)} runs")
+            done = f"{len(runs)} of {len(requests)} runs"
+            script.say_stopped(f"stopped by {stop.name} after {done}; their records are", folder)
         else:
             finished.end()
             _check_baseline([run for run in runs if run.compared_as == baseline], asked[baseline].name, folder)
@@ -231,16 +214,11 @@ def _requests(
                     arguments=named_arguments(script.arguments or (), run),
                     seed=seed,
                     metric=metric,
-                    models=changes_of(script.target, script.as_module, checkpoint=asked[text].checkpoint),
+                    models=changes_of(script, checkpoint=asked[text].checkpoint),
                     compared_since_s=since_s,
                 )
             )
     return requests
-
-
-def _say_stopped(script: Script, folder: Path, what: str) -> None:
-    results.note(f"{what}; their records are in {folder}. To go on, type:")
-    print(f"  {resuming(folder, num_arguments=len(script.arguments or ()))}", file=sys.stderr)
 
 
 def _check_baseline(own: list[RunRecord], name: str, folder: Path) -> None:

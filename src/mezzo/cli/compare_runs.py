@@ -35,7 +35,7 @@ def begun(script: Script, folder: Path, *, metric: str | None, **asked: str) -> 
         for name, now in asked.items():
             then = finished.asked.get(name, "")
             if then != now:
-                results.note(f"--{name} changed since: {then} then, {now} now; runs that both ask for are used again")
+                results.note(f"--{name} was {then} and is now {now}; runs that both ask for are used again")
     finished.begin(asked, anew=anew)
     return finished
 
@@ -63,9 +63,12 @@ def run_all(
     requests: Sequence[Request], *, timeout_s: float | None, engine: Engine, before: Sequence[RunRecord] = ()
 ) -> list[RunRecord]:
     """Return the records of all runs: those finished ``before``, and those of ``requests`` that end before a signal."""
+    from mezzo.records import RunRecord
+
     runs = list(before)
     with stoppable(), suppress(Stopped), shown(requests) as progress:
         for request, record in engine(requests, lambda: timeout_s or limit_s(runs)):
+            assert isinstance(record, RunRecord)
             runs.append(record)
             progress.say_ended(request, record)
     return runs

@@ -13,16 +13,11 @@ from mezzo.launch.process.command_signals import stoppable
 
 
 def diagnose(
-    target: options.Target,
-    arguments: options.Arguments = None,
+    script: Script,
     policy: Annotated[
         str, options.policy_option("Precision policy to run the script under, or as-is for its own precision.")
     ] = "fp16",
     steps: Annotated[int, typer.Option(min=1, help="Maximum number of training steps to inspect.")] = 200,
-    as_module: options.AsModule = False,
-    out: options.Out = None,
-    log_to: options.LogTo = None,
-    as_json: options.Json = False,
 ) -> None:
     """Find the first value of a training script that leaves its format: module, operation, line, cause and a tested fix.
 
@@ -33,7 +28,6 @@ def diagnose(
     from mezzo.launch.runner import several_runs
     from mezzo.launch.several.passes import diagnose_script
 
-    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     asked = options.asked_policy(policy)
     with stoppable(), several_runs():
         record, stop = run_and_finish(

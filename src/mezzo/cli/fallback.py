@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mezzo.cli import options, results
+from mezzo.cli.clusters import Jobs, On, engine_of
 from mezzo.cli.progress import shown
+from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script
+from mezzo.cli.words import resuming
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
+    from mezzo.launch.several.resuming import Finished
     from mezzo.records import FallbackRecord, RunRecord
 
 
 def fallback(
-    target: options.Target,
-    arguments: options.Arguments = None,
+    script: Script,
     policy: Annotated[
         str, options.policy_option("Policy to judge. The modules that it keeps in FP32 stay in FP32.")
     ] = "fp16",
@@ -30,34 +35,46 @@ def fallback(
         ),
     ] = None,
     fresh: Annotated[int, typer.Option(min=0, max=100, help="Number of further batches to check the set on.")] = 2,
-    as_module: options.AsModule = False,
-    out: options.Out = None,
-    log_to: options.LogTo = None,
-    as_json: options.Json = False,
+    jobs: Jobs = None,
+    on: On = None,
 ) -> None:
     """Find the modules that must stay in FP32 under a policy, and write a policy file that keeps them there.
 
     The script runs unedited, some ten times for a few steps: in FP32, then under the policy with one set of modules after
     another kept in FP32. Pass the policy file to --policy of the other commands, or to mezzo.Session.
+
+    With --jobs or --on, what the search may ask for next runs beside what it asks for; the result is the same. --resume goes on with
+    a search that was stopped.
     """
-    from mezzo.launch.runner import several_runs
     from mezzo.launch.several.fallback import fallback_of_script
+    from mezzo.launch.several.waves import Waves
     from mezzo.policy import Policy
 
-    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     judged = Policy.of(policy)
     script.check(judged)
+    engine = engine_of(jobs, on)
     folder = script.folder("fallback", leaves=("policy.toml", "runs"))
-    request = script.request(judged, folder=folder)
+    finished = _begun(script, folder)
+    request, waves = script.request(judged, folder=folder), Waves(engine, finished.identity)
     with stoppable() as stop:
         record: FallbackRecord | RunRecord
         try:
-            with several_runs(), shown():
-                record = fallback_of_script(request, folder=folder, tolerance=tolerance, fresh=fresh, note=results.note)
+            with shown(), engine.opened(folder):
+                record = fallback_of_script(
+                    request,
+                    folder=folder,
+                    waves=waves,
+                    goes_on=script.resume,
+                    tolerance=tolerance,
+                    fresh=fresh,
+                    note=results.note,
+                )
+            finished.end()
         except Stopped as stopped:
+            results.note(f"{stopped}; the records of its runs are in {folder / 'runs'}. To go on, type:")
+            print(f"  {resuming(folder, num_arguments=len(script.arguments or ()))}", file=sys.stderr)
             if stopped.record is None:
-                raise
-            results.note(f"{stopped}; the records of its runs are in {folder / 'runs'}")
+                raise typer.Exit(stopped.exit_code) from None
             record = stopped.record
         if record.kind == "fallback":
             record = record.model_copy(update={"policy_typed": options.typed_name(policy, judged)})
@@ -67,3 +84,14 @@ def fallback(
             record = record.model_copy(update={"policy_file": str(path)})
         script.finish(record, folder)
     raise typer.Exit(stop.exit_code)
+
+
+def _begun(script: Script, folder: Path) -> Finished:
+    """Begin a search in the folder, or go on with a stopped one.
+
+    Raises:
+        UsageError: ``--resume`` was typed, and there is nothing to go on with.
+    """
+    finished = finished_before(script, folder, "search", say=results.note)
+    finished.begin({}, anew=not script.resume)
+    return finished

@@ -43,7 +43,7 @@ def _fits(record: RunRecord, script: Script, policy: str) -> tuple[list[Reason],
     if gpu is None:
         return [], f"the predictor does not know the memory of {here.gpu if here.device != 'cpu' else 'a CPU'}"
     policies = [name for name in dict.fromkeys((policy, "bf16")) if name in PREDICTED]
-    results.note(f"memory ran out; tracing {script.target} for what would fit, which takes up to some minutes")
+    results.note(f"memory ran out; tracing {script.target} to find what would fit, which may take some minutes")
     try:
         return _predicted(gpu, script, policies), ""
     except MezzoError as error:

@@ -100,7 +100,7 @@ def _made(folder: Path, option: str = "--out") -> bool:
         why = "it is a file" if is_file else f"it is not writable ({error.strerror})"
         raise UsageError(
             f"{option} {str(folder)!r} cannot be used as a folder: {why}",
-            hint=f"name a folder that is new or your own, as {option} ~/mezzo-runs/first",
+            hint=f"choose a new folder, or one that you may write to, as {option} ~/mezzo-runs/first",
         ) from None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from mezzo.cli.ranks import refuse_in_several
 from mezzo.cli.words import typed
 from mezzo.errors import UsageError
 
@@ -19,7 +18,7 @@ _LEAVES_FORMATS = ("fp32", "tf32", "as-is")
 
 
 def check_guard(text: str | None, *, snapshots: bool) -> None:
-    """Refuse what is no action, a return to snapshots that are not taken, and what one of several processes cannot do alone."""
+    """Refuse what is no action, and a return to snapshots that are not taken."""
     if text is None:
         return
     match = re.fullmatch(r"note|stop|rewind(:[1-9]\d?)?", text)
@@ -33,8 +32,6 @@ def check_guard(text: str | None, *, snapshots: bool) -> None:
             f"--guard {text} without --snapshot; allowed: --guard {text} --snapshot TIME",
             hint=f"type: --snapshot 5m --guard {text}",
         )
-    if text != "note":
-        refuse_in_several(f"--guard {text}", hint="leave it out: alarms are noted in every process")
 
 
 def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequest | None:
@@ -45,10 +42,9 @@ def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequ
         text: the value of ``--guard``.
         policy: the policy as typed.
     """
-    from mezzo.launch.frameworks import framework_of
     from mezzo.launch.guard_request import GuardRequest
 
-    if text is None and framework_of(script.target, kind="module" if script.as_module else "script") != "torch":
+    if text is None and script.framework != "torch":
         return None
     action, _, times = (text or "note").partition(":")
     rewinds = int(times or USUAL_REWINDS) if action == "rewind" else 0

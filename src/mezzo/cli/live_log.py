@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 EVERY_S = 5.0
 """Between two steps that are logged."""
+
+
+def logged(places: Sequence[str] | None) -> AbstractContextManager[None]:
+    """Log the runs inside to trackers while they go on, if any are named."""
+    from mezzo.launch.progress import shown_on
+
+    return shown_on(LiveLog(places)) if places else nullcontext()
 
 
 class LiveLog:
@@ -94,7 +101,7 @@ class LiveLog:
             action()
         except Exception as error:  # of a library, its server or its disk
             said = f"{type(error).__name__}: {error}".splitlines()[0]
-            results.note(f"--log-to {text} failed while the run goes on ({said}); its result is logged at the end")
+            results.note(f"--log-to {text} failed during the run ({said}); the result will be logged at its end")
             self._writers.pop(text, None)
 
 

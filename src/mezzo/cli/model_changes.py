@@ -8,29 +8,28 @@ from mezzo.cli.ranks import refuse_in_several
 from mezzo.errors import ScriptError
 
 if TYPE_CHECKING:
+    from mezzo.cli.script import Script
     from mezzo.launch.model_changes import ModelChanges
 
 
 def changes_of(
-    target: str, as_module: bool, *, channels_last: bool = False, compiles: bool = False, checkpoint: str = ""
+    script: Script, *, channels_last: bool = False, compiles: bool = False, checkpoint: str = ""
 ) -> ModelChanges | None:
     """Return what to change in the script's models; None for nothing.
 
     Raises:
         ScriptError: such a script's models cannot be changed.
     """
-    from mezzo.launch.frameworks import framework_of
     from mezzo.launch.model_changes import ModelChanges
 
     asked = {"--channels-last": channels_last, "--compile": compiles, f"--checkpoint {checkpoint}": bool(checkpoint)}
     option = next((name for name, wanted in asked.items() if wanted), None)
     if option is None:
         return None
-    framework = framework_of(target, kind="module" if as_module else "script")
-    if framework != "torch":
+    if script.framework != "torch":
         raise ScriptError(
-            f"{option} was given for a script in {framework}; allowed: PyTorch scripts",
+            f"{option} was given for a script in {script.framework}; allowed: PyTorch scripts",
             hint=f"leave {option} out",
         )
-    refuse_in_several(option, hint="write it into the script, before its models are made parallel")
+    refuse_in_several(option, hint="make the change in the script, before it makes its models parallel")
     return ModelChanges(channels_last=channels_last, compiles=compiles, checkpoint=checkpoint)

@@ -10,7 +10,7 @@ import typer
 
 from mezzo.cli import completion
 from mezzo.cli.folders import check_folder
-from mezzo.cli.words import check_arguments
+from mezzo.cli.words import RESUME, check_arguments
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +39,15 @@ Out: TypeAlias = Annotated[
         metavar="DIR",
         help="Folder for record and report; a folder beside it if it holds another command's results. "
         "[default: a new folder under runs/]",
+    ),
+]
+
+Resume: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        RESUME,
+        help="Go on in the folder of --out: run only what is missing or failed there. Refused if the script, its arguments or a "
+        "version changed.",
     ),
 ]
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def ranges(
-    target: options.Target,
-    arguments: options.Arguments = None,
+    script: Script,
     policy: Annotated[
         str,
         options.policy_option(
@@ -26,10 +25,6 @@ def ranges(
     steps: Annotated[
         int, typer.Option(min=1, help="Number of training steps to record. The script stops after them.")
     ] = 20,
-    as_module: options.AsModule = False,
-    out: options.Out = None,
-    log_to: options.LogTo = None,
-    as_json: options.Json = False,
 ) -> None:
     """Show the ranges of a training script's values, and what each format and loss scale would do to them.
 
@@ -40,7 +35,6 @@ def ranges(
     from mezzo.observe.settings import RangesSettings
     from mezzo.policy import Policy
 
-    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
     judged, fp32 = Policy.of(policy), Policy.parse("fp32")
     settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=judged)
 

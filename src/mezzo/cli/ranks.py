@@ -85,5 +85,5 @@ def _refuse_paddles_launcher() -> None:
     if count.isdecimal() and int(count) > 1:
         raise ScriptError(
             f"paddle.distributed.launch started {count} processes; Mezzo runs Paddle scripts in one",
-            hint="run mezzo on the script without the launcher: precision problems of one process are those of all",
+            hint="run mezzo without the launcher: one process shows the precision problems of all",
         )

@@ -165,7 +165,7 @@ def _serve(page: Path, *, port: int, show: bool) -> None:
                 print()
     except OSError as error:
         raise UsageError(
-            f"--port {port} cannot be used: {error.strerror}", hint="leave --port out, which takes a free one"
+            f"--port {port} cannot be used: {error.strerror}", hint="leave --port out to use any free port"
         ) from None
 
 

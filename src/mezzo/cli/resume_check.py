@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli import options
 from mezzo.cli.budget import seconds_of
 from mezzo.cli.progress import shown
 from mezzo.cli.results import note
@@ -26,13 +26,10 @@ if TYPE_CHECKING:
 
 
 def resume_check(
-    target: options.Target,
-    arguments: options.Arguments = None,
+    script: Script,
     resume_with: Annotated[
         str,
-        typer.Option(
-            metavar="ARGS", help="What the script is given more when it is started again, as '--resume last.pt'."
-        ),
+        typer.Option(metavar="ARGS", help="Arguments to add when the script is started again, as '--resume last.pt'."),
     ] = "",
     stop_after: Annotated[
         int | None,
@@ -46,30 +43,23 @@ def resume_check(
         str,
         typer.Option(metavar="TIME", help="Time between SIGTERM and SIGKILL, for a script that handles SIGTERM."),
     ] = "10s",
-    as_module: options.AsModule = False,
-    out: options.Out = None,
-    log_to: options.LogTo = None,
-    as_json: options.Json = False,
 ) -> None:
     """Find out whether a training script's own checkpoints resume a run that was stopped, and which state they lack.
 
-    Runs the script, unedited, to its end; runs it again and stops it in the middle, as a scheduler would; starts it once more, so that it
-    resumes by itself; and compares losses, weights and state with the undisturbed run. The runs are in copies of this folder, so that
-    your own checkpoints are not touched; with {run} in the script's arguments, nothing is copied.
+    Runs the script, unedited, to its end; runs it again and stops it in the middle, as a scheduler would; starts it again, so that it
+    resumes from its own checkpoint; and compares losses, weights and state with the undisturbed run. Each run works in a copy of this
+    folder, so your own checkpoints are safe; with {run} in the script's arguments, nothing is copied.
 
     Exit code 0: it resumes to the bit; 1: it does not; a script that fails by itself keeps its own exit code.
     """
-    script = Script(
-        target=_inside(target, as_module=as_module),
-        arguments=arguments,
-        as_module=as_module,
-        out=out,
-        log_to=log_to,
-        as_json=as_json,
-    )
     from mezzo.launch.runner import several_runs
 
-    began_s, notice_s, more = time.monotonic(), seconds_of(notice), shlex.split(resume_with)
+    script = _inside(script)
+    began_s, notice_s, more = (
+        time.monotonic(),
+        seconds_of(notice, option="--notice", example="10s"),
+        shlex.split(resume_with),
+    )
     script.check(None)
     _check_traceable(script)
     folder = script.folder("resume-check", leaves=("whole", "stopped", "resumed"))
@@ -86,22 +76,19 @@ def resume_check(
     raise typer.Exit(0 if record.verdict == "exact" else 1)
 
 
-def _inside(target: str, *, as_module: bool) -> str:
-    """Return a script's path relative to this folder if it lies in it: it then runs in the copies."""
-    path = Path(target)
-    if as_module or not path.is_absolute() or not path.resolve().is_relative_to(Path.cwd().resolve()):
-        return target
-    return str(path.resolve().relative_to(Path.cwd().resolve()))
+def _inside(script: Script) -> Script:
+    """Return the script with a path relative to this folder if it lies in it: it then runs in the copies."""
+    path = Path(script.target)
+    if script.as_module or not path.is_absolute() or not path.resolve().is_relative_to(Path.cwd().resolve()):
+        return script
+    return replace(script, target=str(path.resolve().relative_to(Path.cwd().resolve())))
 
 
 def _check_traceable(script: Script) -> None:
     """Refuse scripts whose state is not found: of other frameworks, or in several processes."""
-    from mezzo.launch.frameworks import framework_of
-
-    framework = framework_of(script.target, kind="module" if script.as_module else "script")
-    if framework != "torch":
+    if script.framework != "torch":
         raise ScriptError(
-            f"mezzo resume-check was given a script in {framework}; allowed: PyTorch scripts",
+            f"mezzo resume-check was given a script in {script.framework}; allowed: PyTorch scripts",
             hint="stop and resume the script by hand, and compare its losses",
         )
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
-
-import typer
+from typing import TYPE_CHECKING
 
 from mezzo.cli.script import Script
 from mezzo.cli.words import RESUME
@@ -14,15 +12,6 @@ from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
     from mezzo.launch.several.resuming import Finished
-
-Resume: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        RESUME,
-        help="Go on in the folder of --out: run only what is missing or failed there. Refused if the script, its arguments or a "
-        "version changed.",
-    ),
-]
 
 
 def finished_before(

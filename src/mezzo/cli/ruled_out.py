@@ -10,6 +10,7 @@ from mezzo.cli.real_gpus import NONE
 from mezzo.cli.script import Script
 
 if TYPE_CHECKING:
+    from mezzo.devices import Device
     from mezzo.gpus import Gpu
     from mezzo.measure.tune.configurations import Configuration
     from mezzo.records import Reason
@@ -27,20 +28,26 @@ class RuledOut:
     notes: list[Reason] = field(default_factory=list)
 
 
-def named_gpu(text: str | None) -> Gpu | str | None:
-    """Return the GPU of ``--gpu``, this machine's if none is named; None for a CPU, or why nothing is to be predicted.
+def check_gpu(text: str | None) -> None:
+    """Refuse a GPU that is unknown.
 
     Raises:
         UsageError: there is none of that name.
     """
+    from mezzo.gpus import gpu_named
+
+    if text not in (None, NONE):
+        gpu_named(str(text))
+
+
+def named_gpu(text: str | None, here: Device) -> Gpu | str | None:
+    """Return the GPU of ``--gpu``, or the one that the runs are made on; None for a CPU, or why nothing is to be predicted."""
     from mezzo.gpus import find_gpu, gpu_named
-    from mezzo.measure.doctor import facts
 
     if text == NONE:
         return "--gpu none"
     if text is not None:
         return gpu_named(text)
-    here = facts().devices[0]
     if here.kind == "cpu":
         return None
     return find_gpu(here.name) or f"{here.name} is not in the predictor's table"

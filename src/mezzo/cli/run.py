@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +10,7 @@ import typer
 from mezzo.cli import options, results
 from mezzo.cli.fitting import with_fits
 from mezzo.cli.guarding import check_guard, guard_request
+from mezzo.cli.live_log import logged
 from mezzo.cli.model_changes import changes_of
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.cli.snapshots import check_snapshots, snapshot_request
@@ -25,20 +24,20 @@ SIGNALS = 128
 
 
 def run(
-    target: options.Target,
-    arguments: options.Arguments = None,
+    script: Script,
     policy: Annotated[
         str,
         options.policy_option(f"Precision policy: a .toml file, as-is, or a preset: {options.PRESETS_HELP}"),
     ] = "fp16",
-    as_module: options.AsModule = False,
     snapshot: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Save the script's state so often, between two batches: 30s, 5m, 1h."),
+        typer.Option(
+            metavar="TIME", help="Save the script's state at this interval, between two batches: 30s, 5m, 1h."
+        ),
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Begin from the newest snapshot in the folder of an earlier run."),
+        typer.Option(metavar="RUN", help="Start from the newest snapshot of an earlier run, given its folder."),
     ] = None,
     guard: Annotated[
         str | None,
@@ -57,9 +56,6 @@ def run(
     checkpoint: options.Checkpoint = None,
     seed: Annotated[int | None, typer.Option(help="Add this to every seed that the script sets.")] = None,
     metric: options.Metric = None,
-    out: options.Out = None,
-    log_to: options.LogTo = None,
-    as_json: options.Json = False,
 ) -> None:
     """Run an unedited training script under a precision policy.
 
@@ -71,14 +67,19 @@ def run(
 
     options.check_metric(metric)
     options.check_seed(seed)
-    check_snapshots(snapshot, resume)
+    check_snapshots(snapshot, resume, out=script.out)
     check_guard(guard, snapshots=snapshot is not None or resume is not None)
     asked = options.asked_policy(policy)
-    changes = changes_of(target, as_module, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint or "")
-    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
+    changes = changes_of(script, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint or "")
+
+    def logged_run(request: Request) -> RunRecord:
+        with logged(script.log_to):
+            record = run_child(request)
+        return with_fits(record, script, policy)
+
     record, stop = run_and_finish(
         script,
-        lambda request: with_fits(_logged(run_child, log_to or (), request), script, policy),
+        logged_run,
         policy=asked,
         policy_typed=options.typed_name(policy, asked),
         name=policy,
@@ -92,12 +93,3 @@ def run(
     results.note_metric(record)
     ended = stop.stopped and record.exit_code > SIGNALS  # otherwise the script ended itself
     raise typer.Exit(stop.exit_code if ended else record.exit_code)
-
-
-def _logged(run: Callable[[Request], RunRecord], log_to: Sequence[str], request: Request) -> RunRecord:
-    """Run a request, logged to trackers while it goes on."""
-    from mezzo.cli.live_log import LiveLog
-    from mezzo.launch.progress import shown_on
-
-    with shown_on(LiveLog(log_to)) if log_to else nullcontext():
-        return run(request)

@@ -10,19 +10,23 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import wraps
+from inspect import Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import typer
 
-from mezzo.cli import results
+from mezzo.cli import options, results
 from mezzo.cli.folders import new_folder, resumed_folder
 from mezzo.cli.progress import shown
 from mezzo.cli.standins import stand_in_for
-from mezzo.cli.words import target_of, typed, typed_before
+from mezzo.cli.words import resuming, target_of, typed, typed_before
 from mezzo.launch.process.command_signals import Stop, stoppable
+from mezzo.version import VERSION
 
 if TYPE_CHECKING:
+    from mezzo.launch.frameworks import Framework
     from mezzo.launch.request import Request
     from mezzo.launch.snapshot_request import SnapshotRequest
     from mezzo.policy import Policy
@@ -33,16 +37,27 @@ R = TypeVar("R", bound="AnyRecord")
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A script with the options that every command on a script has."""
+    """A script with the options that every command on a script has; ``--resume`` only those of several runs."""
 
-    target: str
-    arguments: list[str] | None
-    as_module: bool
-    out: Path | None
-    log_to: list[str] | None
-    as_json: bool
-    resume: bool = False
-    """Whether the command goes on in its folder."""
+    target: options.Target
+    arguments: options.Arguments = None
+    as_module: options.AsModule = False
+    out: options.Out = None
+    resume: options.Resume = False
+    log_to: options.LogTo = None
+    as_json: options.Json = False
+
+    @property
+    def kind(self) -> Literal["script", "module"]:
+        """What ``target`` names."""
+        return "module" if self.as_module else "script"
+
+    @property
+    def framework(self) -> Framework:
+        """The framework that the script trains in."""
+        from mezzo.launch.frameworks import framework_of
+
+        return framework_of(self.target, kind=self.kind)
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -64,16 +79,14 @@ class Script:
 
     def request(self, policy: Policy | None, *, folder: Path, **more: Any) -> Request:
         """Return a request for a child process that writes its record to ``folder``; no policy means the script's own precision."""
-        from mezzo.launch.frameworks import framework_of
         from mezzo.launch.request import Request
 
-        kind: Literal["script", "module"] = "module" if self.as_module else "script"
         target = target_of(self.target, self.arguments, module=self.as_module)
         asked: dict[str, Any] = {"arguments": target.arguments, **more}
         return Request(
             target=self.target,
-            kind=kind,
-            framework=framework_of(self.target, kind=kind),
+            kind=self.kind,
+            framework=self.framework,
             stand_in=stand_in_for(target, policy=policy),
             policy=policy,
             record_path=str(folder / "record.json"),
@@ -88,7 +101,7 @@ class Script:
         from mezzo.measure.variables import variables_that_compute
 
         text = hashlib.sha256()
-        for source in own_sources(self.target, kind="module" if self.as_module else "script"):
+        for source in own_sources(self.target, kind=self.kind):
             text.update(source.encode())
         return {
             "script": self.target,
@@ -96,7 +109,7 @@ class Script:
             "its arguments": shlex.join(self.arguments or ()),
             "its environment variables": shlex.join(f"{k}={v}" for k, v in variables_that_compute(os.environ).items()),
             **more,
-            "mezzo": package_version("mezzo") or "",
+            "mezzo": VERSION,
             "torch": package_version("torch") or "",
             "python": platform.python_version(),
         }
@@ -110,6 +123,35 @@ class Script:
     def finish(self, record: AnyRecord, folder: Path, *, after_script: bool = False) -> None:
         """Write ``record`` and its report, and print it."""
         results.finish(record, folder, as_json=self.as_json, log_to=self.log_to, after_script=after_script)
+
+    def say_stopped(self, what: str, folder: Path) -> None:
+        """Say on standard error ``what`` is kept in ``folder``, and the command that goes on from there."""
+        results.note(f"{what} in {folder}. To go on, type:")
+        print(f"  {resuming(folder, num_arguments=len(self.arguments or ()))}", file=sys.stderr)
+
+
+def of_script(command: Callable[..., None], *, resumes: bool = False) -> Callable[..., None]:
+    """Return a command that is given a ``Script`` as one whose options are read by the parser: the script's around its own.
+
+    Args:
+        command: a function of a script and of options of its own.
+        resumes: whether it has ``--resume``.
+    """
+    script, *own = signature(command, eval_str=True).parameters.values()
+    shared = {
+        name: one for name, one in signature(Script, eval_str=True).parameters.items() if resumes or name != "resume"
+    }
+
+    @wraps(command)
+    def typed_command(**given: Any) -> None:
+        chosen = {name: given.pop(name) for name in shared}
+        command(Script(**chosen), **given)
+
+    target, arguments, *rest = (one.replace(kind=script.kind) for one in shared.values())
+    parameters = [target, arguments, *own, *rest]
+    typed_command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    typed_command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return typed_command
 
 
 def run_and_finish(

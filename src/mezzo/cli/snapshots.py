@@ -19,14 +19,14 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _USUAL_S = 300.0
 
 
-def check_snapshots(snapshot: str | None, resume: Path | None) -> None:
-    """Refuse a time that is none, and a run without snapshots."""
+def check_snapshots(snapshot: str | None, resume: Path | None, *, out: Path | None) -> None:
+    """Refuse a time that is none, and a run without snapshots; a run that resumes itself may be the first."""
     if snapshot is not None:
         seconds_of(snapshot)
-    if resume is not None and not (resume / FOLDER).is_dir():
+    if resume is not None and not (resume / FOLDER).is_dir() and not _is_itself(resume, out):
         raise UsageError(
             f"--resume {str(resume)!r} has no folder {FOLDER}; allowed: the folder of a run with --snapshot",
-            hint="list it with ls runs/*/snapshots; the first snapshot is taken when its time is over",
+            hint="find one with ls runs/*/snapshots; if --out names the same folder, a run that finds none starts from the beginning",
         )
 
 
@@ -55,6 +55,7 @@ def snapshot_request(
         folder=str(((resume or folder) / FOLDER).absolute()),
         every_s=_USUAL_S if snapshot is None else seconds_of(snapshot),
         resume=resume is not None,
+        may_be_first=_is_itself(resume, script.out),
         identity={
             "script": script.target,
             "arguments": json.dumps(script.arguments or []),
@@ -62,3 +63,8 @@ def snapshot_request(
             "seed": str(seed),
         },
     )
+
+
+def _is_itself(resume: Path | None, out: Path | None) -> bool:
+    """Return whether a run resumes the folder that it writes to: the command that a launcher starts again and again."""
+    return resume is not None and out is not None and resume.absolute() == out.absolute()

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli import options, results
+from mezzo.cli import options
 from mezzo.cli.budget import Budget, clock, seconds_of
+from mezzo.cli.clusters import Jobs, On, engine_of
+from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.progress import shown
-from mezzo.cli.resumed import Resume, finished_before
-from mezzo.cli.ruled_out import named_gpu, predicted_out
+from mezzo.cli.resumed import finished_before
+from mezzo.cli.ruled_out import check_gpu, named_gpu, predicted_out
 from mezzo.cli.script import Script
-from mezzo.cli.words import resuming
 from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.devices import Device, Support
+    from mezzo.launch.several.side_by_side import Engine
     from mezzo.launch.several.tune import Tune
     from mezzo.measure.tune.answer import Found
     from mezzo.measure.tune.configurations import Changes, Configuration
@@ -32,8 +33,7 @@ _VARY = "type: --vary batch-size=32,64,128"
 
 
 def tune(
-    target: options.Target,
-    arguments: options.Arguments = None,
+    script: Script,
     vary: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,7 +66,7 @@ def tune(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The GPU that the training is for: what is predicted not to fit there, or to be much slower, is not run; or none. "
+            help="The GPU to train on later, or none: configurations predicted not to fit there, or to be much slower, are not run. "
             "[default: this machine's]",
         ),
     ] = None,
@@ -77,11 +77,8 @@ def tune(
         int, typer.Option(min=10, help="Steps of each run of the first round; finalists run four times as many.")
     ] = 20,
     repeats: Annotated[int, typer.Option(min=2, help="Runs of each finalist, each with its own seed.")] = 3,
-    as_module: options.AsModule = False,
-    out: options.Out = None,
-    resume: Resume = False,
-    log_to: options.LogTo = None,
-    as_json: options.Json = False,
+    jobs: Jobs = None,
+    on: On = None,
 ) -> None:
     """Find the fastest way to run a training script on this machine, and the command for it.
 
@@ -95,35 +92,29 @@ def tune(
     from mezzo.measure.checkpointing.wanted import bytes_of_text
     from mezzo.measure.tune.configurations import grid
 
-    script = Script(
-        target=target,
-        arguments=arguments,
-        as_module=as_module,
-        out=out,
-        log_to=log_to,
-        as_json=as_json,
-        resume=resume,
-    )
     time_left, varied, changed = Budget(seconds_of(budget)), _varied(vary or []), _changes(changes)
     limit_bytes, plans = None if memory is None else bytes_of_text(memory, option="--memory"), _plans(checkpoint)
-    target_gpu = named_gpu(gpu)
+    check_gpu(gpu)
     asked = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
     script.check(*(options.asked_policy(name) for name in asked or []))
     _check_trainable(script)
+    engine = engine_of(jobs, on)
+    check_times(engine)
     folder = script.folder("tune")
     with stoppable() as stop, shown() as progress:
         time_left.console = progress.console
-        notes, chosen = _policies(script, asked)
-        configurations = grid(chosen, varied, changed, arguments or [], checkpoints=plans)
-        out_of_play = predicted_out(script, configurations, target_gpu, limit_bytes, time_left)
-        notes += out_of_play.notes
         try:
-            tuning = _tuning(script, folder, time_left, configurations, (steps, repeats, limit_bytes))
-            tuning.known = replace(tuning.known, ruled_out=out_of_play.reasons)
-            record, code = _tuned(script, tuning, time_left, notes)
+            with engine.opened(folder):
+                here = machine_of(engine, folder).device
+                notes, chosen = _policies(here, asked)
+                configurations = grid(chosen, varied, changed, script.arguments or [], checkpoints=plans)
+                out_of_play = predicted_out(script, configurations, named_gpu(gpu, here), limit_bytes, time_left)
+                tuning = _tuning(script, folder, time_left, configurations, (steps, repeats, limit_bytes), engine)
+                tuning.known = replace(tuning.known, ruled_out=out_of_play.reasons)
+                left_out = [*notes, *out_of_play.notes, *how_placed(engine)]
+                record, code = _tuned(script, tuning, time_left, left_out)
         except Stopped as stopped:
-            results.note(f"stopped by {stop.name}; what is finished is kept in {folder}. To go on, type:")
-            print(f"  {resuming(folder, num_arguments=len(arguments or ()))}", file=sys.stderr)
+            script.say_stopped(f"stopped by {stop.name}; what is finished is kept", folder)
             raise typer.Exit(stopped.exit_code) from None
         script.finish(record, folder)
     raise typer.Exit(stop.exit_code or code)
@@ -166,9 +157,7 @@ def _plans(text: str | None) -> list[str]:
 
 def _check_trainable(script: Script) -> None:
     """Refuse scripts of frameworks that a search cannot run."""
-    from mezzo.launch.frameworks import framework_of
-
-    framework = framework_of(script.target, kind="module" if script.as_module else "script")
+    framework = script.framework
     if framework != "torch":
         raise ScriptError(
             f"mezzo tune was given a script in {framework}; allowed: PyTorch scripts",
@@ -179,13 +168,11 @@ def _check_trainable(script: Script) -> None:
 # --- before the first run ------------------------------------------------------------------------------------------------------
 
 
-def _policies(script: Script, asked: list[str] | None) -> tuple[list[Reason], list[str]]:
+def _policies(here: Device, asked: list[str] | None) -> tuple[list[Reason], list[str]]:
     """Return what is left out, with reasons, and the policies to try beside the script's own precision."""
     from mezzo.launch.request import policy_text
-    from mezzo.measure.doctor import facts
     from mezzo.records import Reason
 
-    here = facts().devices[0]
     if asked is not None:
         return [], [policy_text(options.asked_policy(name)) for name in asked]
     found = _supported(here)
@@ -215,9 +202,11 @@ def _tuning(
     budget: Budget,
     configurations: list[Configuration],
     limits: tuple[int, int, int | None],
+    engine: Engine,
 ) -> Tune:
     from mezzo.launch.several.plan import MARGIN
     from mezzo.launch.several.tune import Tune
+    from mezzo.launch.several.waves import Waves
     from mezzo.measure.tune.plan import Known
 
     steps, repeats, memory_bytes = limits
@@ -234,6 +223,7 @@ def _tuning(
         budget_s=max(budget.seconds - budget.spent_s, 1.0),
         folder=folder,
         finished=finished,
+        waves=Waves(engine, finished.identity),
         make_request=script.request,
         arguments=tuple(script.arguments or ()),
         say=budget.say,
@@ -245,13 +235,11 @@ def _tuning(
 
 def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason]) -> tuple[TuneRecord, int]:
     """Run what is needed; return the record and the exit code."""
-    from mezzo.launch.runner import several_runs
     from mezzo.measure.tune.answer import answered
     from mezzo.measure.tune.plan import Trial
     from mezzo.records import TuneRecord
 
-    with several_runs():
-        known = tuning.run()
+    known = tuning.run()
     found = answered(known)
     tuning.finished.forget()
     command, why = _next(script, found, budget)

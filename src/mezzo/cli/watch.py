@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from mezzo.cli import options
+from mezzo.cli.live_log import logged
 from mezzo.cli.run import SIGNALS
 from mezzo.cli.script import Script, run_and_finish
 
 
-def watch(
-    target: options.Target,
-    arguments: options.Arguments = None,
-    as_module: options.AsModule = False,
-    out: options.Out = None,
-    log_to: options.LogTo = None,
-    as_json: options.Json = False,
-) -> None:
+def watch(script: Script) -> None:
     """Find out what holds a training script back: input, waiting, communication, host, memory bandwidth, arithmetic or power.
 
     The script runs in its own precision. Standard error shows what it waits for while it runs; the summary names what
@@ -24,6 +17,6 @@ def watch(
     """
     from mezzo.launch.runner import run_child
 
-    script = Script(target=target, arguments=arguments, as_module=as_module, out=out, log_to=log_to, as_json=as_json)
-    record, stop = run_and_finish(script, run_child, policy=None, name="watch", watches=True)
+    with logged(script.log_to):
+        record, stop = run_and_finish(script, run_child, policy=None, name="watch", watches=True)
     raise typer.Exit(stop.exit_code if stop.stopped and record.exit_code > SIGNALS else record.exit_code)

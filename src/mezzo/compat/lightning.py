@@ -4,7 +4,7 @@ Forward passes run under the policy, and a step is that of a session: one unscal
 schedules held on a skipped update (Trainer; in Fabric by ``plugin.hold(scheduler)``), a short last window averaged over its
 micro-batches, FP32 masters under ``-master`` policies. The Trainer's checkpoints contain the loss scale, and masters if there are any.
 
-Limits: one device a process; several processes under ``DistributedDataParallel`` only, tried with Fabric; LBFGS is refused;
+Limits: one device a process; several processes under ``DistributedDataParallel`` only (``strategy="ddp"``); LBFGS is refused;
 Lightning's ``global_step`` counts skipped updates, as it does with its own mixed precision.
 """
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from mezzo.compat.driven import Driven
 from mezzo.engine.conversion import fp32_modules, to_format, wrap
+from mezzo.engine.replicas import bare
 from mezzo.errors import SessionError
 from mezzo.formats import FP32
 from mezzo.policy import Policy
@@ -135,18 +136,19 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
     ) -> tuple[nn.Module, list[Any], list[Any]]:
         """Start or continue with a module, and hold its schedules on skipped updates."""
         driven = self.driven
-        _refuse_own_backward(model)
-        if not any(model is known for known in driven.models):
+        module: Any = bare(model)  # under strategy="ddp" the model is wrapped by now
+        _refuse_own_backward(module)
+        if not any(module is known for known in driven.models):
             self.driven = driven = Driven(driven.policy)  # another fit, of another module
-            driven.add(model)
+            driven.add(module)
             _ = driven.session
-            _cast_parts(model, driven.policy)
+            _cast_parts(module, driven.policy)
         else:  # a callback may have put an average into the model at the end of the last fit
-            driven.session.masters.take_up(model.parameters())
+            driven.session.masters.take_up(module.parameters())
         self._idle = {
-            n for n in _HOOKS if n not in vars(model) and getattr(type(model), n, None) is getattr(_Module, n)
+            n for n in _HOOKS if n not in vars(module) and getattr(type(module), n, None) is getattr(_Module, n)
         }
-        before_step = {type(c).on_before_optimizer_step for c in model.trainer.callbacks}
+        before_step = {type(c).on_before_optimizer_step for c in module.trainer.callbacks}
         self._changed = bool(before_step - {_IDLE}) or not self._idle.issuperset(_HOOKS[2:])
         for optimizer in optimizers:
             _refuse_lbfgs(optimizer)

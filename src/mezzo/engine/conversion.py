@@ -179,6 +179,8 @@ def to_format(values: Any, dtype: torch.dtype) -> Any:
         castable = tensor.is_floating_point() and tensor.element_size() in (2, 4)
         return tensor.to(dtype) if castable else tensor
 
+    if type(values) is Tensor:  # ``cast`` without its call: every step ends here
+        return values.to(dtype) if values.is_floating_point() and values.element_size() in (2, 4) else values
     if isinstance(values, Tensor):
         return cast(values)
     if type(values) is tuple and len(values) == 1 and isinstance(values[0], Tensor):  # a module's usual arguments

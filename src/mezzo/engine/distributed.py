@@ -50,6 +50,8 @@ class OneProcess:
     several = False
     sharded = False
     """Whether models' parameters are shards, which ``fully_shard`` exchanges for whole tensors around a forward pass."""
+    group: Any = None
+    """The processes, where there are several; None for all."""
 
     def explain(self) -> list[Choice]:
         """Return the choices made for several processes."""
@@ -150,7 +152,7 @@ class Processes(OneProcess):
         self._roots = roots
         self.sharded = bool(roots)
         self._replicated_shards = any(parts(p) < p.device_mesh.size() for p in _shared(roots))
-        self._group, self._size = group, dist.get_world_size(group)
+        self.group, self._size = group, dist.get_world_size(group)
         self._wide = FP64.dtype if has_fp64(device) else FP32.dtype
         self._device, self._accumulate, self._several_scales = device, accumulate, num_losses > 1
         self._unit = 0.0
@@ -184,14 +186,14 @@ class Processes(OneProcess):
         """Return the unit in which weights are counted: the first process's first weight, broadcast once; waits for the device then."""
         if weight is not None and not self._unit:
             unit = torch.full((), float(weight), dtype=self._wide, device=self._device)
-            dist.broadcast(unit, group=self._group, group_src=0)
+            dist.broadcast(unit, group=self.group, group_src=0)
             self._unit = unit.item()
         return self._unit
 
     def expect(self, calls: int) -> None:
-        """Let the next backward pass exchange gradients if it completes a full window."""
+        """Let the next backward pass exchange gradients if it completes a full window, and those after it: the same once more."""
         for replica in self._replicas:
-            replica.expect(exchange=calls + 1 == self._accumulate and not self._several_scales)
+            replica.expect(exchange=calls + 1 >= self._accumulate and not self._several_scales)
         if self._replicated_shards:
             # Gradients with different scales must not be summed before they are brought to one scale.
             self._reduces = calls + 1 >= self._accumulate or self._several_scales
@@ -203,7 +205,8 @@ class Processes(OneProcess):
         for replica in self._replicas:
             replica.ran()
         self._held_back = self._replicated_shards and not self._reduces
-        self.expect(calls)
+        if self._accumulate > 1:  # else every backward pass exchanges
+            self.expect(calls)
 
     def collect(self) -> None:
         """Average the gradients that no backward pass did.
@@ -212,7 +215,8 @@ class Processes(OneProcess):
             NonFiniteLossError: the very first loss was not finite in some process.
             SessionError: shards of several replicas were not reduced yet, and only a backward pass can.
         """
-        self._check_first_loss()
+        if self._first_loss is not None:
+            self._check_first_loss(self._first_loss)
         if self._held_back:
             raise SessionError(
                 f"update() before the window's {self._accumulate} backward passes, on a mesh that replicates shards: "
@@ -226,13 +230,17 @@ class Processes(OneProcess):
     def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return this process's part of the gradients of ``parameters``."""
         found = gradients_of(parameters)
-        self._copies = [self._size // parts(g) for g in found] if self.sharded else []
+        if not self.sharded:
+            return found
+        self._copies = [self._size // parts(g) for g in found]
         return [local(g) for g in found]
 
     def norm(
         self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None
     ) -> Tensor:
         """Return the norm over all processes, the same in each; replicated gradients count once."""
+        if not self.sharded and (window is None or not (window.weighted or window.found)):
+            return take(gradients)  # nothing to exchange: averaged gradients are the same everywhere
         numbers: list[Tensor] = []
         if self.sharded:
             squares, dtype = self._squares_here(gradients, take)
@@ -271,7 +279,7 @@ class Processes(OneProcess):
         if not numbers:
             return []
         sums = torch.stack(numbers)
-        dist.all_reduce(sums, group=self._group)
+        dist.all_reduce(sums, group=self.group)
         return list(sums)
 
     def all_finite(self, gradients: list[Tensor]) -> bool:
@@ -281,13 +289,11 @@ class Processes(OneProcess):
 
     def _everywhere(self, here: bool) -> bool:
         count = torch.tensor(float(here), device=self._device)
-        dist.all_reduce(count, group=self._group)
+        dist.all_reduce(count, group=self.group)
         return count.item() == self._size
 
-    def _check_first_loss(self) -> None:
-        if self._first_loss is None:
-            return
-        loss, self._first_loss = self._first_loss.item(), None
+    def _check_first_loss(self, first: Tensor) -> None:
+        loss, self._first_loss = first.item(), None
         if not self._everywhere(math.isfinite(loss)):
             where = f"is {loss}" if not math.isfinite(loss) else f"is {loss} here and not finite in another process"
             raise NonFiniteLossError(
@@ -323,7 +329,10 @@ def processes_for(
     modules = list(dict.fromkeys(m for model in models for m in model.modules()))
     replicas = [m for m in modules if isinstance(m, DistributedDataParallel)]
     roots = [m for m in modules if hasattr(m, "set_requires_all_reduce")]
-    if (not replicas and not roots) or (policy.world > 1 and dist.get_world_size() == 1):
+    if not replicas and not roots:
+        return alone
+    if policy.world > 1 and dist.get_world_size() == 1:
+        refuse_other_formats(roots, policy, reduces=False)
         return alone
     _refuse_left_out(replicas, trained)
     refuse_world(policy)

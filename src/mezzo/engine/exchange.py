@@ -129,12 +129,13 @@ def refuse_world(policy: Policy) -> None:
         )
 
 
-def refuse_other_formats(roots: Iterable[Any], policy: Policy) -> None:
+def refuse_other_formats(roots: Iterable[Any], policy: Policy, *, reduces: bool = True) -> None:
     """Refuse a model that ``fully_shard`` exchanges in other formats than the policy's.
 
     Args:
         roots: the modules that ``fully_shard`` was called on.
         policy: the session's.
+        reduces: whether it is ``fully_shard`` that reduces; a world that is emulated has the policy's format.
 
     Raises:
         SessionError: names the formats of both.
@@ -144,7 +145,7 @@ def refuse_other_formats(roots: Iterable[Any], policy: Policy) -> None:
         gathered = given.param_dtype or FP32.dtype
         found = {"gather": gathered, "reduce": given.reduce_dtype or gathered}
         for field, argument in (("gather", "param_dtype"), ("reduce", "reduce_dtype")):
-            asked = getattr(policy, field)
+            asked = getattr(policy, field) if reduces or field == "gather" else "auto"
             if asked != "auto" and found[field] is not FORMATS[asked].dtype:
                 raise SessionError(
                     f"policy {policy!s} says {field}={asked}, and fully_shard was told {argument}={found[field]}",

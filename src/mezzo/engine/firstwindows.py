@@ -7,8 +7,9 @@ exception: if the very last operation multiplies or divides the loss by one numb
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -264,3 +265,14 @@ def _is_a_square(node: Any) -> bool:
 def _is_a_sum(node: Any) -> bool:
     """Return whether an operation sums over samples, so that dividing by their number gives a mean."""
     return bool(node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", 1) == 2)
+
+
+def in_fp32(construct: Callable[..., None]) -> Callable[..., None]:
+    """Return a session's constructor that makes an FP32 session without checks: the autocast that it would find is not the script's."""
+
+    @functools.wraps(construct)
+    def init(session: Session, *args: Any, **settings: Any) -> None:
+        construct(session, *args, **{**settings, "policy": "fp32"})
+        session._watch = NoWatch()
+
+    return init

@@ -47,15 +47,18 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return ``tensors`` in one list per device: a kernel reads only its own device's memory."""
-    first = tensors[0].device if tensors else None
-    if all(t.device == first for t in tensors):
+    devices = dict.fromkeys([t.device for t in tensors])  # lists: a generator is a call an element
+    if len(devices) < 2:
         return [list(tensors)]
-    devices = dict.fromkeys(t.device for t in tensors)
     return [[t for t in tensors if t.device == device] for device in devices]
 
 
-def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
+def multiply(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply ``tensors``, on whatever devices they are, by one number in place."""
+    devices = {t.device for t in tensors}
+    if len(devices) == 1 and factor.device in devices:  # almost always: no list is built
+        torch._foreach_mul_(tensors, factor)
+        return
     for here in by_device(tensors):
         if here:
             torch._foreach_mul_(here, factor.to(here[0].device))

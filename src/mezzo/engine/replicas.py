@@ -37,7 +37,11 @@ class Replica:
     def expect(self, *, exchange: bool) -> None:
         """Set whether the next backward pass averages the gradients."""
         # A static graph is recorded in the very first backward pass, and only if that averages.
-        self.model.require_backward_grad_sync = exchange or self._learns_graph
+        exchange = exchange or self._learns_graph
+        if (
+            self.model.require_backward_grad_sync is not exchange
+        ):  # setting a module's attribute makes nine Python calls
+            self.model.require_backward_grad_sync = exchange
 
     def ran(self) -> None:
         """Register a backward pass."""

@@ -24,6 +24,8 @@ have the same methods: the training step never asks whether there is a scale.
 
 from __future__ import annotations
 
+import math
+from ctypes import c_float
 from typing import Any, TypeAlias
 
 import torch
@@ -40,6 +42,8 @@ class NoScale:
 
     checks = False
     """Whether an update with a gradient that is not finite is skipped."""
+    calm: float = math.inf
+    """Good updates that cannot change the scale: instead of a call of ``updated`` for one of them, 1 may be subtracted here."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -62,6 +66,9 @@ class NoScale:
 
     def update(self, found_inf: Tensor) -> None:
         """Ignore the result of an update."""
+
+    def updated(self, *, skipped: bool) -> None:
+        """Do as ``update`` after an update whose result the host knows."""
 
     def at_floor(self) -> bool:
         """Return whether the scale is at its minimum."""
@@ -86,42 +93,44 @@ class StaticScale(NoScale):
 
     def __init__(self, value: float, device: torch.device | str = "cpu") -> None:
         self._scale = torch.full((), value, dtype=FP32.dtype, device=device)
+        self._known = c_float(value).value  # rounded as on the device, and nothing read
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({number_of(self._scale)})"  # a scale on a GPU stays there
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the scale."""
-        return loss * self._scale_on(loss.device)
-
-    def _scale_on(self, device: torch.device) -> Tensor:
-        """Return the scale on the loss's device, which need not be the first layer's if a model is spread over several."""
-        return self._scale if self._scale.device == device else self._scale.to(device)
+        scale = self._scale
+        # A model that is spread over several devices has its loss on another one than its first layer.
+        return loss * (scale if scale.device == loss.device else scale.to(loss.device))
 
     def inverse(self) -> Tensor | None:
         """Return 1 / scale as an FP32 tensor on the device: an IEEE division, rounded once."""
-        return self._scale.reciprocal()
+        return torch.full_like(self._scale, inverse_of(self._known))
 
     def value(self) -> float:
-        """Return the scale; waits for the device."""
-        return self._scale.item()
+        """Return the scale."""
+        return self._known
 
-    def on_device(self) -> Tensor | float:
+    def on_device(self) -> Tensor:
         """Return the scale without waiting for the device; the tensor changes with the scale."""
         return self._scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale; waits for the device."""
+        """Return the scale."""
         return {"scale": self.value()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the scale from the state of any scaler, ``torch.amp.GradScaler``'s included."""
         if "scale" in state:
             self._scale.fill_(state["scale"])
+            self._known = c_float(state["scale"]).value
 
 
 class DynamicScale(StaticScale):
     """A dynamic loss scale: it backs off on overflow and grows after a number of good updates."""
+
+    calm = 0
 
     def __init__(
         self,
@@ -167,6 +176,18 @@ class DynamicScale(StaticScale):
         )
         self._scale.clamp_(self.min_scale, self.max_scale)
 
+    def updated(self, *, skipped: bool) -> None:
+        """Do as ``update`` after an update whose result the host knows."""
+        self.update(torch.full((), float(skipped), dtype=FP32.dtype, device=self._scale.device))
+
+    def inverse(self) -> Tensor | None:
+        """Return 1 / scale as an FP32 tensor on the device: an IEEE division, rounded once."""
+        return self._scale.reciprocal()
+
+    def value(self) -> float:
+        """Return the scale; waits for the device."""
+        return self._scale.item()
+
     def at_floor(self) -> bool:
         """Return whether the scale is at its minimum; waits for the device."""
         return self.value() <= self.min_scale
@@ -209,6 +230,96 @@ class DynamicScale(StaticScale):
         self._left.fill_(state.get("hysteresis_left", self.hysteresis))
 
 
+class KnownScale(DynamicScale):
+    """A dynamic scale for a loop that reads every update's flag: its state is on the host, and the device has the scale alone.
+
+    The numbers are those of ``DynamicScale``. An update that cannot change the scale costs a subtraction instead of two kernels, and
+    reading the scale never waits.
+    """
+
+    def __init__(self, init_scale: float = 2.0**16, *, device: torch.device | str = "cpu", **settings: Any) -> None:
+        super().__init__(init_scale, **settings)
+        self._there = torch.empty((), dtype=FP32.dtype, device=device)
+        self._changed(self._known, num_good=0)
+
+    def __repr__(self) -> str:
+        self._settle()
+        return super().__repr__()
+
+    def _changed(self, value: float, *, num_good: int) -> None:
+        """Bring the scale to the device after ``num_good`` good updates with it, and find out for how long it is sure to stay."""
+        self._known = value
+        self._there.fill_(value)
+        self._inverse = torch.full_like(self._there, inverse_of(value))  # a running pass keeps the earlier one
+        self._begin_calm(num_good)
+
+    def _begin_calm(self, num_good: int) -> None:
+        self.calm = self._calm_before = max(self.growth_interval - 1 - num_good, 0)
+
+    def _settle(self) -> None:
+        """Count the good updates that were subtracted from ``calm``."""
+        good = int(self._calm_before - self.calm)
+        if good:
+            self._growth_tracker.add_(good)
+            self._left.fill_(self.hysteresis)
+            self._calm_before = self.calm
+
+    def _scale_on(self, device: torch.device) -> Tensor:
+        return self._there if self._there.device == device else self._there.to(device)
+
+    def inverse(self) -> Tensor | None:
+        """Return 1 / scale as an FP32 tensor on the device."""
+        return self._inverse
+
+    def value(self) -> float:
+        """Return the scale."""
+        return self._known
+
+    def on_device(self) -> Tensor:
+        """Return the scale on its device; the tensor changes with the scale."""
+        return self._there
+
+    def update(self, found_inf: Tensor) -> None:
+        """Update the scale after an update; waits for the device.
+
+        Args:
+            found_inf: FP32, no dimensions: 1 where a gradient was not finite, else 0.
+        """
+        self.updated(skipped=bool(found_inf > 0))
+
+    def updated(self, *, skipped: bool) -> None:
+        """Do as ``update`` after an update whose result the host knows."""
+        if not skipped and self.calm > 0:
+            self.calm -= 1
+            return
+        self._settle()
+        super().update(torch.full((), float(skipped), dtype=FP32.dtype))
+        value, num_good = self._scale.item(), int(self._growth_tracker.item())
+        if value != self._known:
+            self._changed(value, num_good=num_good)
+        else:
+            self._begin_calm(num_good)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state that ``torch.amp.GradScaler.load_state_dict`` takes too."""
+        self._settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of any scale, as ``DynamicScale`` does."""
+        self._settle()
+        super().load_state_dict(state)
+        self._changed(self._scale.item(), num_good=int(self._growth_tracker.item()))
+
+
+def inverse_of(scale: float) -> float:
+    """Return what FP32 division makes of 1 / scale; FP64's quotient, rounded to FP32, is the same.
+
+    On the host, because a script's first module call may make a scale while a policy casts every operation on tensors.
+    """
+    return c_float(1.0 / scale).value if scale else math.inf
+
+
 def bear(found_inf: Tensor, left: Tensor, growth_tracker: Tensor, hysteresis: int) -> Tensor:
     """Count consecutive overflows, and return 0 for one that the hysteresis tolerates, else 1.
 
@@ -237,13 +348,19 @@ _SETTINGS = (
 Scale: TypeAlias = NoScale | StaticScale | DynamicScale
 
 
-def scale_for(policy: Policy, device: torch.device | str) -> Scale:
-    """Return the loss scale that ``policy`` asks for, its state on ``device``."""
+def scale_for(policy: Policy, device: torch.device | str, *, known: bool = False) -> Scale:
+    """Return the loss scale that ``policy`` asks for.
+
+    Args:
+        policy: says which.
+        device: where its state is.
+        known: whether the host reads every update's flag: then only the scale itself is on ``device``.
+    """
     if policy.loss_scale == "none":
         return NoScale()
     if policy.loss_scale == "static":
         return StaticScale(policy.init_scale, device)
-    return DynamicScale(
+    return (KnownScale if known else DynamicScale)(
         policy.init_scale,
         growth_factor=policy.growth_factor,
         backoff_factor=policy.backoff_factor,

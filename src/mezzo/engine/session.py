@@ -360,7 +360,8 @@ class Session(Resumable):
 
     def _open_window(self) -> None:
         self._window.open(self.accumulate, len(self.scales))
-        self.processes.expect(0)
+        if self.accumulate > 1 or not self._progress.windows:  # else every backward pass exchanges, as the last one did
+            self.processes.expect(0)
 
     def _gradients(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
         self.processes.collect()
@@ -392,7 +393,8 @@ class Session(Resumable):
         if not gradients:
             return self._zero
         if not self._one_pass:
-            return total_norm(gradients).to(self.device)
+            norm = total_norm(gradients)
+            return norm if norm.device == self.device else norm.to(self.device)
         squares = [choose(here[0].device.type)[0].sum_of_squares(here) for here in by_device(gradients)]
         total: Tensor = squares[0] if len(squares) == 1 else torch.stack([s.to(self.device) for s in squares]).sum()
         return total.to(self.device).sqrt()

@@ -276,8 +276,10 @@ def _catches_import_errors(handler: ast.ExceptHandler) -> bool:
 
 
 def _files_of(folder: Path, parts: list[str]) -> list[Path]:
+    """Return where a name may be imported from: a module, a package, or a module that has the last part as a name."""
     place = folder.joinpath(*parts)
-    return [place.with_suffix(".py"), place / "__init__.py", place.parent.with_suffix(".py")]
+    module = [place.parent.with_suffix(".py")] if len(parts) > 1 else []  # never a file beside the folder
+    return [place.with_suffix(".py"), place / "__init__.py", *module]
 
 
 def _imports_of(tree: ast.AST) -> Iterator[str]:

@@ -15,5 +15,7 @@ class GuardRequest(BaseModel):
     action: GuardAction = "note"
     rewinds: int = 0
     """How often the run may return to a snapshot."""
+    together: bool = False
+    """Whether the processes of a job act on an alarm at the same step."""
     commands: dict[AlarmKind, str] = {}
     """What to type next, by kind of alarm."""

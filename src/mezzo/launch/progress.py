@@ -38,12 +38,29 @@ def watcher() -> Watcher | None:
 
 @contextmanager
 def shown_on(display: Watcher) -> Iterator[None]:
-    """Show the runs inside on ``display``."""
-    token = _WATCHER.set(display)
+    """Show the runs inside on ``display``, beside what shows them already."""
+    outer = _WATCHER.get()
+    token = _WATCHER.set(display if outer is None else _Both(outer, display))
     try:
         yield
     finally:
         _WATCHER.reset(token)
+
+
+class _Both:
+    """Two displays of the same runs."""
+
+    def __init__(self, first: Watcher, second: Watcher) -> None:
+        self._first, self._second = first, second
+
+    @contextmanager
+    def following(self, request: Request, *, passes_output: bool) -> Iterator[None]:
+        """Follow the run on both."""
+        with (
+            self._first.following(request, passes_output=passes_output),
+            self._second.following(request, passes_output=passes_output),
+        ):
+            yield
 
 
 @contextmanager

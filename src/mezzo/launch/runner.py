@@ -27,6 +27,8 @@ from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.places import ASKS
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
+from mezzo.observe.fallback.evidence import measured_path
+from mezzo.observe.settings import FallbackSettings
 from mezzo.records import FILE_CLOCK_TICK_S, AnyRecord, RunRecord, read_record, write_record
 
 _STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes print there, too
@@ -35,6 +37,8 @@ _PLACE_S = 1.0
 _STOPPED_S = 5.0
 """Time for a process to end that was stopped because its run is over in another one."""
 _POLL_S = 0.1
+AT_LIMIT = "it was stopped at its limit"
+"""How the error of a run begins that took too long."""
 _STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
 
 
@@ -99,6 +103,8 @@ def run_alone(
         stop.check()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
+        if isinstance(request.observe, FallbackSettings):  # a run that dies must not show what an earlier one measured
+            measured_path(request.observe).unlink(missing_ok=True)
         request = _after_earlier_attempt(request)
         if importlib.util.find_spec(request.framework) is None:
             exit_code, why = 1, f"the script imports {request.framework}, which is not installed for {sys.executable}"
@@ -143,7 +149,7 @@ def _run(
     if stopped and limit_s is None:
         return 128 + abs(returned), "it was stopped, because the run was over in another process"
     if stopped:
-        return 128 - returned, f"it was stopped at its limit of {limit_s:g} s"
+        return 128 - returned, f"{AT_LIMIT} of {limit_s:g} s"
     how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
     why = f"the process died with {how} before it could write a record"
     return 128 - returned if returned < 0 else returned or 1, why

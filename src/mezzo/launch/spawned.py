@@ -137,7 +137,10 @@ class Spawned:
         path = self._path.with_name(f"{self._path.stem}.process{number}.json")
         self._paths.append(path)
         request = request.model_copy(update={"record_path": str(path), "reports_progress": False, "variables": {}})
-        return for_rank(request, number, folder=self._path.parent, number=number)
+        # Only a launcher's processes save together, and act together on an alarm.
+        guard = None if request.guard is None else request.guard.model_copy(update={"action": "note"})
+        request = request.model_copy(update={"snapshots": None, "guard": guard})
+        return for_rank(request, number, folder=self._path.parent, number=number, ranks=1)
 
     def together(self, own: AnyRecord) -> AnyRecord:
         """Return one record of the script's process and of those that it started, and delete theirs."""

@@ -51,16 +51,18 @@ class LossesApart(Generic[V]):
                     self._put(reached & made_by or made_by, step, value)
         self.forget()
 
-    def turn(self, value: V, step: int, *, made_by: Owners) -> None:
-        """Close a step and add the first loss of the next, as ``close`` and ``add`` do."""
+    def turns(self, values: Sequence[V], step: int, *, made_by: Owners) -> None:
+        """Close the steps from ``step`` on, each before the first of ``values`` that is left is added, as ``close`` and ``add`` do."""
         column = self._columns.get(made_by)
         if self._num_open == 1 and column is not None and None in self._open:
-            column.steps.append(step)
-            column.values.append(self._open[None])
-            self._open[None] = value
-        else:
-            self.close(step, made_by=made_by)
-            self.add(value)
+            column.steps.extend(range(step, step + len(values)))
+            column.values.extend([self._open[None], *values[:-1]])
+            self._open[None] = values[-1]
+            return
+        self.close(step, made_by=made_by)
+        self.add(values[0])
+        if len(values) > 1:
+            self.turns(values[1:], step + 1, made_by=made_by)
 
     def _put(self, owners: Owners, step: int, value: V) -> None:
         column = self._columns.setdefault(owners, Column())

@@ -16,6 +16,7 @@ from typing import Any
 from mezzo import devices
 from mezzo.measure.variables import variables_that_matter
 from mezzo.records import Environment
+from mezzo.version import VERSION
 
 TRITON_PACKAGES = ("triton", "pytorch-triton", "triton-windows")
 """The packages that contain Triton, by platform and channel."""
@@ -33,7 +34,7 @@ def environment(device_kind: str) -> Environment:
     on_gpu = device_kind == "cuda" and torch.cuda.is_available()
     return Environment(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        mezzo=package_version("mezzo") or "not installed",
+        mezzo=VERSION,
         python=platform.python_version(),
         torch=str(torch.__version__),
         os=platform.platform(),
@@ -53,7 +54,7 @@ def environment_without_torch() -> Environment:
     """Return the environment without importing torch: for a run whose process died."""
     return Environment(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        mezzo=package_version("mezzo") or "not installed",
+        mezzo=VERSION,
         python=platform.python_version(),
         torch=package_version("torch") or "not installed",
         os=platform.platform(),

@@ -57,15 +57,16 @@ class StepClock:
         now, self.ended = self.ended or self._mark(), None
         return now
 
-    def add(self, now: Mark) -> None:
-        """Add the time of the step that ended at ``now``."""
-        last, self._last = self._last, now
-        self._time_ms.append((now[0] - last[0]) * 1e3)
-        self._cpu_ms.append((now[1] - last[1]) * 1e3)
-        if last[2] is not None and now[2] is not None:
-            self._unread.append((len(self._time_ms) - 1, last, now))
-            if len(self._unread) > _UNREAD and self._unread[0][2][2].query():
-                self._read_first()
+    def add(self, *ends: Mark) -> None:
+        """Add the times of the steps that ended at ``ends``."""
+        for now in ends:
+            last, self._last = self._last, now
+            self._time_ms.append((now[0] - last[0]) * 1e3)
+            self._cpu_ms.append((now[1] - last[1]) * 1e3)
+            if last[2] is not None and now[2] is not None:
+                self._unread.append((len(self._time_ms) - 1, last, now))
+                if len(self._unread) > _UNREAD and self._unread[0][2][2].query():
+                    self._read_first()
 
     @property
     def cpu_ms(self) -> list[float]:

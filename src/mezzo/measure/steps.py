@@ -50,6 +50,7 @@ class StepRecorder:
         """Of each step that is not in the columns yet: its end, and how many elements were free after its successor's loss was kept."""
         self._turns_on: Numbers | None = None
         self._made_by: Owners = frozenset()
+        self._turns_scale: float | None = None
         self.apart: LossesApart[Losses] = LossesApart(lambda one, other: one + other)
         """The separate losses of a script that has several."""
         self.measures = True
@@ -97,6 +98,12 @@ class StepRecorder:
         self.settle()
         self._open_norms += (self._keep(norm.detach() if norm.requires_grad else norm),)  # as after create_graph
 
+    @property
+    def has_norm(self) -> bool:
+        """Whether the open step has a gradient norm yet."""
+        self.settle()
+        return bool(self._open_norms)
+
     def updated(self) -> None:
         """Record the time of an update; the last one before the step closes counts."""
         self.clock.mark()
@@ -121,14 +128,19 @@ class StepRecorder:
         if ended[0] >= self.reports.due_s:
             self._send(ended[0])
 
-    def begin_turns(self, made_by: Owners) -> None:
-        """Let ``turn`` record the following steps, whose updates the optimizers ``made_by`` make, where the last loss was recorded."""
+    def begin_turns(self, made_by: Owners, *, scale: float | None = None) -> None:
+        """Let ``turn`` record the following steps where the last loss was recorded.
+
+        Args:
+            made_by: the optimizers that make their updates.
+            scale: the loss scale after each; None if there is none.
+        """
         self.settle()
-        self._made_by = made_by
+        self._made_by, self._turns_scale = made_by, scale
         self._turns_on = self._loss[-1][-1].where if self._loss and self._loss[-1] else None
 
     def turn(self, loss: Any) -> bool:
-        """Close a step that has no skip and no scale, and add the next one's first loss, as ``close`` and ``loss`` do.
+        """Close a step that was not skipped and left the scale, and add the next one's first loss, as ``close`` and ``loss`` do.
 
         Return False, with nothing done, for what is no scalar on the device of the losses before. Most steps of a run end and
         begin like this. By then a model's arithmetic has emptied the caches, so that each object that is touched costs some 0.1 us
@@ -156,13 +168,19 @@ class StepRecorder:
         if not self._turned:
             return
         turned, self._turned = self._turned, []
-        assert self._turns_on is not None
-        room = len(self._turns_on) + len(self._turns_on.free)  # whatever adds a chunk settles before
-        for ended, free in turned:
-            self._put(ended, skipped=False, scale=None)
-            kept = (Kept(self._turns_on, room - free - 1),)
-            self.apart.turn(kept, len(self._loss), made_by=self._made_by)
-            self._open_loss = kept
+        where, new = self._turns_on, tuple.__new__  # not Kept(...), a call of Python for each
+        assert where is not None
+        room = len(where) + len(where.free)  # whatever adds a chunk settles before
+        kept: list[Losses] = [(new(Kept, (where, room - free - 1)),) for _, free in turned]
+        others = len(turned) - 1
+        self.apart.turns(kept, len(self._loss) + 1, made_by=self._made_by)
+        self._loss += [self._open_loss, *kept[:-1]]
+        self._weight += [self._open_weight] + [1.0] * others
+        self._norm += [self._open_norms] + [()] * others  # a norm settles before it is added
+        self._skipped += [False] * len(turned)
+        self._scale += [self._turns_scale] * len(turned)
+        self.clock.add(*[ended for ended, _ in turned])
+        self._open_loss, self._open_norms, self._open_weight = kept[-1], (), 1.0
 
     def _put(self, ended: Mark, *, skipped: Kept | bool, scale: Kept | float | None) -> None:
         """Put the open step, which ended at ``ended``, into the columns."""
@@ -209,17 +227,24 @@ class StepRecorder:
         self.settle()
         for step in range(first, len(self._loss)):
             losses, norms, skipped, scale = self._loss[step], self._norm[step], self._skipped[step], self._scale[step]
-            kept = [*losses, *norms, *[one for one in (skipped, scale) if isinstance(one, Kept)]]
-            values = [value for one in kept if (value := one.where.on_host(one.number)) is not None]
-            if len(values) < len(kept):
-                return
+            kept = losses + norms
+            if isinstance(skipped, Kept):
+                kept += (skipped,)
+            if isinstance(scale, Kept):
+                kept += (scale,)
+            values: list[float] = []  # filled in a loop: until Python 3.12 a comprehension is a call
+            for where, number in kept:
+                value = where.on_host(number)
+                if value is None:
+                    return
+                values.append(value)
             if isinstance(scale, Kept):
                 scale = values.pop()
             if isinstance(skipped, Kept):
                 skipped = values.pop() > 0
             loss = self._weight[step] * sum(values[: len(losses)]) if losses else None
             norm = _together(values[len(losses) :]) if norms else None
-            yield Seen(step + 1, loss, norm, skipped, scale)
+            yield tuple.__new__(Seen, (step + 1, loss, norm, skipped, scale))  # not Seen(...), a call of Python
 
     def steps(self, names: Mapping[int, str] | None = None) -> Steps:
         """Return all closed steps; waits for the device once.

@@ -49,6 +49,8 @@ class ObservedRun(Protocol):
     """The loss scale of the policy."""
     script_scaler: Any
     """The script's own GradScaler, if the run leaves it alone."""
+    session_policy: str
+    """The policy of the script's own ``mezzo.Session``, if the run leaves it alone; empty where there is none."""
     skips: bool
     """Whether the current update is skipped: its gradients are set aside while the optimizer steps."""
     updates: list[Update]

@@ -43,6 +43,8 @@ class _History:
     in_row: int = 0
     skips: list[tuple[int, int]] = field(default_factory=list)
     """Each row of skips after the first successful update: the number of the optimizer's update, and of the step."""
+    good_in_row: int = 0
+    """Good updates since the last skip: as many as a growth interval, and the scale has grown."""
     open_row: list[int] = field(default_factory=list)
     """The steps of a row right after the first successful update, which is a fault only if it never ends."""
 
@@ -59,6 +61,9 @@ class Skips:
         self._histories: dict[tuple[int, int], _History] = {}
         self.faulty: dict[int, None] = {}
         """Steps whose skips are a fault, in the order in which that became known."""
+        self.unexplained: list[int] = []
+        """The first step of each row of skips that neither the search for a scale nor its growth explains: what was not finite
+        may have nothing to do with the scale."""
 
     def closed(self, step: int, updates: list[Update], *, skipped: bool, rule: SkipRule) -> None:
         """Record a step's updates; ``updates`` is empty if the optimizers are unknown."""
@@ -84,8 +89,10 @@ class Skips:
         history.num_updates += 1
         if not skipped:
             history.num_made, history.in_row, history.open_row = history.num_made + 1, 0, []
+            history.good_in_row += 1
             return
         history.in_row += 1
+        grew, history.good_in_row = history.good_in_row >= rule.growth_interval, 0
         if not rule.dynamic:
             self.faulty[step] = None
             return
@@ -94,6 +101,8 @@ class Skips:
             return
         if history.num_made == 1:
             history.open_row.append(step)
+        elif history.in_row == 1 and not grew:
+            self.unexplained.append(step)
         if history.in_row > 1 and (history.num_made == 1 or history.in_row <= rule.hysteresis):
             return
         recent = [s for number, s in history.skips if history.num_updates - number < rule.growth_interval]

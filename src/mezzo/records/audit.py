@@ -9,7 +9,7 @@ from mezzo.records.run import RunRecord
 from mezzo.records.values import SCHEMA_VERSION, Reason, Value, WholeRecord
 
 Phase: TypeAlias = Literal["forward", "recompute", "dgrad", "wgrad", "optimizer"]
-Cause: TypeAlias = Literal["off", "list", "promotion", "excluded", "no rule", "float64"]
+Cause: TypeAlias = Literal["off", "switched off", "list", "promotion", "excluded", "no rule", "float64"]
 
 
 class Operation(Value):

@@ -92,6 +92,8 @@ class DiagnoseRecord(WholeRecord):
     """The loss scale of that step."""
     own_scaler: bool = False
     """Whether it is that of the script's own GradScaler."""
+    session_policy: str = ""
+    """The policy of the script's own ``mezzo.Session``, which ``as-is`` leaves alone; empty where there is none."""
     gradient: str = ""
     """The parameter with the largest gradient error, if values leave the format and gradients stay finite."""
     gradient_error: float | None = None

@@ -89,6 +89,7 @@ class Memory(Value):
 
 
 _LOWER_NOTHING = ("fp32", "tf32")
+_FP8_FORMATS = {"e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"}
 WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
 
@@ -277,9 +278,21 @@ class RunRecord(WholeRecord):
 
     @property
     def changed_nothing(self) -> bool:
-        """Whether the policy should have lowered precision, but no counted product ran below 32 bits.
+        """Whether the policy's runs say nothing about it, because what it asks for did not happen."""
+        return bool(self.no_effect)
 
-        Of a step without products: no operation at all.
+    @property
+    def no_effect(self) -> str:
+        """What the policy did not do, as the end of a sentence about it; empty if it did what it asks for.
+
+        It lowered nothing if no counted product ran below 32 bits (of a step without products: no operation at all). An FP8 policy
+        may lower all products to 16 bits and none to FP8.
         """
-        asked, effective = self.policy.split(":")[0] not in (AS_IS, *_LOWER_NOTHING), self.effective
-        return asked and not effective.lowered and (bool(effective.flops_by_format) or effective.num_lowered == 0)
+        name, effective = self.policy.split(":")[0], self.effective
+        if name in (AS_IS, *_LOWER_NOTHING):
+            return ""
+        if not effective.lowered and (effective.flops_by_format or effective.num_lowered == 0):
+            return "changed nothing"
+        if name == "fp8" and effective.flops_by_format and not set(effective.flops_by_format) & _FP8_FORMATS:
+            return "computed nothing in FP8"
+        return ""

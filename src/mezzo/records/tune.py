@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from mezzo.records.compare import Verdict
+from mezzo.records.run import Placement
 from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
 
 TuneDecision: TypeAlias = Literal["use", "keep", "undecided", "failed"]
@@ -54,6 +55,8 @@ class TuneTrial(Value):
     outcome: str
     folder: str
     duration_s: float = 0.0
+    placement: Placement | None = None
+    """Where it ran, and beside how many others; None where it had the machine to itself."""
     resumed: bool = False
     """Whether its record is from an earlier, interrupted search."""
 

@@ -6,8 +6,9 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 
-from mezzo.records import Row, RunRecord
+from mezzo.records import RangesRecord, Row, RunRecord
 from mezzo.records.run import RUN_NAME, is_inspected
 from mezzo.report import formatting as fmt
 
@@ -17,7 +18,7 @@ FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last", "--compil
 CARRIED: Mapping[str, tuple[str, ...]] = {
     "--metric": ("run", "compare", "check"),
     "--checkpoint": ("run", "compare"),
-    "--log-to": ("run", "compare", "check", "audit", "diagnose", "ranges", "fallback", "tune", "resume-check"),
+    "--log-to": ("run", "compare", "check", "audit", "diagnose", "ranges", "fallback", "tune", "watch", "resume-check"),
 }
 """Options that mean the same in several commands, and these commands. No other option is passed from one command to another."""
 
@@ -25,6 +26,8 @@ _OWN = ("--out", "--json", "--policy", "--policies")
 """Options that are not repeated even by the same command: results go to a new folder, and the policy is chosen anew."""
 _NAMES_RUNS = ("compare", "check", "tune", "resume-check")
 """Commands that replace ``{run}`` in the script's arguments."""
+_DEFAULT_EXPONENT = 16
+"""Of a policy's initial loss scale."""
 _CHOOSES = ("KERAS_BACKEND", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTHONPATH")
 """Environment variables that choose what runs and where: without them, the script may be another one."""
 _DISTRIBUTED = ("run", "compare", "audit", "diagnose", "ranges", "fallback")
@@ -154,3 +157,28 @@ def with_fp32(policy: str) -> str:
 def preset_of(policy: str) -> str:
     """Return the preset that a policy's text begins with."""
     return policy.partition(":")[0]
+
+
+def with_scale(record: RangesRecord, exponent: int) -> str:
+    """Return the judged policy with an initial loss scale of two to the ``exponent``."""
+    name, *fields = record.policy.split(":")
+    if not name.startswith("fp16") or exponent == 0:
+        return record.policy_shown
+    settings = dict(setting.split("=", 1) for setting in fields)
+    before = float(settings.get("init_scale", 2.0**_DEFAULT_EXPONENT))
+    pure = name == "fp16-pure" and settings.get("loss_scale", "none") == "none"
+    if before == 2.0**exponent and not pure:
+        return record.policy_shown
+    settings |= {"loss_scale": "dynamic"} if pure else {}
+    settings |= {"init_scale": f"{2.0**exponent:.0f}" if exponent >= 0 else repr(2.0**exponent)}
+    return ":".join([name, *(f"{key}={value}" for key, value in settings.items())])
+
+
+def resumption(record: RunRecord) -> dict[str, str]:
+    """Return the options that continue a run from its last snapshot; none if it left no snapshot."""
+    kept = record.snapshots
+    if kept is None or not kept.saved:
+        return {}
+    run, here = PurePath(kept.folder).parent, PurePath(record.environment.folder)
+    inside = record.environment.folder and run.is_relative_to(here)
+    return {"snapshot": f"{kept.every_s:g}s", "resume": str(run.relative_to(here) if inside else run)}

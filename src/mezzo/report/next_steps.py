@@ -25,20 +25,27 @@ from mezzo.records import (
 from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
 from mezzo.report import trained_elsewhere
-from mezzo.report.commands import Script, function_call, preset_of, row_options, typed_policy, with_fp32
+from mezzo.report.commands import (
+    Script,
+    function_call,
+    preset_of,
+    resumption,
+    row_options,
+    typed_policy,
+    with_fp32,
+    with_scale,
+)
 
 MOST = 3
 _WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
 """A fix of a diagnosis that is a policy, perhaps after what stands for it in the script's framework."""
-_DEFAULT_EXPONENT = 16
-"""Of a policy's initial loss scale."""
 _MANY_SKIPS = 0.05
-_NOTHING_LOWERED = "A101"
-"""The finding that a script has no mixed precision: a policy is its fix."""
+_NOTHING_LOWERED = ("A101", "A108")
+"""The findings that a script's mixed precision is missing or off: a policy is the fix."""
 _BY_SIGNAL = (129, 130, 143)
-_CANNOT, _FLOOR, _NOT_FINITE, _NOT_A_TRAINING, _GUARD = 3, 5, 6, 7, 10
+_CANNOT, _FLOOR, _NOT_FINITE, _NOT_A_TRAINING, _SNAPSHOT, _GUARD = 3, 5, 6, 7, 9, 10
 """Exit codes of Mezzo's own errors: a format that the device lacks, a loss scale at its floor, a first loss that is not finite, a
-script that never trained, and an alarm that ended the run."""
+script that never trained, a refused snapshot, and an alarm that ended the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +111,7 @@ def _after_run(record: RunRecord) -> Iterator[NextStep]:
     if record.error is not None or record.exit_code:
         yield from _after_failure(record, commands, policy)
     elif record.changed_nothing:
-        yield from commands.step(f"{policy} changed nothing; see why", "audit", policy=policy)
+        yield from commands.step(f"{policy} {record.no_effect}; see why", "audit", policy=policy)
     elif _ended_without_a_number(record):
         yield from commands.step("the loss is not finite; find where that begins", "diagnose", policy=policy)
         yield from commands.step("see which policies keep it finite", "compare", policies=with_fp32(policy))
@@ -130,12 +137,14 @@ def _after_training(record: RunRecord, commands: _Commands, policy: str) -> Iter
 
 def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Iterator[NextStep]:
     if record.exit_code in _BY_SIGNAL:
+        if options := resumption(record):
+            yield from commands.step("continue from its last snapshot", "run", policy=policy, **options)
         return
     if record.exit_code == _CANNOT:
         yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")
     elif record.exit_code in (_FLOOR, _NOT_FINITE):
         yield from commands.step("find the first value that is not finite", "diagnose", policy=policy)
-    elif record.exit_code not in (_NOT_A_TRAINING, _GUARD):
+    elif record.exit_code not in (_NOT_A_TRAINING, _SNAPSHOT, _GUARD):
         yield from commands.alone("see whether the script fails without Mezzo, too")
 
 
@@ -212,20 +221,21 @@ def _first_without_a_number(record: CompareRecord, policy: str) -> str:
 
 
 def _more_seeds(record: CompareRecord, baseline: Row, commands: _Commands) -> Iterator[NextStep]:
-    undecided = [row for row in record.rows if row.verdict == "undecided"]
-    idle = [r for r in undecided if any(run.changed_nothing for run in record.runs if run.compared_as == r.compared_as)]
-    for row in idle:
-        yield from commands.step(f"{row.policy_shown} changed nothing; see why", "audit", policy=typed_policy(row))
-    undecided = [row for row in undecided if row not in idle]
+    undecided, idle = [], {run.compared_as: run.no_effect for run in record.runs if run.no_effect}
+    for row in (row for row in record.rows if row.verdict == "undecided"):
+        if what := idle.get(row.compared_as):
+            yield from commands.step(f"{row.policy_shown} {what}; see why", "audit", policy=typed_policy(row))
+        else:
+            undecided.append(row)
     single = all(run.seed in (0, None) for run in record.runs)
     needed = {row.policy_shown: 3 if single else row.seeds_needed for row in undecided if single or row.seeds_needed}
     if not needed:
         return
-    names, most = fmt.listed([*needed]), max(count for count in needed.values() if count)
-    verb = "is" if len(needed) == 1 else "are"
-    why = f"{names} {verb} undecided; {most} seeds {'may' if single else 'would'} decide"
-    rows = [row for row in undecided if row.policy_shown in needed]
-    policies = ",".join(dict.fromkeys([typed_policy(baseline), *map(typed_policy, rows)]))
+    most = max(count for count in needed.values() if count)
+    names = f"{fmt.listed([*needed])} {'is' if len(needed) == 1 else 'are'}"
+    why = f"{names} undecided; {most} seeds {'may' if single else 'would'} decide"
+    rows = [baseline, *(row for row in undecided if row.policy_shown in needed)]
+    policies = ",".join(dict.fromkeys(map(typed_policy, rows)))
     yield from commands.step(why, "compare", policies=policies, seeds=str(most))
 
 
@@ -240,7 +250,7 @@ def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
     wide = record.run.policy == AS_IS and set(record.flops_by_format) <= set(WIDE)
     if wide:
         yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
-    if record.findings and record.findings[0].code != _NOTHING_LOWERED:
+    if record.findings and record.findings[0].code not in _NOTHING_LOWERED:
         why = f"after the fix of {record.findings[0].code}, see what is left"
         yield from commands.again(why) if commands.script else commands.step(why, "audit")
     if not wide:
@@ -253,9 +263,14 @@ def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
     if record.verdict == "unfinished":
         yield from _after_failure(record.run, commands, policy)
     elif record.verdict == "healthy" and record.run.changed_nothing:
-        yield from commands.step(f"{policy} changed nothing; see why", "audit", policy=policy)
+        yield from commands.step(f"{policy} {record.run.no_effect}; see why", "audit", policy=policy)
     elif record.verdict == "healthy":
+        if record.run.findings:
+            yield from commands.again(f"after the fix of {record.run.findings[0].code}, see whether anything is left")
         yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
+        if record.run.policy != AS_IS and commands.script:
+            why = "if the loss is NaN in the script's own precision, diagnose that"
+            yield from commands.step(why, "diagnose", policy=AS_IS)
     elif written and (record.fix_tried or record.located):
         fixed = written[1]
         yield from commands.step("train with the fix", "run", policy=fixed)
@@ -298,7 +313,7 @@ def _after_ranges(record: RangesRecord) -> Iterator[NextStep]:
         if record.format == "fp16":
             yield from commands.step("see whether bf16 trains like fp32", "compare", policies="fp32,bf16")
         return
-    fits = policy if window is None or window.suggested is None else _scaled(record, window.suggested)
+    fits = policy if window is None or window.suggested is None else with_scale(record, window.suggested)
     why = f"see whether {policy} trains like fp32" if fits == policy else "train with a loss scale that fits"
     if fits != policy:
         yield from commands.step(why, "run", policy=fits)
@@ -306,21 +321,6 @@ def _after_ranges(record: RangesRecord) -> Iterator[NextStep]:
     yield from commands.step(why, "compare", policies=with_fp32(fits))
     if not commands.script:
         yield from commands.step("see whether any value leaves the format", "diagnose", policy=fits)
-
-
-def _scaled(record: RangesRecord, exponent: int) -> str:
-    """Return the judged policy with an initial loss scale of two to the ``exponent``."""
-    name, *fields = record.policy.split(":")
-    if not name.startswith("fp16") or exponent == 0:
-        return record.policy_shown
-    settings = dict(setting.split("=", 1) for setting in fields)
-    before = float(settings.get("init_scale", 2.0**_DEFAULT_EXPONENT))
-    pure = name == "fp16-pure" and settings.get("loss_scale", "none") == "none"
-    if before == 2.0**exponent and not pure:
-        return record.policy_shown
-    settings |= {"loss_scale": "dynamic"} if pure else {}
-    settings |= {"init_scale": f"{2.0**exponent:.0f}" if exponent >= 0 else repr(2.0**exponent)}
-    return ":".join([name, *(f"{field}={value}" for field, value in settings.items())])
 
 
 def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:

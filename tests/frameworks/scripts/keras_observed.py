@@ -237,7 +237,7 @@ def observed(kind, case, policy, steps, folder):
         )
         return diagnose_script(request, steps=steps, child=lambda r, output: ran(case, r.policy, r.observe)[1])
 
-    def measure(policy, settings):
+    def measure(policy, settings, ahead):
         run = ran(case, policy, settings)[1]
         return checked(read_measured(settings), run, where="", role=settings.role), run
 

@@ -466,6 +466,6 @@ def test_runs_that_no_process_is_started_for(tmp_path: Path, monkeypatch: pytest
 
 def test_a_comparison_of_one_run_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "several_runs", lambda: pytest.fail("there is one run"))
-    monkeypatch.setattr(runner, "run_child", mock.Mock(side_effect=ScriptError("it was run", hint="")))
+    monkeypatch.setattr(runner, "observe_child", mock.Mock(side_effect=ScriptError("it was run", hint="")))
     target = request_for(tmp_path, "import torch").target
     assert cli.main(["compare", "--policies", "fp32", "--seeds", "1", "--out", str(tmp_path), target]) == 7

@@ -19,7 +19,7 @@ def asked(observe: AnySettings, rank: int, folder: Path) -> AnySettings:
         command=("mezzo",),
         observe=observe,
     )
-    found = for_rank(request, rank, folder=folder, number=4)
+    found = for_rank(request, rank, folder=folder, number=4, ranks=3)
     assert found.rank == rank
     assert found.observe is not None
     return found.observe

@@ -11,6 +11,8 @@ from helpers_compare import falling, run
 from mezzo.launch.several.check import Check, Settings
 from mezzo.launch.several.plan import Asked, next_asked
 from mezzo.launch.several.resuming import Finished
+from mezzo.launch.several.side_by_side import one_after_another
+from mezzo.launch.several.waves import Waves
 
 NAN = float("nan")
 
@@ -29,7 +31,8 @@ def checking(folder: Path) -> Check:
         arguments=(),
         framework="keras",
     )
-    return Check(settings=settings, folder=folder, finished=Finished(folder, {}), say=lambda _: None)
+    waves = Waves(one_after_another, {})
+    return Check(settings=settings, folder=folder, finished=Finished(folder, {}), waves=waves, say=lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import pytest
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.several import on_cluster as engine
-from mezzo.records import CompareRecord, RunRecord, read_record, write_record
+from mezzo.records import CheckRecord, CompareRecord, FallbackRecord, RunRecord, read_record, write_record
+from paths import SCRIPTS
 from record_builders import run_record
 
 
@@ -46,6 +47,7 @@ class FakeCluster:
     """A cluster that loses the workers of some runs, so many times each."""
 
     name: Literal["slurm", "ray"] = "slurm"
+    gives_gpus: bool | None = None
 
     def __init__(self, *, loses: dict[str, int] | None = None, leaves_no_record: str = "", hangs: bool = False) -> None:
         self._loses, self._leaves_no_record, self.hangs = dict(loses or {}), leaves_no_record, hangs
@@ -105,8 +107,12 @@ def ended(
     folder: Path, cluster: FakeCluster, *, num: int, jobs: int | None = None, notes: list[str] | None = None
 ) -> dict[int | None, RunRecord]:
     note = ([] if notes is None else notes).append
-    run = engine.on_cluster(cluster, jobs=jobs, note=note)
-    return {request.seed: record for request, record in run(requests(folder, num), lambda: None)}
+    run, found = engine.OnCluster(cluster, jobs=jobs, note=note), dict[int | None, RunRecord]()
+    with run.opened(folder):
+        for request, record in run(requests(folder, num), lambda: None):
+            assert isinstance(record, RunRecord)
+            found[request.seed] = record
+    return found
 
 
 @pytest.mark.parametrize(("jobs", "most", "known"), [(None, 5, 0), (2, 2, 2)])
@@ -170,9 +176,9 @@ def test_a_signal_cancels_what_is_under_way(tmp_path: Path, monkeypatch: pytest.
     assert cluster.ends == 1
 
 
-def test_nothing_to_run_needs_no_cluster() -> None:
+def test_nothing_to_run_needs_no_cluster(tmp_path: Path) -> None:
     cluster = FakeCluster()
-    assert list(engine.on_cluster(cluster, jobs=None, note=print)([], lambda: None)) == []
+    assert ended(tmp_path, cluster, num=0) == {}
     assert (cluster.begun, cluster.ends) == ([], 0)
 
 
@@ -254,6 +260,58 @@ def test_a_worker_killed_and_the_command_killed_the_record_is_the_same(
     Path("ended.txt").unlink()
     subprocess.run(comparison(out="alone"), capture_output=True, check=True, timeout=900)
     assert facts(read("out")) == facts(read("alone"))
+
+
+def search(*options: str, out: str) -> list[str]:
+    words = ["--fresh", "1", "--out", out]
+    return [sys.executable, "-m", "mezzo", "fallback", *options, *words, str(SCRIPTS / "fragile.py")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", LIBRARIES)
+def test_a_search_and_a_check_on_a_cluster_end_as_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
+) -> None:
+    if importlib.util.find_spec(LIBRARIES[cluster]) is None:
+        pytest.skip(f"{LIBRARIES[cluster]} is not installed: pip install 'mezzo[cluster]'")
+    monkeypatch.chdir(tmp_path)
+    options, name = ("--on", cluster, "--jobs", "2"), cluster.partition(":")[0]
+    first = subprocess.Popen(search(*options, out="out"), stderr=subprocess.DEVNULL)
+    until(lambda: len([*Path("out/runs").glob("*.record.json")]) >= 2, first)
+    first.kill()
+    first.wait()
+    before = {path: path.stat().st_mtime_ns for path in Path("out/runs").glob("*.record.json")}
+    assert before
+    told = subprocess.run(search("--resume", *options, out="out"), capture_output=True, text=True, timeout=900)
+    assert told.returncode == 0, told.stderr
+    assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing that had finished ran again
+    subprocess.run(search(out="alone"), capture_output=True, check=True, timeout=900)
+    found, alone = (read_record(Path(out) / "record.json") for out in ("out", "alone"))
+    assert isinstance(found, FallbackRecord)
+    assert isinstance(alone, FallbackRecord)
+    assert (found.verdict, found.kept, found.verifications) == (alone.verdict, alone.kept, alone.verifications)
+    assert found.run.placement is not None
+    assert (found.run.placement.through, found.run.placement.jobs) == (name, 2)
+    words = [
+        "check",
+        *options,
+        "--seeds",
+        "1",
+        "--policies",
+        "bf16",
+        "--out",
+        "checked",
+        str(SCRIPTS / "plain.py"),
+        "6",
+    ]
+    subprocess.run([sys.executable, "-m", "mezzo", *words], capture_output=True, timeout=900, check=False)
+    checked = read_record(Path("checked/record.json"))
+    assert isinstance(checked, CheckRecord)
+    assert [stage.what for stage in checked.stages] == [f"a worker of {name}", "fp32, seed 0", "bf16, seed 0"]
+    assert checked.device.kind == "cpu"
+    assert checked.comparison is not None
+    assert {run.placement.through for run in checked.comparison.runs if run.placement} == {name}
+    assert [row.speedup for row in checked.comparison.rows] == [None, None]
 
 
 SBATCH = """#!/bin/sh

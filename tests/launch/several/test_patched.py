@@ -295,14 +295,9 @@ def test_a_closure_is_refused_with_fp16() -> None:
     ("name", "policy", "tried_as"),
     [
         ("patch_compiled", "fp16", "fp16"),
-        ("patch_compiled", "bf16", "bf16"),
-        ("patch_lightning", "fp16", "bf16"),
-        ("patch_lightning", "bf16", "bf16"),
-        ("patch_fabric", "fp16", "bf16"),
+        ("patch_lightning", "fp16", "bf16"),  # on a CPU what is tried is BF16 for either policy
         ("patch_fabric", "bf16", "bf16"),
         ("patch_accelerate", "fp16", "bf16"),
-        ("patch_accelerate", "bf16", "bf16"),
-        ("patch_transformers", "fp16", "bf16"),
         ("patch_transformers", "bf16", "bf16"),
         ("imported_loop", "fp16", "fp16"),
     ],

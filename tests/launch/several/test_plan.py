@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 
 from helpers_compare import falling, run
-from mezzo.launch.several.plan import Asked, Known, first_run_limit_s, gone_wrong, next_asked, repairs, undone
-from mezzo.records import DiagnoseRecord, FallbackRecord, Pass, RangesRecord, RunRecord, ScaleWindow
+from mezzo.launch.several.plan import (
+    Asked,
+    Known,
+    expected_runs,
+    first_run_limit_s,
+    gone_wrong,
+    next_asked,
+    repairs,
+    undone,
+)
+from mezzo.records import DiagnoseRecord, Effective, FallbackRecord, Pass, RangesRecord, RunRecord, ScaleWindow
 
 POLICIES = ("fp32", "bf16", "fp16")
 NAN = float("nan")
@@ -61,6 +70,15 @@ HEALTHY = [
 
 def test_a_healthy_script_runs_every_policy_with_every_seed_and_nothing_else() -> None:
     assert played(known(), trained) == HEALTHY
+
+
+def test_a_policy_without_effect_gets_no_more_seeds() -> None:
+    def answers(policy: str, seed: int) -> RunRecord:
+        effective = Effective(flops_by_format={"bf16": 4}) if policy == "fp8" else Effective()
+        return trained(policy, seed, effective=effective)
+
+    course = played(known(policies=("fp32", "bf16", "fp8")), answers)
+    assert course == ["fp32 0", "bf16 0", "fp8 0", "bf16 1", "fp32 1", "fp32 2", "bf16 2"]
 
 
 def test_fewer_seeds_where_the_time_is_short() -> None:
@@ -273,3 +291,33 @@ def test_without_time_nothing_more_is_done_and_it_says_what_was_left_out() -> No
 def test_the_first_run_takes_its_share_of_the_budget() -> None:
     # 0.7 of 10 minutes for 3 policies with 3 seeds each
     assert math.isclose(first_run_limit_s(600.0, num_policies=3, seeds=3), 46.6666666667)
+
+
+# --- several runs at once ----------------------------------------------------------------------------------------------------
+
+
+def expected(asked: Known) -> list[str]:
+    return [f"{ask.policy} {ask.seed}" for ask in expected_runs(asked)]
+
+
+def test_all_other_runs_are_expected_once_the_first_has_ended() -> None:
+    assert expected(known()) == []
+    after_first = known(trained("fp32", 0), policies=("fp32", "bf16", "fp16"))
+    course = played(after_first, trained)
+    assert course[0] == "bf16 0"
+    assert expected(after_first) == course[1:]
+    assert len(course) == 8
+
+
+def test_a_policy_that_went_wrong_and_repairs_are_not_expected() -> None:
+    runs = [trained("fp32", 0), trained("bf16", 0), broken("fp16", 0)]
+    assert asked_text(next_asked(known(*runs))) == "run bf16 1"
+    assert expected(known(*runs)) == ["fp32 1", "fp32 2", "bf16 2"]
+    assert expected(known(*BROKEN, policies=FP16_ONLY)) == []  # a diagnosis is next
+
+
+def test_runs_at_once_take_less_time_together() -> None:
+    assert known(trained("fp32", 0), at_once=2).seconds_together(["fp32"] * 4) == 20.0
+    assert known(trained("fp32", 0), at_once=8).seconds_together(["fp32"] * 4) == 10.0
+    # the first alone, then 8 runs, 4 at a time
+    assert math.isclose(first_run_limit_s(600.0, num_policies=3, seeds=3, at_once=4), 0.7 * 600 / 3)

@@ -93,10 +93,16 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, run: Run, *, num: int, 
     def run_child(request: Request, *, output: Path, limit_s: float | None) -> RunRecord:
         return run(request)
 
-    monkeypatch.setattr(engine.runner, "run_child", run_child)
+    monkeypatch.setattr(engine.runner, "observe_child", run_child)
     given = [Place({"PLACE": str(k)}, Placement(jobs=jobs, gpus=str(k))) for k in range(jobs)]
-    for request, _ in engine.side_by_side(given)(requests(folder, num), lambda: None):
+    for request, _ in made(given, folder, requests(folder, num), limit_s=None):
         yield request.seed
+
+
+def made(given: list[Place], folder: Path, asked: list[Request], *, limit_s: float | None) -> Iterator[engine.Ended]:
+    jobs = engine.SideBySide(given)
+    with jobs.opened(folder):
+        yield from jobs(asked, lambda: limit_s)
 
 
 def test_as_many_runs_at_once_each_in_a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +137,37 @@ def test_an_error_of_ours_starts_nothing_more_and_is_raised(tmp_path: Path, monk
     with pytest.raises(ScriptError, match="the disk is full"):
         list(ended(tmp_path, monkeypatch, run, num=9, jobs=2))
     assert len(made) < 9
+
+
+def test_an_error_before_the_first_run_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def several_runs(**_: Any) -> Any:
+        raise ScriptError("no more processes", hint="end some")
+
+    monkeypatch.setattr(engine.runner, "several_runs", several_runs)
+    with pytest.raises(ScriptError, match="no more processes"):
+        list(ended(tmp_path, monkeypatch, lambda request: run_record("fp32"), num=5, jobs=2))
+
+
+def test_an_open_engine_makes_round_after_round_in_the_same_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes that share imports belong to a thread: they live as long as it does."""
+    threads = []
+
+    def run_child(request: Request, **_: Any) -> RunRecord:
+        threads.append((threading.current_thread().name, request.variables["PLACE"]))
+        return run_record("fp32", seed=request.seed)
+
+    monkeypatch.setattr(engine.runner, "observe_child", run_child)
+    jobs = engine.SideBySide([Place({"PLACE": str(k)}, Placement(jobs=2, gpus=str(k))) for k in range(2)])
+    asked = requests(tmp_path, 7)
+    with jobs.opened(tmp_path):
+        rounds = [
+            [request.seed for request, _ in jobs(part, lambda: None)] for part in (asked[:1], asked[1:5], asked[5:])
+        ]
+    assert [sorted(map(str, seeds)) for seeds in rounds] == [["0"], ["1", "2", "3", "4"], ["5", "6"]]
+    assert set(threads) <= {("mezzo-job-0", "0"), ("mezzo-job-1", "1")}
+    assert not any(thread.name.startswith("mezzo-job") for thread in threading.enumerate())
 
 
 def test_a_signal_starts_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +210,7 @@ def test_a_run_that_crashes_leaves_the_others_running(tmp_path: Path, monkeypatc
     ]
     asked = requests(tmp_path, 4, str(tmp_path / "shows.py"))
     asked[1] = asked[1].model_copy(update={"arguments": ("--fail",)})
-    records = {request.seed: record for request, record in engine.side_by_side(given)(asked, lambda: 60.0)}
+    records = {request.seed: record for request, record in made(given, tmp_path, asked, limit_s=60.0)}
     assert sorted(records) == [0, 1, 2, 3]
     assert [records[k].error is None for k in range(4)] == [True, False, True, True]
     assert "SIGSEGV" in (records[1].error or "")
@@ -191,7 +228,7 @@ def test_an_interrupt_stops_all(tmp_path: Path) -> None:
     timer = threading.Timer(8.0, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with stoppable() as stop:
-        assert list(engine.side_by_side(given)(asked, lambda: 100.0)) == []
+        assert list(made(given, tmp_path, asked, limit_s=100.0)) == []
         assert stop.name == "SIGINT"
     stopped = [(tmp_path / str(k) / "record.json").exists() for k in range(4)]
     assert stopped == [True, True, False, False]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from helpers_engine import batches, mlp
 from mezzo.engine.emulated_world import EmulatedWorld
+from mezzo.engine.session import Session
+from mezzo.errors import SessionError
 from mezzo.launch.torch import TorchTraining, switched
 from mezzo.policy import Policy
 
@@ -150,10 +155,11 @@ def test_the_record_says_what_was_emulated_and_what_it_did() -> None:
     assert effective.left_alone == []
 
 
-NOBODY = "no DistributedDataParallel and no fully_shard of several processes was met"
+NOBODY = "no DistributedDataParallel and no fully_shard of several processes was met; world=N emulates N processes"
+UNSHARDED = "no fully_shard was met; in a group of one process it rounds weights as in one of many"
 LEFT_ALONE = {
-    "bf16:reduce=bf16": [("reduce", "bf16", f"{NOBODY}; world=N emulates N processes")],
-    "bf16:reduce=bf16:world=8:gather=bf16": [("gather", "bf16", NOBODY)],
+    "bf16:reduce=bf16": [("reduce", "bf16", NOBODY)],
+    "bf16:reduce=bf16:world=8:gather=bf16": [("gather", "bf16", UNSHARDED)],
     "fp32": [],
 }
 
@@ -163,6 +169,58 @@ def test_what_one_process_cannot_do_is_said(policy: str) -> None:
     with switched(Policy.parse(policy)) as (run, _):
         found = [(r.what, r.value, r.reason) for r in run.left_alone.values()]
     assert found == LEFT_ALONE[policy]
+
+
+class Scales(nn.Module):
+    """A weight that no list of operations would round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, vector: Tensor) -> Tensor:
+        return (self.weight * vector).sum()
+
+
+@pytest.fixture(scope="module")
+def group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize(
+    ("gather", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32), ("auto", torch.float32)]
+)
+def test_weights_are_gathered_in_the_format_in_one_process_as_in_many(gather: str, dtype: torch.dtype) -> None:
+    """Each weight is rounded by itself, so the number of processes does not matter; the oracle rounds by torch's cast."""
+    vector, used = torch.rand(64, generator=torch.Generator().manual_seed(1)), []
+    policy = f"bf16:gather={gather}:reduce=fp32:world=8"
+    with switched(Policy.parse(policy)) as (run, _):
+        model, plain = Scales(), Scales().weight.detach()
+        torch.distributed.fsdp.fully_shard(model)
+        torch.optim.SGD(model.parameters(), lr=1.0)
+        model.register_forward_pre_hook(lambda module, _: used.append(module.weight.detach().clone()))
+        model(vector).backward()
+        assert "gather" not in {reason.what for reason in run.left_alone.values()}
+    assert used[0].dtype is dtype
+    assert torch.equal(used[0].float(), plain.to(dtype).float())
+    gradient = model.weight.grad
+    assert isinstance(gradient, DTensor)
+    assert torch.allclose(gradient.to_local(), vector.to(dtype).float(), rtol=1e-5, atol=0.0)
+    assert gradient.dtype is torch.float32
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_session_refuses_shards_that_are_gathered_in_another_format() -> None:
+    """Beside an emulated reduction as beside a real one: a session cannot change what fully_shard was told."""
+    model = torch.distributed.fsdp.fully_shard(Scales())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(SessionError, match=r"says gather=bf16, and fully_shard was told param_dtype=torch\.float32"):
+        Session(model, optimizer, policy="bf16:gather=bf16:reduce=bf16:world=8")
+    Session(model, optimizer, policy="bf16:gather=fp32:reduce=bf16:world=8")  # the reduction is the emulation's
 
 
 def test_names_of_torch_are_restored() -> None:

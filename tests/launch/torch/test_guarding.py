@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,8 +18,10 @@ from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.launch.snapshot_request import SnapshotRequest
+from mezzo.launch.torch import training
 from mezzo.launch.torch.guarding import seen_in
 from mezzo.measure.steps import StepRecorder
+from mezzo.observe.stopping import StopScript
 from mezzo.records import RunRecord, Steps
 from paths import SCRIPTS
 
@@ -175,3 +179,24 @@ def test_a_script_without_a_loader_cannot_return(tmp_path: Path) -> None:
     assert record.exit_code == 10
     assert record.error is not None
     assert record.error.endswith("no DataLoader's batches came to return between")
+
+
+def test_the_weights_of_a_stopped_script_are_known_though_its_model_is_gone() -> None:
+    """Processes compare their digests. The frames of a stopped script may be freed before its process takes one."""
+
+    def script() -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(64):
+            optimizer.zero_grad()
+            (model(torch.ones(4, 2)).mean() * (1.0 if step < 8 else float("nan"))).backward()
+            optimizer.step()
+
+    with training(None, seed=0, observe=None) as running:
+        running.begin_guard(GuardRequest(action="stop"))
+        with suppress(StopScript):  # pytest.raises would keep the frames
+            script()
+        gc.collect()
+        assert running.guardrails().stopped
+        assert not running._run.optimizers
+        assert running._weights.text()

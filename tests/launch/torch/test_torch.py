@@ -547,3 +547,37 @@ def test_a_thread_that_ends_leaves_the_others_region_alone() -> None:
     with switched(Policy.parse("fp16")):
         Outer()(torch.ones(2, 2))
     assert dtypes == [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
+def test_a_step_inside_a_modules_forward_pass_computes_as_one_outside(make: Any) -> None:
+    """A -master policy lists nearly all operations to run in 16 bits; the norm and the optimizer's arithmetic are not the model's."""
+
+    class Whole(nn.Module):
+        def __init__(self, *, steps: bool) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+            self.steps = steps
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = nn.functional.mse_loss(self.net(x), torch.ones(8, 2))
+            loss.backward()
+            if self.steps:
+                self.optimizer.step()
+            return loss.detach()
+
+    def trained(*, inside: bool) -> tuple[list[float], list[Tensor]]:
+        torch.manual_seed(0)
+        with switched(Policy.of("bf16-master")) as (run, _):
+            whole = Whole(steps=inside)
+            whole.optimizer = make(whole.parameters(), lr=0.01)
+            for _ in range(12):
+                whole.optimizer.zero_grad()
+                whole(torch.randn(8, 6))
+                if not inside:
+                    whole.optimizer.step()
+        return run.recorder.steps().grad_norm, [p.detach().clone() for p in whole.parameters()]
+
+    (norms, weights), (plain_norms, plain_weights) = trained(inside=True), trained(inside=False)
+    assert norms == plain_norms
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=True))

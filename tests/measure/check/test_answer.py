@@ -10,7 +10,7 @@ import pytest
 
 from helpers_compare import falling, judge, run
 from mezzo.gpus import GPUS
-from mezzo.measure.check.answer import Case, Repair, answered, skipped_share
+from mezzo.measure.check.answer import MOST_SEEDS, Case, Repair, answered, skipped_share
 from mezzo.measure.check.gains import predicted_gain
 from mezzo.records import CompareRecord, DiagnoseRecord, Effective, FileRead, Memory, RealGpus, RunRecord
 
@@ -236,12 +236,14 @@ def test_an_open_question_that_is_not_worth_an_answer() -> None:
     size = Memory(parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0, activations_bytes=980 << 20)
     facts = {"memory": size, "effective": Effective(flops_by_format={"fp16": 10, "fp32": 990}, emulated=True)}
     open_runs = [run("fp16", falling(end), seed=seed, **facts) for seed, end in enumerate(ends)]
-    found = answered(case(trained("fp32"), open_runs, gpu="t4", for_gpu=True))
-    assert found.decision == "stay"
-    assert (
-        found.why
-        == "fp16 may train like fp32 or not, but gains nothing that shows: at most 1.02x FP32's speed on T4 and 2% less memory"
-    )
+    too = [run("fp16:fp32_modules=dec", falling(end), seed=seed, **facts) for seed, end in enumerate(ends)]
+    for open_groups in ([open_runs], [open_runs, too]):  # however many there are
+        found = answered(case(trained("fp32"), *open_groups, gpu="t4", for_gpu=True))
+        assert found.decision == "stay"
+        assert (
+            found.why
+            == "fp16 may train like fp32 or not, but gains nothing that shows: at most 1.02x FP32's speed on T4 and 2% less memory"
+        )
 
 
 # --- undecided and failed ------------------------------------------------------------------------------------------------------
@@ -253,12 +255,29 @@ def test_seeds_that_would_decide_are_named_with_the_time_they_take() -> None:
     record = case(trained("fp32"), open_runs, gpu=None)
     needed = next(row.seeds_needed for row in record.comparison.rows if row.policy == "bf16")
     assert needed is not None
+    assert needed > MOST_SEEDS
     found = answered(record)
     assert found.decision == "undecided"
     assert found.policy == "fp32"
     minutes = -(-2 * needed * 4 // 3)  # two policies, a minute each, and a third to spare
     assert found.next_command == f"mezzo check --policies bf16 --seeds {needed} --budget {minutes}m train.py --lr 0.1"
-    assert found.next_why == f"{needed} seeds decide it in four cases of five"
+    assert found.next_why == (
+        f"{needed} seeds decide it in four cases of five; runs with more steps spread less, and need fewer"
+    )
+
+
+def test_what_few_seeds_decide_is_asked_before_what_takes_hundreds() -> None:
+    groups = [
+        [run(policy, falling(end), seed=seed, duration_s=60.0) for seed, end in enumerate(ends)]
+        for policy, ends in (("bf16", (1.15, 1.05, 0.8)), ("fp16", (0.98, 1.1, 0.92)))
+    ]
+    record = case(trained("fp32"), *groups, gpu=None)
+    needed = {row.policy: row.seeds_needed or 0 for row in record.comparison.rows}
+    assert needed["bf16"] > MOST_SEEDS > needed["fp16"] > 0
+    found = answered(record)
+    assert found.why.startswith("fp16 is not decided")
+    assert f"--policies fp16 --seeds {needed['fp16']} " in found.next_command
+    assert found.next_why == f"{needed['fp16']} seeds decide it in four cases of five"
 
 
 @pytest.mark.parametrize(("steps", "decision"), [(29, "undecided"), (30, "use")])

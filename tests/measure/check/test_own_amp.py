@@ -27,6 +27,9 @@ from paths import SCRIPTS
         ("args = TrainingArguments('out', fp16=False, bf16=True)", "bf16=True"),
         ("torch.set_float32_matmul_precision('high')", ""),
         ("print(round(x, precision='4'))", ""),
+        ("with session.autocast(): f(x)\nsession = mezzo.Session(model, optimizer)", "mezzo.Session"),
+        ("from mezzo import Session\nsession = Session(model, optimizer)", "mezzo.Session"),
+        ("session = requests.Session()", ""),
         ("def f(:", ""),
     ],
 )

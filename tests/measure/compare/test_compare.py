@@ -395,6 +395,12 @@ def test_the_speedup_is_the_median_of_the_seeds_ratios() -> None:
     assert times_of(rows[1]) == (4.0, 2.0, 1.5, 3.0)  # the fourth seed has no partner, and no part in anything
 
 
+def test_the_ratio_of_one_seed_has_no_spread_and_is_called_neither_faster_nor_slower() -> None:
+    row = judge(timed("fp32", [8.0]) + timed("bf16", [16.0])).rows[1]
+    assert times_of(row) == (16.0, 0.5, None, None)
+    assert "slower" not in row.reason
+
+
 WIDE = Effective(
     flops_by_format={"fp32": 4},
     left_alone=[Reason(what="FP32 code", value="all", reason="forward code outside any module")],
@@ -410,6 +416,7 @@ WIDE = Effective(
         ("as-is", WIDE, "equivalent"),
         ("fp16", Effective(), "equivalent"),  # no products, so nothing was counted
         ("fp16", Effective(flops_by_format={"fp32": 3, "fp16": 1}), "equivalent"),
+        ("fp8", Effective(flops_by_format={"bf16": 3, "e4m3": 1}), "equivalent"),
     ],
 )
 def test_a_policy_under_which_nothing_was_lowered_shows_nothing_of_it(
@@ -419,6 +426,16 @@ def test_a_policy_under_which_nothing_was_lowered_shows_nothing_of_it(
     assert row.verdict == verdict
     told = f"{policy} changed nothing, so this shows nothing about it: 100% fp32 ran (FP32 code: forward code outside any module); "
     assert row.reason.startswith(told) == (verdict == "undecided")
+
+
+def test_an_fp8_policy_under_which_all_ran_in_16_bits_shows_nothing_of_fp8() -> None:
+    small = Reason(what="not in fp8", value="head", reason="the last linear layer")
+    effective = Effective(flops_by_format={"bf16": 4}, left_alone=[small])
+    row = row_of(series("fp32", [1.0, 1.1]) + series("fp8", [1.0, 1.1], effective=effective), "fp8")
+    assert row.verdict == "undecided"
+    assert row.reason.startswith(
+        "fp8 computed nothing in FP8, so this shows nothing about it: 100% bf16 ran (not in fp8: the last linear layer); "
+    )
 
 
 EMULATED = Effective(flops_by_format={"bf16": 3, "fp32": 1}, emulated=True)

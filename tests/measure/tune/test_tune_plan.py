@@ -13,7 +13,7 @@ from scipy import stats
 import record_builders as build
 from mezzo.measure.tune.answer import Found, answered
 from mezzo.measure.tune.configurations import Configuration, grid
-from mezzo.measure.tune.plan import FINAL, Known, Trial, finalists, next_trial, pruned
+from mezzo.measure.tune.plan import FINAL, Known, Trial, expected_trials, fault, finalists, next_trial, pruned
 from mezzo.measure.tune.speed import speed_of, speed_up
 from mezzo.records import (
     CHANNELS_LAST,
@@ -22,6 +22,7 @@ from mezzo.records import (
     NOT_APPLIED,
     Effective,
     Memory,
+    Placement,
     Reason,
     RunRecord,
     Steps,
@@ -204,6 +205,15 @@ def test_without_time_for_repeats_nothing_is_decided() -> None:
     assert found.why == "the budget was over before the fastest configurations were repeated"
 
 
+def test_an_answer_says_what_there_was_no_time_for() -> None:
+    known, found = search(FAST)
+    assert "not run" not in found.why
+    unmade = Configuration(policy="bf16", settings=(("batch-size", "128"),))
+    found = answered(replace(known, configurations=(*known.configurations, unmade), left_share=0.0))
+    why = f"; 1 of {len(found.rows)} configurations were not run: the budget was over, and a longer --budget runs them"
+    assert found.why.endswith(why)
+
+
 def test_a_speed_leaves_the_first_steps_out() -> None:
     run = ran(Configuration(), ms=100.0)
     assert getattr(speed_of(run), "step_ms", None) == 100.0
@@ -241,3 +251,56 @@ def test_checkpointing_is_a_dimension_and_must_have_been_applied() -> None:
     assert row.state == "barred"
     assert row.reason.startswith("activation checkpointing changed nothing")
     assert found.decision == "keep"
+
+
+# --- several runs at once ------------------------------------------------------------------------------------------------------
+
+
+def of_five() -> Known:
+    chosen = grid(["fp32", "bf16"], {"batch": ["8", "16"]}, [], [])
+    return Known(configurations=tuple(chosen[:5]), steps=20, repeats=2, margin=0.02)
+
+
+def test_the_rest_of_the_round_is_expected_once_the_first_run_has_ended() -> None:
+    known = of_five()
+    assert [*expected_trials(known)] == []
+    first = Trial(known.now, 0)
+    known = replace(known, runs={first: ran(known.now, ms=10.0)})
+    assert [*expected_trials(known)] == [Trial(one, 0) for one in known.configurations[2:]]
+    runs = {Trial(one, 0): ran(one, ms=10.0 - n) for n, one in enumerate(known.configurations)}
+    finals = replace(known, runs=runs)
+    playing = [trial for trial in [next_trial(finals), *expected_trials(finals)] if trial is not None]
+    assert {trial.round for trial in playing} in ({1}, {FINAL})
+    assert len(playing) == len(set(playing))
+
+
+@pytest.mark.parametrize(
+    ("placement", "gpu", "why"),
+    [
+        (Placement(jobs=2, gpus="1"), "NVIDIA H100", ""),
+        (Placement(jobs=2, gpus="1"), "NVIDIA L4", "device NVIDIA L4, the baseline's NVIDIA H100"),
+        (Placement(jobs=2, gpus="1", threads=4), "NVIDIA H100", ""),
+        (Placement(jobs=4, gpus="1"), "NVIDIA H100", "runs at once 4, the baseline's 2"),
+        (Placement(jobs=2, through="slurm"), "NVIDIA H100", "the cluster may have had other work beside the runs"),
+    ],
+)
+def test_times_are_compared_between_like_devices_only(placement: Placement, gpu: str, why: str) -> None:
+    known = of_five()
+    here = build.environment().model_copy(update={"gpu": "NVIDIA H100", "device": "cuda"})
+    now, other = Trial(known.now, 0), Trial(known.configurations[2], 0)
+    runs = {
+        now: ran(known.now, ms=10.0, environment=here, placement=Placement(jobs=2, gpus="0")),
+        other: ran(other.configuration, ms=5.0, environment=here.model_copy(update={"gpu": gpu}), placement=placement),
+    }
+    known = replace(known, runs=runs)
+    assert why in fault(known, other)
+    assert (known.over_now(other) is None) == bool(why)
+    assert bool(fault(known, other)) == bool(why)
+
+
+def test_without_a_gpu_of_its_own_on_a_cluster_nothing_is_timed() -> None:
+    known = of_five()
+    now = ran(known.now, ms=10.0, placement=Placement(jobs=0, through="ray"))
+    found = answered(replace(known, runs={Trial(known.now, 0): now}))
+    assert found.decision == "failed"
+    assert "the cluster may have had other work" in found.why

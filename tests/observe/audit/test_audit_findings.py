@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from helpers_audit import audited
@@ -24,6 +26,12 @@ CASES: dict[str, tuple[str, str, list[str], str]] = {
     "A105": ("as-is", "as-is", ["middle"], "became FP32 by meeting FP32 operands"),
     "A106": ("as-is", "as-is", ["middle"], "autocast has no rule for mm"),
     "A107": ("as-is", "as-is", ["first", "middle", "last"], "its operands are FP64"),
+    "A108": (
+        "as-is",
+        "as-is",
+        ["first", "middle", "last"],
+        "the script's autocast around it is off: enabled=False, or for another device",
+    ),
     "A201": ("as-is", "as-is", ["first", "last"], "n = 12: not a multiple of 8"),
     "A202": ("as-is", "as-is", ["middle"], "begins at a multiple of 2 bytes, not of 16"),
     "A203": ("as-is", "as-is", ["0", "2"], "its input is channels-first"),
@@ -74,12 +82,8 @@ def test_every_code_has_a_case_and_a_page() -> None:
     for rule in RULES:
         text = (PAGES / f"{rule.code}.md").read_text(encoding="utf-8")
         assert text.startswith(f"# {rule.code}: {rule.title}\n")
-        assert [line for line in text.splitlines() if line.startswith("## ")] == [
-            "## What it does",
-            "## Why it is bad",
-            "## Example",
-            "## Fix",
-        ]
+        heads = re.findall(r"^## (.*)$", text, re.M)
+        assert heads == ["Cause", "What it costs", "Example", "How it is found", "In the output", "Fix"]
 
 
 # --- what only a GPU shows -----------------------------------------------------------------------
@@ -139,7 +143,7 @@ def product(**fields: object) -> Product:
     ],
 )
 def test_an_eligible_product_that_ran_without_tensor_cores(fields: dict[str, object], found: list[str]) -> None:
-    watched = AuditedSteps(seen=_one_product(1024), wide=[], trips=[], products=[product(**fields)])
+    watched = AuditedSteps(seen=one_product(1024), wide=[], trips=[], products=[product(**fields)])
     assert [f.code for f in findings(watched) if f.code == "A501"] == found
 
 
@@ -155,12 +159,12 @@ def test_an_eligible_product_that_ran_without_tensor_cores(fields: dict[str, obj
 def test_tf32_that_is_off_where_the_gpu_has_it(
     device_type: str, capability: tuple[int, int] | None, form: str, found: bool
 ) -> None:
-    seen = _one_product(1024, form=form)
+    seen = one_product(1024, form=form)
     watched = AuditedSteps(seen=seen, wide=[], trips=[], products=[], device_type=device_type, capability=capability)
     assert ("A204" in [f.code for f in findings(watched)]) is found
 
 
-def _one_product(flops: int, *, form: str = "bf16") -> list[object]:
+def one_product(flops: int, *, form: str = "bf16") -> list[object]:
     from mezzo.observe.audit.operations import TracedOperation
     from mezzo.observe.trace import NOWHERE, Noted
     from mezzo.observe.trace import TracedProduct as Running

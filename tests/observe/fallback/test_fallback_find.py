@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo
+from helpers_backward import BOTH_WAYS, in_ways
 from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.observe.fallback.find import default_tolerance
 from mezzo.policy import Policy
 from mezzo.report.next_steps import next_steps
-
-pytestmark = pytest.mark.usefixtures("slow_backward_way")
 
 WIDTH = 16
 
@@ -105,7 +104,7 @@ PLANTED: list[dict[int, Callable[[], nn.Module]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", PLANTED, ids=[f"{len(faults)} planted" for faults in PLANTED])
+@in_ways("faults", PLANTED, both=lambda faults: len(faults) == 2, ids=lambda faults: f"{len(faults)} planted")
 def test_planted_modules_are_found_among_a_hundred(faults: dict[int, Callable[[], nn.Module]]) -> None:
     record = mezzo.fallback(trainer(Net(faults)))
 
@@ -138,6 +137,7 @@ def test_a_session_takes_the_policy() -> None:
     assert math.isfinite(session.grad_norm)
 
 
+@BOTH_WAYS
 def test_everything_is_as_it_was() -> None:
     model = Net({2: Overflow}, blocks=3)
     update = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -238,6 +238,7 @@ def test_another_batch_each_time_cannot_be_judged() -> None:
     assert (record.verdict, record.kept, record.verifications) == ("not repeatable", [], [])
 
 
+@BOTH_WAYS
 def test_what_fails_in_fp32_too() -> None:
     class Broken(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -249,6 +250,7 @@ def test_what_fails_in_fp32_too() -> None:
     assert "precision is not the cause" in record.reason
 
 
+@BOTH_WAYS
 def test_gradients_that_are_rounding_alone_are_not_judged() -> None:
     # The bias before a batch norm has a gradient of zero, but for rounding: no format could get it right.
     model = nn.Sequential(

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers_backward import BOTH_WAYS
 from mezzo.observe.fallback.evidence import LocalError, fitting_scale
 from mezzo.observe.fallback.local_errors import Bench, Call, Calls, differentiable, relative_error
 from mezzo.observe.one_module import TorchModule
 from mezzo.policy import Policy
-
-pytestmark = pytest.mark.usefixtures("slow_backward_way")
 
 
 def called(module: nn.Module, *inputs: Tensor) -> Call:
@@ -37,6 +36,7 @@ def normal(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(grad)
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize(("policy", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_a_linear_layer_loses_what_rounding_takes(policy: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -84,6 +84,7 @@ class Squeezing(nn.Module):
         return squeezed(x)
 
 
+@BOTH_WAYS
 def test_a_container_answers_for_what_it_computes_itself() -> None:
     torch.manual_seed(0)
     healthy = measured(Container(Squeezing(), torch.sin), normal(8, 4))
@@ -95,6 +96,7 @@ def test_a_container_answers_for_what_it_computes_itself() -> None:
     assert measured(Squeezing(), normal(8, 4)).rounded == math.inf
 
 
+@BOTH_WAYS
 def test_what_a_run_by_itself_leaves_behind() -> None:
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
     call = called(module, normal(8, 4))
@@ -111,6 +113,7 @@ def test_what_a_run_by_itself_leaves_behind() -> None:
     assert [name for name, inner in module.named_modules() if "forward" in vars(inner)] == []
 
 
+@BOTH_WAYS
 def test_inputs_changed_in_place_are_kept_as_they_came() -> None:
     x = normal(8, 4)
     call = called(nn.ReLU(inplace=True), x * 1)

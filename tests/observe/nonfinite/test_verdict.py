@@ -379,7 +379,7 @@ FURTHER: list[tuple[str, list[ScriptRun], tuple[str, str], list[str]]] = [
         "skipped at a scale of 1, as is normal",
         [ran("first", SCALED), ran("scale of 1", Evidence(watched=[3], bad_steps=[3]), 3, run=record_of(skipped=[3]))],
         (SCALE, "1"),
-        ["1 updates skipped, as is normal"],
+        ["1 update skipped, as is normal"],
     ),
     (
         "the step is not reached at a scale of 1",

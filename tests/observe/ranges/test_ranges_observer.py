@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import mezzo
 import record_builders as build
+from helpers_backward import BOTH_WAYS
 from helpers_launch import as_script, children_in_this_process
 from mezzo import Policy, PolicyError, ScriptError, SessionError, cli
 from mezzo.launch.torch import switched
@@ -24,8 +25,6 @@ from mezzo.observe.settings import RangesSettings
 from mezzo.records import Histogram, RangesRecord, read_record
 from paths import SCRIPTS
 from processes import in_processes
-
-pytestmark = pytest.mark.usefixtures("slow_backward_way")
 
 BATCHES = [torch.randn(8, 6, generator=torch.Generator().manual_seed(k)) for k in range(12)]
 
@@ -61,6 +60,7 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
         optimizer.step()
 
 
+@BOTH_WAYS
 def test_counts_are_those_of_values_collected_by_hand() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -110,6 +110,7 @@ def test_counts_are_those_of_values_collected_by_hand() -> None:
     assert casts.zeroed[SCALES.index(0)] > 0
 
 
+@BOTH_WAYS
 def test_swallowed_updates_are_those_that_leave_a_rounded_weight_as_it_was() -> None:
     weight = nn.Parameter(torch.tensor([1.0, 1.0, 1.0, 0.001, 100.0]))
     steps = torch.tensor([2.0**-12, 2.0**-10, 2.0**-7, 2.0**-12, 0.0])  # SGD with lr 1 takes them off
@@ -127,6 +128,7 @@ def test_swallowed_updates_are_those_that_leave_a_rounded_weight_as_it_was() -> 
     assert list(fp16.worst.values()) == [0.25]
 
 
+@BOTH_WAYS
 def test_gradients_are_counted_before_accumulation_and_clipping() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -162,6 +164,7 @@ def test_evaluation_is_not_counted() -> None:
     assert histogram(record, "activations", "0").last_exponent < 10
 
 
+@BOTH_WAYS
 def test_mixed_precision_that_began_before_is_off_inside_and_on_again_afterwards() -> None:
     records = []
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)
@@ -291,6 +294,7 @@ def test_wrong_calls_are_refused() -> None:
         mezzo.ranges(lambda: None)
 
 
+@BOTH_WAYS
 def test_an_error_of_the_function_comes_out_and_nothing_stays_patched() -> None:
     backward = torch.autograd.backward
 
@@ -328,6 +332,7 @@ def values(record: RangesRecord) -> dict[tuple[str, str], Histogram]:
     return {(t.kind, t.name): t.histogram for t in record.tensors}
 
 
+@BOTH_WAYS
 def test_checkpointing_counts_everything_once() -> None:
     found = [
         values(of_script("checkpointing", *way)) for way in (("none", "x"), ("module", "x"), ("module", "reentrant"))
@@ -352,6 +357,7 @@ SCRIPTS_RUN: list[tuple[list[str], str, int, str]] = [
 ]
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize(("words", "name", "count", "said"), SCRIPTS_RUN)
 def test_hard_scripts(words: list[str], name: str, count: int, said: str) -> None:
     record = of_script(*words)

@@ -150,7 +150,9 @@ NARROW_SHARES = [
     # policy, FLOPs by format, cause of the wide products, how the headline begins
     (AS_IS, {"bf16": 1, "fp32": 9999}, "excluded", "Mixed precision is on, but only <0.1% of the FLOPs use it. Step 2"),
     (AS_IS, {"fp32": 100}, "excluded", "Mixed precision is on, but none of the FLOPs use it. Step 2"),
-    (AS_IS, {"fp32": 100}, "off", "Step 2"),
+    (AS_IS, {"fp32": 100}, "off", "Mixed precision is off. Step 2"),
+    (AS_IS, {"fp32": 100}, "switched off", "Mixed precision is off. Step 2"),
+    ("fp32", {"fp32": 100}, "off", "Step 2"),
     (AS_IS, {"bf16": 2, "fp32": 98}, "excluded", "Step 2"),
     ("bf16", {"bf16": 1, "fp32": 9999}, "excluded", "Step 2"),
 ]
@@ -261,6 +263,19 @@ def test_kernels_reach_the_products_that_launched_them() -> None:
     times = {k.name: (k.count, k.time_ms, k.tensor_cores) for k in kernels.totals(found, seen)}
     assert times["mm_s16816"] == (5, 10.0, True)
     assert times["sgemm_simt"] == (1, 2.0, False)
+
+
+def test_autocasts_casts_are_no_kernels_of_the_product_that_they_serve() -> None:
+    """As autocast runs ``addmm`` on a GPU: the outer call casts the weight, then passes on to the inner call."""
+    outer, mode = Event("aten::addmm", 0), Event("PythonDispatchMode", 4)
+    cast = Event("aten::copy_", 1, kernels=[Ran("bfloat16_copy_kernel", 4000.0)], cpu_parent=outer)
+    inner = Event("aten::addmm", 5, kernels=[Ran("nvjet_sm90", 2000.0)], cpu_parent=mode)
+    outer.cpu_children, mode.cpu_parent, mode.cpu_children = [cast, mode], outer, [inner]
+    found = kernels.launches([inner, cast, outer, mode])
+    assert [(one.op, one.kernel) for one in found] == [
+        ("aten::addmm", "nvjet_sm90"),
+        ("aten::copy_", "bfloat16_copy_kernel"),
+    ]
 
 
 def test_without_kernels_nothing_is_proven() -> None:

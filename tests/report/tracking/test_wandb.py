@@ -20,14 +20,18 @@ _BLOCK, _HEADER = 32768, 7
 
 
 @pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    import wandb
+
+    wandb.teardown()  # it reads the environment once a process, and another test has had it read its own
     for name in ("WANDB_PROJECT", "WANDB_API_KEY", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    yield tmp_path
+    wandb.teardown()
 
 
 def chunks(data: bytes) -> Iterator[bytes]:

@@ -87,12 +87,14 @@ class Alarms:
     def see(self, seen: Seen) -> Iterator[Alarm]:
         """Take one update; yield what is new."""
         self._seen += 1
-        found = [
-            self._not_finite(seen),
+        loss, norm, isfinite = seen.loss, seen.norm, math.isfinite
+        finite = (loss is None or isfinite(loss)) and (norm is None or isfinite(norm))
+        found = [  # of most updates two of the signs need to know nothing, and each call is some 2 us of a step
+            None if finite and not self._bad else self._not_finite(seen),
             self._skipping(seen),
-            self._at_floor(seen),
+            self._at_floor(seen) if seen.skipped else None,
             self._spike(seen),
-            self._zero(seen),
+            None if norm is None else self._zero(seen),
             self._stuck(seen),
         ]
         self._scale_before = seen.scale

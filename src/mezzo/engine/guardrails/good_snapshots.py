@@ -15,7 +15,13 @@ from mezzo.engine.snapshots.folder import Saved, saved_in
 from mezzo.errors import SnapshotError
 
 
-def newest_good(folder: Path, *, before: int, weights: Callable[[Any], Any]) -> tuple[Saved, Any] | None:
+def _read(saved: Saved) -> Any:
+    return contents_at(saved.path)
+
+
+def newest_good(
+    folder: Path, *, before: int, weights: Callable[[Any], Any], read: Callable[[Saved], Any] = _read
+) -> tuple[Saved, Any] | None:
     """Return the newest snapshot of fewer than ``before`` updates with finite weights, and its contents; None if there is none.
 
     Those that were saved after it are deleted: they belong to what went wrong, and would be taken for the newest.
@@ -24,12 +30,13 @@ def newest_good(folder: Path, *, before: int, weights: Callable[[Any], Any]) -> 
         folder: the snapshots.
         before: the first update of the evidence, skipped ones counted.
         weights: returns what has to be finite of a snapshot's contents.
+        read: returns the contents, or raises ``SnapshotError``.
     """
     after: list[Saved] = []
     for saved in saved_in(folder):
         if saved.updates < before and not saved.calls:
             try:
-                contents = contents_at(saved.path)
+                contents = read(saved)
             except SnapshotError:
                 continue
             if _finite(weights(contents)):

@@ -49,11 +49,14 @@ def apply_remedy(
 
 def _scale(scale: Any, factor: float, kind: AlarmKind) -> Reason | None:
     held = getattr(scale, "_scale", None)
-    if not isinstance(held, torch.Tensor) or not isinstance(scale, (DynamicScale, torch.amp.GradScaler)):
-        return None
-    held.mul_(factor)
     if isinstance(scale, DynamicScale):
-        held.clamp_(scale.min_scale, scale.max_scale)
+        state = scale.state_dict()
+        value = min(max(state["scale"] * factor, scale.min_scale), scale.max_scale)
+        scale.load_state_dict({**state, "scale": value})
+    elif isinstance(held, torch.Tensor) and isinstance(scale, torch.amp.GradScaler):
+        held.mul_(factor)
+    else:
+        return None
     why = (
         "gradients were zero: a larger scale lifts them into the format"
         if factor > 1

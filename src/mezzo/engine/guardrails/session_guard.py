@@ -1,4 +1,7 @@
-"""The guard of a session: it sees what the session computes anyway, and reads nothing of the device while it waits for nothing."""
+"""The guard of a session: it sees what the session computes anyway, and reads nothing of the device while it waits for nothing.
+
+In several processes all act on an alarm of any of them after the same update: about once a second they tell each other.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from mezzo.engine.agreement import Agreement
 from mezzo.engine.checks import PrecisionWarning
 from mezzo.engine.guardrails.alarms import Alarms, Seen
 from mezzo.engine.guardrails.arrivals import Arrivals
 from mezzo.engine.guardrails.good_snapshots import newest_good
 from mezzo.engine.guardrails.remedies import apply_remedy
 from mezzo.engine.snapshots.contents import set_contents
+from mezzo.engine.snapshots.folder import Saved
+from mezzo.engine.snapshots.of_ranks import OfAll, folder_of, read_together
 from mezzo.engine.snapshots.randomness import random_states
 from mezzo.errors import GuardError, SessionError
 from mezzo.records import Alarm, GuardAction, Guardrails, Rewind
@@ -32,20 +38,19 @@ class SessionGuard:
         """Begin.
 
         Raises:
-            SessionError: ``action`` is none, or the session has several processes.
+            SessionError: ``action`` is none.
         """
         if action not in _ACTIONS:
             raise SessionError(f"guard={action!r}; allowed: {', '.join(_ACTIONS)}, or None", hint='pass guard="stop"')
-        if action != "note" and session.processes.several:
-            raise SessionError(
-                f"guard={action!r} in several processes; allowed: guard='note'",
-                hint="read session.guardrails on one process, and stop all together",
-            )
         self._session, self._action = session, action
         self._alarms = Alarms(session.policy.min_scale if session.policy.loss_scale == "dynamic" else None)
         self._arrivals = Arrivals(session.device, columns=4)
         self._loss: Tensor | None = None
         self.noticed = Guardrails(action=action)
+        several, group = session.processes.several, session.processes.group
+        self._together = Agreement(within=group) if several and action != "note" else None
+        self._wish: Alarm | None = None
+        """An alarm of this process that the others do not know yet."""
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Add a micro-batch's loss to the window's."""
@@ -64,12 +69,32 @@ class SessionGuard:
         self._arrivals.add(session._progress.windows, [loss, session._progress.norm, skipped, scale])
         for step, (seen_loss, norm, flag, seen_scale) in self._arrivals.arrived():
             for alarm in self._alarms.see(Seen(step, seen_loss, norm, bool(flag), seen_scale)):
-                self._raised(alarm)
+                self._note(alarm)
+                if self._together is None:
+                    self._act(alarm)
+                else:
+                    self._wish = self._wish or alarm
+        if self._together is not None and session._progress.windows >= self._together.next:
+            self._agree(self._together)
 
-    def _raised(self, alarm: Alarm) -> None:
+    def _agree(self, together: Agreement) -> None:
+        """Act on an alarm of any process in all of them, after the same update."""
+        wish, self._wish = self._wish, None
+        found = together.any_of(self._session._progress.windows, None if wish is None else wish.model_dump())
+        if found is None:
+            return
+        rank, alarm = found[0], Alarm.model_validate(found[1])
+        if wish is None:
+            alarm = alarm.model_copy(update={"evidence": f"rank {rank}: {alarm.evidence}"})
+            self._note(alarm)
+        self._act(alarm)
+
+    def _note(self, alarm: Alarm) -> None:
         self.noticed = self.noticed.model_copy(update={"alarms": [*self.noticed.alarms, alarm]})
-        text = f"{alarm.kind}, update {alarm.step}: {alarm.evidence}"
-        warnings.warn(f"guard: {text}", PrecisionWarning, stacklevel=5)
+        warnings.warn(f"guard: {_text(alarm)}", PrecisionWarning, stacklevel=5)
+
+    def _act(self, alarm: Alarm) -> None:
+        text = _text(alarm)
         if self._action == "stop":
             raise self._ended(text)
         if self._action == "rewind":
@@ -89,14 +114,15 @@ class SessionGuard:
         own = session._snapshots
         if own.saving is not None:
             own.saving.wait()
-        good = None
-        if own.folder is not None:
-            good = newest_good(own.folder.path, before=alarm.since, weights=lambda c: c["session"]["models"])
+        good, together = self._newest_good(alarm), self._together
+        if together is not None and not together.all_equal([0, 0] if good is None else [*good[0][:2]]):
+            raise self._ended(f"{text}; the processes have no snapshot in common to return to")
         if good is None:
             raise self._ended(f"{text}; there is no snapshot from before update {alarm.since} to return to")
         saved, contents = good
         position, random = dict(vars(session._position)), random_states()
-        set_contents(session, {**contents, "random": random})
+        in_all = (lambda here: here) if together is None else together.in_all
+        set_contents(session, {**contents, "random": random}, in_all=in_all)
         vars(session._position).update(position)  # the data goes on: other batches follow
         changes = apply_remedy(
             alarm.kind,
@@ -113,6 +139,24 @@ class SessionGuard:
         self.noticed = self.noticed.model_copy(update={"rewinds": [*self.noticed.rewinds, rewind]})
         self._alarms.forget()
         self._arrivals.forget()
+        if together is not None:
+            together.again()
+
+    def _newest_good(self, alarm: Alarm) -> tuple[Saved, Any] | None:
+        folder, together = self._session._snapshots.folder, self._together
+        if folder is None:
+            return None
+        rank, size = (0, 1) if together is None else (together.rank, together.size)
+        places = [folder.path] if size == 1 else [folder_of(folder.path.parent, one, size) for one in range(size)]
+
+        def read(saved: Saved) -> Any:
+            return read_together(OfAll(saved.number, [place / saved.path.name for place in places]), rank, size)
+
+        return newest_good(folder.path, before=alarm.since, weights=lambda c: c["session"]["models"], read=read)
+
+
+def _text(alarm: Alarm) -> str:
+    return f"{alarm.kind}, update {alarm.step}: {alarm.evidence}"
 
 
 def guard_of(session: Session, action: Any) -> SessionGuard | None:

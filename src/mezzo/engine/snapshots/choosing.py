@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots.folder import saved_in
 from mezzo.engine.snapshots.structure import put_together
 from mezzo.errors import SnapshotError
-
-T = TypeVar("T")
 
 
 class Refused(NamedTuple):
@@ -32,35 +31,43 @@ class Chosen(NamedTuple):
 
 
 def load_newest(path: Path, take: Callable[[Any], None]) -> Chosen | None:
-    """Load a snapshot, or the newest one in a folder that can be; a warning names those that cannot. None if there is none.
+    """Load a snapshot, or the newest one in a folder that can be, as ``load_first`` does."""
+    files = [path] if path.is_file() else [saved.path for saved in saved_in(path)]
+    return load_first([(file, functools.partial(contents_at, file)) for file in files], take, folder=path)
+
+
+def load_first(
+    candidates: Sequence[tuple[Path, Callable[[], Any]]], take: Callable[[Any], None], *, folder: Path
+) -> Chosen | None:
+    """Load the first of several snapshots that can be; a warning names those that cannot. None if there are none.
 
     Args:
-        path: a snapshot or a folder.
+        candidates: the newest first, each with what returns its contents or raises ``SnapshotError``.
         take: puts the contents in place, or raises ``SnapshotError`` and changes nothing.
+        folder: where they lie, for messages.
 
     Raises:
         SnapshotError: none of them can be loaded.
     """
-    candidates = [path] if path.is_file() else [saved.path for saved in saved_in(path)]
     refused: list[Refused] = []
-    for candidate in candidates:
+    for path, read in candidates:
         try:
-            contents = contents_at(candidate)
+            contents = read()
             take(contents)
         except SnapshotError as error:
             if len(candidates) == 1:
                 raise
-            refused.append(Refused(candidate, error.message))
+            refused.append(Refused(path, error.message))
             continue
         if refused:
             listed = "; ".join(f"{one.path.name}: {one.why}" for one in refused)
-            warnings.warn(f"loaded {candidate.name}; not loaded, though newer: {listed}", UserWarning, stacklevel=4)
-        return Chosen(candidate, contents, refused)
+            warnings.warn(f"loaded {path.name}; not loaded, though newer: {listed}", UserWarning, stacklevel=4)
+        return Chosen(path, contents, refused)
     if not candidates:
         return None
     listed = "".join(f"\n  {one.path.name}: {one.why}" for one in refused)
     raise SnapshotError(
-        f"none of the {len(refused)} snapshots in {str(path)!r} can be loaded:{listed}",
+        f"none of the {len(refused)} snapshots in {str(folder)!r} can be loaded:{listed}",
         hint="begin anew in another folder; these files were left as they are",
     )
 

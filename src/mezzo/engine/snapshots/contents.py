@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from mezzo.engine.parameters import all_parameters, trained_by
 from mezzo.engine.replicas import bare
 from mezzo.engine.snapshots.background import Copies
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
+from mezzo.engine.snapshots.sharded import Shard, placed, placed_model, placed_optimizer
 from mezzo.engine.snapshots.structure import put_together, take_apart
 from mezzo.engine.state import state_of, take_up
 from mezzo.errors import MezzoError, SnapshotError
@@ -42,8 +43,15 @@ def contents_of(session: Session, extra: Any = None) -> dict[str, Any]:
     }
 
 
-def set_contents(session: Session, contents: Mapping[str, Any]) -> None:
+def set_contents(
+    session: Session, contents: Mapping[str, Any], *, in_all: Callable[[bool], bool] = lambda here: here
+) -> None:
     """Put a snapshot's contents in the place of all that a session has; if anything of it does not fit, nothing changes.
+
+    Args:
+        session: what takes it up.
+        contents: what ``contents_of`` returned.
+        in_all: is told whether it fits here, and returns whether it fits in all processes.
 
     Raises:
         SnapshotError: it is of another model, or of an open window of another policy or length.
@@ -57,16 +65,28 @@ def set_contents(session: Session, contents: Mapping[str, Any]) -> None:
         _set(session, contents)
     except Exception as error:  # whatever a forged state makes torch raise: a snapshot is taken up whole or not at all
         _set(session, before)
+        in_all(False)
         if isinstance(error, MezzoError):
             raise SnapshotError(error.message, hint=error.hint) from None
         raise SnapshotError(
             f"its contents do not fit this session: {type(error).__name__}: {str(error)[:200]}",
             hint="build the session as the one that saved the snapshot was built",
         ) from None
+    if not in_all(True):
+        _set(session, before)
+        raise SnapshotError(
+            "it does not fit the session of another process",
+            hint="build the session as the one that saved the snapshot was built",
+        )
 
 
 def _set(session: Session, contents: Mapping[str, Any]) -> None:
     state, window = contents["session"], contents["window"]
+    state = {
+        **state,
+        "models": [placed_model(s, bare(m)) for s, m in zip(state["models"], session.models, strict=True)],
+        "optimizers": [placed_optimizer(s, o) for s, o in zip(state["optimizers"], session.optimizers, strict=True)],
+    }
     session._open_window()
     take_up(session, state, window_calls=0)
     if state["policy"] == str(session.policy):
@@ -76,7 +96,7 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
         _set_buffers(bare(model), buffers)
     parameters = all_parameters(session.models, session.optimizers)
     for number, parameter in enumerate(parameters):
-        gradient = contents["gradients"].get(number)
+        gradient = placed(contents["gradients"].get(number), parameter)
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
     if window is not None:
         session._window.load_state_dict(window, session.device)
@@ -129,7 +149,7 @@ def _refuse_other(session: Session, contents: Mapping[str, Any]) -> None:
 
 def _refuse_other_model(model: nn.Module, saved: Mapping[str, Any], what: str) -> None:
     own = {name: value.shape for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    given = {name: value.shape for name, value in saved.items() if isinstance(value, Tensor)}
+    given = {name: torch.Size(value.shape) for name, value in saved.items() if isinstance(value, (Tensor, Shard))}
     if own == given:
         return
     for name in [*own, *given]:
@@ -149,7 +169,7 @@ def _refuse_other_moments(optimizer: OnePass, saved: Mapping[str, Any]) -> None:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, optimizer.parameters(), strict=False):
         for name, value in saved["state"].get(number, {}).items():
-            if isinstance(value, Tensor) and name != "step" and value.shape != parameter.shape:
+            if isinstance(value, (Tensor, Shard)) and name != "step" and tuple(value.shape) != tuple(parameter.shape):
                 raise SnapshotError(
                     f"{name!r} of parameter {number} has shape {tuple(value.shape)}, and the parameter {tuple(parameter.shape)}",
                     hint="build the model and the optimizer as in the run that was stopped",

@@ -83,6 +83,10 @@ class Folder:
             raise _unusable(path, error) from None
         self._last = max((saved.number for saved in saved_in(path)), default=0)
 
+    def begin_after(self, number: int) -> None:
+        """Number the next snapshot above ``number``, as other processes do."""
+        self._last = max(self._last, number)
+
     def next_path(self, *, updates: int, calls: int) -> Path:
         """Return the name of the next snapshot, after ``calls`` backward passes of an open window.
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mezzo.engine.agreement import Agreement
 from mezzo.engine.snapshots.background import Copies, Saving, write_whole
-from mezzo.engine.snapshots.choosing import Refused, load_newest
+from mezzo.engine.snapshots.choosing import Refused, load_first
 from mezzo.engine.snapshots.contents import contents_of, set_contents
 from mezzo.engine.snapshots.folder import Folder
+from mezzo.engine.snapshots.of_ranks import OfAll, folder_of, last_number, part_of, read_together, whole_ones
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.structure import take_apart
 from mezzo.engine.state import state_of, take_up
@@ -43,13 +46,28 @@ class Snapshots:
         self.saving: Saving | None = None
         self.last_s = time.monotonic()
         self.notice = _Notice()
+        self._together: Agreement | None = None
+        self._calls = 0
 
-    def due(self, every_s: float | None) -> bool:
-        """Return whether ``every_s`` seconds have passed since the last save, or the process was asked to end."""
+    def together(self, session: Session) -> Agreement | None:
+        """Return how this process agrees with others that train the same model; None for the only one."""
+        if self._together is None and session.processes.several:
+            self._together = Agreement(within=session.processes.group)
+        return self._together
+
+    def due(self, every_s: float | None, together: Agreement | None) -> bool:
+        """Return whether ``every_s`` seconds have passed since the last save, or a process was asked to end; the same in all."""
+        self._calls += 1
         if every_s is None:
             return True
         self.notice.listen()
-        return self.notice.given or time.monotonic() - self.last_s >= every_s
+        due = self.notice.given or time.monotonic() - self.last_s >= every_s
+        if together is None:
+            return due
+        if self._calls < together.next:
+            return False
+        due, self.notice.given = map(bool, together.reached(self._calls, [due, self.notice.given]))
+        return due
 
     def begin(self, path: Path) -> Folder:
         """Wait for the save that is under way, and return the folder, locked.
@@ -164,14 +182,29 @@ class Resumable:
 
 def _save(session: Session, folder: Path, *, every_s: float | None, keep: int, extra: Any) -> Saving | None:
     own = session._snapshots
-    if not own.due(every_s):
+    together = own.together(session)
+    if not own.due(every_s, together):
         return None
-    _check(session, keep)
-    into = own.begin(folder)
+    _check(keep)
+    rank, size = (0, 1) if together is None else (together.rank, together.size)
     session._schedules.settle()
-    tree, tensors = take_apart(contents_of(session, extra))
+    number, error = 0, None
+    try:
+        into = own.begin(folder_of(folder, rank, size))
+        number = last_number(folder)
+        contents = contents_of(session, extra)
+        tree, tensors = take_apart(contents if together is None else part_of(session, contents, rank))
+    except SnapshotError as failed:
+        error = failed
+    if together is not None:
+        number, fails = together.largest([number, error is not None])
+        error = error or (_another() if fails else None)
+    if error is not None:
+        raise error
+    into.begin_after(number)
     path = into.next_path(updates=session._progress.windows, calls=session._window.calls)
-    write = write_whole(path, tree, own.copies.of(tensors), lambda: into.prune(keep))
+    # A process that is killed while it saves has only the one before: the others keep that as well.
+    write = write_whole(path, tree, own.copies.of(tensors), lambda: into.prune(keep + (size > 1)))
     own.saving, own.last_s = Saving(path, write), time.monotonic()
     if own.notice.given and every_s is not None:
         own.saving.wait()
@@ -179,24 +212,48 @@ def _save(session: Session, folder: Path, *, every_s: float | None, keep: int, e
     return own.saving
 
 
-def _check(session: Session, keep: int) -> None:
+def _another() -> SnapshotError:
+    return SnapshotError(
+        "another process could not save its part; the snapshots before it are untouched",
+        hint="its own message names the reason",
+    )
+
+
+def _check(keep: int) -> None:
     if not isinstance(keep, int) or keep < 1:
         raise SnapshotError(f"keep={keep!r}; allowed: a whole number of 1 or more", hint="leave keep out for 3")
-    if session.processes.several:
-        raise SnapshotError(
-            "a session of several processes was to be saved; allowed: one process",
-            hint="save session.state_dict() with torch.distributed.checkpoint",
-        )
 
 
 def _load(session: Session, path: Path, *, must_exist: bool) -> Loaded | None:
-    found = load_newest(path, lambda contents: set_contents(session, contents))
-    if found is not None:
-        contents = found.contents
-        return Loaded(found.path, contents["session"]["updates"], contents["extra"], found.refused)
+    together = session._snapshots.together(session)
+    found = whole_ones(path) if together is None or together.rank == 0 else None
+    if together is not None:
+        _, found = together.first_of(found) or (0, [])
+    in_all = (lambda here: here) if together is None else together.in_all
+    rank, size = (0, 1) if together is None else (together.rank, together.size)
+    candidates = [
+        (one.paths[min(rank, len(one.paths) - 1)], functools.partial(_read, one, rank, size, in_all))
+        for one in found or []
+    ]
+    chosen = load_first(candidates, lambda contents: set_contents(session, contents, in_all=in_all), folder=path)
+    if chosen is not None:
+        contents = chosen.contents
+        return Loaded(chosen.path, contents["session"]["updates"], contents["extra"], chosen.refused)
     if not must_exist:
         return None
     raise SnapshotError(
         f"there is no snapshot at {str(path)!r}",
         hint="pass the folder that session.save wrote to; to begin anew where there is none: load(folder, must_exist=False)",
     )
+
+
+def _read(one: OfAll, rank: int, size: int, in_all: Callable[[bool], bool]) -> Any:
+    """Return the contents of a snapshot if all processes can read theirs."""
+    error = None
+    try:
+        contents = read_together(one, rank, size)
+    except SnapshotError as failed:
+        error = failed
+    if in_all(error is None):
+        return contents
+    raise error or SnapshotError("another process cannot read its part", hint="its own message names the reason")

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mezzo.engine.shards import is_shared
+from mezzo.engine.snapshots.sharded import Shard, shard_of
 from mezzo.errors import SnapshotError
 
 _DICTS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -50,6 +52,9 @@ def put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     kind, value = tree[MARK], tree.get("value")
     if kind in ("tensor", "array", "scalar"):
         return _read_tensor(kind, tree, tensors)
+    if kind == "shard":
+        shape, at = (tuple(map(int, tree[key])) for key in ("shape", "at"))
+        return Shard(_read_tensor("tensor", tree, tensors), shape, at)
     if kind in _DICTS and isinstance(value, list):
         pairs = [put_together(pair, tensors) for pair in value]
         return _DICTS[kind](dict(pairs))
@@ -100,7 +105,11 @@ class _Parts:
         if type(value) in _PLAIN:
             return value
         if isinstance(value, Tensor):
-            return self._tensor("tensor", value.detach(), place)
+            if not is_shared(value):
+                return self._tensor("tensor", value.detach(), place)
+            value = shard_of(value)
+        if isinstance(value, Shard):
+            return {**self._tensor("shard", value.part, place), "shape": [*value.shape], "at": [*value.at]}
         if isinstance(value, np.ndarray) and value.dtype != object:
             return self._tensor("array", torch.from_numpy(np.ascontiguousarray(value)), place)
         if isinstance(value, np.float64):  # a Python float, to the bit

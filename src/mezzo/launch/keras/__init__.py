@@ -6,29 +6,25 @@ Keras is patched as soon as the script has imported it, on the backend that the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import dtype_policy_name, explain, left_out
-from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.import_hooks import after_import
 from mezzo.launch.keras import seeds
 from mezzo.launch.keras.layers import Layers
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
-from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
-from mezzo.launch.snapshot_request import SnapshotRequest
-from mezzo.launch.step_limit import StepLimit
-from mezzo.launch.trace_request import TraceRequest
+from mezzo.launch.without_pytorch import WithoutPyTorch
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
+from mezzo.records import Effective, Environment, Memory, Reason, Steps
 
 if TYPE_CHECKING:
     from mezzo.launch.keras.observed import ObservedKeras
@@ -121,8 +117,10 @@ def _backend_of(name: str, run: KerasRun) -> Backend:
     )
 
 
-class KerasTraining:
+class KerasTraining(WithoutPyTorch):
     """A Keras script's training (``launch.frameworks.Training``)."""
+
+    framework_shown = "Keras"
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run
@@ -148,56 +146,6 @@ class KerasTraining:
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
         self._run.steps.reports.begin(report, every_s=every_s)
-
-    def stop_after(self, limit: StepLimit) -> None:
-        """Refuse: only PyTorch scripts are stopped after a step."""
-        raise ScriptError(
-            "a step limit was set for a Keras script; allowed: PyTorch scripts",
-            hint="leave the limit out, or pass arguments that make the script train for fewer steps",
-        )
-
-    not_resumed = None
-
-    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
-        """Refuse: only the state of PyTorch scripts is found."""
-        if asked is not None:
-            raise ScriptError(
-                "snapshots were asked of a Keras script; allowed: PyTorch scripts",
-                hint="leave --snapshot and --resume out, and use the framework's own checkpoints",
-            )
-
-    def begin_trace(self, asked: TraceRequest | None) -> None:
-        """Refuse: only the state of PyTorch scripts is found."""
-        if asked is not None:
-            raise ScriptError(
-                "mezzo resume-check was given a Keras script; allowed: PyTorch scripts",
-                hint="stop and resume the script by hand, and compare its losses",
-            )
-
-    def end_snapshots(self) -> None:
-        """Return None: none are taken."""
-
-    stopped_by_guard = None
-
-    def begin_guard(self, asked: GuardRequest) -> None:
-        """Refuse: only PyTorch scripts are watched."""
-        raise ScriptError(
-            "a guard was asked of a Keras script; allowed: PyTorch scripts",
-            hint="leave --guard out, and use the framework's own callbacks",
-        )
-
-    def guardrails(self) -> None:
-        """Return None: nothing watches."""
-
-    def out_of_memory(self, error: BaseException | None) -> None:
-        """Return None: what holds memory is not counted."""
-
-    def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
-        """Refuse: only PyTorch models are changed."""
-        raise ScriptError(
-            "--channels-last or --compile was given for a Keras script; allowed: PyTorch scripts",
-            hint="leave it out",
-        )
 
     def close_update(self) -> None:
         """Read the steps not read yet, and close the one that an observer still has open."""
@@ -227,21 +175,10 @@ class KerasTraining:
         """Return what really ran in which format."""
         return self._run.effective()
 
-    def bottleneck(self) -> None:
-        """Return None: only PyTorch scripts are watched."""
-
-    def findings(self) -> list[Finding]:
-        """Return an empty list: only PyTorch's mixed precision is checked."""
-        return []
-
     def explanation(self) -> list[Reason]:
         """Return what the policy does in Keras, with reasons."""
         choices = [] if self._run.policy is None else explain(self._run.policy)
         return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
-
-    def weights(self) -> str:
-        """Return nothing: several processes are compared in PyTorch only."""
-        return ""
 
     def environment(self) -> Environment:
         """Return the machine and the versions."""

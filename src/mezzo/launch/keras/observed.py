@@ -75,6 +75,7 @@ class ObservedKeras:
         self.recorder = StepRecorder()
         self.scale: Scale = NoScale()
         self.script_scaler: Any = None
+        self.session_policy = ""
         self.gradient_scale = 1.0
         self.updates: list[Update] = []
         self.applied: Policy | None = None

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import paddle
 
-from mezzo.errors import ScriptError
 from mezzo.frameworks.paddle import explain_run
-from mezzo.launch.guard_request import GuardRequest
-from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.paddle.backward import BackwardPasses
 from mezzo.launch.paddle.counted_step import CountedStep
 from mezzo.launch.paddle.forward import Regions
@@ -24,15 +21,13 @@ from mezzo.launch.paddle.seeds import shift_seeds
 from mezzo.launch.paddle.state import PaddleRun, this_device
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
-from mezzo.launch.snapshot_request import SnapshotRequest
-from mezzo.launch.step_limit import StepLimit
-from mezzo.launch.trace_request import TraceRequest
+from mezzo.launch.without_pytorch import WithoutPyTorch
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Finding, Memory, Reason, Steps
+from mezzo.records import Effective, Environment, Memory, Reason, Steps
 
 
 @contextmanager
@@ -80,8 +75,10 @@ def _observer(settings: AnySettings, run: PaddleRun, patches: Patches) -> StepOb
     return observer
 
 
-class PaddleTraining:
+class PaddleTraining(WithoutPyTorch):
     """A Paddle script's training (``launch.frameworks.Training``)."""
+
+    framework_shown = "Paddle"
 
     def __init__(self, run: PaddleRun, counted: CountedStep, observer: StepObserver | None = None) -> None:
         self._run, self._counted = run, counted
@@ -96,56 +93,6 @@ class PaddleTraining:
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
         self._run.steps.reports.begin(report, every_s=every_s)
-
-    def stop_after(self, limit: StepLimit) -> None:
-        """Refuse: only PyTorch scripts are stopped after a step."""
-        raise ScriptError(
-            "a step limit was set for a Paddle script; allowed: PyTorch scripts",
-            hint="leave the limit out, or pass arguments that make the script train for fewer steps",
-        )
-
-    not_resumed = None
-
-    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
-        """Refuse: only the state of PyTorch scripts is found."""
-        if asked is not None:
-            raise ScriptError(
-                "snapshots were asked of a Paddle script; allowed: PyTorch scripts",
-                hint="leave --snapshot and --resume out, and use the framework's own checkpoints",
-            )
-
-    def begin_trace(self, asked: TraceRequest | None) -> None:
-        """Refuse: only the state of PyTorch scripts is found."""
-        if asked is not None:
-            raise ScriptError(
-                "mezzo resume-check was given a Paddle script; allowed: PyTorch scripts",
-                hint="stop and resume the script by hand, and compare its losses",
-            )
-
-    def end_snapshots(self) -> None:
-        """Return None: none are taken."""
-
-    stopped_by_guard = None
-
-    def begin_guard(self, asked: GuardRequest) -> None:
-        """Refuse: only PyTorch scripts are watched."""
-        raise ScriptError(
-            "a guard was asked of a Paddle script; allowed: PyTorch scripts",
-            hint="leave --guard out, and use the framework's own callbacks",
-        )
-
-    def guardrails(self) -> None:
-        """Return None: nothing watches."""
-
-    def out_of_memory(self, error: BaseException | None) -> None:
-        """Return None: what holds memory is not counted."""
-
-    def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
-        """Refuse: only PyTorch models are changed."""
-        raise ScriptError(
-            "--channels-last or --compile was given for a Paddle script; allowed: PyTorch scripts",
-            hint="leave it out",
-        )
 
     def close_update(self) -> None:
         """Close the update that is open."""
@@ -163,23 +110,12 @@ class PaddleTraining:
         """Return what really ran in which format."""
         return self._counted.effective()
 
-    def bottleneck(self) -> None:
-        """Return None: only PyTorch scripts are watched."""
-
-    def findings(self) -> list[Finding]:
-        """Return an empty list: only PyTorch's mixed precision is checked."""
-        return []
-
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
         if self._run.policy is None or self._run.device is None:  # nothing was trained
             return []
         choices = explain_run(self._run.policy, self._run.device)
         return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
-
-    def weights(self) -> str:
-        """Return nothing: several processes are compared in PyTorch only."""
-        return ""
 
     def environment(self) -> Environment:
         """Return the machine and the versions."""

@@ -13,11 +13,6 @@ from mezzo.formats import FP32
 Table: TypeAlias = npt.NDArray[np.int64]
 
 
-def empty_table() -> Table:
-    """Return a table in which nothing is counted."""
-    return np.zeros(BINS, np.int64)
-
-
 def counted(values: npt.NDArray[Any]) -> Table:
     """Return the counts of ``values`` by exponent and cell; FP64 is rounded to FP32 first."""
     with np.errstate(over="ignore", under="ignore"):

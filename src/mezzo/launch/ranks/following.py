@@ -55,7 +55,7 @@ def _run(meeting: Meeting, number: int, asked: dict[str, Any], stop: Stop) -> No
     rank = meeting.launched.rank
     request = Request.model_validate_json(asked["request"])
     folder = meeting.folder_for(f"rank-{rank}")
-    request = for_rank(request, rank, folder=folder, number=number)
+    request = for_rank(request, rank, folder=folder, number=number, ranks=meeting.launched.size)
     request = request.model_copy(update={"record_path": str(record_path(folder, number)), "reports_progress": False})
     output = None if asked["output"] is None else beside(Path(asked["output"]), rank)
     told = False

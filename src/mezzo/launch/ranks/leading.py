@@ -124,7 +124,7 @@ class Leader:
                 "output": None if output is None else str(output.absolute()),
             },
         )
-        request = for_rank(request, 0, folder=self._folder(0), number=run.number)
+        request = for_rank(request, 0, folder=self._folder(0), number=run.number, ranks=self.size)
         own = run_one(request, output=output, interrupted=lambda: self._over(run))
         own_end_s, own_stopped = time.monotonic(), run.stopped
         if _failed(own) and run.failed_s is None:

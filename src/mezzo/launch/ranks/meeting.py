@@ -76,7 +76,7 @@ class Meeting:
         question, answer = self._place / f"hello-{rank}-{number}", self._place / f"welcome-{rank}-{number}"
         end = time.monotonic() + self._join_s
         while time.monotonic() < end:
-            found = _read(answer)
+            found = read_message(answer)
             if found is not None:
                 answer.unlink(missing_ok=True)
                 self._folder = self._place / found["folder"]
@@ -84,7 +84,7 @@ class Meeting:
                 return
             if not question.exists():
                 _make_own(self._place)
-                _write(question, {})
+                write_message(question, {})
             time.sleep(_POLL_S)
         question.unlink(missing_ok=True)
         raise ScriptError(
@@ -123,11 +123,11 @@ class Meeting:
 
     def put(self, name: str, value: dict[str, Any]) -> None:
         """Leave a message."""
-        _write(self._path(name), value)
+        write_message(self._path(name), value)
 
     def get(self, name: str) -> dict[str, Any] | None:
         """Return a message; None before it is there."""
-        return _read(self._path(name))
+        return read_message(self._path(name))
 
     def folder_for(self, name: str) -> Path:
         """Return a folder inside this one, made if need be, that goes when the job ends."""
@@ -137,7 +137,7 @@ class Meeting:
 
     def gone(self, rank: int) -> bool:
         """Return whether a process has stopped counting."""
-        found, now = _read(self._path(f"alive-{rank}")), time.monotonic()
+        found, now = read_message(self._path(f"alive-{rank}")), time.monotonic()
         number = -1 if found is None else int(found["number"])
         last, since_s = self._seen.get(rank, (None, now))
         if number != last:
@@ -147,7 +147,7 @@ class Meeting:
 
     def host_of(self, rank: int) -> str:
         """Return the name of the machine of a process; empty if it never joined."""
-        found = _read(self._path(f"alive-{rank}"))
+        found = read_message(self._path(f"alive-{rank}"))
         return "" if found is None else str(found["host"])
 
     # --- threads ---------------------------------------------------------------------------------------------------------------
@@ -173,7 +173,9 @@ class Meeting:
         while not self._left.wait(_POLL_S):
             with suppress(OSError):
                 for question in self._place.glob("hello-*"):
-                    _write(self._place / question.name.replace("hello", "welcome", 1), {"folder": self._folder.name})
+                    write_message(
+                        self._place / question.name.replace("hello", "welcome", 1), {"folder": self._folder.name}
+                    )
                     question.unlink(missing_ok=True)
             if all(self._path(f"alive-{rank}").exists() for rank in self.others):
                 return
@@ -198,13 +200,15 @@ def _make_own(place: Path) -> None:
         )
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def write_message(path: Path, value: dict[str, Any]) -> None:
+    """Write a message whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     temporary.write_text(json.dumps(value), encoding="utf-8")
     os.replace(temporary, path)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_message(path: Path) -> dict[str, Any] | None:
+    """Return a message; None before it is there."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

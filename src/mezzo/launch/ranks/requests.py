@@ -18,8 +18,16 @@ def counts_path(folder: Path, number: int) -> Path:
     return folder / f"run-{number}.counts.json"
 
 
-def for_rank(request: Request, rank: int, *, folder: Path, number: int) -> Request:
-    """Return the request of one rank: its observer's files lie beside those of rank 0, and in its folder of the meeting."""
+def for_rank(request: Request, rank: int, *, folder: Path, number: int, ranks: int) -> Request:
+    """Return the request of one rank: its observer's files lie beside those of rank 0, and in its folder of the meeting.
+
+    Args:
+        request: rank 0's.
+        rank: whose.
+        folder: this rank's in the meeting.
+        number: of the run.
+        ranks: processes of the job.
+    """
     observe = request.observe
     if observe is not None and observe.kind == "ranges":
         observe = observe.model_copy(update={"counts_path": str(counts_path(folder, number))})
@@ -28,7 +36,13 @@ def for_rank(request: Request, rank: int, *, folder: Path, number: int) -> Reque
     if rank and observe is not None and observe.kind == "fallback":
         observe = observe.model_copy(update={"folder": str(folder_beside(Path(observe.folder), rank))})
         Path(observe.folder).mkdir(exist_ok=True)
-    return request.model_copy(update={"rank": rank, "observe": observe})
+    snapshots = request.snapshots
+    if snapshots is not None:
+        meeting = folder.parent / f"run-{number}-snapshots"
+        meeting.mkdir(exist_ok=True)
+        snapshots = snapshots.for_rank(rank, ranks=ranks, meeting=str(meeting))
+    guard = None if request.guard is None else request.guard.model_copy(update={"together": ranks > 1})
+    return request.model_copy(update={"rank": rank, "observe": observe, "snapshots": snapshots, "guard": guard})
 
 
 def beside(path: Path, rank: int) -> Path:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mezzo.errors import MezzoError
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.request import Request
-from mezzo.launch.runner import observe_child, run_child
+from mezzo.launch.runner import AT_LIMIT
 from mezzo.launch.several.compared_runs import GRACE_S, folder_name, named_arguments, run_name
 from mezzo.launch.several.fallback import fallback_of_script
 from mezzo.launch.several.passes import diagnose_script
-from mezzo.launch.several.plan import Asked, Known, first_run_limit_s, next_asked
-from mezzo.launch.several.resuming import Finished
+from mezzo.launch.several.plan import Asked, Known, expected_runs, first_run_limit_s, next_asked
+from mezzo.launch.several.resuming import Finished, finished_run
+from mezzo.launch.several.waves import Waves
 from mezzo.observe.settings import RangesSettings
 from mezzo.policy import Policy
 from mezzo.records import (
@@ -64,6 +64,8 @@ class Check:
     settings: Settings
     folder: Path
     finished: Finished
+    waves: Waves
+    """Makes the runs."""
     say: Callable[[str], None]
     """Told what begins, and why."""
     keep: Callable[[AnyRecord, Path], None] = lambda record, folder: write_record(record, folder / "record.json")
@@ -78,7 +80,9 @@ class Check:
         asked, self._end_s = self.settings, time.monotonic() + self.settings.budget_s
         self._metric = asked.metric
         self._said: set[str] = set()  # a reason is said once
-        self.known = Known(policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s)
+        self._reused: set[str] = set()  # names of runs that an interrupted check made, and did not come to use
+        at_once = self.waves.at_once
+        self.known = Known(policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s, at_once=at_once)
 
     def run(self) -> Known:
         """Do what the plan asks for until the answer is known or the time is over.
@@ -103,7 +107,9 @@ class Check:
             self._said.add(asked.why)
             found = _ACTIONS[asked.stage](self, asked, place, stop)
             stop.check()
-            if asked.stage == "run":
+            if (
+                asked.stage == "run" and self.known.at_once == 1
+            ):  # else it ran beside others, or before it was asked for
                 took = {(asked.policy, asked.seed): time.monotonic() - began}
                 self.known = replace(self.known, took_s={**self.known.took_s, **took})
         outcome = self._learn(asked, found)
@@ -112,6 +118,7 @@ class Check:
                 self.keep(found, place)
             if (asked.policy, asked.seed) not in self.known.lost:
                 self.finished.add(name, place / "record.json")
+        resumed = resumed or name in self._reused
         self.say(f"{_title(asked)}: {outcome}" + (" (from the interrupted check)" if resumed else ""))
         self.stages.append(
             CheckStage(
@@ -136,53 +143,70 @@ class Check:
 
     def run_script(self, asked: Asked, place: Path, stop: Stop) -> RunRecord:
         """Run the script under one policy with one seed, the first time with a limit for its steps."""
-        first, limit_s = not self.known.runs, self._left_s()
-        limits: dict[str, Any] = {"stop_after_steps": self.first_steps}
-        if first:
+        first = not self.known.runs
+        run = self.waves.record(
+            self._training(asked),
+            limit_s=_FOR_FIRST * self.settings.budget_s if first else self._left_s(),
+            ahead=lambda: map(self._training, expected_runs(self.known)),
+            reuse=self._finished_run,
+        )
+        assert isinstance(run, RunRecord)
+        if first and (run.error or "").startswith(AT_LIMIT):
+            self.too_slow = True
             limit_s = _FOR_FIRST * self.settings.budget_s
-        if first and self.settings.framework == "torch":
-            num = len(self.settings.policies)
-            limits = {
-                "stop_after_s": first_run_limit_s(self.settings.budget_s, num_policies=num, seeds=self.settings.seeds)
-            }
-        request = self._request(
+            return run.model_copy(
+                update={"error": f"it did not end, and made no training step, within {limit_s:.0f} s"}
+            )
+        return run
+
+    def _training(self, asked: Asked) -> Request:
+        """Return the request of a training under one policy with one seed."""
+        settings = self.settings
+        limits: dict[str, Any] = {"stop_after_steps": self.first_steps}
+        if not self.known.runs and settings.framework == "torch":
+            num, at_once = len(settings.policies), self.known.at_once
+            limit_s = first_run_limit_s(settings.budget_s, num_policies=num, seeds=settings.seeds, at_once=at_once)
+            limits = {"stop_after_s": limit_s}
+        return self._request(
             asked,
-            place,
+            self.folder / _name(asked),
             seed=asked.seed,
             policy=_policy(asked.policy),
             metric=self._metric,
             compared_since_s=self.finished.since_s,
             **limits,
         )
-        place.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
-        run = run_child(request, output=place / "output.log", limit_s=limit_s)
-        if first and run.error is not None and time.monotonic() - began >= limit_s and not stop.stopped:
-            self.too_slow = True
-            return run.model_copy(
-                update={"error": f"it did not end, and made no training step, within {limit_s:.0f} s"}
-            )
-        return run
+
+    def _finished_run(self, request: Request) -> RunRecord | None:
+        found = finished_run(request)
+        if found is not None:
+            self._reused.add(Path(request.record_path).parent.name)
+        return found
 
     def diagnose(self, asked: Asked, place: Path, stop: Stop) -> DiagnoseRecord | RunRecord:
         """Find the cause of a policy's fault, with the seed with which it appeared."""
         seen = self.known.run(asked.policy, asked.seed)
         steps = max(_INSPECTED, 0 if seen is None else len(seen.steps))
         request = self._request(asked, place, seed=asked.seed, policy=_policy(asked.policy))
-        return diagnose_script(request, steps=steps, child=partial(_quietly, left_s=self._left_s))
+        return diagnose_script(request, steps=steps, child=self._observed)
+
+    def _observed(self, request: Request, *, output: Path | None) -> RunRecord:
+        """Run a pass of a diagnosis."""
+        run = self.waves.record(request, limit_s=self._left_s())
+        assert isinstance(run, RunRecord)
+        return run
 
     def ranges(self, asked: Asked, place: Path, stop: Stop) -> AnyRecord:
         """Count a policy's values by exponent, in FP32."""
         settings = RangesSettings(steps=tuple(range(1, _RANGES_STEPS + 1)), policy=Policy.parse(asked.policy))
         request = self._request(asked, place, seed=0, policy=Policy.parse(self.known.baseline), observe=settings)
-        place.mkdir(parents=True, exist_ok=True)
-        return observe_child(request, output=place / "output.log", limit_s=self._left_s())
+        return self.waves.record(request, limit_s=self._left_s())
 
     def fallback(self, asked: Asked, place: Path, stop: Stop) -> FallbackRecord | None:
         """Search for modules to keep in FP32; None if the search is refused."""
         request = self._request(asked, place, seed=0, policy=Policy.parse(asked.policy))
         try:
-            return fallback_of_script(request, folder=place)
+            return fallback_of_script(request, folder=place, waves=self.waves)
         except MezzoError as error:
             self.say(f"fallback: {error.message}")
             return None
@@ -220,13 +244,6 @@ class Check:
                 run = run.model_copy(update={"metric": None})
         self.known = replace(self.known, runs=(*self.known.runs, run))
         return run.error or _ran(run)
-
-
-def _quietly(request: Request, *, output: Path | None, left_s: Callable[[], float]) -> RunRecord:
-    """Run a pass of a diagnosis with its output in a file."""
-    place = output or Path(request.record_path).with_name("output.log")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    return run_child(request, output=place, limit_s=left_s())
 
 
 _ACTIONS: dict[str, Callable[[Check, Asked, Path, Stop], AnyRecord | None]] = {

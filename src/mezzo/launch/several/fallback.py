@@ -6,16 +6,19 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from mezzo.launch.process.command_signals import stoppable
+from mezzo.errors import RecordError
+from mezzo.launch.process.command_signals import Stopped
 from mezzo.launch.ranks.leading import leader
 from mezzo.launch.ranks.requests import folder_beside
 from mezzo.launch.request import Request
-from mezzo.launch.runner import run_child
-from mezzo.observe.fallback.evidence import Measured, checked, of_all, read_measured
+from mezzo.launch.several.side_by_side import output_of
+from mezzo.launch.several.waves import Waves
+from mezzo.observe.fallback.evidence import Measured, checked, has_overflowed, measured_path, of_all, read_measured
 from mezzo.observe.fallback.find import find
+from mezzo.observe.fallback.trials import Ahead
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
-from mezzo.records import FallbackRecord, RunRecord
+from mezzo.records import FallbackRecord, RunRecord, read_record
 
 _RUNS = "runs"
 
@@ -24,43 +27,60 @@ def fallback_of_script(
     request: Request,
     *,
     folder: Path,
+    waves: Waves,
+    goes_on: bool = False,
     tolerance: float | None = None,
     fresh: int = 2,
     note: Callable[[str], None] = lambda _: None,
 ) -> FallbackRecord:
     """Return which modules of a script have to stay in FP32 under the policy of ``request``.
 
-    Each run's record and output stay under ``runs`` in ``folder``; the reference's gradients are deleted.
+    Each run's record and output stay under ``runs`` in ``folder``. The reference's gradients are deleted at the end; where a signal
+    stopped the search they stay, so that it can go on.
 
     Args:
         request: the script, its arguments and the policy.
         folder: where the runs' files go.
+        waves: makes the runs.
+        goes_on: whether to use the finished runs that a stopped search left in ``folder``.
         tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
         fresh: how many more batches the set is checked on.
         note: is told what happens.
     """
     runs = (folder / _RUNS).absolute()
-    shutil.rmtree(runs, ignore_errors=True)
-    runs.mkdir(parents=True)
+    if not goes_on:
+        shutil.rmtree(runs, ignore_errors=True)
+    runs.mkdir(parents=True, exist_ok=True)
+    measure = _Children(request, runs, waves)
+    policy = request.policy
+    assert policy is not None
+    can_go_on = False
     try:
-        measure = _Children(request, runs)
-        policy = request.policy
-        assert policy is not None
         return find(measure, policy, folder=str(runs), tolerance=tolerance, fresh=fresh, note=note)
+    except Stopped:
+        can_go_on = True
+        raise
     finally:
-        for gradients in (*runs.rglob("*.pt"), *runs.rglob("*.npz")):
+        for gradients in [] if can_go_on else _gradients(runs):
             gradients.unlink()
 
 
 class _Children:
     """Runs of a script's first steps, each in a process of its own."""
 
-    def __init__(self, request: Request, folder: Path) -> None:
-        self._request, self._folder = request, folder
+    def __init__(self, request: Request, folder: Path, waves: Waves) -> None:
+        self._request, self._folder, self._waves = request, folder, waves
 
-    def __call__(self, policy: Policy, settings: FallbackSettings) -> tuple[Measured, RunRecord]:
-        output = self._folder / f"{settings.name}.log"
-        request = self._request.model_copy(
+    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+        request = self._asked(policy, settings)
+        run = self._waves.record(request, ahead=lambda: (self._asked(*trial) for trial in ahead()), reuse=_finished)
+        assert isinstance(run, RunRecord)
+        where = f"what it printed is in {output_of(request)}"
+        measured = of_all([read_measured(own) for own in _of_ranks(settings)])
+        return checked(measured, run, where=where, role=settings.role), run
+
+    def _asked(self, policy: Policy, settings: FallbackSettings) -> Request:
+        return self._request.model_copy(
             update={
                 "policy": policy,
                 "policy_typed": "",
@@ -68,12 +88,31 @@ class _Children:
                 "record_path": str(self._folder / f"{settings.name}.record.json"),
             }
         )
-        with stoppable() as stop:
-            run = run_child(request, output=output)
-            stop.check(run)
-        where = f"what it printed is in {output}"
-        measured = of_all([read_measured(own) for own in _of_ranks(settings)])
-        return checked(measured, run, where=where, role=settings.role), run
+
+
+def _finished(request: Request) -> RunRecord | None:
+    """Return the record of a run that left its measurements, and its gradients if it is the reference; None if it is to be made."""
+    settings, path = _settings(request), Path(request.record_path)
+    try:
+        found = read_record(path)
+    except RecordError:
+        return None
+    if not isinstance(found, RunRecord) or found.request_sha256 != request.digest:
+        return None
+    if found.error is not None and not has_overflowed(found):
+        return None
+    if settings.role == "reference" and not _gradients(path.parent):
+        return None
+    return found if all(measured_path(own).is_file() for own in _of_ranks(settings)) else None
+
+
+def _settings(request: Request) -> FallbackSettings:
+    assert isinstance(request.observe, FallbackSettings)
+    return request.observe
+
+
+def _gradients(folder: Path) -> list[Path]:
+    return [*folder.rglob("*.pt"), *folder.rglob("*.npz")]
 
 
 def _of_ranks(settings: FallbackSettings) -> list[FallbackSettings]:

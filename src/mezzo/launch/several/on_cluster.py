@@ -1,4 +1,4 @@
-"""Runs of a comparison on the workers of a cluster, which share the command's folder: each writes one record, whole.
+"""Runs of one command on the workers of a cluster, which share the command's folder: each writes one record, whole.
 
 A run whose worker is lost is tried again once, then it fails by its name. A signal cancels what is under way. Imports no torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -18,8 +18,8 @@ from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.progress import followed
 from mezzo.launch.request import Request
 from mezzo.launch.runner import without_record
-from mezzo.launch.several.side_by_side import Ended, Engine, output_of
-from mezzo.records import Placement, RunRecord, read_record, write_record
+from mezzo.launch.several.side_by_side import Ended, LimitS, output_of, run_label
+from mezzo.records import AnyRecord, Placement, read_record, write_record
 
 _POLL_S = 0.5
 _CANCEL_S = 15.0
@@ -47,6 +47,10 @@ class Cluster(Protocol):
     def name(self) -> Literal["slurm", "ray"]:
         """Its name in records."""
 
+    @property
+    def gives_gpus(self) -> bool | None:
+        """Whether each run has a GPU of its own; None if only the run knows."""
+
     def begin(self, folder: Path) -> None:
         """Get ready, with the command's folder for its files."""
 
@@ -71,22 +75,46 @@ class _Running:
     """The run's progress on the display."""
 
 
-def on_cluster(cluster: Cluster, *, jobs: int | None, note: Callable[[str], None]) -> Engine:
-    """Return the engine that has each run made by a cluster, at most ``jobs`` at once; None for as many as it allows."""
+class OnCluster:
+    """The engine that has each run made by a cluster."""
 
-    def run_all(requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[Ended]:
-        if not requests:
-            return
-        cluster.begin(Path(requests[0].record_path).parents[1])
-        runs = _Runs(cluster, requests, jobs, limit_s, note)
+    def __init__(self, cluster: Cluster, *, jobs: int | None, note: Callable[[str], None]) -> None:
+        """Prepare to make at most ``jobs`` runs at once; None for as many as the cluster allows."""
+        self._cluster, self.at_once, self._note = cluster, jobs, note
+        self._folder: Path | None = None
+        """The command's, until the first run is submitted."""
+
+    @property
+    def name(self) -> str:
+        """The cluster's name."""
+        return self._cluster.name
+
+    @property
+    def gives_gpus(self) -> bool | None:
+        """Whether each run has a GPU of its own; None if only the run knows."""
+        return self._cluster.gives_gpus
+
+    @contextmanager
+    def opened(self, folder: Path) -> Iterator[None]:
+        """Stay connected inside, from the first run on."""
+        self._folder = folder
+        try:
+            yield
+        finally:
+            if self._folder is None:
+                self._cluster.end()
+
+    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
+        """Make the runs, while the engine is open."""
+        if requests and self._folder is not None:
+            self._cluster.begin(self._folder)
+            self._folder = None
+        runs = _Runs(self._cluster, requests, self.at_once, limit_s, self._note)
         try:
             with stoppable():
                 yield from runs.ended()
         finally:
             runs.cancel()
-            cluster.end()
-
-    return run_all
 
 
 class _Runs:
@@ -97,7 +125,7 @@ class _Runs:
         cluster: Cluster,
         requests: Sequence[Request],
         jobs: int | None,
-        limit_s: Callable[[], float | None],
+        limit_s: LimitS,
         note: Callable[[str], None],
     ) -> None:
         self._cluster, self._jobs, self._limit_s, self._note = cluster, jobs, limit_s, note
@@ -134,32 +162,25 @@ class _Runs:
         asked = asked.model_copy(update={"placement": placement, "record_path": path})
         job = self._cluster.under_way(request) if attempts == 1 else None
         if job is not None:
-            self._note(f"{_name(request)} is under way already: it is waited for")
+            self._note(f"{run_label(request)} is under way already: it is waited for")
         else:
             job = self._cluster.submit(asked, output=output, limit_s=self._limit_s())
         self._running.append(_Running(request, job, attempts, shown))
 
-    def _record(self, run: _Running) -> RunRecord | None:
+    def _record(self, run: _Running) -> AnyRecord | None:
         """Return the record of a run that is over; None if it is to be tried again."""
         lost, path = run.job.lost(), Path(run.request.record_path)
         if not lost:
             try:
-                found = read_record(path)
+                return read_record(path)
             except RecordError as error:
                 lost = f"it left no record ({error.message})"
-            else:
-                assert isinstance(found, RunRecord)
-                return found
         if run.attempts < _ATTEMPTS:
-            self._note(f"{_name(run.request)} was lost, and is tried again: {lost}")
+            self._note(f"{run_label(run.request)} was lost, and is tried again: {lost}")
             self._waiting.appendleft((run.request, run.attempts + 1))
             return None
-        record = without_record(run.request, 1, f"{_name(run.request)} was lost {_ATTEMPTS} times; {lost}")
+        record = without_record(run.request, 1, f"{run_label(run.request)} was lost {_ATTEMPTS} times; {lost}")
         placement = Placement(jobs=self._jobs or 0, through=self._cluster.name, attempts=run.attempts)
         record = record.model_copy(update={"placement": placement})
         write_record(record, path)
         return record
-
-
-def _name(request: Request) -> str:
-    return Path(request.record_path).parent.name

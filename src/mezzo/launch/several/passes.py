@@ -1,7 +1,8 @@
 """Run a script as often as it takes to know where its first value that left its format comes from, and what helps.
 
 1. Two flags a step, and every operation in steps 1, 2, 4, 8 and so on: silent saturation shows nowhere else.
-2. Where a step that is a fault lies between those, once more, inspecting its operations.
+2. Where a step that is a fault lies between those, once more, inspecting its operations. Also where a single update was skipped though
+   the loss scale fitted: a NaN that no scale helps is skipped like an overflow.
 3. In FP32, or at a loss scale of 1, up to that step: what fails there too is no matter of the format, or of the scale.
 4. With what may help, until something does.
 
@@ -85,7 +86,8 @@ def _in_terms_of(request: Request, found: DiagnoseRecord) -> DiagnoseRecord:
         return found
     if request.framework == "paddle":
         found = found.model_copy(update={"fix_line": in_paddle(found.fix_line, before=found.run.policy)})
-    where = where_to_write(found, caller_of(request.target, kind=request.kind))
+    caller = "session" if found.session_policy else caller_of(request.target, kind=request.kind)
+    where = where_to_write(found, caller)
     return found.model_copy(update={"fix_where": where})
 
 
@@ -135,6 +137,8 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
     found, roles = known(runs), [ran.role for ran in runs]
     if len(runs) == 1 and (asked := _inspecting_suspects(runs[0])) is not None:
         return asked
+    if len(runs) == 1 and found.verdict == "healthy" and (skips := _uninspected_skips(runs[0])):
+        return _inspecting_skips(skips, runs[0])
     if "scale of 1" not in roles and found.located and found.verdict == "scale_overflow":
         return _at_scale_of_1(found, runs[0])
     if "fp32" not in roles and _may_pass_in_fp32(found) and str(runs[0].policy) != "fp32":
@@ -169,6 +173,22 @@ def _inspecting_suspects(first: ScriptRun) -> ScriptRun | None:
         reason=f"to inspect the operations of step {', '.join(map(str, suspects))}",
         policy=first.policy,
         settings=DiagnoseSettings(steps=tuple(sorted({*suspects, first.step})), suspects=suspects),
+    )
+
+
+def _uninspected_skips(first: ScriptRun) -> tuple[int, ...]:
+    assert first.evidence is not None
+    unseen = [step for step in first.evidence.unexplained_skips if step not in first.evidence.watched]
+    return tuple(unseen[:_MAX_SUSPECTS])
+
+
+def _inspecting_skips(skips: tuple[int, ...], first: ScriptRun) -> ScriptRun:
+    steps = ", ".join(map(str, skips))
+    return ScriptRun(
+        role="skips",
+        reason=f"to inspect the operations of step {steps}, whose update was skipped",
+        policy=first.policy,
+        settings=DiagnoseSettings(steps=skips, suspects=skips),
     )
 
 

@@ -3,7 +3,7 @@
 1. The baseline with the first seed: whether the script trains at all, and how long a run takes. If it goes wrong, its other seeds;
    if all do, its diagnosis, and nothing else.
 2. All policies with every seed, one seed after the other, as far as the time goes. A policy that goes wrong gets no more seeds,
-   unless the baseline itself does.
+   unless the baseline itself does; nor does one that has no effect on the script.
 3. A diagnosis of each policy that went wrong.
 4. While no policy trains like the baseline: what may repair one, from the cheapest on (the diagnosis's fix, a loss scale from the
    ranges, modules that stay in FP32), and the repaired policy over the same seeds.
@@ -24,7 +24,7 @@ from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.pairing import grouped
 from mezzo.measure.compare.skips import WORTH_SAYING
 from mezzo.policy import Policy
-from mezzo.records import AS_IS, CompareRecord, DiagnoseRecord, FallbackRecord, RangesRecord, RunRecord
+from mezzo.records import AS_IS, CompareRecord, DiagnoseRecord, Effective, FallbackRecord, RangesRecord, RunRecord
 
 MARGIN = 0.02
 _FOR_RUNS = 0.7
@@ -63,6 +63,8 @@ class Known:
     """By policy; None where the diagnosis could not be made."""
     ranged: Mapping[str, RangesRecord | None] = field(default_factory=dict)
     searched: Mapping[str, FallbackRecord | None] = field(default_factory=dict)
+    at_once: int = 1
+    """The most runs at once."""
     observable: bool = True
     """Whether diagnosis, ranges and fallback support the script's framework."""
 
@@ -89,10 +91,18 @@ class Known:
         """Return the comparison of the runs so far."""
         return compare(list(self.runs), baseline=self.baseline, margin=MARGIN, command=[])
 
+    def seconds_together(self, policies: Sequence[str]) -> float:
+        """Return how long the next runs of some policies may take, as many at once as there are places."""
+        own = [self.seconds(policy) for policy in policies]
+        return max([sum(own) / self.at_once, *own])
 
-def first_run_limit_s(budget_s: float, *, num_policies: int, seeds: int) -> float:
-    """Return how long the first run may take, so that every policy can run with every seed; longer scripts are stopped after a step."""
-    return _FOR_RUNS * budget_s / (num_policies * seeds)
+
+def first_run_limit_s(budget_s: float, *, num_policies: int, seeds: int, at_once: int = 1) -> float:
+    """Return how long the first run may take, so that every policy can run with every seed; longer scripts are stopped after a step.
+
+    The first run has no other beside it, since all that follows depends on it.
+    """
+    return _FOR_RUNS * budget_s / (1 + math.ceil((num_policies * seeds - 1) / at_once))
 
 
 def next_asked(known: Known) -> Asked | None:
@@ -110,6 +120,18 @@ def next_asked(known: Known) -> Asked | None:
         return asked
     wrong = gone_wrong(known)
     return next(_diagnoses(known, wrong), None) or _repair(known, wrong)
+
+
+def expected_runs(known: Known) -> Iterator[Asked]:
+    """Yield the runs that follow the next one if each ends as the baseline's first one did; none while nothing is known."""
+    like, number = known.run(known.baseline, 0), 0
+    while like is not None and (asked := next_asked(known)) is not None and asked.stage == "run":
+        if number and asked.policy not in known.policies:
+            return  # a repair, which may not be needed
+        if number:
+            yield asked
+        made = like.model_copy(update={"policy": asked.policy, "seed": asked.seed, "effective": Effective()})
+        known, number = replace(known, runs=(*known.runs, made)), number + 1
 
 
 def _base(known: Known) -> Baseline:
@@ -154,7 +176,8 @@ def gone_wrong(known: Known) -> list[str]:
 
 def _next_run(known: Known, policies: Sequence[str], *, seeds: int) -> Asked | None:
     """Return the next run of some policies: seed by seed, each seed beginning with another policy."""
-    out = [] if _base(known).ways else gone_wrong(known)
+    wrong = [] if _base(known).ways else gone_wrong(known)
+    out = {*wrong, *(run.policy for run in known.runs if run.changed_nothing)}
     for seed in range(seeds):
         playing = [policy for policy in policies if policy not in out]
         if playing == [known.baseline] and len(policies) > 1:
@@ -163,8 +186,8 @@ def _next_run(known: Known, policies: Sequence[str], *, seeds: int) -> Asked | N
         missing = [policy for policy in playing[start:] + playing[:start] if not known.is_over(policy, seed)]
         if not missing:
             continue
-        reserve = known.seconds(known.baseline) * _DIAGNOSIS_RUNS if out else 0.0
-        if seed and sum(map(known.seconds, missing)) + reserve > known.left_s:
+        reserve = known.seconds(known.baseline) * _DIAGNOSIS_RUNS if wrong else 0.0
+        if seed and known.seconds_together(missing) + reserve > known.left_s:
             return None
         if known.left_s <= 0:
             return None

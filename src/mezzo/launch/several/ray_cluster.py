@@ -47,6 +47,14 @@ class Ray:
         self._address = options.get(ADDRESS)
         self._ray: Any = importlib.import_module("ray")
 
+    @property
+    def gives_gpus(self) -> bool | None:
+        """Whether each run is given a whole GPU or more."""
+        return self._num_gpus() >= 1
+
+    def _num_gpus(self) -> float:
+        return self._gpus if self._gpus is not None else float(bool(visible_gpus()))
+
     def begin(self, folder: Path) -> None:
         """Connect to the cluster, or start one here."""
         path = os.environ.get("PYTHONPATH", "")
@@ -55,8 +63,7 @@ class Ray:
         self._ray.init(
             address=self._address, runtime_env=environment, log_to_driver=False, logging_level="error", **here
         )
-        gpus = self._gpus if self._gpus is not None else float(bool(visible_gpus()))
-        self._task = self._ray.remote(max_retries=0, num_cpus=self._cpus, num_gpus=gpus)(run_here)
+        self._task = self._ray.remote(max_retries=0, num_cpus=self._cpus, num_gpus=self._num_gpus())(run_here)
 
     def submit(self, request: Request, *, output: Path, limit_s: float | None) -> RayTask:
         """Submit a run."""

@@ -111,8 +111,9 @@ _NOT_ASKED = {
     "placement",
     "reports_progress",
     "watches",
+    "stop_after_s",
 }
-"""Fields of a request that say where and when a run is made, and not what it computes."""
+"""Fields of a request that say where, when and how long a run is made, and not what it computes."""
 
 
 def with_digest(request: Request, identity: Mapping[str, str]) -> Request:

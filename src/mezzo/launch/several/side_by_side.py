@@ -1,4 +1,4 @@
-"""Runs of a comparison, one after another or side by side: each then has a GPU of its own, or its share of the CPU's threads.
+"""Runs of one command, one after another or side by side: each then has a GPU of its own, or its share of the CPU's threads.
 
 A run's place is fixed by environment variables that its process is started with, so a script finds them before its first line. A run that
 fails leaves the others running; a signal stops all. Imports no torch.
@@ -12,18 +12,19 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from mezzo.errors import UsageError
 from mezzo.launch import runner
-from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.request import Request
-from mezzo.records import Placement, RunRecord
+from mezzo.records import AnyRecord, Placement
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
@@ -31,9 +32,23 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NU
 _LIST_GPUS_TIMEOUT_S = 10.0
 _GPU = re.compile(r"^(\s*)\S.*\(UUID: ((?:GPU|MIG)-[^)]+)\)", re.MULTILINE)
 
-Ended = tuple[Request, RunRecord]
-Engine = Callable[[Sequence[Request], Callable[[], float | None]], Iterator[Ended]]
-"""Runs requests and yields each with its record when it has ended; the function returns the time limit of a run that begins."""
+Ended = tuple[Request, AnyRecord]
+LimitS = Callable[[], float | None]
+"""Returns the time limit of a run that begins, in seconds."""
+
+
+class Engine(Protocol):
+    """What makes the runs of a command."""
+
+    @property
+    def at_once(self) -> int | None:
+        """The most runs at once; None for as many as a cluster allows."""
+
+    def opened(self, folder: Path) -> AbstractContextManager[None]:
+        """Keep inside what runs have in common, as imported libraries; ``folder`` is the command's."""
+
+    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
+        """Make runs, and yield each request with its record when its run has ended."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +60,43 @@ class Place:
 
 
 def output_of(request: Request) -> Path:
-    """Return the file for what a run prints; make its folder."""
-    output = Path(request.record_path).with_name("output.log")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return output
+    """Return the file for what a run prints, beside its record; make its folder."""
+    path = Path(request.record_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(f"{_part(path) or 'output'}.log")
 
 
-def one_after_another(requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[Ended]:
-    """Run one request at a time; see ``Engine``."""
-    with stoppable() as stop:
-        for request in requests:
-            record = runner.run_child(request, output=output_of(request), limit_s=limit_s())
-            if stop.stopped:
-                return
-            yield request, record
+def run_label(request: Request) -> str:
+    """Return what a run is called: its folder's name, and that of its record where the folder has several."""
+    path = Path(request.record_path)
+    return f"{path.parent.name}/{_part(path)}" if _part(path) else path.parent.name
+
+
+def _part(record: Path) -> str:
+    """Return the name of a run that shares its folder with others; empty for one with a folder of its own."""
+    return "" if record.name == "record.json" else record.name.removesuffix(".json").removesuffix(".record")
+
+
+class OneAfterAnother:
+    """The engine that has one run at a time, in the place of the command."""
+
+    at_once: int | None = 1
+
+    def opened(self, folder: Path) -> AbstractContextManager[None]:
+        """Let the runs inside share their imports."""
+        return runner.several_runs()
+
+    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
+        """Make the runs."""
+        with stoppable() as stop:
+            for request in requests:
+                record = runner.observe_child(request, output=output_of(request), limit_s=limit_s())
+                if stop.stopped:
+                    return
+                yield request, record
+
+
+one_after_another = OneAfterAnother()
 
 
 # --- places ----------------------------------------------------------------------------------------------------------------------
@@ -128,69 +166,104 @@ def placed(request: Request, place: Place) -> Request:
 
 # --- runs at once ----------------------------------------------------------------------------------------------------------------
 
-
-def side_by_side(jobs: Sequence[Place]) -> Engine:
-    """Return the engine that has a run in each place at once."""
-
-    def run_all(requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[Ended]:
-        with stoppable():  # of this thread, which receives the signals, so that all others know
-            workers = _Workers(requests, limit_s)
-            try:
-                yield from workers.ended(jobs)
-            finally:
-                workers.close()
-
-    return run_all
+_Told = SimpleQueue[Ended | BaseException | None]
+"""Runs that have ended; an error of ours; None for a run that a signal kept from its end."""
 
 
-class _Workers:
-    """A thread for each place; each runs what waits, one after another."""
+class SideBySide:
+    """The engine that has a run in each place at once."""
 
-    def __init__(self, requests: Sequence[Request], limit_s: Callable[[], float | None]) -> None:
-        self._waiting, self._limit_s = deque(requests), limit_s
-        self._told: SimpleQueue[Ended | BaseException | None] = SimpleQueue()
-        """Runs that have ended; an error of ours; None where a thread is over."""
+    def __init__(self, jobs: Sequence[Place]) -> None:
+        self._jobs = [*jobs]
+        self._asked: SimpleQueue[tuple[Request, LimitS, _Told] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        """One for each place that has had a run: the processes that a thread starts end with it."""
 
-    def ended(self, jobs: Sequence[Place]) -> Iterator[Ended]:
-        for number, place in enumerate(jobs[: len(self._waiting)]):
-            work = copy_context().run  # the signal and the display of the command
-            thread = threading.Thread(target=work, args=(self._work, place, number == 0), name=f"mezzo-job-{number}")
-            self._threads.append(thread)
-            thread.start()
-        error: BaseException | None = None
-        for _ in self._threads:
-            while (told := self._told.get()) is not None:
-                if isinstance(told, BaseException):
-                    error = error or told
-                    self._waiting.clear()  # what runs goes on to its end
-                else:
-                    yield told
+    @property
+    def at_once(self) -> int | None:
+        """The number of places."""
+        return len(self._jobs)
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether each run has a GPU of its own."""
+        return all(place.placement.gpus is not None for place in self._jobs)
+
+    @contextmanager
+    def opened(self, folder: Path) -> Iterator[None]:
+        """Let the runs in each place share their imports inside."""
+        with stoppable():  # of this thread, which receives the signals, so that all others know
+            try:
+                yield
+            finally:
+                self._withdraw()
+                for _ in self._threads:
+                    self._asked.put(None)
+                for thread in self._threads:
+                    thread.join()
+                self._threads.clear()
+
+    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
+        """Make the runs, while the engine is open.
+
+        Raises:
+            MezzoError: what was raised beside a run; what runs goes on to its end first.
+        """
+        told: _Told = SimpleQueue()
+        for request in requests:
+            self._asked.put((request, limit_s, told))
+        self._begin(min(len(requests), len(self._jobs)))
+        left, error = len(requests), None
+        try:
+            while left:
+                found = told.get()
+                left -= 1
+                if isinstance(found, BaseException):
+                    error = error or found
+                    left -= self._withdraw()
+                elif found is not None:
+                    yield found
+        finally:
+            self._withdraw()
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        self._waiting.clear()
-        for thread in self._threads:
-            thread.join()
+    def _begin(self, num: int) -> None:
+        for number in range(len(self._threads), num):
+            work = copy_context().run  # the signal and the display of the command
+            thread = threading.Thread(target=work, args=(self._work, number), name=f"mezzo-job-{number}")
+            self._threads.append(thread)
+            thread.start()
 
-    def _work(self, place: Place, says_why: bool) -> None:
-        try:
-            with stoppable() as stop, runner.several_runs(says_why=says_why, variables=place.variables):
-                while not stop.stopped and (request := self._next()) is not None:
-                    asked = placed(request, place)
-                    record = runner.run_child(asked, output=output_of(asked), limit_s=self._limit_s())
-                    if not stop.stopped:
-                        self._told.put((request, record))
-        except Stopped:
-            pass
-        except BaseException as error:
-            self._told.put(error)
-        finally:
-            self._told.put(None)
+    def _withdraw(self) -> int:
+        """Start nothing more; return how many requests were waiting."""
+        num = 0
+        while True:
+            try:
+                self._asked.get_nowait()
+            except Empty:
+                return num
+            num += 1
 
-    def _next(self) -> Request | None:
+    def _work(self, number: int) -> None:
+        place, over = self._jobs[number], False
         try:
-            return self._waiting.popleft()
-        except IndexError:
-            return None
+            with stoppable() as stop, runner.several_runs(says_why=number == 0, variables=place.variables):
+                while (asked := self._asked.get()) is not None:
+                    request, limit_s, told = asked
+                    told.put(None if stop.stopped else _made(placed(request, place), request, limit_s, stop))
+                over = True
+        except BaseException as error:  # beside the runs: whoever waits for one is told
+            while not over and (asked := self._asked.get()) is not None:
+                asked[2].put(error)
+
+
+def _made(asked: Request, request: Request, limit_s: LimitS, stop: Stop) -> Ended | BaseException | None:
+    """Run ``asked``, which is ``request`` with its place; return what to tell of it."""
+    try:
+        record = runner.observe_child(asked, output=output_of(asked), limit_s=limit_s())
+    except Stopped:
+        return None
+    except BaseException as error:
+        return error
+    return None if stop.stopped else (request, record)

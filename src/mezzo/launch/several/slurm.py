@@ -18,6 +18,7 @@ from typing import Any, Literal
 from mezzo.errors import UsageError
 from mezzo.launch.request import Request
 from mezzo.launch.several.cluster_run import run_here
+from mezzo.launch.several.side_by_side import run_label
 from mezzo.records.files import write_whole
 
 _MINUTES = 12 * 60
@@ -47,6 +48,12 @@ class Slurm:
                 "--on slurm: sbatch was not found, so this machine submits no jobs to Slurm",
                 hint="type it on a login node; or try it with processes of this machine: --on slurm:cluster=local",
             )
+
+    @property
+    def gives_gpus(self) -> bool | None:
+        """Whether the options ask for a GPU; a partition may give one unasked."""
+        asked = any("gpu" in f"{name}={value}" for name, value in self._options.items() if name != "partition")
+        return False if self._local else asked or None
 
     def begin(self, folder: Path) -> None:
         """Make the executor; its files go below ``folder``."""
@@ -110,7 +117,7 @@ class SlurmJob:
 
 
 def _key(request: Request) -> str:
-    return f"{Path(request.record_path).parent.name} {request.digest}"
+    return f"{run_label(request)} {request.digest}"
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -14,11 +14,11 @@ from pathlib import Path
 from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.request import Request
-from mezzo.launch.runner import run_child
 from mezzo.launch.several.compared_runs import GRACE_S, folder_name, named_arguments
-from mezzo.launch.several.resuming import Finished
+from mezzo.launch.several.resuming import Finished, finished_run
+from mezzo.launch.several.waves import Waves
 from mezzo.measure.tune.configurations import Configuration
-from mezzo.measure.tune.plan import FINAL, Known, Trial, fault, next_trial, steps_of
+from mezzo.measure.tune.plan import FINAL, Known, Trial, expected_trials, fault, next_trial, steps_of
 from mezzo.measure.tune.speed import speed_of
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
@@ -35,6 +35,8 @@ class Tune:
     budget_s: float
     folder: Path
     finished: Finished
+    waves: Waves
+    """Makes the runs."""
     make_request: Callable[..., Request]
     """Returns a request for a policy (None: the script's own precision), given ``folder`` and more fields of the request."""
     arguments: Sequence[str]
@@ -45,6 +47,7 @@ class Tune:
     def __post_init__(self) -> None:
         self._end_s = time.monotonic() + self.budget_s
         self._first_s = 0.0
+        self._reused: set[str] = set()  # names of runs that an interrupted search made, and did not come to use
 
     def run(self) -> Known:
         """Run what the plan asks for until nothing is left to run or the time is over.
@@ -67,10 +70,11 @@ class Tune:
         if not isinstance(found, RunRecord):
             stop.check()
             self.say(f"{title}: {steps_of(self.known, trial.round)} steps")
-            found = self._ran(trial, place)
+            found = self._ran(trial)
             stop.check()
             self.finished.add(name, place / "record.json")
-        took = time.monotonic() - began
+        resumed = resumed or name in self._reused
+        took = time.monotonic() - began if self.waves.at_once == 1 else found.duration_s
         self._first_s = self._first_s or took
         self.known = replace(self.known, runs={**self.known.runs, trial: found})
         outcome = fault(self.known, trial) or self._outcome(trial)
@@ -83,17 +87,30 @@ class Tune:
                 outcome=outcome,
                 folder=str(place),
                 duration_s=took,
+                placement=found.placement,
                 resumed=resumed,
             )
         )
 
-    def _ran(self, trial: Trial, place: Path) -> RunRecord:
-        configuration = trial.configuration
-        arguments = named_arguments(configuration.arguments(self.arguments), place.name)
-        request = self.make_request(
+    def _ran(self, trial: Trial) -> RunRecord:
+        limit_s = max(self._end_s - time.monotonic(), 0.0) + GRACE_S
+        if self._first_s:
+            limit_s = min(limit_s, max(_TIMES_LONGER * self._first_s, _LEAST_LIMIT_S))
+        run = self.waves.record(
+            self._request(trial),
+            limit_s=limit_s,
+            ahead=lambda: map(self._request, expected_trials(self.known)),
+            reuse=self._finished_run,
+        )
+        assert isinstance(run, RunRecord)
+        return run
+
+    def _request(self, trial: Trial) -> Request:
+        configuration, place = trial.configuration, self.folder / _folder(trial)
+        return self.make_request(
             None if configuration.policy == AS_IS else Policy.parse(configuration.policy),
             folder=place,
-            arguments=arguments,
+            arguments=named_arguments(configuration.arguments(self.arguments), place.name),
             seed=trial.repeat,
             stop_after_steps=steps_of(self.known, trial.round),
             compared_since_s=self.finished.since_s,
@@ -104,11 +121,12 @@ class Tune:
                 counts_inputs=True,
             ),
         )
-        place.mkdir(parents=True, exist_ok=True)
-        limit_s = max(self._end_s - time.monotonic(), 0.0) + GRACE_S
-        if self._first_s:
-            limit_s = min(limit_s, max(_TIMES_LONGER * self._first_s, _LEAST_LIMIT_S))
-        return run_child(request, output=place / "output.log", limit_s=limit_s)
+
+    def _finished_run(self, request: Request) -> RunRecord | None:
+        found = finished_run(request)
+        if found is not None:
+            self._reused.add(Path(request.record_path).parent.name)
+        return found
 
     def _outcome(self, trial: Trial) -> str:
         speed = speed_of(self.known.runs[trial])

@@ -196,7 +196,7 @@ class TorchTraining:
         """Watch the recorded numbers for alarms from now on."""
         from mezzo.launch.torch.guarding import ScriptGuard
 
-        self._run.guard = ScriptGuard(self._run, asked)
+        self._run.guard = ScriptGuard(self._run, asked, on_stop=self._weights.text)
 
     def guardrails(self) -> Guardrails | None:
         """Return what the guard noticed in all steps; None without one."""

@@ -26,6 +26,7 @@ from mezzo.engine.gradients import all_finite, total_norm
 from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
+from mezzo.launch.torch.batched_unscaling import ACCUMULATES
 from mezzo.launch.torch.communication import Communication
 from mezzo.launch.torch.direct_calls import ENTERED
 from mezzo.launch.torch.gradient_views import UnscaledViews
@@ -42,7 +43,7 @@ class BackwardPasses:
         self._hooked = WeakTensorKeyDictionary()
         self._hook_numbers: set[int] = set()
         """Ids of our own hooks: 30 times faster than inspecting what is hooked."""
-        self._views = UnscaledViews(lambda: self._inverse)
+        self._views = UnscaledViews(lambda: self._inverse, on_hook=run.steady.batched.give_up)
 
     def install(self, patches: Patches) -> None:
         """Replace both entries until ``patches`` are undone."""
@@ -57,25 +58,38 @@ class BackwardPasses:
             )
         if self._run.applied is not None and self._run.applied.loss_scale != "none":
             self._views.install(patches)
+            self._run.steady.batched.install(patches, self._unhook_leaf)
         patches.on_undo(self._unhook)
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         run_engine = ENTERED.get(original, original)  # under a function mode, torch's own would call this replacement
-        run, steady = self._run, self._run.steady
+        run, steady, batched = self._run, self._run.steady, self._run.steady.batched
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             begins = run.stepped and not (run.in_backward or run.in_closure)
-            if begins and steady.optimizer() is not None and run.recorder.turn(tensors):
+            optimizer, start = steady.optimizer() if begins else None, None
+            if optimizer is not None and run.scale.checks:
+                usual = grad_tensors is None and not any(args) and kwargs.get("inputs") is None
+                if usual and run.found is False and run.scale.calm > 0 and not kwargs.get("create_graph"):
+                    start = batched.start_of(tensors, optimizer)
+                optimizer = None if start is None else optimizer
+            if optimizer is not None and run.recorder.turn(tensors):
                 run.stepped = False
+                if start is not None:
+                    run.found = None
+                    run.scale.calm -= 1
                 if run.limit is not None or (run.guard is not None and run.recorder.num_closed >= run.guard.due):
                     run.check_limit()
                 run.in_backward = True
                 try:
-                    run_engine(tensors, grad_tensors, *args, **kwargs)
+                    run_engine(tensors, grad_tensors if start is None else start, *args, **kwargs)
                 finally:
                     run.in_backward = False
+                    if start is not None:
+                        batched.unscale(optimizer, self._unscaled_now)
                 return
+            batched.forget()
             outputs = _listed(tensors)
             if run.premade:
                 run.premade.reached(leaves_of([t for t in outputs if isinstance(t, Tensor)]), run.num_updates)
@@ -152,7 +166,10 @@ class BackwardPasses:
             overflow = not all_finite(g.detach() for g in _listed(found) if g is not None)
             if not overflow or scale.at_floor() or not all_finite(roots):
                 return found
-            self._run.back_off_or_grow(torch.ones(()), scale)
+            scale.updated(skipped=True)
+
+    def _unscaled_now(self, gradient: Tensor) -> Tensor:
+        return unscaled(gradient, self._run.scale.inverse())
 
     @contextmanager
     def _scaling(self, outputs: Sequence[Tensor], inputs: Any) -> Iterator[None]:
@@ -244,6 +261,12 @@ class BackwardPasses:
                 if hooks is not None:  # after ours: a hook that clips must see the unscaled gradient
                     hooks.update(earlier)
 
+    def _unhook_leaf(self, leaf: Tensor) -> None:
+        handle = self._hooked.pop(leaf, None)
+        if handle is not None:
+            handle.remove()
+            self._hook_numbers.discard(handle.id)
+
     def _hook_recomputed(self, outputs: Sequence[Any]) -> None:
         """Hook the leaves of a backward pass inside a backward pass, which the walk through the outer graph does not reach.
 
@@ -295,10 +318,10 @@ def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(waiting)
     while waiting:
-        node = waiting.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            leaves.append(variable)
+        node: Any = waiting.pop()
+        if type(node) is ACCUMULATES:
+            leaves.append(node.variable)
+            continue
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

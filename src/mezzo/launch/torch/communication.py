@@ -4,6 +4,8 @@ Several processes: ``DistributedDataParallel`` gets a communication hook before 
 registers one of its own; ``fully_shard`` gets a ``MixedPrecisionPolicy``. One process: its gradients are changed after every
 backward pass as the reduction over ``world`` processes would change them (``engine.emulated_world``). ``DistributedDataParallel``
 does that, too, unless a script calls ``no_sync``: so if a script accumulates, every backward pass reduces what has been added up.
+Gathering computes nothing but a rounding of each weight, the same for any number of processes: ``fully_shard`` in a group of one
+process makes it, with the modules that the script shards.
 
 The loss scale is taken out of gradients before they are reduced (``backward``); in FP16 they are reduced with it.
 """
@@ -33,7 +35,8 @@ from mezzo.records import Reason
 Before: TypeAlias = list[tuple[Tensor, Tensor | None, int]]
 """Parameters, each with its gradient before a backward pass and the version of that."""
 
-_NO_GROUP = "no DistributedDataParallel and no fully_shard of several processes was met"
+_NO_GROUP = "no DistributedDataParallel and no fully_shard of several processes was met; world=N emulates N processes"
+_NO_SHARDS = "no fully_shard was met; in a group of one process it rounds weights as in one of many"
 _EXCHANGED = ("reduce", "gather")
 
 
@@ -55,8 +58,8 @@ class Communication:
             return
         for field in named:
             if field == "gather" or self._world is None:
-                more = "; world=N emulates N processes" if field == "reduce" else ""
-                self._run.note_left_alone(field, getattr(policy, field), f"{_NO_GROUP}{more}")
+                why = _NO_GROUP if field == "reduce" else _NO_SHARDS
+                self._run.note_left_alone(field, getattr(policy, field), why)
         if dist.is_available():
             patches.wrap(DistributedDataParallel, "__init__", functools.partial(self._replicating, policy))
             import torch.distributed.fsdp as fsdp
@@ -95,17 +98,20 @@ class Communication:
 
         @functools.wraps(original)
         def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if dist.get_world_size() == 1:
-                return original(module, *args, **kwargs)
-            refuse_world(policy)
-            if policy.reduce == "fp16" and policy.loss_scale != "none":
+            alone = dist.get_world_size() == 1  # then nothing is reduced, or an emulated world does it
+            if not alone:
+                refuse_world(policy)
+            if not alone and policy.reduce == "fp16" and policy.loss_scale != "none":
                 raise PolicyError(
                     f"policy {policy!s} reduces in fp16, and fully_shard reduces gradients whose loss scale was taken out: small ones "
                     "would be lost; allowed with fully_shard: fp32, bf16",
                     hint="use reduce=bf16, or a mezzo.Session in the script, which reduces scaled gradients",
                 )
+            fields = ("gather",) if alone else _EXCHANGED
+            dtypes = {f: FORMATS[v].dtype for f in fields if (v := getattr(policy, f)) != "auto"}
+            if not dtypes:
+                return original(module, *args, **kwargs)
             given = kwargs.pop("mp_policy", MixedPrecisionPolicy())
-            dtypes = {f: FORMATS[v].dtype for f in _EXCHANGED if (v := getattr(policy, f)) != "auto"}
             changed = {"param_dtype": dtypes.get("gather", given.param_dtype)}
             changed["reduce_dtype"] = dtypes.get("reduce", given.reduce_dtype)
             for field in dtypes:

@@ -35,6 +35,7 @@ from mezzo.engine.half import HALF
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.thread_state import NO_ROOT
 
 _FP32 = FP32.dtype
 
@@ -104,7 +105,7 @@ class Regions:
                 if is_torchs and not run.compiles and module._compiled_call_impl is None:
                     return module._call_impl(*args, **kwargs)
                 return original(module, *args, **kwargs)
-            if is_compiling():
+            if torch.compiler._is_compiling_flag:  # is_compiling, without its two calls
                 return original(module, *args, **kwargs)
             if not run.lint.over:
                 run.lint.called(args, kwargs)
@@ -114,18 +115,25 @@ class Regions:
                 run.called(module, (args, kwargs))
             if run.changed is not None:
                 args, kwargs = run.changed.called(module, args, kwargs)
-            casting = run.casting(run.record_root(module, args))
-            local.depth, local.outermost = 1, module
+            root = local.root
+            parameter = root.parameter() if root.module() is module and root.policy is run.applied else None
+            if parameter is None or parameter.device != root.device:
+                root = run.root_of(module, args)
+            local.depth, local.outermost, local.root = 1, module, NO_ROOT  # its region may be open once at a time
+            direct = is_torchs and not run.compiles and module._compiled_call_impl is None
+            forward = module._call_impl if direct else functools.partial(original, module)
             try:
                 if run.changed is not None:
-                    run.changed.checkpoint(module, args, kwargs, casting)
-                if casting is None:
-                    return original(module, *args, **kwargs)
-                with casting.region():
-                    output = original(module, *args, **kwargs)
+                    run.changed.checkpoint(module, args, kwargs, root.casting)
+                if root.region is None:
+                    return forward(*args, **kwargs)
+                with root.region:
+                    output = forward(*args, **kwargs)
             finally:
-                local.depth, local.outermost = 0, None
-            return _half_to_fp32(output)
+                local.depth, local.outermost, local.root = 0, None, root
+            if type(output) is Tensor and output.dtype not in HALF:
+                return output
+            return to_format(output, _FP32)
 
         self._run.before_compiling.append(functools.partial(_never_compile_alone, call))
         self._calls, self._installed = original, call

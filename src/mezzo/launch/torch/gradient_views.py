@@ -23,9 +23,14 @@ from mezzo.launch.torch.direct_calls import ENTERED
 class UnscaledViews:
     """Wrappers of a script's gradient hooks, and a record of the tensors inside a graph that retain a ``.grad``."""
 
-    def __init__(self, inverse: Callable[[], Tensor | None]) -> None:
-        """Create the views; ``inverse`` returns the current factor that unscales, None if nothing is scaled."""
-        self._inverse = inverse
+    def __init__(self, inverse: Callable[[], Tensor | None], *, on_hook: Callable[[], None]) -> None:
+        """Create the views.
+
+        Args:
+            inverse: returns the current factor that unscales, None if nothing is scaled.
+            on_hook: told that the script sees gradients inside a graph.
+        """
+        self._inverse, self._on_hook = inverse, on_hook
         self._retained = WeakTensorKeyDictionary()
 
     def install(self, patches: Patches) -> None:
@@ -62,7 +67,10 @@ class UnscaledViews:
 
         @functools.wraps(original)
         def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-            return register(tensor, hook if tensor.is_leaf else self._seeing_unscaled(hook))
+            if tensor.is_leaf:
+                return register(tensor, hook)
+            self._on_hook()
+            return register(tensor, self._seeing_unscaled(hook))
 
         return register_hook
 
@@ -89,6 +97,7 @@ class UnscaledViews:
         def retain_grad(tensor: Tensor) -> None:
             original(tensor)
             if not tensor.is_leaf:
+                self._on_hook()
                 self._retained[tensor] = None
 
         return retain_grad

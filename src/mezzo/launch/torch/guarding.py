@@ -2,14 +2,16 @@
 
 Reads what the recorder keeps anyway, and nothing of the device: on a CPU the numbers' memory itself, after every step; in the steady
 state, where a step records next to nothing, after every 16th. On a GPU the numbers are sent to the host every 32 steps without
-waiting, and are read once they have arrived, so that an alarm comes up to some 64 steps late there.
+waiting, and are read once they have arrived, so that an alarm comes up to some 64 steps late there. In several processes all act
+on an alarm of any of them, after the same step: about once a second they tell each other (``engine.agreement``).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from mezzo.engine.agreement import Agreement, are_several
 from mezzo.engine.guardrails.alarms import Alarms, Seen
 from mezzo.errors import GuardError
 from mezzo.launch.guard_request import GuardRequest
@@ -25,8 +27,9 @@ _NO_PLACE = 50
 class ScriptGuard:
     """The guardrails of one run."""
 
-    def __init__(self, run: Run, asked: GuardRequest) -> None:
-        self._run, self._asked = run, asked
+    def __init__(self, run: Run, asked: GuardRequest, *, on_stop: Callable[[], object]) -> None:
+        """Watch ``run``; ``on_stop`` is called before the script is ended, while its model is there."""
+        self._run, self._asked, self._on_stop = run, asked, on_stop
         policy = run.applied
         dynamic = policy is not None and policy.loss_scale == "dynamic"
         self._alarms = Alarms(policy.min_scale if policy is not None and dynamic else None)
@@ -40,6 +43,11 @@ class ScriptGuard:
         self._pending_at = 0
         self.stopped: GuardError | None = None
         """Why the script was ended; None if it was not."""
+        acts = asked.action != "note"
+        self._together = Agreement() if asked.together and acts else None
+        self._wish: Alarm | None = None
+        """An alarm of this process that the others do not know yet."""
+        self._run_is_over = False
 
     def check(self) -> None:
         """Inspect the steps closed since the last call.
@@ -53,20 +61,32 @@ class ScriptGuard:
             if closed % _SEND_EVERY == 0:
                 run.recorder.send_numbers()
             self._inspect(run.recorder.seen_from(self._next))
+            if self._together is not None:
+                self._agree(self._together, closed)
         if self.pending is not None and closed > self._pending_at + _NO_PLACE:
             self.end(f"{self.pending.kind}: {self.pending.evidence}; no DataLoader's batches came to return between")
         if self.stopped is not None:
+            self._on_stop()
             raise StopScript
 
     def finish(self, steps: Steps) -> None:
         """Inspect the steps that ``check`` has not seen; ``steps`` are all of the run."""
+        self._run_is_over = True
         if self.stopped is None:
             self._inspect(seen_in(steps, self._next))
 
     @property
     def goes_on(self) -> bool:
         """Whether the run goes on at its loss scale's floor, to return to a snapshot."""
-        return self.pending is not None
+        return self.pending is not None or (self._wish is not None and self._asked.action == "rewind")
+
+    def restart(self) -> None:
+        """Watch anew from the first step: those before were not the run's own."""
+        self._next = self.due = 0
+        self._wish = None
+        self._alarms.forget()
+        if self._together is not None:
+            self._together.again()
 
     def end(self, why: str) -> None:
         """Have the script stopped after the next step, because ``why``."""
@@ -84,6 +104,7 @@ class ScriptGuard:
         self.noticed = self.noticed.model_copy(update={"rewinds": [*self.noticed.rewinds, rewind]})
         self.pending = None
         self._next = self._run.recorder.num_closed
+        self._wish = None
         self._alarms.forget()
 
     @property
@@ -100,18 +121,45 @@ class ScriptGuard:
                     return
 
     def _raised(self, alarm: Alarm) -> None:
+        self._note(alarm)
+        if self._together is None or self._run_is_over:
+            self._act(alarm)
+        elif self._wish is None and self.pending is None:
+            self._wish = alarm
+
+    def _note(self, alarm: Alarm) -> None:
         alarm = alarm.model_copy(update={"command": self._asked.commands.get(alarm.kind, "")})
         self.noticed = self.noticed.model_copy(update={"alarms": [*self.noticed.alarms, alarm]})
         _say(f"guard: {alarm.kind}, step {alarm.step}: {alarm.evidence}")
         if alarm.command:
             _say(f"guard: next, type: {alarm.command}")
-        if self._asked.action == "stop":
+
+    def _act(self, alarm: Alarm) -> None:
+        if self._asked.action != "note" and self._asked.together is False and are_several():
+            _say(f"guard: {self._asked.action} in several processes needs a launcher: the alarm is only noted")
+        elif self._asked.action == "stop":
             self.end(f"{alarm.kind}: {alarm.evidence}")
         elif self._asked.action == "rewind" and self.pending is None:
             if self.rewinds_left > 0:
                 self.pending, self._pending_at = alarm, self._run.recorder.num_closed
             else:
                 self.end(f"{alarm.kind} after {len(self.noticed.rewinds)} returns to a snapshot: {alarm.evidence}")
+
+    def _agree(self, together: Agreement, closed: int) -> None:
+        """Act on an alarm of any process in all of them, after the same step."""
+        if closed >= together.next:
+            wish, self._wish = self._wish, None
+            if not are_several():  # the script's processes train apart
+                together.next = closed + 1
+                if wish is not None:
+                    self._act(wish)
+            elif (found := together.any_of(closed, None if wish is None else wish.model_dump())) is not None:
+                rank, alarm = found[0], Alarm.model_validate(found[1])
+                if wish is None:
+                    alarm = alarm.model_copy(update={"evidence": f"rank {rank}: {alarm.evidence}"})
+                    self._note(alarm)
+                self._act(alarm)
+        self.due = min(self.due, together.next)
 
 
 def seen_in(steps: Steps, first: int) -> Iterator[Seen]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from mezzo.engine.firstwindows import NoWatch
+from mezzo.engine.firstwindows import in_fp32
+from mezzo.engine.scaling import DynamicScale
 from mezzo.engine.session import Session
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
@@ -19,17 +21,38 @@ from mezzo.launch.torch.state import Run
 
 def record_sessions(run: Run, patches: Patches) -> None:
     """Record the backward passes and updates of sessions until ``patches`` are undone."""
-    if run.applied is not None:
-        patches.wrap(Session, "__init__", _in_fp32)
+    patches.wrap(Session, "__init__", functools.partial(_named, run) if run.applied is None else in_fp32)
     patches.wrap(Session, "_differentiate", functools.partial(_record_backward, run))
     patches.wrap(Session, "_close", functools.partial(_record_update, run))
 
 
 class _ScaleOfLoss:
-    """A stand-in for a script's GradScaler when a session scales a loss."""
+    """What a GradScaler of the script's would be, where a session scales a loss: observers read and set its scale."""
 
     def __init__(self, session: Session, loss_id: int) -> None:
         self._of_session = session.scales[loss_id]
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale changes."""
+        return isinstance(self._of_session, DynamicScale)
+
+    @property
+    def hysteresis(self) -> int:
+        """How many overflows in a row lower the scale."""
+        return getattr(self._of_session, "hysteresis", 1)
+
+    def get_growth_interval(self) -> int:
+        """Return the number of good updates after which the scale grows; of one that never does, 1."""
+        return getattr(self._of_session, "growth_interval", 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and its settings."""
+        return self._of_session.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the scale and its settings."""
+        self._of_session.load_state_dict(state)
 
     @property
     def _scale(self) -> Any:
@@ -41,21 +64,24 @@ class _ScaleOfLoss:
         return self._of_session.value()
 
 
-def _in_fp32(original: Callable[..., None]) -> Callable[..., None]:
+def _named(run: Run, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Session, *args: Any, **settings: Any) -> None:
-        original(self, *args, **{**settings, "policy": "fp32"})
-        self._watch = NoWatch()  # the autocast that it would find is the command's
+        original(self, *args, **settings)
+        run.session_policy = run.session_policy or str(self.policy)  # here: a fault may end the first forward pass
 
     return init
 
 
 def _record_backward(run: Run, original: Callable[..., None]) -> Callable[..., None]:
+    scales: WeakKeyDictionary[Session, dict[int, _ScaleOfLoss]] = WeakKeyDictionary()
+
     @functools.wraps(original)
     def differentiate(self: Session, loss: Any, share: float, *, loss_id: int = 0, **how: Any) -> None:
         run.steady.end()
         if self.scales[loss_id].checks:
-            run.script_scaler, run.scaled_by_script = _ScaleOfLoss(self, loss_id), True
+            known = scales.setdefault(self, {})
+            run.record_scaler(known.setdefault(loss_id, _ScaleOfLoss(self, loss_id)))
         try:
             original(self, loss, share, loss_id=loss_id, **how)
         finally:

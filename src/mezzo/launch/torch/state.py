@@ -20,7 +20,8 @@ from mezzo.errors import PolicyError, ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.owners import OptimizerOwners
 from mezzo.launch.torch.premade import PremadeOptimizers
-from mezzo.launch.torch.steady_state import EVERY_NORM, NORMS_APART, Steady, nothing
+from mezzo.launch.torch.steady_state import EVERY_NORM, NORMS_APART, Steady
+from mezzo.launch.torch.thread_state import NO_ROOT, Root, ThreadState
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.lint.observer import Lint
 from mezzo.observe.module_names import ModuleTree
@@ -37,17 +38,6 @@ if TYPE_CHECKING:
 _KEPT_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "loss", "binary_cross_entropy"}
 
 
-class ThreadState(threading.local):
-    """State of each thread."""
-
-    depth = 0
-    """1 inside a module or a compiled function, else 0."""
-    outermost: nn.Module | None = None
-    """The module that was called from outside any module, while it runs under a policy."""
-    autocasts_off = 0
-    """Number of the script's open autocasts that the policy turned off."""
-
-
 class Run:
     """A run's policy, loss scale and steps, and what it left alone."""
 
@@ -55,6 +45,8 @@ class Run:
     """Returns what was measured of the policy's effects."""
     called: Callable[[nn.Module, Any], None] | None = None
     """Told of every module that is called from outside any module, with its arguments; None if nobody listens."""
+    session_policy: str = ""
+    """The policy of the script's own ``mezzo.Session``, if the run leaves it alone."""
 
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
@@ -98,7 +90,6 @@ class Run:
         self.scaled_by_script = False
         """Whether losses are currently multiplied by the scale of ``script_scaler``."""
         self._castings: dict[tuple[str, int], Casting] = {}
-        self._scale_device = torch.device("cpu")
         self._unmatched = set(() if policy is None else policy.fp32_modules)
         self.in_closure = False
         """Whether an optimizer is calling its closure: the backward passes in it belong to one update."""
@@ -106,8 +97,6 @@ class Run:
         """Whether the last update of an optimizer was skipped."""
         self.updates: list[Update] = []
         """The parts of the open update."""
-        self._last_root: tuple[Any, Any, torch.device] = (nothing, nothing, torch.device("cpu"))
-        """The module recorded last, its first parameter and that parameter's device: the same module is usually called repeatedly."""
         self.steady = Steady(self)
         self.stepped = False
         """Whether the optimizer of the open update has stepped, so that the next backward pass closes it."""
@@ -115,7 +104,8 @@ class Run:
         """The optimizers that made the open update, by number."""
         self._cast_by_us = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
-        self._found: Tensor | None = None
+        self.found: bool | None = None
+        """Whether a gradient of the open update was not finite; None if none was checked."""
         self._skipped: bool | Tensor = False
         """Whether the open update was skipped; if only the device knows, a tensor that is above 0 if so."""
 
@@ -144,13 +134,17 @@ class Run:
             return False
         return casting is not None and casting.emulates
 
+    def root_of(self, module: nn.Module, args: Any) -> Root:
+        """Record a module called from outside any module; return what its calls need."""
+        casting = self.casting(self.record_root(module, args))
+        region = None if casting is None else casting.region()
+        parameter = next(module.parameters(), None)
+        if parameter is None:
+            return NO_ROOT._replace(casting=casting, region=region)
+        return Root(ref(module), ref(parameter), parameter.device, self.applied, casting, region)
+
     def record_root(self, module: nn.Module, args: Any) -> str:
         """Record a module called from outside any module; return the device type that it runs on."""
-        known, known_parameter, device = self._last_root
-        if known() is module:
-            parameter = known_parameter()
-            if parameter is not None and parameter.device == device:
-                return device.type
         parameter = next(module.parameters(), None)
         sample = parameter if parameter is not None else next((a for a in args if isinstance(a, Tensor)), None)
         if sample is None:
@@ -161,8 +155,6 @@ class Run:
                 if module not in self.roots:
                     self._prepare(module, parameter.device)
             self.roots[module] = None
-        if parameter is not None:
-            self._last_root = ref(module), ref(parameter), parameter.device
         return sample.device.type
 
     def begin_on(self, device: torch.device) -> None:
@@ -170,10 +162,11 @@ class Run:
         known = self.device_type
         if known == device.type or len(self.recorder) or (known is not None and device.type == "cpu"):
             return
-        self.device_type, self._scale_device = device.type, device
+        self.device_type = device.type
         self.recorder.clock.device = device
         if self.applied is not None:
-            self.scale, self.inner_scale = scale_for(self.applied, device), scale_for(self.applied, device)
+            self.scale = scale_for(self.applied, device, known=True)
+            self.inner_scale = scale_for(self.applied, device, known=True)
 
     def _prepare(self, module: nn.Module, device: torch.device) -> None:
         if self.applied is None:
@@ -236,27 +229,30 @@ class Run:
         held = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
         return any(id(p) in held for p in parameters)
 
-    def updated(self, norm: Tensor | None) -> bool:
+    def updated(self, norm: Tensor | None, *, finite: bool | None = None) -> bool:
         """Record an update with gradients of this norm; return whether to skip it.
 
-        Reads one flag from the device if the loss is scaled, the only read of a step.
+        Reads one flag from the device if the loss is scaled and ``finite`` is None, the only read of a step.
+
+        Args:
+            norm: the norm; None if it was not computed.
+            finite: whether the gradients are finite, if that is known.
         """
-        self.evaluated(norm)
+        # The norm of a step is that of all its updates: none where an earlier one was checked without it.
+        partial = self.scale.checks and self.found is not None and not (self.takes_norm or self.recorder.has_norm)
+        self.evaluated(None if partial else norm)
         self.skips = False
-        if norm is not None and self.scale.checks:
-            found = not_finite(norm)
-            self._found = found if self._found is None else torch.maximum(self._found, found.to(self._found.device))
-            self.skips = bool(found)
+        if self.scale.checks and (norm is not None or finite is not None):
+            self.skips = bool(not_finite(norm)) if norm is not None and finite is None else not finite
+            self.found = self.skips or bool(self.found)
             self._skipped = self._skipped or self.skips
         return self.skips
 
     @property
     def takes_norm(self) -> bool:
-        """Whether to compute the norm of the open update's gradients: reading them takes 2 to 4% of a small model's step."""
-        if self.scale.checks or self.observer is not None:
-            return True
+        """Whether to compute the norm of the open update's gradients though no check needs it: it is 2 to 4% of a small model's step."""
         step = self.recorder.num_closed + 1
-        return step <= EVERY_NORM or step % NORMS_APART == 0
+        return step <= EVERY_NORM or step % NORMS_APART == 0 or self.observer is not None
 
     @property
     def num_updates(self) -> int:
@@ -329,11 +325,11 @@ class Run:
         scale = None if self.script_scaler is None else scale_on_device(self.script_scaler)
         if self.scale.checks:
             floor_error = self.floor_error() if self._skipped and self.scale.at_floor() else None
-            if self._found is not None:
-                self.back_off_or_grow(self._found)
-            scale = self.scale.on_device()
-        self.recorder.close(skipped=self._skipped, scale=scale, made_by=frozenset(self.made_by))
-        self.stepped, self._found, self._skipped = False, None, False
+            if self.found is not None:
+                self.scale.updated(skipped=self.found)
+            scale = self.scale.value()
+        self.recorder.close(skipped=self._skipped, scale=scale, made_by=self.steady.made_by | self.made_by)
+        self.stepped, self.found, self._skipped = False, None, False
         self.made_by.clear()
         for watcher in tuple(self.watchers):
             watcher.step_closed(len(self.recorder))
@@ -362,10 +358,6 @@ class Run:
     def scaled(self, gradient: Tensor, scale: Scale) -> Tensor:
         """Return ``gradient`` times ``scale``."""
         return scale.scale(gradient)
-
-    def back_off_or_grow(self, found: Tensor, scale: Scale | None = None) -> None:
-        """Update a loss scale of this run by whether a gradient was not finite."""
-        (scale or self.scale).update(found.to(self._scale_device))
 
     def floor_error(self) -> ScaleFloorError:
         """Return the error of gradients that overflow at the scale's floor."""

@@ -1,9 +1,10 @@
 """Detect when only losses, times and an occasional norm are left to record, and record only those.
 
-The first hundred updates of a script are checked for everything that can go wrong. After that, without a loss scale and with one
-optimizer, most hooks around each step and backward pass have nothing to do, and finding that out takes a
+The first hundred updates of a script are checked for everything that can go wrong. After that, with one optimizer and without a
+GradScaler of the script, most hooks around each step and backward pass have nothing to do, and finding that out takes a
 tenth of a small model's step. Anything new in the script (an optimizer, a GradScaler, compiled code, a session) ends the steady state
-until another update has been recorded in full.
+until another update has been recorded in full. With a loss scale, a pass that cannot be unscaled at once (``batched_unscaling``) and an
+update that is skipped or changes the scale are recorded in full, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from weakref import ref
 
 import torch
 
+from mezzo.launch.torch.batched_unscaling import BatchedUnscaling
+from mezzo.launch.torch.thread_state import nothing
+
 if TYPE_CHECKING:
     from mezzo.launch.torch.state import Run
 
@@ -23,16 +27,14 @@ NORMS_APART = 10
 """Steps between norms after that."""
 
 
-def nothing() -> None:
-    """Return None, like a dead weak reference."""
-
-
 class Steady:
     """The steady state of a run, and the record of its steps meanwhile."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._made_by: frozenset[int] = frozenset()
+        self.made_by: frozenset[int] = frozenset()
+        """The number of ``optimizer``: the updates it makes are not noted one by one."""
+        self.batched = BatchedUnscaling(run)
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = nothing
         """Returns the script's only optimizer while the run is steady; None otherwise."""
         self._last: Callable[[], torch.optim.Optimizer | None] = nothing
@@ -45,7 +47,7 @@ class Steady:
     def begin(self) -> None:
         """Become steady if the checks of the first hundred updates can find nothing more."""
         run = self._run
-        scaled = run.scale.checks or run.scaled_by_script or run.script_scaler is not None
+        scaled = run.scaled_by_script or run.script_scaler is not None
         if scaled or run.observer is not None or run.compiles or not run.lint.over or len(run.optimizers) != 1:
             return
         if run.applied is not None and run.applied.world > 1:
@@ -58,16 +60,19 @@ class Steady:
             return  # with a cast table, a backward pass has a region of its own
         if all(watcher.done(optimizer) for watcher in run.watchers):
             self.optimizer = ref(optimizer)
-            self._made_by = frozenset((number,))
-            run.recorder.begin_turns(self._made_by)
+            self.made_by = frozenset((number,))
+            run.recorder.begin_turns(self.made_by, scale=run.scale.value() if run.scale.checks else None)
 
     def end(self) -> None:
         """Record everything again."""
+        if self._run.stepped:
+            self._run.made_by |= self.made_by
         self.optimizer = self._last = nothing
+        self.made_by = frozenset()
 
     def close(self) -> bool:
         """Close the open update; return False if the full path is needed."""
-        if self.optimizer() is None:
+        if self.optimizer() is None or self._run.scale.checks:
             return False
-        self._run.recorder.close(skipped=False, scale=None, made_by=self._made_by)
+        self._run.recorder.close(skipped=False, scale=None, made_by=self.made_by)
         return True

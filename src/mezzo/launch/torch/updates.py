@@ -62,6 +62,8 @@ class Updates:
         self._made_last = [0, 0]
         """The same of the optimizer that stepped last in a way that was recorded in full."""
         self._schedules = ScriptSchedules(self._updates_of, on_step=run.lint.scheduled)
+        self._casts_again = False
+        """Whether casting was turned off for the step that runs."""
         self._first: set[type] = set()
         """Classes of optimizers whose closures run before the step."""
 
@@ -105,11 +107,17 @@ class Updates:
         run = self._run
         if self._stepping not in (None, optimizer):  # a wrapper that steps other optimizers: one update
             return None
-        self._stepping = optimizer
+        self._stepping, self._casts_again = optimizer, False
+        if run.local.depth and _closure_of(args, kwargs) is None:
+            self._stop_casting()
+        finite: bool | None = None
         if run.steady.optimizer() is optimizer and not kwargs and (len(args) == 1 or args[1:] == (None,)):
             step = run.recorder.num_closed + 1
-            if step % NORMS_APART and step > EVERY_NORM:  # not run.takes_norm, without its call
+            finite = run.steady.batched.finite(optimizer) if run.scale.checks else True
+            if finite and step % NORMS_APART and step > EVERY_NORM:  # not run.takes_norm, without its call
                 run.stepped = True  # only the time of this update is recorded
+                run.skips = False
+                run.found = False
                 self._made_last[0] += 1
                 return None
         if optimizer not in self._made:
@@ -117,10 +125,10 @@ class Updates:
             self._run.optimizers[optimizer] = None  # a copy or an unpickled optimizer was never constructed
             self._made[optimizer] = [0, 0]
         self._made_last = self._made[optimizer]
-        closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
+        closure = _closure_of(args, kwargs)
         if closure is None or isinstance(closure, Evaluated):
             self._run.lint.step_begins(optimizer)
-            self._decide(optimizer)
+            self._decide(optimizer, finite if run.scale.checks else None)
             self._run.stepping()
             return None
         self._run.close_update()
@@ -130,9 +138,23 @@ class Updates:
         self._run.stepping()
         return rest, {k: again if v is closure else v for k, v in kwargs.items()}
 
-    def _decide(self, optimizer: Optimizer) -> None:
-        """Check an optimizer's gradients, and set them aside if the update is to be skipped."""
-        skip = self._run.updated(_norm(optimizer) if self._run.takes_norm else None)
+    def _stop_casting(self) -> None:
+        """Turn casting off for a step inside a module's forward pass: a -master policy casts nearly all operations, the optimizer's too.
+
+        If the step raises, the end of the module's region restores autocast's state.
+        """
+        kind = self._run.device_type
+        if self._run.applied is not None and kind is not None and torch.is_autocast_enabled(kind):
+            torch.set_autocast_enabled(kind, False)
+            self._casts_again = True
+
+    def _decide(self, optimizer: Optimizer, finite: bool | None) -> None:
+        """Check an optimizer's gradients if nothing is known of them, and set them aside if the update is to be skipped."""
+        run = self._run
+        norm = _norm(optimizer) if (run.scale.checks and finite is None) or run.takes_norm else None
+        if norm is not None and finite is False:
+            norm = norm - norm  # NaN, as where an overflow was noticed gradient by gradient
+        skip = run.updated(norm, finite=finite)
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
         if self._run.observer is not None:
@@ -146,7 +168,9 @@ class Updates:
             return
         self._stepping = None
         run = self._run
-        if run.steady.optimizer() is optimizer and not run.in_closure:
+        if self._casts_again:
+            torch.set_autocast_enabled(run.device_type or "cpu", True)
+        if run.steady.optimizer() is optimizer and not (run.in_closure or run.skips):
             clock = run.recorder.clock
             if clock.uses_events:
                 clock.mark()
@@ -182,7 +206,7 @@ class Updates:
                     break
                 if run.scale.at_floor():
                     raise run.floor_error()
-                run.back_off_or_grow(torch.ones((), device=gradients[0].device))
+                run.scale.updated(skipped=True)
             if run.recorder.measures:
                 note = run.evaluated if lost else run.updated
                 note(_norm(optimizer))
@@ -230,6 +254,11 @@ def _tolerating_overflow(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(tensors, norm_type, False, foreach)
 
     return norm
+
+
+def _closure_of(args: Any, kwargs: Any) -> Any:
+    """Return the closure that a step was given; None if there is none."""
+    return kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
 
 
 def _norm(optimizer: Optimizer) -> Tensor | None:

@@ -22,6 +22,9 @@ WENT_WRONG = ("diverged", "stopped_learning", "failed")
 FEWEST_STEPS = 30
 """Steps below which runs that were stopped early show nothing: a dynamic loss scale alone takes up to 16 to settle."""
 
+MOST_SEEDS = 30
+"""Seeds above which a decision is only asked for where no other policy needs fewer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
@@ -98,11 +101,12 @@ def answered(case: Case) -> Answer:
     open_rows = [row for row in case.rows if row.verdict == "undecided" and not _is_void(case, row)]
     if not open_rows:
         return _stay(case, _none_trains_alike(case), None)
-    if len(open_rows) == 1 and case.gains(open_rows[0]) and (worth := case.worth(open_rows[0])).none:
+    promising = [row for row in open_rows if not (case.gains(row) and case.worth(row).none)]
+    if not promising:
         row = open_rows[0]
-        why = f"{row.policy} may train like {case.baseline} or not, but {missing_text(worth)}"
+        why = f"{row.policy} may train like {case.baseline} or not, but {missing_text(case.worth(row))}"
         return _stay(case, why, row)
-    return _undecided(case, open_rows)
+    return _undecided(case, promising)
 
 
 def baseline_fault(comparison: CompareRecord) -> str:
@@ -195,6 +199,8 @@ def _after_staying(case: Case, row: Row | None) -> tuple[str, str]:
 
 def _undecided(case: Case, rows: Sequence[Row]) -> Answer:
     row = rows[0]
+    if (row.seeds_needed or 0) > MOST_SEEDS:  # hours of runs: another one may be decided in minutes
+        row = min(rows, key=lambda one: one.seeds_needed or math.inf)
     command, then = _deciding(case, row)
     return Answer(
         decision="undecided",
@@ -230,10 +236,10 @@ def _deciding(case: Case, row: Row) -> tuple[str, str]:
     if needed is not None:
         budget = f"{max(1, math.ceil(_minutes(case, needed)))}m"
         command = case.command("check", "--policies", row.policy, "--seeds", str(needed), "--budget", budget)
-        return (
-            command,
-            f"{needed} seeds decide it in four cases of five" if row.seeds_needed else "shows the spread over seeds",
-        )
+        if not row.seeds_needed:
+            return command, "shows the spread over seeds"
+        longer = "; runs with more steps spread less, and need fewer" if needed > MOST_SEEDS else ""
+        return command, f"{needed} seeds decide it in four cases of five{longer}"
     if "too coarse" in row.reason or "would be needed" in row.reason:
         command = case.command("compare", "--policies", f"{case.baseline},{row.policy}", "--margin", "0.05")
         return command, "accepts a difference of 5% instead of 2%, if that is small enough for you"

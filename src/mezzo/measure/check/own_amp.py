@@ -25,6 +25,8 @@ def own_amp(sources: Iterable[str]) -> str:
 
 
 def _asks(tree: ast.AST) -> Iterator[str]:
+    if any(_is_session(node) for node in ast.walk(tree)):  # before its autocast()
+        yield "mezzo.Session"
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -37,6 +39,15 @@ def _asks(tree: ast.AST) -> Iterator[str]:
             if isinstance(value, ast.Constant) and _lowers(value.value):
                 yield f"{option}={value.value!r}"
         yield from (f"{flag}=True" for flag in _FLAGS if _is(given.get(flag), True))
+
+
+def _is_session(node: ast.AST) -> bool:
+    """Return whether ``node`` is ``mezzo.Session``, or its import."""
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "mezzo" and any(name.name == "Session" for name in node.names)
+    if not isinstance(node, ast.Attribute) or node.attr != "Session":
+        return False
+    return isinstance(node.value, ast.Name) and node.value.id == "mezzo"
 
 
 def _is(node: ast.AST | None, value: bool) -> bool:

@@ -25,13 +25,17 @@ def step_ms(run: RunRecord) -> float:
 
 def why_not_timed(pairs: Sequence[Pair]) -> str:
     """Return why times are not compared: the runs of a pair were on unlike devices, or beside another number of runs. Empty if they are."""
-    for pair in pairs:
-        if any(_shares_unknown(run) for run in (pair.run, pair.baseline)):
-            return "times are not compared, because the cluster may have had other work beside the runs on the same CPU"
-        for (what, ours), (_, theirs) in zip(_terms(pair.run), _terms(pair.baseline), strict=True):
-            if ours != theirs:
-                here = f"{pair.key}: {what} {ours}, the baseline's {theirs}"
-                return f"times are not compared, because the runs were not timed on like terms ({here})"
+    return next((why for pair in pairs if (why := why_unlike(pair.run, pair.baseline, pair.key))), "")
+
+
+def why_unlike(run: RunRecord, baseline: RunRecord, name: object) -> str:
+    """Return why the times of two runs are not compared; ``name`` is that of the pair. Empty if they are."""
+    if any(_shares_unknown(one) for one in (run, baseline)):
+        return "times are not compared, because the cluster may have had other work beside the runs on the same CPU"
+    for (what, ours), (_, theirs) in zip(_terms(run), _terms(baseline), strict=True):
+        if ours != theirs:
+            here = f"{name}: {what} {ours}, the baseline's {theirs}"
+            return f"times are not compared, because the runs were not timed on like terms ({here})"
     return ""
 
 
@@ -62,11 +66,10 @@ def time_facts(runs: Sequence[RunRecord], pairs: Sequence[Pair]) -> dict[str, An
     ratios = [theirs / ours for ours, theirs in times if ours > 0 and theirs > 0]
     if not ratios:
         return facts
-    return facts | {
-        "speedup": statistics.median(ratios),
-        "speedup_low": min(ratios),
-        "speedup_high": max(ratios),
-    }
+    facts["speedup"] = statistics.median(ratios)
+    if len(ratios) > 1:  # one ratio has no spread
+        facts |= {"speedup_low": min(ratios), "speedup_high": max(ratios)}
+    return facts
 
 
 def memory_ratio(pairs: Sequence[Pair]) -> float | None:

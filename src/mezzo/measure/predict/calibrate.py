@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -31,9 +31,12 @@ from mezzo.measure.predict.tape import Operation
 from mezzo.records import Prediction, Reason
 
 _REPEATS = 5
+_STEADY = 1.02
+"""Repeats end when the two fastest differ by no more than this factor: another would change the least by less."""
 _PROBE_S = 2.5
-"""Most time of one probe's repeats; with 30 probes, timed twice, a calibration of a CPU takes about two minutes."""
-
+"""Most time of one probe's repeats, of which there are two kinds."""
+_ALL_S = 100.0
+"""Most time of one policy's repeats; each probe has an equal share of what is left, so a busy machine repeats less."""
 
 _GPU_SCALE = 16
 
@@ -132,12 +135,14 @@ def calibrate(kind: str, *, note: Callable[[str], None] = lambda _: None) -> Cal
     for policy in _policies(kind):
         timed: list[Timed] = []
         steps: list[tuple[list[Operation], float]] = []
-        for number, probe in enumerate(chosen := list(probes(1 if kind == "cpu" else _GPU_SCALE))):
+        chosen, end = list(probes(1 if kind == "cpu" else _GPU_SCALE)), time.monotonic() + _ALL_S
+        for number, probe in enumerate(chosen):
             note(f"calibrating {device_name(kind)} in {policy}: {probe.name}, {number + 1} of {len(chosen)}")
+            most_s = min(_PROBE_S, max(0.0, end - time.monotonic()) / (2 * (len(chosen) - number)))
             running = _Running(probe, kind, policy)
-            found = running.operations()
+            found = running.operations(most_s)
             timed += found
-            steps.append(([one.operation for one in found], running.seconds()))
+            steps.append(([one.operation for one in found], least_seconds(running.step, kind, most_s=most_s)))
         rates[policy] = Rates.fitted(timed).with_steps(steps)
         speeds += [float(rates[policy].seconds(operations).sum()) / seconds for operations, seconds in steps]
     low, high = np.quantile(speeds, [0.1, 0.9])
@@ -184,8 +189,7 @@ class _Running:
         self.model = probe.build().to(kind)
         self.inputs: Any = tuple(t.to(kind) for t in probe.inputs())
         self.optimizer = probe.optimizer(self.model.parameters())
-        for _ in range(2):
-            self.step()
+        self.step()  # makes the optimizer's state
 
     def step(self) -> None:
         """Run one step."""
@@ -196,27 +200,35 @@ class _Running:
             loss.backward()
         self.optimizer.step()
 
-    def operations(self) -> list[Timed]:
-        """Return the operations of a step, each with its least seconds."""
+    def operations(self, most_s: float) -> list[Timed]:
+        """Return the operations of a step, each with its least seconds over repeats of ``most_s`` in all."""
         found: list[list[Timed]] = []
-        stop = time.monotonic() + _PROBE_S
-        while len(found) < 2 or (len(found) < _REPEATS and time.monotonic() < stop):
+        stop = time.monotonic() + most_s
+        while len(found) < 2 or (
+            len(found) < _REPEATS and time.monotonic() < stop and not _steady(map(_total_s, found))
+        ):
             with Stopwatch(self.kind) as watch:
                 self.step()
             found.append(watch.timed)
         least = np.min([[one.seconds for one in repeat] for repeat in found], axis=0)
         return [Timed(one.operation, float(s)) for one, s in zip(found[0], least, strict=True) if s > 0]
 
-    def seconds(self) -> float:
-        """Return the least seconds of a step."""
-        return least_seconds(self.step, self.kind, most_s=_PROBE_S)
+
+def _total_s(timed: Sequence[Timed]) -> float:
+    return sum(one.seconds for one in timed)
+
+
+def _steady(seconds: Iterable[float]) -> bool:
+    """Return whether three repeats or more have shown the least: the two fastest agree."""
+    fastest = sorted(seconds)
+    return len(fastest) > 2 and fastest[1] <= _STEADY * fastest[0]
 
 
 def least_seconds(step: Callable[[], Any], kind: str, *, most_s: float) -> float:
     """Return the least seconds of ``step`` over repeats of ``most_s`` in all: CPU time of the thread, or elapsed on a GPU."""
     found: list[float] = []
     stop = time.monotonic() + most_s
-    while len(found) < 3 or (len(found) < 4 * _REPEATS and time.monotonic() < stop):
+    while len(found) < 3 or (len(found) < 4 * _REPEATS and time.monotonic() < stop and not _steady(found)):
         clock = time.thread_time if kind == "cpu" else time.perf_counter
         begin = clock()
         step()

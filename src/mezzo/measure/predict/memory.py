@@ -45,7 +45,7 @@ def predict_memory(
         for place, event in enumerate(tape.events):
             if event >= 0:
                 block = tape.blocks[event]
-                held[event] = allocator.allocate(workspace_bytes if block.kind == "workspaces" else block.size_bytes)
+                held[event] = allocator.allocate(block.size_bytes or workspace_bytes)
                 if allocator.allocated_bytes > peak:
                     peak, at_peak = allocator.allocated_bytes, place
             else:

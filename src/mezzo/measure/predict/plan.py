@@ -200,12 +200,12 @@ def verdict(
     if policy == "fp32":
         if over_tf32 is None or over_tf32 * _EVEN > 1:
             return "The baseline." if over_tf32 is None else "The baseline: TF32 is no faster here."
-        return f"Strict FP32: TF32 is {1 / over_tf32:.2g} times as fast."
+        return f"Strict FP32: TF32 is {1 / over_tf32:.3g} times as fast."
     against = "TF32" if over_tf32 is not None and policy != "tf32" else "FP32"
     gain = over_tf32 if against == "TF32" and over_tf32 is not None else over_fp32
     memory = "" if policy == "tf32" else f", with {memory_share:.0%} of FP32's memory"
     if gain >= _WORTH:
-        return f"Worth it: {gain:.2g} times as fast as {against}{memory}."
+        return f"Worth it: {gain:.3g} times as fast as {against}{memory}."
     if gain >= _EVEN:
         return f"Perhaps: {gain:.2f} times {against}'s speed is within the error of the prediction{memory}."
     if memory_share < 0.9 and policy != "tf32":

@@ -145,8 +145,8 @@ def _mobile(width: int, window: int) -> nn.Module:
     )
 
 
-def _dense(width: int, activation: Callable[[], nn.Module]) -> nn.Module:
-    layers = [part for _ in range(3) for part in (nn.Linear(width, width), activation(), nn.Dropout(0.1))]
+def _dense(width: int, activation: Callable[[], nn.Module], depth: int) -> nn.Module:
+    layers = [part for _ in range(depth) for part in (nn.Linear(width, width), activation(), nn.Dropout(0.1))]
     return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
@@ -183,10 +183,10 @@ def probes(scale: int = 1) -> Iterator[Probe]:
             partial(_words, batch * scale, length, words),
             adam,
         )
-    for width, batch in ((256, 32), (1024, 16), (2048, 128), (4096, 4)):
-        yield Probe("dense", partial(_dense, width, nn.ReLU), partial(_vectors, batch * scale, width), sgd)
-        yield Probe("dense", partial(_dense, width, nn.Tanh), partial(_vectors, batch * scale, width), adam)
-    yield Probe("large", partial(nn.Linear, 8192, 8192), partial(_vectors, 4 * scale, 8192), adam)
+    for width, batch, depth in ((256, 32, 3), (1024, 16, 3), (2048, 128, 3), (4096, 4, 1)):
+        yield Probe("dense", partial(_dense, width, nn.ReLU, depth), partial(_vectors, batch * scale, width), sgd)
+        yield Probe("dense", partial(_dense, width, nn.Tanh, depth), partial(_vectors, batch * scale, width), adam)
+    yield Probe("large", partial(nn.Linear, 6144, 6144), partial(_vectors, 4 * scale, 6144), adam)
     for width, batch, length in ((64, 16, 16), (128, 16, 32), (256, 32, 32)):
         yield Probe("recurrent", partial(_Recurrent, width), partial(_vectors, batch * scale, length, width), adam)
 

@@ -22,12 +22,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mezzo.measure.predict.cudnn_workspaces import trial_bytes
 from mezzo.measure.predict.operations import operations_of
 from mezzo.measure.predict.tape import Kind, MemoryBlock, Phase, Tape
 
 aten: Any = torch.ops.aten
 _BY_CUBLAS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 """Operations whose first call in a thread allocates cuBLAS' workspace; autograd has a thread of its own."""
+_CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
 _COPIED_BY_CUDA = {aten.native_layer_norm: 1, aten.native_layer_norm_backward: 2}
 """How many of the first operands CUDA's kernel wants contiguous."""
 _KIND_OF_PHASE: dict[Phase, Kind] = {
@@ -75,6 +77,12 @@ class Recorder(TorchDispatchMode):
         self.tape.step_starts.append(len(self.tape.events))
         self.tape.operations = []
 
+    def ended(self, num_events: int) -> Tape:
+        """Return the tape up to its first ``num_events``; what is freed from now on is not written."""
+        self._numbers.clear()
+        del self.tape.events[num_events:]
+        return self.tape
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and record it."""
         if func is aten.add.Tensor and self.recording and self.phase == "backward" and self._engine_adds():
@@ -108,7 +116,17 @@ class Recorder(TorchDispatchMode):
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         for tensor in outputs:
             self._allocated(tensor)
+        self._try_algorithms(func, args)
         self.tape.operations += operations_of(func, args, kwargs, result, self.phase, self._module_of_node())
+
+    def _try_algorithms(self, func: Any, args: Any) -> None:
+        # cuDNN tries when it meets a shape first. In FP32 it goes on with Winograd's, which multiplies least; in 16 bits it does not.
+        tries = torch.backends.cudnn.benchmark and func.overloadpacket in _CONVOLUTIONS
+        if tries and (len(self.tape.step_starts) == 1 or args[0].dtype is torch.float32):
+            size = trial_bytes(func, args)
+            if size:
+                self.tape.events += [len(self.tape.blocks), ~len(self.tape.blocks)]
+                self.tape.blocks.append(MemoryBlock(size, "workspaces"))
 
     def _module_of_node(self) -> str:
         """Return the module whose forward pass made the running backward node; the running module in the forward pass."""

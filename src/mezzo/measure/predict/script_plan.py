@@ -201,6 +201,12 @@ def _assumptions(known: ScriptTape, named: int | None, *, followed: bool, why: s
             reason=f"traced tensors have no numbers: conditions and logs run as with these{where}",
         )
     ]
+    if known.sized_at:
+        lines = ", ".join(filter(None, known.sized_at)) or "in a library"
+        why = (
+            f"a condition selects everything, and values are all different: less memory and time where not, at {lines}"
+        )
+        found.append(Reason(what="sizes that numbers decide", value="the largest possible", reason=why))
     if size is None:
         found.append(Reason(what="batch", value="not known", reason=f"speed is in steps a second; {_WRITE_BATCH}"))
         return found

@@ -62,7 +62,7 @@ def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:
     if watch.num_steps < STEPS:
         return ScriptTape(tape=None, num_steps=watch.num_steps)
     sizes = watch.sizes[-1]
-    tape = watch.tape
+    tape = watch.recorder.ended(watch.num_events)
     tape.batch = sizes[0] if sizes else 1
     return ScriptTape(
         tape=tape,
@@ -73,6 +73,7 @@ def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:
         channels_last=watch.channels_last,
         optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in watch.optimizers)),
         read_at=watch.read_at,
+        sized_at=watch.sized_at,
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,9 @@ from mezzo.engine.conversion import cast_model
 from mezzo.engine.master import MasterWeights
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
+from mezzo.measure.predict.script_amp import own_amp_left_out
 from mezzo.measure.predict.script_batches import ScriptBatches, first_size
+from mezzo.measure.predict.script_sizes import largest_sizes
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
@@ -40,10 +43,14 @@ class ScriptRecorder:
     def __init__(self, policy: Policy, *, batches: ScriptBatches | None = None, steps: int | None = None) -> None:
         """Start before the script's first line; ``steps`` is how many to record, None for two with whole batches."""
         self.recorder = Recorder(batch=1)
+        self.num_events = 0
+        """Of the tape, at the end of the last step. The script's end frees the rest, in no order that repeats."""
         self.recorder.recording = False
         self.batches = batches or ScriptBatches()
         self.read_at: list[str] = []
         """Lines of the script that asked for a number."""
+        self.sized_at: list[str] = []
+        """Lines of the script where the size of a result depends on numbers."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.sizes: list[list[int]] = []
         """Samples of each batch of each step."""
@@ -93,7 +100,9 @@ class ScriptRecorder:
                 stack.enter_context(patch.object(torch.autograd, "backward", backward))
                 stack.enter_context(patch.object(nn.Module, "__call__", call))
                 stack.enter_context(patch.object(nn.Module, "_apply", _converted))
-                for one in (self._stand_ins(script), self.batches.watching(), cuda_operators(), self.recorder, fake):
+                sizes = largest_sizes(lambda: self._note_size(script))
+                watched = (self._stand_ins(script), self.batches.watching(), own_amp_left_out(), cuda_operators())
+                for one in (*watched, sizes, self.recorder, fake):
                     stack.enter_context(one)
                 yield
         finally:
@@ -188,6 +197,7 @@ class ScriptRecorder:
                 free_gradients(masters, model)
         self.recorder.label(optimizer_state(optimizer), "optimizer")
         self.recorder.recording = False
+        self.num_events = len(self.tape.events)
         if self._is_last():
             raise Enough
 
@@ -232,6 +242,14 @@ class ScriptRecorder:
                     if name in vars(kind) or kind is Tensor:
                         stack.enter_context(patch.object(kind, name, noted(answer)))
             yield
+
+    def _note_size(self, script: str) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != script:
+            frame = frame.f_back
+        line = "" if frame is None else f"{Path(script).name}:{frame.f_lineno}"
+        if line not in self.sized_at and len(self.sized_at) < _MOST_READ_AT:
+            self.sized_at.append(line)
 
     def _note_line(self, script: str) -> None:
         frame = sys._getframe(2)

@@ -58,6 +58,8 @@ class ScriptTape:
     channels_last: bool = False
     optimizer: str = ""
     read_at: Sequence[str] = field(default_factory=list)
+    sized_at: Sequence[str] = field(default_factory=list)
+    """Lines where the size of a result depends on numbers; an empty one is not the script's own."""
     error: str = ""
     """Why the script failed."""
     exited: bool = False
@@ -126,7 +128,7 @@ def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
     if one.needs_numbers:
         return UsageError(
             f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
-            hint="use a mask instead of nonzero or indexing by a condition, or predict the model by name with --model",
+            hint="pass the size where it takes one, as output_size= of repeat_interleave, or predict the model by name with --model",
         )
     return UsageError(
         f"{request.script} cannot be traced without numbers: {one.error}",

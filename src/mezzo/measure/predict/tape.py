@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from mezzo.errors import UsageError
 
 Kind = Literal["parameters", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs", "workspaces"]
-"""``workspaces`` are cuBLAS', whose size depends on the GPU: their blocks have size 0."""
+"""``workspaces`` of size 0 are cuBLAS', whose size depends on the GPU; others are cuDNN's."""
 Phase = Literal["setup", "inputs", "forward", "backward", "optimizer"]
 
 

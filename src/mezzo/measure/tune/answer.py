@@ -17,6 +17,8 @@ from mezzo.records import AS_IS, Row, RunRecord, TuneDecision, TuneRow
 
 _BARRING = ("different", "diverged", "stopped_learning", "failed")
 
+_NO_TIME = "the budget was over"
+
 _SEEMS = 1.05
 """A speed-up from which an open answer is worth more repeats."""
 
@@ -48,7 +50,7 @@ def answered(known: Known) -> Found:
         (one for one in finals if finals[one].state == "faster"), key=lambda one: -(finals[one].speedup or 0)
     )
     if faster:
-        return Found(decision="use", chosen=faster[0], why=_why(finals[faster[0]]), rows=rows)
+        return Found(decision="use", chosen=faster[0], why=_why(finals[faster[0]]) + _unrun(rows), rows=rows)
     if chosen and not repeated:
         why = "the budget was over before the fastest configurations were repeated"
         return Found(decision="undecided", chosen=known.now, why=why, rows=rows)
@@ -56,7 +58,17 @@ def answered(known: Known) -> Found:
         return Found(
             decision="undecided", chosen=known.now, why="the budget was over before anything was found", rows=rows
         )
-    return Found(decision="keep", chosen=known.now, why=_why_keep(list(finals.values())), rows=rows)
+    return Found(decision="keep", chosen=known.now, why=_why_keep(list(finals.values())) + _unrun(rows), rows=rows)
+
+
+def _unrun(rows: Sequence[TuneRow]) -> str:
+    """Return how many configurations the answer leaves out because there was no time for them."""
+    count = sum(row.state == "not run" and row.reason == _NO_TIME for row in rows)
+    return (
+        f"; {count} of {len(rows)} configurations were not run: {_NO_TIME}, and a longer --budget runs them"
+        if count
+        else ""
+    )
 
 
 def _why(row: TuneRow) -> str:
@@ -122,7 +134,7 @@ def _other(known: Known, configuration: Configuration) -> TuneRow:
     trials = [trial for trial in known.runs if trial.configuration == configuration]
     if not trials:
         why = pruned(known, configuration)
-        return _plain(known, configuration, state="not run", reason=why or "the budget was over")
+        return _plain(known, configuration, state="not run", reason=why or _NO_TIME)
     last = max(trials, key=lambda trial: trial.round)
     run = known.runs[last]
     if wrong := fault(known, last):

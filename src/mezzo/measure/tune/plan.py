@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mezzo.formats import FP32
+from mezzo.measure.compare.costs import why_unlike
 from mezzo.measure.tune.configurations import Configuration
+from mezzo.measure.tune.short_of_memory import short_of_memory
 from mezzo.measure.tune.speed import Speed, speed_of
 from mezzo.records import AS_IS, CHANNELS_LAST, CHECKPOINTED, COMPILED, NOT_APPLIED, RunRecord
 
@@ -66,10 +68,15 @@ class Known:
         run = self.runs.get(trial)
         return None if run is None else speed_of(run)
 
+    def unlike_now(self, trial: Trial) -> str:
+        """Return why a trial's time is not compared with the script now in the same round and repeat; empty if it is, or it was not run."""
+        run, now = self.runs[trial], self.runs.get(replace(trial, configuration=self.now))
+        return "" if now is None else why_unlike(run, now, trial.configuration.name)
+
     def over_now(self, trial: Trial) -> float | None:
         """Return how many times as fast a trial is as the script now, in the same round and repeat."""
         mine, now = self.speed(trial), self.speed(replace(trial, configuration=self.now))
-        if mine is None or now is None:
+        if mine is None or now is None or self.unlike_now(trial):
             return None
         return mine.over(now, alike=trial.configuration.settings == self.now.settings)
 
@@ -96,6 +103,17 @@ def next_trial(known: Known) -> Trial | None:
             if trial not in known.runs and not (number == 0 and pruned(known, configuration)):
                 return trial
     return next(_missing_finals(known), None)
+
+
+def expected_trials(known: Known) -> Iterator[Trial]:
+    """Yield the runs of the same round that follow the next one if none fails; none before the first run has ended."""
+    like, first = known.runs.get(Trial(known.now, 0)), next_trial(known)
+    while like is not None and (trial := next_trial(known)) is not None and first is not None:
+        if trial.round != first.round:
+            return
+        if trial != first:
+            yield trial
+        known = replace(known, runs={**known.runs, trial: like})
 
 
 def rounds(known: Known) -> Iterator[list[Configuration]]:
@@ -157,6 +175,8 @@ def _missing_finals(known: Known) -> Iterator[Trial]:
 def fault(known: Known, trial: Trial) -> str:
     """Return why a trial's configuration cannot be the answer; empty if it can."""
     run, configuration = known.runs[trial], trial.configuration
+    if why := short_of_memory(run):
+        return why
     if run.error is not None or (run.exit_code and run.first_steps is None):
         return run.error or f"it ended with exit code {run.exit_code}; what it printed is in output.log of its folder"
     if (needed := memory_of(run)) is not None and known.memory_bytes is not None and needed > known.memory_bytes:
@@ -164,7 +184,7 @@ def fault(known: Known, trial: Trial) -> str:
     if run.effective.emulated:
         return "its formats are emulated here: its speed says nothing"
     if run.changed_nothing and run.policy != AS_IS:
-        return f"{run.policy} changed nothing"
+        return f"{run.policy} {run.no_effect}"
     done = {reason.what for reason in run.explanation if reason.value != NOT_APPLIED}
     asked_for = {
         CHANNELS_LAST: configuration.channels_last,
@@ -175,6 +195,8 @@ def fault(known: Known, trial: Trial) -> str:
         if asked and what not in done:
             why = next((one.reason for one in run.effective.left_alone if one.what in (what, "channels-last")), "")
             return f"{what} changed nothing" + (f": {why}" if why else "")
+    if why := known.unlike_now(trial):
+        return why
     if speed_of(run) is None:
         return f"it made {len(run.steps)} steps, too few to be timed"
     return ""
@@ -200,7 +222,7 @@ def pruned(known: Known, configuration: Configuration) -> str:
 def _did_not_fit(known: Known, run: RunRecord) -> bool:
     needed = memory_of(run)
     over = needed is not None and known.memory_bytes is not None and needed > known.memory_bytes
-    return over or (run.error is not None and "out of memory" in run.error.lower())
+    return over or bool(short_of_memory(run))
 
 
 def _is_larger(configuration: Configuration, other: Configuration) -> bool:

@@ -1,6 +1,7 @@
 """Explain why a matrix product or convolution ran in FP32 or wider.
 
 ``off``        no autocast was on around it
+``switched off``  an autocast of the script is around it, and off: ``enabled=False``, or for another device
 ``excluded``   autocast was on when a module began, and off at the operation inside it
 ``list``       a rule of an op list puts it in FP32, or the operation that it is a part of: torch's attention widens 16-bit
                operands by itself where no fused kernel takes them, as with dropout on a CPU
@@ -73,10 +74,15 @@ def why_wide(seen: TracedOperation, *, policy: Policy | None, lowers_elsewhere: 
         return Why("excluded", where, f"autocast is on when {where} begins and off at this operation")
     if seen.promoted_in:
         return Why("promotion", seen.promoted_in, "it reads a value that became FP32 by meeting FP32 operands")
-    reason = (
-        "autocast is off around it, and on elsewhere" if lowers_elsewhere else "nothing in the step lowers precision"
-    )
-    return Why("off", seen.module, reason)
+    if lowers_elsewhere:
+        return Why("off", seen.module, "autocast is off around it, and on elsewhere")
+    # Checkpointing recomputes in an autocast of its own, on or off.
+    around = 0 if seen.phase == "recompute" else calls[-1].nesting if calls else product.nesting
+    if policy is None and around:
+        return Why(
+            "switched off", seen.module, "the script's autocast around it is off: enabled=False, or for another device"
+        )
+    return Why("off", seen.module, "nothing in the step lowers precision")
 
 
 def _listed(policy: Policy | None, seen: TracedOperation) -> oplists.Precision | None:

@@ -91,7 +91,7 @@ def _finding(rule: FindingRule, part: Part, audited: AuditedSteps) -> Finding | 
     if share < MIN_SHARE and not part.always:
         return None
     modules = list(dict.fromkeys(part.modules))
-    more = f" and {len(modules) - MOST_LISTED} more modules" if len(modules) > MOST_LISTED else ""
+    more = f"; {len(modules)} modules in all" if len(modules) > MOST_LISTED else ""
     return Finding(
         code=rule.code,
         title=rule.title,
@@ -303,6 +303,13 @@ RULES: tuple[FindingRule, ...] = (
         "products in FP64",
         "find where float64 comes in (numpy arrays, torch.set_default_dtype) and cast to float32 there",
         lambda audited: _always(_wide("float64")(audited)),
+    ),
+    FindingRule(
+        "A108",
+        "the script's autocast is switched off",
+        "find what sets enabled=False there, such as a flag of the config or an argument, and turn it on; or leave the script as it is "
+        "and run it under a policy: mezzo run --policy bf16 (or fp16)",
+        _wide("switched off"),
     ),
     FindingRule(
         "A201",

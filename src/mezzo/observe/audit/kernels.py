@@ -59,7 +59,8 @@ class KernelWatch:
         """Start profiling; discard an earlier profile."""
         self.drop()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        self._profiler = torch.profiler.profile(activities=activities)
+        # Without acc_events, torch warns that the events of one cycle are dropped at the end of the next.
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._profiler.__enter__()
 
     def drop(self) -> None:
@@ -79,12 +80,15 @@ class KernelWatch:
 
 
 def launches(events: Iterable[Any]) -> list[Launch]:
-    """Return the kernels of a profile by the call of the operation that launched them, directly or through others."""
+    """Return the kernels of a profile by the call of the operation that launched them, directly or through others.
+
+    Autocast's casts run inside the outer call of an operation, before its inner call. They are no part of the operation.
+    """
     return [
         Launch(event.name, number, kernel.name, kernel.duration)
         for event, number in calls(events)
         if event.name.startswith("aten::")
-        for kernel in _kernels_below(event)
+        for kernel in _kernels_below(_innermost(event))
     ]
 
 
@@ -101,6 +105,14 @@ def calls(events: Iterable[Any]) -> Iterator[tuple[Any, int]]:
         if outer is None:
             yield event, numbers[event.name]
             numbers[event.name] += 1
+
+
+def _innermost(event: Any) -> Any:
+    """Return the last call of the same operation inside ``event``: the one that autocast and dispatch modes have passed on."""
+    below = [event]
+    for one in below:
+        below += one.cpu_children
+    return [one for one in below if one.name == event.name][-1]
 
 
 def _kernels_below(event: Any) -> list[Any]:

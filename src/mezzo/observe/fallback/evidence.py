@@ -56,9 +56,14 @@ def fitting_scale(largest: float, most: float) -> float:
     return min(most, 2.0 ** (_TOP_EXPONENT - math.ceil(math.log2(largest))))
 
 
+def measured_path(settings: FallbackSettings) -> Path:
+    """Return the file with the measurements of a run."""
+    return Path(settings.folder) / f"{settings.name}.measured.json"
+
+
 def read_measured(settings: FallbackSettings) -> Measured:
     """Return what the run of ``settings`` measured; empty if the run ended before."""
-    path = Path(settings.folder) / f"{settings.name}.measured.json"
+    path = measured_path(settings)
     return Measured.model_validate_json(path.read_text(encoding="utf-8")) if path.is_file() else Measured()
 
 
@@ -81,6 +86,11 @@ def of_all(by_rank: Sequence[Measured]) -> Measured:
     )
 
 
+def has_overflowed(run: RunRecord) -> bool:
+    """Return whether a run ended because its values left the format, which says something of the format."""
+    return run.exit_code in _OVERFLOWS
+
+
 def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Measured:
     """Raise for a run that shows nothing, unless it ran in lower precision: that may fail for the cause searched for."""
     if measured.problem:
@@ -88,8 +98,7 @@ def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Mea
             f"the gradients of {run.script} cannot be compared between precisions: {measured.problem}",
             hint="train with an optimizer that needs no closure while modules are searched",
         )
-    overflowed = role == "check" and run.exit_code in _OVERFLOWS
-    if not measured.steps and not overflowed:
+    if not measured.steps and not (role == "check" and has_overflowed(run)):
         raise ScriptError(
             f"{run.script} made no training step that could be compared: {run.error or 'it ended before'}",
             hint=f"run it by itself first; {where}",

@@ -15,14 +15,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.observe.fallback.evidence import LocalError, Measured, fitting_scale
 from mezzo.observe.fallback.operations import in_fp32, needed
 from mezzo.observe.fallback.search import Names, search
+from mezzo.observe.fallback.trials import Measure, expected, guesses_for, name_of, nothing_ahead
 from mezzo.observe.limits import ROUNDOFFS
 from mezzo.observe.nested_names import covered
 from mezzo.observe.settings import FallbackSettings
@@ -33,14 +33,6 @@ _MOST = 0.5
 _NOISE_SHARE = 0.25  # of the tolerance: a gradient that FP32 noise moves by more is not judged
 _EXPENSIVE = 0.1  # of the FLOPs: a container with more is opened if parts of it suffice
 _LISTED = 200
-
-
-class Measure(Protocol):
-    """A function that runs a few training steps under a policy."""
-
-    def __call__(self, policy: Policy, settings: FallbackSettings) -> tuple[Measured, RunRecord]:
-        """Return the measurements and the record of the run."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -57,6 +49,10 @@ class SearchState:
     ignored: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
     trials: list[Verification] = field(default_factory=list)
+    reference: tuple[Measured, RunRecord] | None = None
+    """The run in FP32 that all others are compared with."""
+    answers: list[Measured] = field(default_factory=list)
+    """Of all runs after the reference."""
     has_op_lists: bool = True
     """Whether the framework can keep single operations in FP32."""
     operations: Names = ()
@@ -127,7 +123,8 @@ Judged = tuple[FallbackVerdict, str, Names, RunRecord]
 def _judge(state: SearchState) -> Judged:
     state.note("FP32, every module by itself")
     settings = FallbackSettings(steps=state.steps, policy=state.policy, folder=state.folder)
-    reference, run = state.measure(Policy.parse("fp32"), settings)
+    reference, run = state.measure(Policy.parse("fp32"), settings, nothing_ahead)
+    state.reference = reference, run
     state.has_op_lists = not run.framework.startswith("keras")
     state.local = _ranked(reference.local, state.policy)
     state.steps = tuple(step.step for step in reference.steps)
@@ -144,18 +141,37 @@ def _judge(state: SearchState) -> Judged:
             f"{run.script} calls no module whose parameters get gradients, so there is none to keep in FP32",
             hint=f"call the model as model(x), not as model.forward(x): {state.policy.name} lowers nothing outside modules either",
         )
-    unsteady = _judge_noise(state)
-    if unsteady:
-        return "not repeatable", unsteady, (), run
-    verdict, reason, kept = _searched(state)
+    verdict, reason, kept = _after_reference(state)
     return verdict, reason, kept, run
+
+
+def _after_reference(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
+    unsteady = _judge_noise(state)
+    return ("not repeatable", unsteady, ()) if unsteady else _searched(state)
+
+
+def _measured(state: SearchState, policy: Policy, settings: FallbackSettings) -> Measured:
+    """Run the training; what the search may ask for next, by how this run ends, may be run beside it."""
+    assert state.reference is not None
+    first, run = state.reference
+
+    def again(measure: Measure) -> object:
+        anew = replace(
+            state, measure=measure, note=lambda _: None, ignored={}, noise=0.0, trials=[], operations=(), answers=[]
+        )
+        return _after_reference(anew)
+
+    known = [*state.answers]
+    measured, _ = state.measure(policy, settings, lambda: expected(again, known, run, guesses_for(first)))
+    state.answers.append(measured)
+    return measured
 
 
 def _judge_noise(state: SearchState) -> str:
     """Find the gradients that FP32 itself determines; return why none can be judged, or an empty text."""
     state.note("FP32 again, rounded another way")
     settings = FallbackSettings(role="noise", steps=state.steps, folder=state.folder, name="noise")
-    noisy, _ = state.measure(Policy.parse("fp32"), settings)
+    noisy = _measured(state, Policy.parse("fp32"), settings)
     worst: dict[str, float] = {}
     for step in noisy.steps:
         for name, error in step.errors.items():
@@ -258,10 +274,10 @@ def _verify(state: SearchState, kept: Names, *, operations: Names = (), all_step
         steps=state.steps,
         all_steps=all_steps,
         folder=state.folder,
-        name=f"check{len(state.trials) + 1}",
+        name=name_of(kept, operations, all_steps=all_steps),
         ignored=tuple(state.ignored),
     )
-    measured, _ = state.measure(policy, settings)
+    measured = _measured(state, policy, settings)
     # The first batches may overflow while the loss scale settles; an overflow after a finite batch fails.
     first = next((n for n, step in enumerate(measured.steps) if math.isfinite(step.worst[0])), None)
     judged = measured.steps[first:] if first is not None else []

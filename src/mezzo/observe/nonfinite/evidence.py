@@ -113,10 +113,14 @@ class Evidence(Value):
     """Steps whose loss or gradients were not finite."""
     faulty_steps: list[int] = []
     """Those of them that are no normal skips."""
+    unexplained_skips: list[int] = []
+    """Normal skips, that is few enough, that neither the search for a loss scale nor its growth explains."""
     lost_step: int | None = None
     """The last step whose loss was not finite."""
     own_scaler: bool = False
     """Whether the script's own GradScaler is in use."""
+    session_policy: str = ""
+    """The policy of the script's own ``mezzo.Session``."""
     scaled: bool = False
     """Whether any loss scale is."""
     forced_eager: bool = False

@@ -71,7 +71,13 @@ def _in_its_terms(offers: list[Offer], found: DiagnoseRecord) -> list[Offer]:
     """Return offers in the terms of the script's framework."""
     if not found.run.framework.startswith("keras"):
         return offers
-    return in_keras(offers, None if found.run.policy == AS_IS else Policy.of(found.run.policy))
+    return in_keras(offers, _policy(found))
+
+
+def _policy(found: DiagnoseRecord) -> Policy | None:
+    """Return the policy that the script trains under: the command's, or its own session's; None for other precision of its own."""
+    named = found.session_policy if found.run.policy == AS_IS else found.run.policy
+    return Policy.of(named) if named else None
 
 
 def _offers(found: DiagnoseRecord) -> list[Offer]:
@@ -211,7 +217,8 @@ def _is_among(offer: Offer, others: Sequence[Offer]) -> bool:
 
 def _kept(offer: Offer, found: DiagnoseRecord) -> tuple[str, ...]:
     """Return the modules that an offer keeps in FP32 beyond those that the script's run keeps."""
-    before = () if found.run.policy == AS_IS else Policy.of(found.run.policy).fp32_modules
+    policy = _policy(found)
+    before = () if policy is None else policy.fp32_modules
     after = offer.policy.fp32_modules if offer.policy is not None else ()
     return tuple(name for name in dict.fromkeys((*offer.fp32_modules, *after)) if name not in before)
 
@@ -228,11 +235,10 @@ def _in_the_script(found: DiagnoseRecord) -> str:
 
 def _wider(found: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
     """Return the offer to keep several modules in FP32: what one of them holds, the next may not take."""
-    names = " and ".join(modules)
-    if found.run.policy == AS_IS:
+    names, policy = " and ".join(modules), _policy(found)
+    if policy is None:
         line = "with torch.autocast(x.device.type, enabled=False):  # in their forward, on x.float()"
         return Offer(f"turn autocast off inside {names}", line, None, None, modules)
-    policy = Policy.of(found.run.policy)
     kept = policy.replace(fp32_modules=tuple(dict.fromkeys((*policy.fp32_modules, *modules))))
     return Offer(f"keep {names} in FP32", f'policy = "{kept}"', kept)
 
@@ -251,19 +257,20 @@ def _for_scale(found: DiagnoseRecord) -> list[Offer]:
     if exponent < 0:
         return bf16
     scale = 2.0**exponent
-    if found.run.policy == AS_IS:
+    own = _policy(found)
+    if own is None:
         line = f"scaler = torch.amp.GradScaler(init_scale={scale})"
         return [Offer(f"begin with a loss scale of {scale:g}", line, None, scale), *bf16]
-    policy = Policy.of(found.run.policy).replace(loss_scale="dynamic", init_scale=scale)
+    policy = own.replace(loss_scale="dynamic", init_scale=scale)
     advice = f"begin with a loss scale of {scale:g} and let it be dynamic"
     return [Offer(advice, f'policy = "{policy}"', policy), *bf16]
 
 
 def _for_vanished(found: DiagnoseRecord) -> list[Offer]:
     """Offer a loss scale for gradients that are too small for the format; else BF16."""
-    bf16 = _bf16(found)
-    if found.run.policy != AS_IS:
-        policy = Policy.of(found.run.policy).replace(loss_scale="dynamic", init_scale=_DEFAULT_SCALE)
+    bf16, own = _bf16(found), _policy(found)
+    if own is not None:
+        policy = own.replace(loss_scale="dynamic", init_scale=_DEFAULT_SCALE)
         return [Offer("multiply the loss by a dynamic loss scale", f'policy = "{policy}"', policy), *bf16]
     if found.own_scaler:
         line = f"scaler = torch.amp.GradScaler(init_scale={_DEFAULT_SCALE})"
@@ -286,10 +293,8 @@ def _for_range(found: DiagnoseRecord) -> list[Offer]:
 
 def _operation(found: DiagnoseRecord) -> list[Offer]:
     name = found.op.rsplit(".", maxsplit=1)[-1]
-    if found.run.policy == AS_IS:
-        return []
-    policy = Policy.of(found.run.policy)
-    if not policy.lowers:
+    policy = _policy(found)
+    if policy is None or not policy.lowers:
         return []
     try:
         lists = {field: tuple(n for n in getattr(policy, field) if n != name) for field in ("lower", "widest")}
@@ -300,11 +305,10 @@ def _operation(found: DiagnoseRecord) -> list[Offer]:
 
 
 def _bf16(found: DiagnoseRecord) -> list[Offer]:
-    advice = "train in BF16, which has FP32's range"
-    if found.run.policy == AS_IS:
+    advice, policy = "train in BF16, which has FP32's range", _policy(found)
+    if policy is None:
         line = "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler"
         return [Offer(advice, line, Policy.parse("bf16"))] if found.format == FP16.name else []
-    policy = Policy.of(found.run.policy)
     if policy.compute != FP16.name:
         return []
     plain = Policy.parse(policy.name.replace(FP16.name, "bf16"))

@@ -273,7 +273,8 @@ class NonFinite(Observer):
         scaler, scale = self.run.script_scaler, self.run.scale
         if scaler is not None:
             dynamic = getattr(scaler, "dynamic", True)  # torch's always are
-            return SkipRule(dynamic=dynamic, growth_interval=scaler.get_growth_interval())
+            hysteresis = getattr(scaler, "hysteresis", 1)  # torch's have none
+            return SkipRule(dynamic=dynamic, growth_interval=scaler.get_growth_interval(), hysteresis=hysteresis)
         if isinstance(scale, DynamicScale):
             return SkipRule(dynamic=True, growth_interval=scale.growth_interval, hysteresis=scale.hysteresis)
         return SkipRule(dynamic=not isinstance(scale, StaticScale))
@@ -339,8 +340,10 @@ class NonFinite(Observer):
             bad_steps=self.bad_steps,
             missed_start=self._missed_start(),
             faulty_steps=faulty,
+            unexplained_skips=[step for step in self._skips.unexplained if step not in faulty],
             lost_step=self._lost,
             own_scaler=self.run.script_scaler is not None,
+            session_policy=self.run.session_policy,
             scaled=self.run.scale.checks or self.run.script_scaler is not None,
             forced_eager=self.forced_eager,
             problems=self._problems,

@@ -28,9 +28,9 @@ from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep
 
-Role: TypeAlias = Literal["first", "suspects", "scale of 1", "fp32", "fix", "fp32 later"]
-"""What a run is for: the script's own; to inspect the steps that were not finite; at a loss scale of 1; in FP32; to try a fix;
-in FP32 to the step at which the best fix fails."""
+Role: TypeAlias = Literal["first", "suspects", "skips", "scale of 1", "fp32", "fix", "fp32 later"]
+"""What a run is for: the script's own; to inspect the steps that were not finite; to inspect skips that the loss scale does not
+explain; at a loss scale of 1; in FP32; to try a fix; in FP32 to the step at which the best fix fails."""
 
 TREND_LENGTH = 10
 """Steps that a record shows, the fault's own included."""
@@ -82,7 +82,7 @@ def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord
             "detail": ". ".join(filter(None, [found.detail, skips])),
             "passes": [_pass(ran) for ran in runs],
             "bad_steps": evidence.bad_steps,
-            "faulty_steps": evidence.faulty_steps,
+            "faulty_steps": evidence.faulty_steps or found.faulty_steps,
             "num_skipped": first.steps.num_skipped,
             "notes": [*found.notes, *(note for note in own_notes if note not in found.notes)],
             "trend": _trend(first, max([found.step, *evidence.bad_steps])),
@@ -98,6 +98,8 @@ def known(runs: Sequence[ScriptRun]) -> DiagnoseRecord:
             continue
         if ran.role == "suspects":
             found = _inspected(found, ran)
+        elif ran.role == "skips":
+            found = _behind_skips(found, ran)
         elif ran.role == "scale of 1":
             found = _at_scale_of_1(found, ran)
         elif ran.role == "fp32":
@@ -109,7 +111,7 @@ def known(runs: Sequence[ScriptRun]) -> DiagnoseRecord:
 
 def repeats(runs: Sequence[ScriptRun]) -> bool:
     """Return whether the script, as far as is known, does the same each time."""
-    again = next((ran for ran in runs if ran.role == "suspects" and ran.evidence is not None), None)
+    again = next((ran for ran in runs if ran.role in ("suspects", "skips") and ran.evidence is not None), None)
     located = None if again is None or again.evidence is None else again.evidence.located
     return again is None or located is None or located.step in again.settings.suspects
 
@@ -141,6 +143,7 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
         faulty_steps=evidence.faulty_steps,
         num_skipped=run.steps.num_skipped,
         own_scaler=evidence.own_scaler,
+        session_policy=evidence.session_policy,
         forced_eager=evidence.forced_eager,
         notes=words.notes(evidence),
     )
@@ -221,6 +224,14 @@ def _inspected(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
     return again if explained else found
 
 
+def _behind_skips(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
+    """Return the fault that skips hid: an operation that has no finite result in FP32 either, whatever the loss scale."""
+    again = judged(ran)
+    if again.verdict != "invalid_operation" or not again.located:
+        return found
+    return again.model_copy(update={"detail": f"{again.detail}. {words.HIDDEN_BY_SKIP}", "faulty_steps": [again.step]})
+
+
 def _at_scale_of_1(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
     """Return the fault that is left at a loss scale of 1; what is too small for the format there is none of the script's."""
     again, (_, evidence) = judged(ran), _showed(ran)
@@ -238,6 +249,8 @@ def _in_fp32(found: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) -
         return found.model_copy(update={"notes": [*found.notes, *cause]})
     if found.step not in evidence.watched or not repeats(runs) or found.verdict != "invalid_operation":
         return found
+    if any(one.role == "skips" for one in runs):  # of the format, and rare enough for the loss scale to skip it
+        return judged(runs[0])
     narrow = next((o.format for o in found.operands if o.format in ("fp16", "bf16")), _format(runs[0].policy))
     update = {"verdict": "range_overflow", "format": narrow, "detail": words.rounded_away(found, narrow)}
     return found.model_copy(update=update)
@@ -274,7 +287,8 @@ def _outcome(ran: ScriptRun) -> str:
         return words.NOT_REACHED if of_step else words.DIED
     again = judged(ran)
     if not of_step:
-        return words.seen_with_fix(again) if ran.role == "fix" else words.seen(again)
+        unexplained = bool(ran.evidence.unexplained_skips)
+        return words.seen_with_fix(again) if ran.role == "fix" else words.seen(again, unexplained=unexplained)
     reached = ran.step in ran.evidence.watched
     bad = ran.step in ran.evidence.bad_steps or again.located
     if (bad and reached) if ran.role == "scale of 1" else _fails(again):

@@ -45,6 +45,8 @@ def where_to_write(found: DiagnoseRecord, caller: Caller) -> str:
     if not line:
         return ""
     if named := _POLICY.search(line):
+        if found.session_policy:
+            return f"in code: {_SESSION.format(policy=named[1])}; or on the command line, in its place: --policy {named[1]}"
         return _policy(named[1], line, caller, found.run.framework)
     at = f"at {found.line}" if found.line else "in the script"
     if found.run.framework.startswith("keras"):

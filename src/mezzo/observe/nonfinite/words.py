@@ -16,6 +16,10 @@ INTERRUPTED = (129, 130, 143)
 """Exit codes of a script that SIGHUP, Ctrl-C or SIGTERM ended."""
 ITSELF = "the training itself"
 """As a cause: not its precision."""
+HIDDEN_BY_SKIP = (
+    "The loss scaler skipped that update, so the training went on; without a scaler, as in FP32 and BF16, the weights "
+    "become NaN"
+)
 _FIRST_STEPS = 6
 
 
@@ -103,7 +107,10 @@ def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
         return f"All {total} updates were skipped{reached}" if total > 1 else "The only update was skipped"
     steps = ", ".join(map(str, lost[:_FIRST_STEPS])) + (" and so on" if len(lost) > _FIRST_STEPS else "")
     share = "all" if len(lost) == count else f"{len(lost)} of them"
-    return f"{count} of {total} updates were skipped, {share} after the loss scale had been found: steps {steps}"
+    if count == 1:
+        return f"1 of {total} updates was skipped, after the loss scale had been found: step {steps}"
+    which = f"step{'s' if len(lost) > 1 else ''} {steps}"
+    return f"{count} of {total} updates were skipped, {share} after the loss scale had been found: {which}"
 
 
 def beyond_fp32(step: int) -> str:
@@ -130,8 +137,8 @@ def unfinished(run: RunRecord) -> str:
     return f"the script {how} {when}, with exit code {run.exit_code}{cause}{nothing}"
 
 
-def seen(found: DiagnoseRecord) -> str:
-    """Return what one run showed, in a few words."""
+def seen(found: DiagnoseRecord, *, unexplained: bool = False) -> str:
+    """Return what one run showed, in a few words; ``unexplained`` if the loss scale does not explain a skip."""
     if found.located:
         return f"{_named_fault(found)}, {found.phase}"
     if found.verdict == "unfinished":
@@ -139,7 +146,8 @@ def seen(found: DiagnoseRecord) -> str:
     if found.verdict != "healthy":
         return f"step {found.step} is not finite"
     if found.num_skipped:
-        return f"{found.num_skipped} updates skipped, as is normal"
+        what = f"{found.num_skipped} update{'s' if found.num_skipped > 1 else ''} skipped"
+        return f"{what}, {'for no known reason' if unexplained else 'as is normal'}"
     return "every step is finite"
 
 

@@ -13,7 +13,6 @@ from mezzo.report.colours import Style, kind_style, policy_styles
 
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 _BOUNDS = ("arithmetic", "bandwidth", "launch")
-_MOST_POINTS = 25
 
 
 def predict_charts(record: PredictRecord) -> list[Drawn]:

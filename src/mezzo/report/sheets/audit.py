@@ -93,18 +93,20 @@ def _headline(record: AuditRecord, script: str) -> str:
     shares = sorted(record.flops_by_format.items(), key=lambda item: -item[1])
     words = [f"{fmt.share_text(flops / total)} {fmt.clean(form)}" for form, flops in shares] or ["no matrix product"]
     policy, found = fmt.clean(record.run.policy_shown), fmt.plural(len(record.findings), "finding")
-    nothing = f"; {policy} lowered nothing" if record.run.changed_nothing else ""
+    nothing = f"; {policy} {record.run.no_effect}" if record.run.changed_nothing else ""
     told = f"{which[0].upper()}{which[1:]} of {script} under {policy}: {', '.join(words)}{nothing}; {found}"
     return f"{_hardly_used(record)}{told}"
 
 
 def _hardly_used(record: AuditRecord) -> str:
-    """Return that the script's own mixed precision reaches next to nothing; empty where it reaches more, or is off."""
+    """Return that the script's own mixed precision is off, or reaches next to nothing; empty where it reaches more."""
     total = sum(record.flops_by_format.values())
     narrow = sum(flops for form, flops in record.flops_by_format.items() if form not in WIDE)
     is_on = narrow > 0 or any(product.cause in _UNDER_AUTOCAST for product in record.wide_products)
-    if record.run.policy != AS_IS or not is_on or not total or narrow >= _TINY * total:
+    if record.run.policy != AS_IS or not total or narrow >= _TINY * total:
         return ""
+    if not is_on:
+        return "" if record.run.effective.num_lowered else "Mixed precision is off. "
     share = f"only {fmt.share_text(narrow / total)}" if narrow else "none"
     return f"Mixed precision is on, but {share} of the FLOPs use it. "
 

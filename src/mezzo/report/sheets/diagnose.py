@@ -122,7 +122,7 @@ def _untried(record: DiagnoseRecord) -> str:
     if not record.run.changed_nothing:
         return ""
     policy = fmt.clean(record.run.policy_shown)
-    return f"but this says nothing of {policy}, which changed nothing: {shared.ran_text(record.run)}"
+    return f"but this says nothing of {policy}, which {record.run.no_effect}: {shared.ran_text(record.run)}"
 
 
 def _ran_in(record: DiagnoseRecord) -> list[Fact]:
@@ -138,7 +138,7 @@ def _headline(record: DiagnoseRecord, script: str) -> str:
     policy = fmt.clean(record.run.policy_shown)
     count = fmt.plural(len(record.run.steps), "step")
     if record.verdict == "healthy" and record.run.changed_nothing:
-        return f"{script} under {policy}: every value is finite in {count}, but {policy} lowered nothing"
+        return f"{script} under {policy}: every value is finite in {count}, but {policy} {record.run.no_effect}"
     if record.verdict == "healthy":
         found = fmt.plural(len(record.run.findings), "finding")
         if record.run.findings:

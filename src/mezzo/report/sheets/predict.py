@@ -236,7 +236,8 @@ def _card(one: Prediction) -> str:
 
 
 def print_predict(sheet: PredictSheet, console: Console) -> None:
-    """Print whether it fits, how fast it is, and what bounds it."""
+    """Print what was predicted, whether it fits, how fast it is, and what bounds it."""
+    console.print(Text(sheet.details, style="dim"))
     terminal.section(console, "Does it fit?", terminal.fact_table(sheet.fit))
     console.print(Text(sheet.largest_head, style="dim"))
     heads = ["GPU", "policy", f"{sheet.unit}/s", "10% to 90%", "step", "allocated\nreserved\ndevice", "largest\nbatch"]

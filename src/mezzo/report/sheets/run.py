@@ -80,7 +80,7 @@ def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
     loss = shared.final_loss_text(record)
     if record.changed_nothing:
         ran = shared.ran_text(record)
-        return f"{script} trained {steps}; {policy} changed nothing: {ran}, to a loss of {loss}"
+        return f"{script} trained {steps}; {policy} {record.no_effect}: {ran}, to a loss of {loss}"
     return f"{script} trained {steps} under {policy}, to a loss of {loss}"
 
 

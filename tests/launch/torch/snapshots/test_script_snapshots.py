@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +194,19 @@ def test_a_killed_script_ends_with_the_bits_of_the_undisturbed_run(name: str, wr
     assert record.snapshots.resumed_updates in range(1, 7)  # the last ones may have been killed while they were written
 
 
+def outside_its_function(script: Path) -> str:
+    """Return a script whose ``main`` is written out at the top level, so that all its variables are the module's."""
+    head, main = script.read_text(encoding="utf-8").split("def main():\n")
+    return head + textwrap.dedent(main.removesuffix("main()\n"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resumable.py", "resumable_plain.py"])
-def test_a_whole_script(name: str, tmp_path: Path) -> None:
-    script = SCRIPTS / name
+@pytest.mark.parametrize("in_function", [True, False])
+def test_a_whole_script(in_function: bool, tmp_path: Path) -> None:
+    script = SCRIPTS / "resumable.py"
+    if not in_function:
+        script = tmp_path / "train.py"
+        script.write_text(outside_its_function(SCRIPTS / "resumable.py"), encoding="utf-8")
     policy = Policy.parse("fp16")
     _, text = lives(script, tmp_path / "whole", policy=policy, snapshots=None)
     arguments = ("--checkpoint", str(tmp_path / "best.pt"))

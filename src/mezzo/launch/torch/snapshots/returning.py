@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from mezzo.engine.agreement import Agreement
 from mezzo.engine.guardrails.good_snapshots import newest_good
 from mezzo.engine.guardrails.remedies import apply_remedy
 from mezzo.launch.torch.snapshots.passes import frames_of_script
@@ -21,7 +22,9 @@ from mezzo.launch.torch.state import Run
 from mezzo.records import Alarm, Rewind
 
 
-def return_to_good(run: Run, folder: Path, alarm: Alarm, earlier: list[Rewind]) -> Rewind | str:
+def return_to_good(
+    run: Run, folder: Path, alarm: Alarm, earlier: list[Rewind], *, together: Agreement | None = None
+) -> Rewind | str:
     """Put the state of the newest good snapshot in place, changed so that the same does not happen again; or return why not.
 
     Args:
@@ -29,22 +32,19 @@ def return_to_good(run: Run, folder: Path, alarm: Alarm, earlier: list[Rewind]) 
         folder: its snapshots.
         alarm: what went wrong.
         earlier: returns so far.
+        together: with the other processes, which return to the same snapshot or stay where they are as well.
     """
     good = newest_good(folder, before=alarm.since, weights=lambda contents: [*_weights(contents)])
+    found: list[Any] = []
     if good is None:
-        return f"there is no snapshot from before update {alarm.since} to return to"
+        why = f"there is no snapshot from before update {alarm.since} to return to"
+    else:
+        found, why = _places(good[1])
+    if together is not None and not together.all_equal([0, 0] if good is None or why else [*good[0][:2]]):
+        why = why or "another process has no such snapshot, or cannot take it up"
+    if good is None or why:
+        return why
     saved, contents = good
-    frames, _ = frames_of_script()
-    if [frame.f_code.co_name for frame in frames] != [name for name, _, _ in contents["frames"]]:
-        return "the loop is not where it was when the snapshot was saved"
-    found = [
-        one
-        for frame, (_, _, entries) in zip(frames, contents["frames"], strict=True)
-        for one in objects_in(frame.f_locals, entries)
-    ]
-    lost = [place for place, _, here, _ in found if here is None]
-    if lost:
-        return f"the script has no {', '.join(lost)} any more, or of another kind"
     for _, kind, here, state in found:
         set_object(kind, here, state)
     for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
@@ -66,6 +66,20 @@ def return_to_good(run: Run, folder: Path, alarm: Alarm, earlier: list[Rewind]) 
         updates=saved.updates,
         changes=changes,
     )
+
+
+def _places(contents: Any) -> tuple[list[Any], str]:
+    """Return where the saved objects are now, each with its kind and state; or why the state cannot be put in place."""
+    frames, _ = frames_of_script()
+    if [frame.f_code.co_name for frame in frames] != [name for name, _, _ in contents["frames"]]:
+        return [], "the loop is not where it was when the snapshot was saved"
+    found = [
+        one
+        for frame, (_, _, entries) in zip(frames, contents["frames"], strict=True)
+        for one in objects_in(frame.f_locals, entries)
+    ]
+    lost = [place for place, _, here, _ in found if here is None]
+    return found, f"the script has no {', '.join(lost)} any more, or of another kind" if lost else ""
 
 
 def _weights(contents: Any) -> Iterator[Any]:

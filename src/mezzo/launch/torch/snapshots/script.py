@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from mezzo.engine.agreement import EVERY_S, Agreement, are_several
 from mezzo.engine.snapshots.background import Copies, Saving, write_whole
-from mezzo.engine.snapshots.choosing import Chosen, load_newest
 from mezzo.engine.snapshots.folder import Folder
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.structure import take_apart
@@ -31,6 +31,7 @@ from mezzo.launch.torch.guarding import ScriptGuard
 from mezzo.launch.torch.snapshots.counters import count_of, enumerations, loop_values, set_count
 from mezzo.launch.torch.snapshots.passes import Pass, Passes, asked_by_a_for_loop, frames_of_script
 from mezzo.launch.torch.snapshots.returning import return_to_good
+from mezzo.launch.torch.snapshots.starting import start_of
 from mezzo.launch.torch.snapshots.variables import Found, is_below, script_folder, set_variables
 from mezzo.launch.torch.state import Run
 from mezzo.measure.steps import StepRecorder
@@ -49,8 +50,10 @@ class ScriptSnapshots:
             SnapshotError: there is none that can be loaded, or the folder cannot be used.
         """
         self._run, self._asked = run, asked
-        self._resumed = _to_resume(asked) if asked.resume else None
+        self._resumed, last_number = start_of(asked)
         self._folder = Folder(Path(asked.folder).absolute())
+        self._folder.begin_after(last_number)
+        self._together = Agreement(every_s=min(EVERY_S, asked.every_s / 2)) if asked.ranks > 1 else None
         at = None if self._resumed is None else self._resumed.contents["pass"]
         self._passes = Passes(self._between, at, begins=self._hide_output)
         self._copies, self._last_s = Copies(), time.monotonic()
@@ -100,13 +103,14 @@ class ScriptSnapshots:
             if self._passes.is_target(this):
                 self._arrive(iterator)
             return
-        if self._run.guard is not None and self._run.guard.pending is not None:
-            self._return(self._run.guard)
         before = self._updates_at.setdefault((this.place, this.number), self._run.num_updates)
-        if self._run.num_updates == before and not self._notice:
+        trained = self._run.num_updates != before
+        if self._run.guard is not None and self._run.guard.pending is not None and (trained or self._together is None):
+            self._return(self._run.guard)
+        if not trained and (self._together is not None or not self._notice):
             return
         self._trains = True
-        if self._notice or time.monotonic() - self._last_s >= self._asked.every_s:
+        if self._is_due():
             self._last_s = time.monotonic()
             try:
                 self._save(this, iterator)
@@ -116,13 +120,27 @@ class ScriptSnapshots:
                 self._settle()
                 self._end(signal.SIGTERM, None)
 
+    def _is_due(self) -> bool:
+        """Return whether to save now; in several processes all say the same, and all end if one was asked to."""
+        due = self._notice or time.monotonic() - self._last_s >= self._asked.every_s
+        if self._together is None:
+            return due
+        updates = self._run.num_updates
+        if updates < self._together.next:
+            return False
+        if not are_several():
+            self._problem("save", "no snapshot: the script's processes form no group, so they cannot save together")
+            return False
+        due, self._notice = map(bool, self._together.reached(updates, [due, self._notice]))
+        return due
+
     def _return(self, guard: ScriptGuard) -> None:
         """Return to the newest good snapshot because of an alarm, or have the guard end the script."""
         self._settle()
         self._run.close_update()  # the open update is one of those that went wrong
         alarm = guard.pending
         assert alarm is not None
-        found = return_to_good(self._run, self._folder.path, alarm, guard.noticed.rewinds)
+        found = return_to_good(self._run, self._folder.path, alarm, guard.noticed.rewinds, together=self._together)
         if isinstance(found, str):
             guard.end(f"{alarm.kind}: {alarm.evidence}; {found}")
         else:
@@ -243,6 +261,8 @@ class ScriptSnapshots:
         run.recorder.reports = before.reports
         if before.clock.device is not None:
             run.recorder.clock.device = before.clock.device
+        if run.guard is not None:
+            run.guard.restart()
         self.taken = self.taken.model_copy(
             update={"resumed_from": str(self._resumed.path), "resumed_updates": updates}  # type: ignore[union-attr]
         )
@@ -280,27 +300,6 @@ class ScriptSnapshots:
 
         signal.signal(signal.SIGTERM, note)
         self._patches.on_undo(lambda: signal.signal(signal.SIGTERM, self._end))
-
-
-def _to_resume(asked: SnapshotRequest) -> Chosen:
-    def check(contents: Any) -> None:
-        if not isinstance(contents, dict) or not isinstance(contents.get("run"), dict) or "frames" not in contents:
-            raise SnapshotError("it holds no script's state", hint="resume a run of mezzo run --snapshot")
-        for name, now in asked.identity.items():
-            then = contents["run"].get(name)
-            if then != now:
-                raise SnapshotError(
-                    f"it is of a run with {name} {then!r}, and this one has {now!r}",
-                    hint="resume with the same script, arguments and policy",
-                )
-
-    found = load_newest(Path(asked.folder), check)
-    if found is None:
-        raise SnapshotError(
-            f"there is no snapshot in {asked.folder!r}",
-            hint="pass --resume the folder of a run with --snapshot; the first one is taken when its time is over",
-        )
-    return found
 
 
 def _not_resumable(why: str) -> SnapshotError:

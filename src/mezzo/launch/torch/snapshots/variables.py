@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mezzo.engine.snapshots.contents import keep_formats
+from mezzo.engine.snapshots.sharded import placed, placed_model, placed_optimizer
 
 _LEAVES = (type(None), bool, int, float, str, bytes, complex, np.number, np.bool_)
 _PASSED_OVER = (
@@ -32,6 +33,7 @@ _PASSED_OVER = (
     types.BuiltinFunctionType,
     types.MethodType,
     types.GeneratorType,
+    type(annotations),  # what ``from __future__`` imports
     type,
     PurePath,
     ArgumentParser,
@@ -153,16 +155,17 @@ def _module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _set_module(module: nn.Module, state: Mapping[str, Any]) -> None:
-    module.load_state_dict(state["state"])
+    module.load_state_dict(placed_model(state["state"], module))
     for name, buffer in module.named_buffers():
         if name in state["buffers"] and buffer.shape == state["buffers"][name].shape:
             buffer.copy_(state["buffers"][name])
     for name, parameter in module.named_parameters():
-        gradient = state["gradients"].get(name)
+        gradient = placed(state["gradients"].get(name), parameter)
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
 def _set_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    state = placed_optimizer(state, optimizer)
     optimizer.load_state_dict(state)
     keep_formats(optimizer, state)
 

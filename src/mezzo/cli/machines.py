@@ -1,0 +1,119 @@
+"""The machine that a command's runs are made on: this one, or a worker of a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mezzo.errors import ScriptError, UsageError
+
+if TYPE_CHECKING:
+    from mezzo.devices import Device
+    from mezzo.launch.several.side_by_side import Engine
+    from mezzo.measure.doctor import Facts
+    from mezzo.records import Reason
+
+_PROGRAM = "mezzo.measure.facts_there"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine as a command knows it."""
+
+    facts: Facts
+    name: str
+
+    @property
+    def device(self) -> Device:
+        """The device that scripts train on there."""
+        return self.facts.devices[0]
+
+
+def name_of(engine: Engine) -> str:
+    """Return what the machine is called that an engine makes runs on."""
+    from mezzo.launch.several.on_cluster import OnCluster
+
+    return f"a worker of {engine.name}" if isinstance(engine, OnCluster) else "this machine"
+
+
+def machine_of(engine: Engine, folder: Path) -> Machine:
+    """Return the machine that an open engine makes runs on; of a cluster, the worker that it gives for one run.
+
+    Raises:
+        ScriptError: the worker did not say what it can compute.
+    """
+    from mezzo.devices import Device, cpu_name
+    from mezzo.launch.several.on_cluster import OnCluster
+    from mezzo.measure.doctor import Facts, facts  # imports torch, which takes seconds
+
+    if isinstance(engine, OnCluster):
+        return Machine(facts=_of_worker(engine, folder), name=name_of(engine))
+    found = facts() if importlib.util.find_spec("torch") else Facts(devices=(Device(kind="cpu", name=cpu_name()),))
+    return Machine(facts=found, name=name_of(engine))
+
+
+def _of_worker(engine: Engine, folder: Path) -> Facts:
+    from mezzo.launch.process.command_signals import stoppable
+    from mezzo.launch.request import Request
+    from mezzo.measure.facts_there import read_facts
+
+    place = (folder / "worker").absolute()
+    found = place / "facts.json"
+    found.unlink(missing_ok=True)
+    request = Request(
+        target=_PROGRAM,
+        kind="module",
+        arguments=(str(found),),
+        policy=None,
+        record_path=str(place / "record.json"),
+        command=(),
+    )
+    with stoppable() as stop:
+        ended = list(engine([request], lambda: None))
+        stop.check()
+    if not found.exists():
+        why = getattr(ended[0][1], "error", None) or "it ended before"
+        raise ScriptError(
+            f"a worker did not say what it can compute: {why}",
+            hint=f"what it printed is in {place / 'output.log'}; --policies names what to try without asking it",
+        )
+    return read_facts(found)
+
+
+def check_times(engine: Engine) -> None:
+    """Refuse to measure times where runs would disturb each other in a way that nobody knows.
+
+    Raises:
+        UsageError: the runs have no GPUs of their own.
+    """
+    from mezzo.launch.several.on_cluster import OnCluster
+    from mezzo.launch.several.side_by_side import SideBySide
+
+    why = "times are measured here, and runs beside each other on one CPU slow each other down"
+    if isinstance(engine, SideBySide) and not engine.has_gpus:
+        raise UsageError(
+            f"--jobs {engine.at_once} without a GPU for each run; allowed: one run at a time, because {why}",
+            hint="leave out --jobs; mezzo compare, check and fallback take it on a CPU as well",
+        )
+    if isinstance(engine, OnCluster) and engine.gives_gpus is False:
+        raise UsageError(
+            f"--on {engine.name} without a GPU for each run; allowed: a GPU of its own, because {why}",
+            hint="type: --on slurm:gres=gpu:1 or --on ray:num_gpus=1",
+        )
+
+
+def how_placed(engine: Engine) -> list[Reason]:
+    """Return how the runs were placed, for a record; nothing where one followed the other here."""
+    from mezzo.launch.several.on_cluster import OnCluster
+    from mezzo.launch.several.side_by_side import SideBySide
+    from mezzo.records import Reason
+
+    if isinstance(engine, OnCluster):
+        most = "as many at once as it allowed" if engine.at_once is None else f"at most {engine.at_once} at once"
+        return [Reason(what="runs", value=f"placed by {engine.name}", reason=f"{most}; each record has its placement")]
+    if isinstance(engine, SideBySide):
+        own = "a GPU of its own" if engine.has_gpus else "its share of the CPU's threads"
+        return [Reason(what="runs", value=f"{engine.at_once} at once", reason=f"--jobs: each had {own}")]
+    return []

@@ -1,0 +1,122 @@
+"""What the processes of a training decide together, at the same update: to save a snapshot, to end, to stop because of an alarm.
+
+One process that saves, ends or goes back alone leaves the others waiting in their next reduction. So every process has the same
+updates at which all exchange a few numbers, about once a second: the first process measures how many updates that is. The updates between
+communicate nothing. The numbers go over gloo in a group of their own, so that the training's reductions and streams are left alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+EVERY_S = 1.0
+"""About how often processes exchange: the time after which all know of an alarm of one, or that it was asked to end."""
+_MOST_UPDATES = 10_000
+"""Between two exchanges: a training whose steps become slow is still heard within hours."""
+
+
+class Agreement:
+    """The exchanges of one process with the others."""
+
+    def __init__(self, *, every_s: float = EVERY_S, within: Any = None) -> None:
+        """Begin.
+
+        Args:
+            every_s: about how often to exchange.
+            within: the processes; None for all.
+        """
+        self._every_s, self._within = every_s, within
+        self._group: Any = None
+        self._interval = 1
+        self._last = (0, time.monotonic())
+        self.next = 1
+        """The number of updates at which all processes exchange again."""
+
+    def again(self) -> None:
+        """Exchange at the next update: their count begins anew."""
+        self.next, self._interval = 1, 1
+
+    def reached(self, updates: int, wishes: Sequence[int]) -> list[int]:
+        """Return the largest of each number over all processes; to be called when ``next`` updates are made.
+
+        Args:
+            updates: made so far, the same in all processes.
+            wishes: numbers of 0 or more, as many in each process.
+        """
+        first = dist.get_rank(self._own_group()) == 0
+        self._interval, *found = self.largest([self._wanted(updates) if first else 0, *wishes])
+        self.next, self._last = updates + self._interval, (updates, time.monotonic())
+        return found
+
+    def all_equal(self, numbers: Sequence[int]) -> bool:
+        """Return whether all processes passed the same numbers."""
+        found = self.largest([*numbers, *(-number for number in numbers)])
+        return all(most == -least for most, least in zip(found, found[len(numbers) :], strict=False))
+
+    def in_all(self, here: bool) -> bool:
+        """Return whether ``here`` is true in all processes."""
+        return not self.largest([not here])[0]
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each number over all processes."""
+        given = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
+        dist.all_reduce(given, op=dist.ReduceOp.MAX, group=self._own_group())
+        return [int(number) for number in given]
+
+    @property
+    def rank(self) -> int:
+        """Which of the processes this is."""
+        return dist.get_rank(self._own_group())
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return dist.get_world_size(self._own_group())
+
+    def first_of(self, value: T | None) -> tuple[int, T] | None:
+        """Return the lowest rank that passed a value, and the value; None if no process did."""
+        group = self._own_group()
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return next(((rank, one) for rank, one in enumerate(values) if one is not None), None)
+
+    def any_of(self, updates: int, value: T | None) -> tuple[int, T] | None:
+        """Do as ``reached``, and return what ``first_of`` returns."""
+        return self.first_of(value) if any(self.reached(updates, [value is not None])) else None
+
+    def _wanted(self, updates: int) -> int:
+        """Return the updates until the next exchange, as the first process measures them; at most twice as many as before."""
+        before, at_s = self._last
+        per_update_s = (time.monotonic() - at_s) / max(updates - before, 1)
+        return max(1, min(int(self._every_s / max(per_update_s, 1e-6)), 2 * self._interval, _MOST_UPDATES))
+
+    def _own_group(self) -> Any:
+        if self._group is None:
+            ranks = None if self._within is None else dist.get_process_group_ranks(self._within)
+            # A part of all processes cannot ask the others to take part.
+            self._group = dist.new_group(
+                ranks, backend="gloo", timeout=_timeout(), use_local_synchronization=ranks is not None
+            )
+        return self._group
+
+
+def _timeout() -> timedelta | None:
+    """Return after how long the script's own reductions give up on a process that hangs; None for torch's default."""
+    whole: Any = dist.group.WORLD
+    for device in whole._device_types:
+        options = getattr(whole._get_backend(device), "options", None)
+        if isinstance(found := getattr(options, "_timeout", None), timedelta):
+            return found
+    return None
+
+
+def are_several() -> bool:
+    """Return whether this process belongs to a group of several."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

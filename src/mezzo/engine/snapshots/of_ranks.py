@@ -1,0 +1,101 @@
+"""A session's snapshots in several processes: one file a process in folders of their own, which any number of processes can load.
+
+``rank-0-of-2/000007-update-00001200.safetensors``. A snapshot is whole if every process has it. Of tensors that all processes have, the
+first saves the only copy; of tensors that they share, each saves its shard. Generators and the place in the data are each process's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mezzo.engine.replicas import bare
+from mezzo.engine.snapshots.choosing import contents_at
+from mezzo.engine.snapshots.folder import saved_in
+from mezzo.engine.snapshots.randomness import random_states
+from mezzo.engine.snapshots.sharded import whole
+from mezzo.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from mezzo.engine.session import Session
+
+_RANK = re.compile(r"rank-(\d+)-of-(\d+)")
+
+
+class OfAll(NamedTuple):
+    """A snapshot that all processes of its run have."""
+
+    number: int
+    paths: list[Path]
+    """By rank."""
+
+
+def folder_of(folder: Path, rank: int, size: int) -> Path:
+    """Return the folder that one of several processes saves to; of the only one, ``folder`` itself."""
+    return folder if size == 1 else folder / f"rank-{rank}-of-{size}"
+
+
+def whole_ones(folder: Path) -> list[OfAll]:
+    """Return the snapshots in ``folder`` that every process of their run has, the newest first."""
+    if folder.is_file():
+        return [OfAll(0, [folder])]
+    found = []
+    for size in sorted({1, *_sizes(folder)}):
+        names = [{one.path.name: one for one in saved_in(folder_of(folder, rank, size))} for rank in range(size)]
+        for name in set.intersection(*map(set, names)):
+            found.append(OfAll(names[0][name].number, [held[name].path for held in names]))
+    return sorted(found, reverse=True)
+
+
+def last_number(folder: Path) -> int:
+    """Return the largest number of any snapshot in ``folder``, whoever has it."""
+    folders = [folder, *(folder_of(folder, rank, size) for size in _sizes(folder) for rank in range(size))]
+    return max((one.number for place in folders for one in saved_in(place)), default=0)
+
+
+def part_of(session: Session, contents: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return what one process saves: of models and optimizers that are the same in all, the first process's are enough."""
+    contents = {**contents, "sharded": session.processes.sharded}
+    if rank == 0 or session.processes.sharded:
+        return contents
+    trained = [dict(bare(model).named_parameters(remove_duplicate=False)) for model in session.models]
+    models = [
+        {name: value for name, value in saved.items() if name not in named}
+        for saved, named in zip(contents["session"]["models"], trained, strict=True)
+    ]
+    return {**contents, "session": {"models": models}}  # the buffers: running means may differ between processes
+
+
+def read_together(one: OfAll, rank: int, size: int) -> Any:
+    """Return the contents for one of ``size`` processes of a snapshot that as many saved, or another number.
+
+    Raises:
+        SnapshotError: a file is not whole, or it was saved inside a window by another number of processes.
+    """
+    if len(one.paths) == size:
+        own = contents_at(one.paths[rank])
+        if rank == 0 or own.get("sharded") is not False:
+            return own
+        session = contents_at(one.paths[0])["session"]
+        models = [
+            {**saved, **buffers} for saved, buffers in zip(session["models"], own["session"]["models"], strict=True)
+        ]
+        return {**own, "session": {**session, "models": models}}
+    first = contents_at(one.paths[0])
+    if first["window"] is not None:
+        raise SnapshotError(
+            f"it was saved by {len(one.paths)} processes inside an accumulation window, and there are {size}",
+            hint="start as many processes, or load one that was saved after an update",
+        )
+    if first.get("sharded"):
+        others = [contents_at(path) for path in one.paths[1:]]
+        first = {**first, "session": whole([first["session"], *(other["session"] for other in others)])}
+    position = {"epoch": first["position"]["epoch"], "batch": 0, "began": None, "generators": []}
+    return {**first, "position": position, "random": random_states()}
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    if folder.is_dir():
+        yield from sorted({int(found[2]) for place in folder.iterdir() if (found := _RANK.fullmatch(place.name))})

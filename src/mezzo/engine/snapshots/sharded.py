@@ -1,0 +1,92 @@
+"""Tensors that several processes share, in snapshots: each process saves its shard and says where it lies in the whole.
+
+The same number of processes takes its shards up as they are. Any other puts the whole together from all files and takes its part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.engine.parameters import trained_by
+from mezzo.engine.shards import is_shared, local, shared_as
+from mezzo.errors import SnapshotError
+
+
+class Shard(NamedTuple):
+    """A part of a tensor."""
+
+    part: Tensor
+    shape: tuple[int, ...]
+    """Of the whole."""
+    at: tuple[int, ...]
+    """Where the part begins in it."""
+
+
+def shard_of(tensor: Any) -> Shard:
+    """Return this process's part of a tensor that several share."""
+    return Shard(local(tensor).detach(), tuple(tensor.shape), _begin(tensor))
+
+
+def placed(value: Any, like: Any) -> Any:
+    """Return a saved shard or whole tensor as one that is shared as ``like`` is; what is not of its shape as it is.
+
+    Raises:
+        SnapshotError: the shard is of another division among processes.
+    """
+    if isinstance(value, Shard):
+        here = local(like) if isinstance(like, Tensor) and is_shared(like) else None
+        if here is None or value.part.shape != here.shape or value.at != _begin(like):
+            raise SnapshotError(
+                "its shards are of another division among processes than this session's",
+                hint="load the folder that holds the files of all processes",
+            )
+        return shared_as(like, value.part.to(here.device))
+    if isinstance(value, Tensor) and isinstance(like, Tensor) and is_shared(like) and not is_shared(value):
+        if value.shape != like.shape:
+            return value
+        own = tuple(slice(n, n + size) for n, size in zip(_begin(like), local(like).shape, strict=True))
+        return shared_as(like, value[own].to(local(like).device).clone())
+    return value
+
+
+def placed_model(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return a model's saved state, each tensor shared as the model's own."""
+    own = model.state_dict()
+    return {name: placed(value, own.get(name)) for name, value in saved.items()}
+
+
+def placed_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's saved state, each tensor shared as its parameter."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    held = dict(zip(numbers, trained_by([optimizer]), strict=False))
+    state = {
+        number: {name: placed(value, held.get(number)) for name, value in values.items()}
+        for number, values in saved["state"].items()
+    }
+    return {**saved, "state": state}
+
+
+def whole(parts: Sequence[Any]) -> Any:
+    """Return one state from those of all processes, with whole tensors in place of shards; other values are the first one's."""
+    first = parts[0]
+    if isinstance(first, Shard):
+        full = torch.empty(first.shape, dtype=first.part.dtype)
+        for shard in parts:
+            full[tuple(slice(n, n + size) for n, size in zip(shard.at, shard.part.shape, strict=True))] = shard.part
+        return full
+    if isinstance(first, dict):
+        return type(first)((key, whole([part[key] for part in parts])) for key in first)
+    if isinstance(first, (list, tuple)):
+        return type(first)(whole(items) for items in zip(*parts, strict=True))
+    return first
+
+
+def _begin(tensor: Any) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(begin)

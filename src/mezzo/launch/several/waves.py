@@ -1,0 +1,103 @@
+"""Runs that a plan asks for one by one, made in waves: beside the next run go those that will probably be asked for after it.
+
+A check and a search decide what to run from what they know. With room for several runs, their next steps are guessed, and made in
+advance. What is then asked for is there; what is not asked for counts for nothing. So the course, and the answer, are those of one
+run at a time. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+
+from mezzo.errors import RecordError
+from mezzo.launch.process.command_signals import stoppable
+from mezzo.launch.request import Request
+from mezzo.launch.several.resuming import with_digest
+from mezzo.launch.several.side_by_side import Engine
+from mezzo.records import AnyRecord, RunRecord, read_record
+
+_WIDEST = 32
+"""Runs of a wave where a cluster sets no limit."""
+
+Ahead = Callable[[], Iterable[Request]]
+"""Yields requests that will probably be made next, the likeliest first."""
+Reuse = Callable[[Request], AnyRecord | None]
+"""Returns the record of a run that an earlier command finished; None if there is none."""
+
+
+def nothing_ahead() -> Iterable[Request]:
+    """Return no requests."""
+    return ()
+
+
+def nothing_finished(request: Request) -> None:
+    """Return None: no run of an earlier command is used again."""
+
+
+class Waves:
+    """The runs of one command."""
+
+    def __init__(self, engine: Engine, identity: Mapping[str, str]) -> None:
+        """Prepare to run.
+
+        Args:
+            engine: makes the runs; it is open.
+            identity: what must be the same for a run to be that of an earlier command: script text, versions.
+        """
+        self._engine, self._identity = engine, identity
+        self._made: dict[str, AnyRecord] = {}
+        """Records that nobody has asked for yet, by their path."""
+
+    @property
+    def at_once(self) -> int:
+        """The most runs of a wave."""
+        return self._engine.at_once or _WIDEST
+
+    def record(
+        self,
+        request: Request,
+        *,
+        limit_s: float | None = None,
+        ahead: Ahead = nothing_ahead,
+        reuse: Reuse = nothing_finished,
+    ) -> AnyRecord:
+        """Return the record of a run, made now or before.
+
+        Args:
+            request: what to run.
+            limit_s: seconds after which each run of the wave is stopped; None for no limit.
+            ahead: what will probably be run next.
+            reuse: finds a run of an earlier command.
+
+        Raises:
+            Stopped: a signal has stopped the command; it carries the record that the run left, if it is a run's.
+        """
+        with stoppable() as stop:
+            stop.check()
+            request = with_digest(request, self._identity)
+            if request.record_path not in self._made:
+                found = reuse(request)
+                if found is not None:
+                    return found
+                wave = [request, *self._missing(ahead, reuse)]
+                for asked, record in self._engine(wave, lambda: limit_s):
+                    self._made[asked.record_path] = record
+            stop.check(_left_by(request) if stop.stopped else None)
+        return self._made.pop(request.record_path)
+
+    def _missing(self, ahead: Ahead, reuse: Reuse) -> Iterable[Request]:
+        """Return what to run beside the next run."""
+        if self.at_once == 1:
+            return []
+        asked = (with_digest(request, self._identity) for request in islice(ahead(), self.at_once - 1))
+        return [one for one in asked if one.record_path not in self._made and reuse(one) is None]
+
+
+def _left_by(request: Request) -> RunRecord | None:
+    try:
+        found = read_record(Path(request.record_path))
+    except RecordError:
+        return None
+    return found if isinstance(found, RunRecord) else None

@@ -1,0 +1,183 @@
+"""Unscale the gradients of a whole backward pass at once, where nobody can see a scaled one.
+
+A hook on every leaf (``backward``) costs two kernels and three Python calls a parameter. In a steady run most passes need none: if the
+graph has only torch's own nodes and no hook of the script, no Python code runs before the pass has ended; and if the optimizer's
+parameters had no gradients before, all of what the pass leaves in them is scaled. Then one call multiplies all gradients and sets one
+flag, as ``torch.amp.GradScaler`` does. Before the optimizer's step a second call adds to the flag what the script may have changed, and
+the flag is read. Every pass is checked anew: its graph is walked for its leaves, and a pass that does not qualify gets hooks.
+
+An overflowed gradient stays infinite until then, as under GradScaler; a hook makes it NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import _HookMixin
+
+from mezzo.formats import FP32
+from mezzo.launch.patches import Patches
+
+if TYPE_CHECKING:
+    from mezzo.launch.torch.state import Run
+
+_FP32 = FP32.dtype
+_MAX_RETURNS = 8
+"""How often hooks are removed for batched passes: a script that accumulates needs them in every second pass."""
+_LEAF: Any = torch.ones((), requires_grad=True, device="cpu")
+ACCUMULATES = type(_LEAF.expand(1).grad_fn.next_functions[0][0])
+"""The type of a graph's nodes that add to a leaf's gradient."""
+
+
+class BatchedUnscaling:
+    """The passes of a steady run whose gradients are unscaled together, and the flag of the last one."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._unhook: Callable[[Tensor], None] = lambda leaf: None
+        self._returns = 0
+        self._given_up = False
+        """Whether the script has hooks inside graphs, so that its code may run in any backward pass, or retains gradients there."""
+        self._known: set[type] = set()
+        """Types of graph nodes that run no Python code."""
+        self._group: Any = dist.distributed_c10d._world if dist.is_available() else None
+        self._found: Tensor | None = None
+        """Above 0 if the last pass, a batched one, overflowed."""
+        self._one: Tensor | None = None
+
+    def install(self, patches: Patches, unhook: Callable[[Tensor], None]) -> None:
+        """Notice hooks on graph nodes until ``patches`` are undone; ``unhook`` removes the launcher's own hook from a leaf."""
+        self._unhook = unhook
+
+        def noticing(original: Callable[..., Any]) -> Any:
+            def register(*args: Any) -> Any:
+                self.give_up()
+                return original(*args)
+
+            return staticmethod(register)
+
+        patches.replace(_HookMixin, "_register_hook", noticing(_HookMixin._register_hook))
+
+    def give_up(self) -> None:
+        """Batch no more passes."""
+        self._given_up = True
+
+    def forget(self) -> None:
+        """Forget the flag: another pass has changed the gradients."""
+        self._found = None
+
+    def start_of(self, loss: Any, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """Return the scaled gradient from which the backward pass of ``loss`` starts if it can be batched, else None."""
+        if self._given_up or (self._group is not None and self._group._default_pg is not None):
+            return None
+        there = self._run.scale.on_device()
+        if type(loss) is not Tensor or loss.dim() or loss.dtype is not _FP32 or not isinstance(there, Tensor):
+            return None
+        device = there.device
+        if loss.device != device or loss.grad_fn is None:
+            return None
+        held = set()  # of numbers: a tensor's hash is a call
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if type(p) is not nn.Parameter and type(p) is not Tensor:
+                    return None
+                if p.grad is not None or p.dtype is not _FP32 or p.device != device:
+                    return None
+                if p._post_accumulate_grad_hooks or (p._backward_hooks and not self._freed(p)):
+                    return None
+                held.add(id(p))
+        return there.clone() if self._reaches_only(held, loss.grad_fn) else None
+
+    def _freed(self, leaf: Tensor) -> bool:
+        """Remove the launcher's hook from a leaf; return whether there is no other."""
+        if self._returns >= _MAX_RETURNS:
+            return False
+        self._unhook(leaf)
+        return not leaf._backward_hooks
+
+    def _reaches_only(self, held: set[int], root: Any) -> bool:
+        """Return whether a graph has only nodes of torch and only leaves among ``held``."""
+        waiting, seen, known = [root], {root}, self._known
+        while waiting:
+            node = waiting.pop()
+            kind = type(node)
+            if kind is ACCUMULATES:
+                if id(node.variable) not in held:
+                    return False
+                continue
+            if kind not in known:
+                if issubclass(kind, torch._C._FunctionBase):  # written in Python
+                    return False
+                known.add(kind)
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        return True
+
+    def unscale(self, optimizer: torch.optim.Optimizer, otherwise: Callable[[Tensor], Tensor]) -> None:
+        """Unscale the gradients that a batched pass has left; ``otherwise`` unscales one that has an unusual form."""
+        inverse = self._run.scale.inverse()
+        assert inverse is not None
+        self._found = None
+        found = _gradients(optimizer, inverse.device)
+        if found is None or not _apart(found):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad = otherwise(parameter.grad)
+        elif found:
+            self._found = torch.zeros((), dtype=_FP32, device=inverse.device)
+            torch._amp_foreach_non_finite_check_and_unscale_(found, self._found, inverse)
+
+    def finite(self, optimizer: torch.optim.Optimizer) -> bool | None:
+        """Return whether all gradients are finite and were after the last pass; None if that pass was not batched.
+
+        Checks again what the script may have changed since. Reads one flag from the device.
+        """
+        flag, self._found = self._found, None
+        if flag is None:
+            return None
+        found = _gradients(optimizer, flag.device)
+        if found is None:
+            return None
+        if found:
+            if self._one is None:
+                self._one = torch.ones((), dtype=_FP32, device=flag.device)
+            torch._amp_foreach_non_finite_check_and_unscale_(found, flag, self._one)
+        return not flag
+
+
+def _gradients(optimizer: torch.optim.Optimizer, device: torch.device) -> list[Tensor] | None:
+    """Return the gradients of an optimizer's parameters; None if one is not an FP32 tensor of the usual form on ``device``."""
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            g = parameter.grad
+            if g is None:
+                continue
+            if type(g) is not Tensor or g.layout is not torch.strided or g.dtype is not _FP32:
+                return None
+            if g.device != device or g.requires_grad:
+                return None
+            found.append(g)
+    return found
+
+
+def _apart(gradients: Sequence[Tensor]) -> bool:
+    """Return whether gradients share no memory: autograd may leave views of one tensor as the gradients of several leaves."""
+    ends = []
+    for gradient in gradients:
+        start = gradient.data_ptr()
+        ends.append((start, start + gradient.nbytes))
+    ends.sort()
+    before = 0
+    for start, end in ends:
+        if start < before:
+            return False
+        before = end
+    return True

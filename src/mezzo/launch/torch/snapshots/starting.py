@@ -1,0 +1,146 @@
+"""Which snapshot a run goes on from: the newest that is whole and of this run; in several processes the newest that all of them have.
+
+A process that is killed while it saves leaves the others with one snapshot more than it has itself. So all say by small files, before the
+script begins, which ones they have, and then whether they could read the one that comes next.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mezzo.engine.snapshots.choosing import Chosen, Refused, contents_at, load_newest
+from mezzo.engine.snapshots.folder import saved_in
+from mezzo.errors import SnapshotError
+from mezzo.launch.ranks.meeting import JOIN_S, read_message, write_message
+from mezzo.launch.snapshot_request import SnapshotRequest
+
+_POLL_S = 0.02
+
+
+class Start(NamedTuple):
+    """Where a run begins."""
+
+    chosen: Chosen | None
+    """The snapshot to go on from; None to begin anew."""
+    last_number: int
+    """The largest number that a snapshot of any process has: all number their next one alike."""
+
+
+def start_of(asked: SnapshotRequest) -> Start:
+    """Return where a run begins.
+
+    Raises:
+        SnapshotError: it is to be resumed, and there is no snapshot that can be, or a process gave no answer.
+    """
+    if asked.ranks > 1:
+        start = _together(asked)
+    elif asked.resume:
+        start = Start(load_newest(Path(asked.folder), _check_of(asked)), 0)
+    else:
+        return Start(None, 0)
+    if start.chosen is None and asked.resume:
+        if not asked.may_be_first:
+            raise _none(asked)
+        if asked.rank == 0:
+            print(f"mezzo: no snapshot to resume in {_whole(asked)} yet: beginning anew", file=sys.stderr)
+    return start
+
+
+def _together(asked: SnapshotRequest) -> Start:
+    exchange = _Exchange(asked)
+    here = {(one.number, one.updates): one.path for one in saved_in(Path(asked.folder))}
+    everywhere = [{(number, updates) for number, updates in names} for names in exchange("saved", [*here])]
+    last = max((number for names in everywhere for number, _ in names), default=0)
+    if not asked.resume:
+        return Start(None, last)
+    common = sorted(set.intersection(*everywhere), reverse=True)
+    check, refused = _check_of(asked), list[Refused]()
+    for name in common:
+        contents, why = None, ""
+        try:
+            contents = contents_at(here[name])
+            check(contents)
+        except SnapshotError as error:
+            why = error.message
+        reasons = exchange(f"read-{name[0]}", why)
+        if not any(reasons):
+            return Start(Chosen(here[name], contents, refused), last)
+        rank = next(rank for rank, reason in enumerate(reasons) if reason)
+        refused.append(Refused(here[name], f"rank {rank}: {reasons[rank]}"))
+    if not common:
+        return Start(None, last)
+    listed = "".join(f"\n  {one.path.name}: {one.why}" for one in refused)
+    raise SnapshotError(
+        f"none of the {len(refused)} snapshots that all processes have can be loaded:{listed}",
+        hint="begin anew in another folder; these files were left as they are",
+    )
+
+
+class _Exchange:
+    """Values that all processes of a run tell each other, by files that each of them writes whole."""
+
+    def __init__(self, asked: SnapshotRequest) -> None:
+        self._folder, self._rank, self._ranks = Path(asked.meeting), asked.rank, asked.ranks
+
+    def __call__(self, name: str, value: Any) -> list[Any]:
+        """Return the values of all processes, by rank."""
+        write_message(self._folder / f"{name}-{self._rank}.json", {"value": value})
+        end = time.monotonic() + JOIN_S
+        found: list[Any] = []
+        while len(found) < self._ranks:
+            message = read_message(self._folder / f"{name}-{len(found)}.json")
+            if message is not None:
+                found.append(message["value"])
+            elif time.monotonic() > end:
+                raise SnapshotError(
+                    f"rank {len(found)} did not say within {JOIN_S:g} s which snapshots it has",
+                    hint="save into a folder that all machines see, and start every process with the same command",
+                )
+            else:
+                time.sleep(_POLL_S)
+        return found
+
+
+def _check_of(asked: SnapshotRequest) -> Callable[[Any], None]:
+    """Return what refuses the contents of a snapshot of another run."""
+
+    def check(contents: Any) -> None:
+        if not isinstance(contents, dict) or not isinstance(contents.get("run"), dict) or "frames" not in contents:
+            raise SnapshotError("it holds no script's state", hint="resume a run of mezzo run --snapshot")
+        for name, now in asked.identity.items():
+            then = contents["run"].get(name)
+            if then != now:
+                raise SnapshotError(
+                    f"it is of a run with {name} {then!r}, and this one has {now!r}",
+                    hint="resume with the same script, arguments and policy",
+                )
+
+    return check
+
+
+def _none(asked: SnapshotRequest) -> SnapshotError:
+    if asked.ranks > 1:
+        return SnapshotError(
+            f"the {asked.ranks} processes have no snapshot in common in {str(_whole(asked))!r}",
+            hint="resume with as many processes as the run had; the first snapshot is taken once its interval has passed",
+        )
+    processes = len(list(Path(asked.folder).glob("rank-*-of-*")))
+    if processes:
+        return SnapshotError(
+            f"{asked.folder!r} holds the snapshots of {processes} processes, and this is one",
+            hint=f"start {processes} processes with the launcher, as the run that was stopped",
+        )
+    return SnapshotError(
+        f"there is no snapshot in {asked.folder!r}",
+        hint="pass --resume the folder of a run with --snapshot; the first one is taken once its interval has passed",
+    )
+
+
+def _whole(asked: SnapshotRequest) -> Path:
+    """Return the folder of all processes."""
+    folder = Path(asked.folder)
+    return folder if asked.ranks == 1 else folder.parent

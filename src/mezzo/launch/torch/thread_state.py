@@ -1,0 +1,48 @@
+"""What each thread of a script is doing: in which module it is, and which it called last."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mezzo.engine.casting import Casting
+from mezzo.policy import Policy
+
+
+def nothing() -> None:
+    """Return None, like a dead weak reference."""
+
+
+class Root(NamedTuple):
+    """A module called from outside any module, and what its next call in the same thread needs."""
+
+    module: Callable[[], nn.Module | None]
+    parameter: Callable[[], nn.Parameter | None]
+    """Returns its first parameter."""
+    device: torch.device
+    """That parameter's."""
+    policy: Policy | None
+    """The policy as applied to the script at that call."""
+    casting: Casting | None
+    region: AbstractContextManager[Any] | None
+
+
+NO_ROOT = Root(nothing, nothing, torch.device("cpu"), None, None, None)
+
+
+class ThreadState(threading.local):
+    """State of each thread."""
+
+    depth = 0
+    """1 inside a module or a compiled function, else 0."""
+    outermost: nn.Module | None = None
+    """The module that was called from outside any module, while it runs under a policy."""
+    root = NO_ROOT
+    """The module that was called last from outside any module: the same one is usually called repeatedly."""
+    autocasts_off = 0
+    """Number of the script's open autocasts that the policy turned off."""

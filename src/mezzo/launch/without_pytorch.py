@@ -1,0 +1,73 @@
+"""The part of a training that only PyTorch scripts have; the trainings of other frameworks inherit its absence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from mezzo.errors import ScriptError
+
+if TYPE_CHECKING:
+    from mezzo.launch.guard_request import GuardRequest
+    from mezzo.launch.model_changes import ModelChanges
+    from mezzo.launch.snapshot_request import SnapshotRequest
+    from mezzo.launch.step_limit import StepLimit
+    from mezzo.launch.trace_request import TraceRequest
+    from mezzo.records import Finding
+
+
+class WithoutPyTorch:
+    """The part of ``launch.frameworks.Training`` that only PyTorch scripts have: refused where it is asked for, empty elsewhere."""
+
+    framework_shown: ClassVar[str]
+    """The framework's name for people."""
+    not_resumed = None
+    stopped_by_guard = None
+
+    def _refusal(self, asked: str, hint: str) -> ScriptError:
+        return ScriptError(f"{asked} a {self.framework_shown} script; allowed: PyTorch scripts", hint=hint)
+
+    def stop_after(self, limit: StepLimit) -> None:
+        """Refuse: only PyTorch scripts are stopped after a step."""
+        hint = "leave the limit out, or pass arguments that make the script train for fewer steps"
+        raise self._refusal("a step limit was set for", hint)
+
+    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
+        """Refuse: only the state of PyTorch scripts is found."""
+        if asked is not None:
+            hint = "leave --snapshot and --resume out, and use the framework's own checkpoints"
+            raise self._refusal("snapshots were asked of", hint)
+
+    def begin_trace(self, asked: TraceRequest | None) -> None:
+        """Refuse: only the state of PyTorch scripts is found."""
+        if asked is not None:
+            hint = "stop and resume the script by hand, and compare its losses"
+            raise self._refusal("mezzo resume-check was given", hint)
+
+    def end_snapshots(self) -> None:
+        """Return None: none are taken."""
+
+    def begin_guard(self, asked: GuardRequest) -> None:
+        """Refuse: only PyTorch scripts are watched."""
+        raise self._refusal("a guard was asked of", "leave --guard out, and use the framework's own callbacks")
+
+    def guardrails(self) -> None:
+        """Return None: nothing watches."""
+
+    def out_of_memory(self, error: BaseException | None) -> None:
+        """Return None: what holds memory is not counted."""
+
+    def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
+        """Refuse: only PyTorch models are changed."""
+        raise self._refusal("--channels-last or --compile was given for", "leave it out")
+
+    def bottleneck(self) -> None:
+        """Return None: only PyTorch scripts are watched."""
+
+    def findings(self) -> list[Finding]:
+        """Return an empty list: only PyTorch's mixed precision is checked."""
+        return []
+
+    def weights(self) -> str:
+        """Return nothing: several processes are compared in PyTorch only."""
+        return ""

@@ -1,0 +1,40 @@
+"""What another machine can compute: ``python -m mezzo.measure.facts_there FILE`` writes there what ``read_facts`` reads here.
+
+Imports no torch by itself; as a program it does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from mezzo.errors import RecordError
+from mezzo.measure.doctor import Facts, facts
+from mezzo.records.files import write_whole
+
+
+def read_facts(path: Path) -> Facts:
+    """Return the facts in a file.
+
+    Raises:
+        RecordError: there is no such file, or it has something else.
+    """
+    try:
+        return TypeAdapter(Facts).validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise RecordError(
+            f"{path} does not say what the machine can compute: {type(error).__name__}",
+            hint="type the command again; if it stays so, mezzo doctor on that machine says why",
+        ) from None
+
+
+def main(words: Sequence[str]) -> None:
+    """Write the facts of this machine to the file that is named."""
+    write_whole(TypeAdapter(Facts).dump_json(facts()).decode(), Path(words[0]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

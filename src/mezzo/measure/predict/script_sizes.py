@@ -1,0 +1,69 @@
+"""Results whose size depends on numbers, while a script is traced without numbers: each is as large as it can be.
+
+A condition that selects rows is taken to select all of them, and values are taken to be all different. So memory is what the
+script needs at most, and throughput what it reaches at least; the record says so, and names the lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_impls
+
+aten: Any = torch.ops.aten
+
+
+@contextmanager
+def largest_sizes(told: Callable[[], None]) -> Iterator[None]:
+    """Let such operations return results of the largest size for the block; ``told`` is called for each."""
+
+    def noted(sized: Callable[..., Any]) -> Callable[..., Any]:
+        def implementation(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+            told()
+            with mode:
+                return sized(*args, **kwargs)
+
+        return implementation
+
+    known: dict[Any, Callable[..., Any]] = {
+        aten.nonzero.default: _nonzero,
+        aten.masked_select.default: _masked_select,
+        aten._unique2.default: _unique,
+        aten.unique_consecutive.default: _unique_consecutive,
+    }
+    with patch.dict(fake_impls.op_implementations_dict, {op: noted(sized) for op, sized in known.items()}):
+        yield
+
+
+def _nonzero(condition: Tensor) -> Tensor:
+    return condition.new_empty((condition.numel(), condition.dim()), dtype=torch.int64)
+
+
+def _masked_select(values: Tensor, mask: Tensor) -> Tensor:
+    return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel())
+
+
+def _unique(
+    values: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _all_different(values, return_inverse=return_inverse, return_counts=return_counts)
+
+
+def _unique_consecutive(
+    values: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if dim is None:
+        return _all_different(values, return_inverse=return_inverse, return_counts=return_counts)
+    numbers = values.new_empty(values.shape[dim], dtype=torch.int64)
+    return torch.empty_like(values), numbers, torch.empty_like(numbers)
+
+
+def _all_different(values: Tensor, *, return_inverse: bool, return_counts: bool) -> tuple[Tensor, Tensor, Tensor]:
+    inverse = values.new_empty(values.shape if return_inverse else 0, dtype=torch.int64)
+    counts = values.new_empty(values.numel() if return_counts else 0, dtype=torch.int64)
+    return values.new_empty(values.numel()), inverse, counts

@@ -1,0 +1,158 @@
+"""The snapshot that a run goes on from: one that all its processes have; and torchrun, which restarts a job that lost a process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mezzo.engine.snapshots import container
+from mezzo.engine.snapshots.structure import take_apart
+from mezzo.errors import SnapshotError
+from mezzo.launch.snapshot_request import SnapshotRequest
+from mezzo.launch.torch.snapshots.starting import Start, start_of
+from paths import SCRIPTS
+
+RUN = {"script": "t.py"}
+
+
+def asked(folder: Path, *, rank: int = 0, ranks: int = 2, resume: bool = True, first: bool = False) -> SnapshotRequest:
+    whole = SnapshotRequest(
+        folder=str(folder / "snapshots"), every_s=1.0, resume=resume, identity=RUN, may_be_first=first
+    )
+    meeting = folder / "meeting"
+    meeting.mkdir(exist_ok=True)
+    return whole if ranks == 1 else whole.for_rank(rank, ranks=ranks, meeting=str(meeting))
+
+
+def save(folder: Path, rank: int, *numbers: int, **contents: Any) -> None:
+    """Write snapshots, each of ten times as many updates as its number."""
+    for number in numbers:
+        tree, tensors = take_apart({"run": RUN, "frames": [], "number": number, "w": torch.ones(3), **contents})
+        path = folder / "snapshots" / f"rank-{rank}-of-2" / f"{number:06d}-update-{10 * number:08d}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        container.write(path, tree, tensors)
+
+
+def together(folder: Path, **options: bool) -> list[Start | SnapshotError]:
+    """Return where two processes begin, which talk at the same time."""
+    found: list[Any] = [None, None]
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = start_of(asked(folder, rank=rank, **options))
+        except SnapshotError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def numbers(starts: list[Start | SnapshotError]) -> list[Any]:
+    return [
+        str(one) if isinstance(one, SnapshotError) else (one.chosen and one.chosen.contents["number"], one.last_number)
+        for one in starts
+    ]
+
+
+def test_both_processes_go_on_from_the_newest_that_both_have(tmp_path: Path) -> None:
+    save(tmp_path, 0, 5, 6, 7)
+    save(tmp_path, 1, 4, 5, 6)  # it was killed while it wrote the seventh
+    assert numbers(together(tmp_path)) == [(6, 7), (6, 7)]  # and both number the next one 8
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_one_that_is_damaged_in_one_process_is_passed_over_by_both(damaged: int, tmp_path: Path) -> None:
+    for rank in range(2):
+        save(tmp_path, rank, 1, 2)
+    path = tmp_path / "snapshots" / f"rank-{damaged}-of-2" / "000002-update-00000020.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    starts = together(tmp_path)
+    assert numbers(starts) == [(1, 2), (1, 2)]
+    for start in starts:
+        assert isinstance(start, Start)
+        assert start.chosen is not None
+        ((refused),) = start.chosen.refused
+        assert refused.why.startswith(f"rank {damaged}: ")
+        assert "checksum" in refused.why
+
+
+def test_of_two_runs_the_processes_have_nothing_in_common(tmp_path: Path) -> None:
+    save(tmp_path, 0, 3)
+    save(tmp_path, 1, 2)
+    for text in numbers(together(tmp_path)):
+        assert text.startswith("the 2 processes have no snapshot in common in ")
+    assert numbers(together(tmp_path, first=True)) == [(None, 3), (None, 3)]
+
+
+def test_a_run_that_begins_anew_numbers_on_as_one(tmp_path: Path) -> None:
+    save(tmp_path, 0, 3)
+    assert numbers(together(tmp_path, resume=False)) == [(None, 3), (None, 3)]
+
+
+def test_another_number_of_processes_is_named(tmp_path: Path) -> None:
+    save(tmp_path, 0, 3)
+    save(tmp_path, 1, 3)
+    with pytest.raises(SnapshotError, match="holds the snapshots of 2 processes, and this is one"):
+        start_of(asked(tmp_path, ranks=1))
+
+
+def test_a_run_that_resumes_itself_may_be_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start_of(asked(tmp_path, ranks=1, first=True)) == Start(None, 0)
+    assert "no snapshot to resume" in capsys.readouterr().err
+    with pytest.raises(SnapshotError, match="there is no snapshot in"):
+        start_of(asked(tmp_path, ranks=1))
+
+
+# --- torchrun ------------------------------------------------------------------------------------------------------------------
+
+_ENDS = re.compile(r"RANK (\d) steps (\d+) seen (\S+) weights (\S+)")
+
+
+def under_torchrun(folder: Path, how: str) -> tuple[set[tuple[str, ...]], str]:
+    """Train with two processes, of which torchrun restarts both when one fails; return what each ended with, and the output."""
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "mezzo", "run", "--policy", "fp16"]
+    words += ["--snapshot", "0.2s", "--resume", "out", "--out", "out", str(SCRIPTS / "restarted.py"), how, "marker"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout
+    return {found.groups() for found in _ENDS.finditer(ended.stdout)}, ended.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, ...]]:
+    ends, _ = under_torchrun(tmp_path_factory.mktemp("undisturbed"), "no")
+    assert len(ends) == 2
+    return ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "kill mezzo", "hang"])
+def test_torchrun_restarts_a_job_from_its_last_snapshot(
+    how: str, undisturbed: set[tuple[str, ...]], tmp_path: Path
+) -> None:
+    ends, printed = under_torchrun(tmp_path, how)
+    assert (tmp_path / "marker").exists()
+    assert "beginning anew" in printed
+    assert printed.count("mezzo: resuming from") == 2, printed
+    assert ends == undisturbed  # losses of each rank and weights, to the bit

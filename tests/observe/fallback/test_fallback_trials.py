@@ -1,0 +1,90 @@
+"""What a search asks for next is foreseen, whichever way the present run ends."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
+from mezzo.observe.fallback.find import find
+from mezzo.observe.fallback.trials import Ahead, name_of
+from mezzo.observe.nested_names import covered
+from mezzo.observe.settings import FallbackSettings
+from mezzo.policy import Policy
+from mezzo.records import RunRecord
+from record_builders import run_record
+
+MODULES = [f"layer{number}" for number in range(9)]
+PARAMETERS = [f"{name}.weight" for name in MODULES]
+
+
+def measured(steps: tuple[int, ...], error: float) -> Measured:
+    return Measured(steps=[StepErrors(step=step, errors=dict.fromkeys(PARAMETERS, error)) for step in steps])
+
+
+class Training:
+    """A training whose gradients are right if the modules in ``needed`` stay in FP32; a later batch may need more."""
+
+    def __init__(self, needed: set[str], later: set[str]) -> None:
+        self._needed, self._later = needed, later
+        self.asked: list[str] = []
+        self.foreseen: list[list[str]] = []
+
+    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+        self.asked.append(settings.name)
+        self.foreseen.append([trial.settings.name for trial in islice(ahead(), 2)])
+        found = measured(settings.steps if settings.all_steps else settings.steps[:1], 0.0)
+        if settings.role == "reference":
+            local = [
+                LocalError(module=name, type="Linear", output=1.0 / n, flops=1) for n, name in enumerate(MODULES, 1)
+            ]
+            found = found.model_copy(update={"local": local})
+        needed = self._needed | (self._later if settings.all_steps else set())
+        if settings.role == "check" and not all(covered(name, policy.fp32_modules) for name in needed):
+            found = measured(settings.steps if settings.all_steps else settings.steps[:1], 0.7)
+        return found, run_record("fp32")
+
+
+@pytest.mark.parametrize(
+    ("needed", "later", "kept"),
+    [
+        (set(), set(), []),
+        ({"layer4"}, set(), ["layer4"]),
+        ({"layer1", "layer7"}, set(), ["layer1", "layer7"]),
+        ({"layer1"}, {"layer5"}, ["layer1", "layer5"]),
+        ({"nowhere"}, set(), []),  # then operations are searched
+    ],
+)
+def test_the_next_run_is_among_the_first_two_that_are_foreseen(
+    needed: set[str], later: set[str], kept: list[str]
+) -> None:
+    training = Training(needed, later)
+    found = find(training, Policy.parse("fp16"), folder=".")
+    assert found.kept == kept
+    assert training.asked[:3] == ["reference", "noise", "kept-nothing"]
+    assert len(training.asked) > 3
+    assert training.foreseen[:2] == [[], ["kept-nothing", "kept-layer0"]]
+    for number, name in enumerate(training.asked[2:], start=1):
+        assert name in training.foreseen[number]
+
+
+def test_looking_ahead_changes_nothing() -> None:
+    class Blind(Training):
+        def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+            return super().__call__(policy, settings, lambda: ())
+
+    both = [kind({"layer1", "layer7"}, {"layer5"}) for kind in (Training, Blind)]
+    records = [find(training, Policy.parse("fp16"), folder=".") for training in both]
+    assert both[0].asked == both[1].asked
+    assert records[0] == records[1]
+
+
+def test_a_run_is_named_by_what_it_keeps() -> None:
+    assert name_of((), (), all_steps=False) == "kept-nothing"
+    assert name_of(("4.last", "norm"), (), all_steps=True) == "kept-4.last+norm-all-steps"
+    assert name_of((), ("mul", "add"), all_steps=False) == "operations-mul+add"
+    long = name_of(tuple(f"encoder.layer.{n}.attention/x" for n in range(30)), (), all_steps=False)
+    assert long.startswith("kept-30-")
+    assert len(long) == 16
+    assert "/" not in name_of(("a/b",), (), all_steps=False)

@@ -1,0 +1,199 @@
+"""What each page of ``docs/findings`` says of the code: how the finding is found, and what it looks like in the output.
+
+The planted scripts of the tests are run, and what Mezzo says of each is written into the page of its finding::
+
+    PYTHONPATH=tests python tests/oracles/finding_pages.py
+
+``test_finding_pages.py`` compares the pages with it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+
+from mezzo.observe.audit.findings import MIN_SHARE, MUCH_CAST
+from mezzo.observe.lint.noticed import ENOUGH
+from mezzo.records import Finding
+from mezzo.report.sheets.findings import finding_line
+from paths import ROOT
+
+PAGES = ROOT / "docs" / "findings"
+WIDTH = 110
+
+_WIDE = (
+    "`mezzo audit` records the format that each matrix product and convolution of the audited steps ran "
+    "in. Those in FP32 or wider are grouped by cause; "
+)
+_LEAST = f" The finding is reported from {MIN_SHARE:.0%} of the step's product FLOPs on."
+_EVERY = " It is reported however small it is."
+_SHAPES = (
+    "`mezzo audit` checks the dimensions, strides and addresses of each product's operands by NVIDIA's "
+    "rule: rows begin at multiples of 16 bytes. "
+)
+_CALLS = (
+    "Mezzo records the script's calls of GradScaler, optimizers and schedulers, and whether a gradient "
+    "was changed since its backward pass. No number is read. "
+)
+_FIRST = " Gradients are followed in the first 64 updates."
+_GRAPH = (
+    "Mezzo reads the last operations of the loss's graph: what it was multiplied and divided by, and "
+    "whether it is a mean. "
+)
+
+HOW = {
+    "A101": _WIDE + "here no product of the step ran below 32 bits, and no autocast was on around any." + _LEAST,
+    "A102": _WIDE + "here no autocast was on around them, though other products ran in 16 bits." + _LEAST,
+    "A103": _WIDE + "here autocast was on when the module began, and off at the product." + _LEAST,
+    "A104": _WIDE + "here autocast was on, and the policy's list or autocast's keeps the operation in FP32." + _LEAST,
+    "A105": _WIDE + "here an operand had become FP32 by meeting FP32 values." + _LEAST,
+    "A106": _WIDE + "here autocast was on, and the operation was called with `out=`." + _LEAST,
+    "A107": _WIDE + "here the operands were FP64." + _EVERY,
+    "A108": _WIDE
+    + "here none ran below 32 bits, and an autocast of the script was open around them, switched off."
+    + _LEAST,
+    "A201": _SHAPES
+    + "Here a dimension that lies innermost, the channels of a convolution or the width of a head is no multiple of 8. "
+    "Products in FP32 are listed in the table of shapes, and are no finding." + _LEAST,
+    "A202": _SHAPES
+    + "Here the dimensions are multiples of 8, and an address or the distance of two rows is not."
+    + _LEAST,
+    "A203": (
+        "`mezzo audit` reads the strides of each 16-bit convolution's input: the stride of the channels is 1 "
+        "in channels-last."
+    )
+    + _LEAST,
+    "A204": (
+        "`mezzo audit` counts the products in FP32 on a CUDA device of compute capability 8.0 or higher." + _LEAST
+    ),
+    "A301": (
+        "`mezzo audit` follows each cast value: it was cast back, and what read it between would have run in "
+        "the first format as well."
+    )
+    + _EVERY,
+    "A302": (
+        "`mezzo audit` knows the memory that each cast reads: the same parameter was cast to the same format "
+        "twice in one forward pass of a module."
+    )
+    + _EVERY,
+    "A303": (
+        f"`mezzo audit` adds up the bytes that casts read and write: {MUCH_CAST:.0%} or more of those of all "
+        "operations. The modules named make up half of it."
+    ),
+    "A304": (
+        "`mezzo audit` compares the formats that an operation reads with its result's. Half of the result's "
+        f"bytes count, from {MIN_SHARE:.0%} of the step's on."
+    ),
+    "A401": "`mezzo audit` records the operations of `optimizer.step()`: one wrote into a 16-bit parameter." + _EVERY,
+    "A402": (
+        "`mezzo audit` compares each operation of the forward pass with the portable op lists: one that they "
+        "keep in FP32 read a 16-bit operand."
+    )
+    + _EVERY,
+    "A501": "`mezzo audit` reads the names of the kernels from torch's profiler, on CUDA only." + _LEAST,
+    "A601": _CALLS + "Here gradients that `scale()` multiplied were clipped before `unscale_`." + _FIRST,
+    "A602": _CALLS + "Here a norm of gradients that `scale()` multiplied was computed before `unscale_`." + _FIRST,
+    "A603": _CALLS + "Here `optimizer.step()` found gradients that `scale()` had multiplied." + _FIRST,
+    "A604": _CALLS + "Here `scaler.step` found gradients of a loss that this scaler had not multiplied." + _FIRST,
+    "A605": _CALLS + "The order of the scaler's calls is checked to the end of the run.",
+    "A606": _CALLS
+    + "Here `update()` came while scaled gradients waited for their step. Checked to the end of the run.",
+    "A607": _GRAPH
+    + "Here it was divided twice by k, the number of backward passes before the update (by a half only where it is written as a division)."
+    + _FIRST,
+    "A608": _GRAPH
+    + f"Here {ENOUGH} windows in a row had several passes from one line, of a mean over a batch, and no factor at all."
+    + _FIRST,
+    "A609": "Mezzo walks the graph of the first two losses that nothing multiplied: a node of it has FP16 gradients.",
+    "A610": _CALLS
+    + "Here a scheduler stepped, and since its last step the scaler had skipped every update. Checked to the end of the run.",
+    "A611": (
+        f"Mezzo records the order of `backward()`, `scheduler.step()` and `optimizer.step()`: {ENOUGH} "
+        "updates in that order, or the scheduler's first two steps from one line."
+    ),
+    "A612": (
+        "Mezzo inspects the copies of `AveragedModel`, and what the script computes from weights by hand "
+        "between an update and the next forward pass, in the first updates."
+    ),
+    "A613": (
+        "Mezzo inspects the buffers of modules in training mode after the first two updates: formats, names, "
+        "and whether the buffers changed."
+    ),
+    "A614": _CALLS
+    + "Here gradients were cleared after a backward pass and no other followed, in more than half of the optimizer's steps."
+    + _FIRST,
+    "A615": "Mezzo records the formats of the script's autocast regions and whether its scaler is on.",
+    "A616": _CALLS + "Here `unscale_` or `step` of a scaler found FP16 parameters with gradients.",
+}
+
+
+def shown(finding: Finding) -> str:
+    """Return a finding as the terminal shows it, without the places in the planted script."""
+    line = finding_line(finding)
+    rows = [(word, text) for word, text in line.rows if word not in ("lines", "page")]
+    parts = [f"{line.code}  {line.title}  ({line.weight})"]
+    for word, text in rows:
+        parts += textwrap.wrap(text, WIDTH, initial_indent=f"  {word:7}", subsequent_indent=" " * 9)
+    return textwrap.indent("\n".join(parts), "    ")
+
+
+def sections(finding: Finding) -> str:
+    """Return the two sections of a finding's page."""
+    how = "\n".join(textwrap.wrap(HOW[finding.code], 160, break_long_words=False, break_on_hyphens=False))
+    return f"## How it is found\n\n{how}\n\n## In the output\n\n{shown(finding)}\n"
+
+
+def planted(code: str) -> Finding:
+    """Return what Mezzo finds in the planted script of a code."""
+    if code.startswith("A6"):
+        from observe.lint.test_lint import PLANTED, linted
+
+        name = next(name for name, line in PLANTED.items() if line.endswith(code))
+        found: Sequence[Finding] = linted("lint_planted", "as-is", name)
+    elif code in _ON_CUDA:
+        found = _ON_CUDA[code]()
+    else:
+        from helpers_audit import audited
+        from observe.audit.test_audit_findings import CASES
+
+        found = audited("audit_cases", code, "planted", policy=CASES[code][0]).findings
+    return next(finding for finding in found if finding.code == code)
+
+
+def _on_cuda(**facts: object) -> Callable[[], list[Finding]]:
+    def find() -> list[Finding]:
+        from mezzo.observe.audit.findings import AuditedSteps, findings
+        from observe.audit.test_audit_findings import one_product
+
+        form = str(facts["form"])
+        more = {name: value for name, value in facts.items() if name != "form"}
+        return findings(AuditedSteps(seen=one_product(1024, form=form), wide=[], trips=[], **{"products": [], **more}))
+
+    return find
+
+
+def _slow_product() -> list[Finding]:
+    from observe.audit.test_audit_findings import product
+
+    return _on_cuda(form="bf16", products=[product(on_tensor_cores=False, kernels=["ampere_sgemm_128x64_tn"])])()
+
+
+_ON_CUDA: dict[str, Callable[[], list[Finding]]] = {
+    "A204": _on_cuda(form="fp32", device_type="cuda", capability=(8, 0)),
+    "A501": _slow_product,
+}
+"""Findings that only a GPU shows: of a product as a GPU would report it."""
+
+
+def main() -> None:
+    """Write the two sections into every page, before the section on the fix."""
+    for code in HOW:
+        page = PAGES / f"{code}.md"
+        text = page.read_text(encoding="utf-8")
+        before, _, fix = text.partition("## Fix\n")
+        before = before.partition("## How it is found\n")[0]
+        page.write_text(f"{before}{sections(planted(code))}\n## Fix\n{fix}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

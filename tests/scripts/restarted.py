@@ -1,0 +1,54 @@
+"""DistributedDataParallel over gloo; rank 1 kills itself, or its mezzo, or hangs, once in all; each rank says what it ended with."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main() -> None:
+    how, marker = sys.argv[1], Path(sys.argv[2])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(96, 6), torch.randint(0, 3, (96,)))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.8)
+    sampler = DistributedSampler(data, seed=3)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    torch.manual_seed(rank)  # other masks of dropout in each process
+    step, seen = 0, 0.0
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        for inputs, targets in loader:
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            step, seen = step + 1, seen + float(loss)
+            time.sleep(0.02)
+            if rank == 1 and step == 31 and how != "no" and not marker.exists():
+                marker.touch()
+                if how == "hang":
+                    time.sleep(10_000)
+                os.kill(os.getpid() if how == "kill" else os.getppid(), signal.SIGKILL)
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    print(f"RANK {rank} steps {step} seen {seen!r} weights {digest}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
