@@ -50,17 +50,19 @@ def step_of_a_session(model: nn.Module, loss_of: LossOf, session: mezzo.Session)
 
 def by_hand(dtype: torch.dtype, clip: float | None) -> Loop:
     """Return 30 steps of the loop by hand."""
-    return _repeated(step_by_hand(*mlp(), dtype, clip))
+    return repeated(step_by_hand(*mlp(), dtype, clip))
 
 
 def with_session(policy: str, optimizer: Callable[..., Any], clip: float | None) -> Loop:
     """Return 30 steps of a session with an optimizer class, torch's or Mezzo's."""
     model, loss_of = mlp()
     session = mezzo.Session(model, optimizer(model.parameters(), lr=LR), policy=policy, clip_norm=clip)
-    return _repeated(step_of_a_session(model, loss_of, session))
+    return repeated(step_of_a_session(model, loss_of, session))
 
 
-def _repeated(step: Callable[[], None]) -> Loop:
+def repeated(step: Loop) -> Loop:
+    """Return 30 steps."""
+
     def run() -> None:
         for _ in range(STEPS):
             step()

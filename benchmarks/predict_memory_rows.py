@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mezzo.measure.predict.memory import DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.plan import HEADROOM
 from mezzo.measure.predict.training import ZeroGrad, record_training
+from predict_litgpt import memory_of
 from predict_memory_zoo import Training
 from predict_models import NotBuilt, installed
 from predict_transformers4 import transformers_4, with_causal_masks
@@ -266,6 +267,17 @@ def pairs_row(cells: Mapping[str, str]) -> Found:
     )
 
 
+def large_row(cells: Mapping[str, str]) -> Found:
+    """Predict a row of gpu_memory_large.csv: allocated peak of LitGPT's trainings on one GPU."""
+    if "litgpt" not in cells["source"]:
+        raise NotBuilt("a program that is not built here: torchtitan, torchtune, Megatron")
+    return Found(
+        name=f"{cells['model'][:28]} b{cells['micro_batch_per_gpu']} x {cells['sequence']} {cells['gpu'][:10]}",
+        predicted_bytes=memory_of(cells).allocated_bytes,
+        measured_bytes=int(float(cells["memory_gib"]) * 2**30),
+    )
+
+
 def row(cells: Mapping[str, str]) -> Found:
     """Predict a row of any of the tables."""
     if "measured_peak_bytes" in cells:
@@ -274,4 +286,4 @@ def row(cells: Mapping[str, str]) -> Found:
         return fms_row(cells)
     if "measured_mib" in cells:
         return pairs_row(cells)
-    raise NotBuilt("the parallel program of the row is not built here")
+    return large_row(cells)

@@ -115,8 +115,9 @@ def _in_a_graph(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = step(inputs)
+    written = (model, optimizer, scaler)  # a graph keeps addresses, not the tensors that lie there
 
-    def replay(batch: Batch) -> Tensor:
+    def replay(batch: Batch, _keep: Any = written) -> Tensor:
         for place, tensor in zip(inputs, batch, strict=True):
             place.copy_(tensor)
         graph.replay()

@@ -1,0 +1,358 @@
+"""Measure step time and memory of named models on one GPU: python benchmarks/measure_zoo.py --minutes 9 --out zoo.csv.
+
+Plain torch, timm and transformers; nothing is downloaded and Mezzo is not needed. Each case trains random data as ``mezzo predict
+--model`` assumes: eager, one resident batch, AdamW with torch's defaults, channels-first unless the case says otherwise, no loss
+scaling, gradients set to None before the forward pass, outputs kept until the next one. ``fp32`` computes all products in FP32, ``tf32``
+all in TF32, ``fp16`` and ``bf16`` are torch's autocast with TF32 for the rest.
+
+A case runs in a process of its own, forked after the imports. Its row is written as soon as it is measured; cases that FILE has already
+are skipped. ``--history DIR`` also keeps what the allocator did in the first two steps, a file a case.
+
+``python benchmarks/predict_zoo.py --rows zoo.csv`` prints predicted against measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WARM_UP, LEAST_STEPS, LEAST_S = 5, 10, 1.5
+"""Steps before the timed ones; how many are timed at least, and for how long."""
+_CASE_S = 240
+"""After this time a case is stopped."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained."""
+
+    model: str
+    size: int
+    """Height of images, or tokens of a sequence."""
+    batch: int
+    policy: str
+    channels_last: bool = False
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells cases apart in the file."""
+        return tuple(str(value) for value in asdict(self).values())
+
+
+SIZES: tuple[tuple[str, int, int], ...] = (
+    ("timm:resnet50", 224, 256),
+    ("timm:mobilenetv3_large_100", 224, 512),
+    ("transformers:bert-base-uncased", 128, 32),
+    ("transformers:gpt2", 1024, 8),
+    ("timm:vit_base_patch16_224", 224, 128),
+    ("timm:resnet50", 224, 64),
+    ("timm:efficientnet_b0", 224, 128),
+    ("timm:vgg16", 224, 64),
+    ("timm:convnext_tiny", 224, 64),
+    ("timm:swin_tiny_patch4_window7_224", 224, 64),
+    ("timm:densenet121", 224, 64),
+    ("transformers:bert-base-uncased", 384, 16),
+    ("timm:mobilenetv3_large_100", 224, 128),
+    ("timm:vit_base_patch16_224", 224, 64),
+    ("timm:regnety_032", 224, 128),
+    ("transformers:distilbert-base-uncased", 128, 64),
+    ("transformers:gpt2-medium", 1024, 4),
+    ("timm:resnet18", 224, 256),
+    ("timm:resnet152", 224, 64),
+)
+"""Models by the worth of their rows."""
+LAST = ("timm:resnet50", "timm:mobilenetv3_large_100", "timm:efficientnet_b0", "timm:convnext_tiny")
+"""Models that are measured channels-last as well."""
+
+
+def cases() -> list[Case]:
+    """Return all cases, those of the greatest worth first."""
+    first = [Case(*one, policy) for one in SIZES for policy in ("fp32", "tf32", "bf16")]
+    layouts = [Case(*one, "bf16", True) for one in SIZES if one[0] in LAST]
+    return [*first[:30], *layouts[:3], *first[30:], *layouts[3:], *(Case(*one, "fp16") for one in SIZES)]
+
+
+@dataclass
+class Measured:
+    """One row: a case and what was measured."""
+
+    model: str
+    size: int
+    batch: int
+    policy: str
+    channels_last: bool
+    gpu: str
+    torch: str
+    library: str
+    status: str
+    optimizer: str = "adamw"
+    step_ms: float = 0.0
+    step_ms_p10: float = 0.0
+    step_ms_p90: float = 0.0
+    steps: int = 0
+    throughput: float = 0.0
+    allocated_bytes: int = 0
+    """Peak of what tensors took: ``max_memory_allocated``."""
+    reserved_bytes: int = 0
+    """Peak of what the caching allocator held: ``max_memory_reserved``."""
+    device_bytes: int = 0
+    """Peak of ``reserved_bytes`` and what else the process took of the device, against an idle one."""
+    total_bytes: int = 0
+    """What the device has, by ``mem_get_info``."""
+    retries: int = 0
+    """How often the allocator emptied its cache for want of memory."""
+    cudnn_benchmark: bool = False
+    clock_mhz: int = 0
+    loss: float = 0.0
+
+
+def build(name: str) -> tuple[nn.Module, int]:
+    """Return the model that ``mezzo predict --model`` builds, and the number of its classes or words."""
+    library, _, model = name.partition(":")
+    if library == "timm":
+        import timm
+
+        return timm.create_model(model), 1000
+    import transformers
+
+    here = Path(__file__).parents[1] / "src" / "mezzo" / "measure" / "predict" / "models.json"
+    fact = json.loads(here.read_text(encoding="utf-8"))[model] if here.exists() else _FACTS[model]
+    config = transformers.AutoConfig.for_model(fact["type"], **fact["config"])
+    heads = {"masked": transformers.AutoModelForMaskedLM, "causal": transformers.AutoModelForCausalLM}
+    return heads[fact["task"]].from_config(config), config.vocab_size
+
+
+_FACTS: dict[str, Any] = {
+    "bert-base-uncased": {"type": "bert", "task": "masked", "config": {}},
+    "distilbert-base-uncased": {"type": "distilbert", "task": "masked", "config": {}},
+    "gpt2": {"type": "gpt2", "task": "causal", "config": {}},
+    "gpt2-medium": {"type": "gpt2", "task": "causal", "config": {"n_embd": 1024, "n_layer": 24, "n_head": 16}},
+}
+"""Of ``models.json``, for a copy of this file without the repository."""
+
+
+class Training:
+    """A case on the GPU."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        """Build the model, its inputs and its optimizer."""
+        torch.manual_seed(0)
+        model, words = build(case.model)
+        layout = torch.channels_last if case.channels_last else torch.contiguous_format
+        self.model = model.train().to(device)
+        if case.channels_last:
+            self.model = self.model.to(memory_format=layout)  # type: ignore[call-overload]
+        self.images = case.model.startswith("timm")
+        if self.images:
+            x = torch.randn(case.batch, 3, case.size, case.size).contiguous(memory_format=layout)
+            self.inputs = {"x": x, "y": torch.randint(words, (case.batch,))}
+        else:
+            ids = torch.randint(words, (case.batch, case.size))
+            self.inputs = {"input_ids": ids, "labels": ids.clone()}
+        self.inputs = {key: value.to(device) for key, value in self.inputs.items()}
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(case.policy)
+        self.region: Callable[[], Any] = lambda: torch.autocast(device, dtype, enabled=dtype is not None)
+        self.outputs: Any = None
+        self.loss = 0.0
+
+    def step(self) -> None:
+        """Run one step; the outputs stay until the next step's."""
+        self.optimizer.zero_grad()
+        with self.region():
+            loss, outputs = self._loss()
+            self.outputs = outputs
+        loss.backward()
+        self.last: Tensor = loss.detach()
+        self.optimizer.step()
+
+    def _loss(self) -> tuple[Tensor, Any]:
+        if self.images:
+            outputs = self.model(self.inputs["x"])
+            return F.cross_entropy(outputs, self.inputs["y"]), outputs
+        outputs = self.model(**self.inputs)
+        return outputs.loss, outputs
+
+
+def measure(case: Case, *, benchmark: bool, idle_bytes: int, history: Path | None) -> Measured:
+    """Train ``case`` on the GPU and return its row; runs in a process of its own."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = case.policy != "fp32"
+    torch.backends.cudnn.benchmark = benchmark
+    library = case.model.split(":")[0]
+    row = Measured(
+        **asdict(case),
+        gpu=torch.cuda.get_device_name(),
+        torch=str(torch.__version__),
+        library=f"{library} {__import__(library).__version__}",
+        status="ok",
+        cudnn_benchmark=benchmark,
+    )
+    try:
+        training = _with_history(case, history) if history is not None else Training(case, "cuda")
+        for _ in range(WARM_UP):
+            training.step()
+        times = _times(training.step)
+    except torch.cuda.OutOfMemoryError:
+        row.status = "out of memory"
+    else:
+        tenths = statistics.quantiles(times, n=10)
+        row.step_ms, row.step_ms_p10, row.step_ms_p90 = statistics.median(times), tenths[0], tenths[-1]
+        row.steps, row.throughput = len(times), 1e3 * case.batch / row.step_ms
+        row.loss = float(training.last)
+    row.allocated_bytes, row.reserved_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    free, row.total_bytes = torch.cuda.mem_get_info()
+    now = row.total_bytes - free - idle_bytes
+    row.device_bytes = now + row.reserved_bytes - torch.cuda.memory_reserved()
+    row.retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    row.clock_mhz = _asked("clocks.sm")
+    return row
+
+
+def _times(step: Callable[[], None]) -> list[float]:
+    """Return milliseconds between the ends of steps, by events; the host runs ahead as in any training."""
+    torch.cuda.synchronize()
+    begin = time.monotonic()
+    step()
+    torch.cuda.synchronize()
+    num = max(LEAST_STEPS, min(200, int(LEAST_S / (time.monotonic() - begin))))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+def _with_history(case: Case, folder: Path) -> Training:
+    """Return ``case`` after two steps; what the allocator did until then is written: action, address and bytes of each event."""
+    memory = torch.cuda.memory
+    torch.cuda.init()
+    memory._record_memory_history("all", context=None, stacks="python", max_entries=1_000_000)
+    training = Training(case, "cuda")
+    torch.cuda.synchronize()
+    num_setup = len(memory._snapshot()["device_traces"][0])
+    for _ in range(2):
+        training.step()
+    torch.cuda.synchronize()
+    events = [(e["action"], e.get("addr", 0), e["size"]) for e in memory._snapshot()["device_traces"][0]]
+    memory._record_memory_history(None)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "-".join(case.key).replace(":", "-")
+    with gzip.open(folder / f"{name}.json.gz", "wt", encoding="utf-8") as file:
+        json.dump({"case": asdict(case), "num_setup_events": num_setup, "events": events}, file)
+    return training
+
+
+def _asked(what: str) -> int:
+    """Return a whole number that nvidia-smi shows of the first GPU; 0 if it shows none."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        return int(float(found[0]))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return 0
+
+
+def _child(send: Any, case: Case, options: dict[str, Any]) -> None:
+    try:
+        send.send(measure(case, **options))
+    except Exception as error:  # it is said, and the next case runs
+        send.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+
+def one_case(case: Case, options: dict[str, Any], start: Literal["fork", "spawn"] = "fork") -> Measured | str:
+    """Return the row of ``case``, or what went wrong, from a process of its own."""
+    processes: Any = multiprocessing.get_context(start)
+    receive, send = processes.Pipe(duplex=False)
+    child = processes.Process(target=_child, args=(send, case, options))
+    child.start()
+    send.close()
+    found: Measured | str
+    try:
+        found = receive.recv() if receive.poll(_CASE_S) else f"no answer in {_CASE_S} s"
+    except EOFError:
+        found = "the process ended without an answer"
+    finally:
+        child.join(10)
+        if child.is_alive():
+            child.kill()
+            child.join()
+    if start == "fork" and isinstance(found, str) and "forked subprocess" in found:  # an import has opened CUDA
+        return one_case(case, options, "spawn")
+    return found
+
+
+def main() -> None:
+    """Measure the cases that FILE lacks until the minutes are over."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("zoo.csv"), help="rows are added to this file")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no case begins that may end later")
+    parser.add_argument("--policies", default="fp32,tf32,bf16,fp16")
+    parser.add_argument("--models", default="", help="only models whose names contain one of these, comma-separated")
+    parser.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its algorithms")
+    parser.add_argument("--history", type=Path, help="folder for the allocator's events of two steps, a file a case")
+    options = parser.parse_args()
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # whether CUDA is there is asked without opening it before the fork
+    )
+    import timm  # noqa: F401 - before the fork, so that no case imports it again
+    import transformers  # noqa: F401
+
+    begin, longest = time.monotonic(), 0.0
+    idle_bytes = _asked("memory.used") << 20
+    wanted = [case for case in cases() if case.policy in options.policies.split(",")]
+    wanted = [case for case in wanted if any(part in case.model for part in options.models.split(","))]
+    done = _keys(options.out)
+    for case in wanted:
+        if case.key in done:
+            continue
+        if time.monotonic() - begin + longest > 60 * options.minutes:
+            print(f"the minutes are over before {' '.join(case.key)}", flush=True)
+            break
+        at = time.monotonic()
+        settings = {"benchmark": options.cudnn_benchmark, "idle_bytes": idle_bytes, "history": options.history}
+        row = one_case(case, settings)
+        longest = max(longest, time.monotonic() - at)
+        if isinstance(row, str):
+            print(f"{' '.join(case.key)}: not measured: {row}", flush=True)
+            continue
+        _write(options.out, row)
+        sizes = " ".join(f"{n} {getattr(row, n + '_bytes') >> 20} MiB" for n in ("allocated", "reserved", "device"))
+        print(f"{' '.join(case.key)}: {row.status} {row.step_ms:.2f} ms {row.throughput:.0f}/s {sizes}", flush=True)
+
+
+def _keys(path: Path) -> set[tuple[str, ...]]:
+    if not path.exists():
+        return set()
+    with path.open(encoding="utf-8", newline="") as file:
+        return {tuple(cells[field.name] for field in fields(Case)) for cells in csv.DictReader(file)}
+
+
+def _write(path: Path, row: Measured) -> None:
+    new = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Measured)])
+        if new:
+            writer.writeheader()
+        writer.writerow(asdict(row))
+
+
+if __name__ == "__main__":
+    main()
