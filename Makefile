@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 MUTANTS ?= --count 120
 
-.PHONY: demo mutants test test-slow crash-test test-cuda-build test-frameworks demo-frameworks check bench docs examples readme clean
+.PHONY: demo mutants environments test test-slow crash-test test-cuda-build test-wheel test-frameworks demo-frameworks check bench docs examples readme clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 $(READY): pyproject.toml constraints.txt
@@ -30,13 +30,15 @@ $(READY): pyproject.toml constraints.txt
 	.venv-$*/bin/python -c 'import $*, sklearn.datasets'
 	touch $@
 
+environments: $(READY) $(FRAMEWORKS:%=.venv-%/.ready)
+
 demo: $(READY)
 	$(BIN)/mezzo compare --policies fp32,bf16,fp16,fp16-master --seeds 3 --metric 'acc +([0-9.]+)' --out runs/demo examples/digits.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow'
 
-# What takes minutes: whole model families through every backend of torch.compile.
+# What takes minutes: model families through torch.compile, several processes, scripts that are killed.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
@@ -51,6 +53,10 @@ mutants: $(READY)
 	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 test-frameworks: $(FRAMEWORKS:%=test-%)
+
+# The wheel, installed in an environment of its own.
+test-wheel: $(READY)
+	.ci/wheel
 
 test-cuda-build: $(CUDA_BUILD)/.installed
 	env -u TRITON_INTERPRET $(CUDA_BUILD)/bin/python -m pytest -q tests/cuda_build tests/project/test_gpu_benchmark.py tests/engine/test_session_budget.py tests/engine/test_state_bytes.py

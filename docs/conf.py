@@ -6,7 +6,6 @@ The pages are plain Markdown that also reads well in a repository browser, so th
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version as version_of
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -14,11 +13,14 @@ from sphinx.application import Sphinx
 sys.path.insert(0, str(Path(__file__).parent))
 
 import reference_pages
+import search_language
+
+from mezzo.version import VERSION
 
 project = "Mezzo"
 author = "The Mezzo authors"
 copyright = author
-version = release = version_of("mezzo")
+version = release = VERSION
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 4
@@ -33,6 +35,7 @@ html_theme = "furo"
 html_title = f"Mezzo {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_language = search_language.SearchEnglishAndChinese.lang
 html_search_scorer = str(Path(__file__).parent / "static/scorer.js")
 highlight_language = "text"  # indented blocks are mostly shell and output
 html_show_sourcelink = False
@@ -42,7 +45,7 @@ copybutton_prompt_text = "$ "
 CONTENTS: dict[str, list[str]] = {
     "Start": ["tutorial", "check", "choosing-a-policy", "troubleshooting", "tuning", "formats", "migrating"],
     "Commands": ["commands", "scripts", "watch", "guardrails", "resume-check", "compare", "patch", "predict", "tune", "diagnose", "audit", "ranges", "fallback"]
-    + ["hardware", "exit-codes"],
+    + ["hardware", "h100", "exit-codes"],
     "Library": ["library", "session", "policies", "optimizers", "checkpointing", "snapshots", "distributed", "fast-path"],
     "Frameworks": ["lightning", "accelerate", "transformers", "apex", "keras", "paddle"],
     "Results": ["report", "records", "tracking", "notebook", "agents", "findings/README"],
@@ -91,6 +94,7 @@ def toctree(pages: list[str], *, caption: str = "", title: str = "") -> str:
 
 def setup(app: Sphinx) -> None:
     """Connect what this file adds to Sphinx."""
+    app.add_search_language(search_language.SearchEnglishAndChinese)
     app.connect("builder-inited", make_reference)
     app.connect("source-read", add_contents)
     app.connect("build-finished", remove_reference)

@@ -1,8 +1,13 @@
-/* Order of search results: guides before the pages of findings, of design and in Chinese, troubleshooting first among equals. */
+/* Order of search results: guides before the pages of findings and of design, troubleshooting first among equals; Chinese pages
+   first for a Chinese question, which splitQuery sees, and last for any other. */
 var Scorer = {
+  chinese: false,
   score: function (result) {
     const page = result[0], score = result[4];
-    if (/^(findings|design|zh-CN)\//.test(page)) return score - 20;
+    if (/^zh-CN\//.test(page)) return Scorer.chinese ? score + 20 : score - 20;
+    if (/^(findings|design)\//.test(page)) return score - 20;
+    if (/^reference\/command/.test(page)) return score - 1;
+    if (/^(benchmarks|public-scripts|paper|examples|article-numbers|index|agents|exit-codes)$/.test(page)) return score - 1;
     return page === "troubleshooting" ? score + 6 : score;
   },
   objNameMatch: 11,
