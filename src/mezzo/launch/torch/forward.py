@@ -99,7 +99,7 @@ class Regions:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():  # half the cost of is_compiling, in every module's call
                 return original(module, *args, **kwargs)
-            if local.autocasts_off and not is_compiling():
+            if run.autocasts_off and local.autocasts_off and not is_compiling():
                 args, kwargs = to_format(args, _FP32), to_format(kwargs, _FP32)
             if local.depth:  # instead of torch's function, not around it: torch.compile must find torch's own
                 if is_torchs and not run.compiles and module._compiled_call_impl is None:

@@ -62,7 +62,9 @@ def _with_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     def enter(self: Any) -> Any:
         result = original(self)
         self._mezzo_region = None
-        run.local.autocasts_off += getattr(self, "_mezzo_turned_off", False)
+        if getattr(self, "_mezzo_turned_off", False):
+            run.autocasts_off = True
+            run.local.autocasts_off += 1
         if run.observer is not None and self.device == (run.device_type or self.device):
             off = getattr(self, "_mezzo_left_off", not self._enabled)
             self._mezzo_entered = run.observer.autocast_entered(off=off, in_module=run.local.depth > 0)

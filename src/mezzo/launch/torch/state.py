@@ -83,6 +83,8 @@ class Run:
         """What is changed in the script's models beside their precision; None for nothing."""
         self.compiles = False
         """Whether the script has called torch.compile."""
+        self.autocasts_off = False
+        """Whether the policy has turned an autocast of the script off, in any thread."""
         self.before_compiling: list[Callable[[], Any]] = []
         """Callbacks to run once, before the script first compiles code with torch.compile."""
         self.script_scaler: Any = None

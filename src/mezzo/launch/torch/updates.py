@@ -114,8 +114,10 @@ class Updates:
         if run.steady.optimizer() is optimizer and not kwargs and (len(args) == 1 or args[1:] == (None,)):
             step = run.recorder.num_closed + 1
             finite = run.steady.batched.finite(optimizer) if run.scale.checks else True
-            if finite and step % NORMS_APART and step > EVERY_NORM:  # not run.takes_norm, without its call
-                run.stepped = True  # only the time of this update is recorded
+            if finite and step > EVERY_NORM:  # what the rest would do, without its calls
+                if step % NORMS_APART == 0 and (norm := _norm(optimizer)) is not None:
+                    run.recorder.norm(norm)
+                run.stepped = True
                 run.skips = False
                 run.found = False
                 self._made_last[0] += 1
@@ -266,7 +268,7 @@ def _norm(optimizer: Optimizer) -> Tensor | None:
     gradients = _gradients(optimizer)
     if not gradients:
         return None
-    shared = True in [is_shared(g) for g in gradients]
+    shared = True in [type(g) is not Tensor and is_shared(g) for g in gradients]
     norm = norm_of_all(gradients, total_norm) if shared else total_norm(gradients)
     scale = getattr(optimizer, "grad_scale", None)
     return norm if scale is None else norm / scale
