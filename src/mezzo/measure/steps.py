@@ -25,8 +25,8 @@ Losses = tuple[Kept, ...]
 """Losses whose sum is the step's loss."""
 
 
-_NORMS_WITHIN = 10
-"""Steps among which the last measured gradient norm is looked for."""
+NORMS_APART = 10
+"""Steps between gradient norms, where only some are measured."""
 
 
 class StepRecorder:
@@ -198,7 +198,7 @@ class StepRecorder:
         loss = self._weight[-1] * sum(known) if losses and len(known) == len(losses) else None
         scale = self._scale[-1]
         loss_scale = scale.where.on_host(scale.number) if isinstance(scale, Kept) else scale
-        measured = next((norms for norms in reversed(self._norm[-_NORMS_WITHIN:]) if norms), ())
+        measured = next((norms for norms in reversed(self._norm[-NORMS_APART:]) if norms), ())
         norms = [kept.where.on_host(kept.number) for kept in measured]
         read = [norm for norm in norms if norm is not None]
         grad_norm = _together(read) if read and len(read) == len(norms) else None

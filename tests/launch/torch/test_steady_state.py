@@ -22,7 +22,8 @@ from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.torch import switched
 from mezzo.launch.torch.guarding import ScriptGuard
 from mezzo.launch.torch.state import Run
-from mezzo.launch.torch.steady_state import EVERY_NORM, NORMS_APART, Steady
+from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
+from mezzo.measure.steps import NORMS_APART
 from mezzo.policy import Policy
 
 STEPS, CHANGED_AT = 130, 115

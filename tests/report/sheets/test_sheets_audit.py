@@ -228,6 +228,7 @@ class Event:
     kernels: list[Ran] = field(default_factory=list)
     cpu_children: list[Event] = field(default_factory=list)
     cpu_parent: Event | None = None
+    activity_type: str = "cpu_op"
 
     @property
     def time_range(self) -> Span:
@@ -276,6 +277,18 @@ def test_autocasts_casts_are_no_kernels_of_the_product_that_they_serve() -> None
         ("aten::addmm", "nvjet_sm90"),
         ("aten::copy_", "bfloat16_copy_kernel"),
     ]
+
+
+def test_a_kernel_counts_once_though_the_profilers_overhead_has_the_operations_number() -> None:
+    """As seen on an H100: CUDA loads a kernel's code at its first launch, in an event with the number of the operation."""
+    kernel = Ran("flash_fwd_kernel", 2000.0)
+    operation = Event("aten::_flash_attention_forward", 0, kernels=[kernel])
+    overhead = [
+        Event("Lazy Function Loading", 1, [kernel], [], operation, "overhead"),
+        Event("cudaDeviceSynchronize", 2, [kernel], [], operation, "cuda_runtime"),
+    ]
+    operation.cpu_children = overhead
+    assert [one.kernel for one in kernels.launches([operation, *overhead])] == ["flash_fwd_kernel"]
 
 
 def test_without_kernels_nothing_is_proven() -> None:

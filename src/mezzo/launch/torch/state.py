@@ -20,9 +20,9 @@ from mezzo.errors import PolicyError, ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.owners import OptimizerOwners
 from mezzo.launch.torch.premade import PremadeOptimizers
-from mezzo.launch.torch.steady_state import EVERY_NORM, NORMS_APART, Steady
+from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
 from mezzo.launch.torch.thread_state import NO_ROOT, Root, ThreadState
-from mezzo.measure.steps import StepRecorder
+from mezzo.measure.steps import NORMS_APART, StepRecorder
 from mezzo.observe.lint.observer import Lint
 from mezzo.observe.module_names import ModuleTree
 from mezzo.observe.observer import Observer

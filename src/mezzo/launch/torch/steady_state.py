@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 EVERY_NORM = 100
 """First steps whose gradient norms are all computed, even if no loss scale needs them."""
-NORMS_APART = 10
-"""Steps between norms after that."""
 
 
 class Steady:

@@ -29,7 +29,8 @@ from mezzo.engine.shards import is_shared, norm_of_all
 from mezzo.launch.patches import Patches
 from mezzo.launch.schedules import ScriptSchedules
 from mezzo.launch.torch.state import Run
-from mezzo.launch.torch.steady_state import EVERY_NORM, NORMS_APART
+from mezzo.launch.torch.steady_state import EVERY_NORM
+from mezzo.measure.steps import NORMS_APART
 from mezzo.observe.skips import Update
 
 Optimizer = torch.optim.Optimizer

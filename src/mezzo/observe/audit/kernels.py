@@ -29,6 +29,7 @@ _TENSOR_CORE_NAMES = re.compile(
     re.IGNORECASE,
 )
 _SIMT_NAMES = re.compile(r"simt|_sgemm|_dgemm|ffma", re.IGNORECASE)
+_NO_OPERATION = ("overhead", "cuda_runtime", "cuda_driver")
 _CALLED = {"convolution": "aten::convolution", "convolution_backward": "aten::convolution_backward"}
 
 
@@ -116,7 +117,9 @@ def _innermost(event: Any) -> Any:
 
 
 def _kernels_below(event: Any) -> list[Any]:
-    return [*event.kernels, *(kernel for child in event.cpu_children for kernel in _kernels_below(child))]
+    # The profiler matches kernels by number, and its own overhead ("Lazy Function Loading") can have the number of an operation.
+    own = event.kernels if getattr(event, "activity_type", None) not in _NO_OPERATION else []  # older torch has no types
+    return [*own, *(kernel for child in event.cpu_children for kernel in _kernels_below(child))]
 
 
 def totals(found: Sequence[Launch], seen: Sequence[TracedOperation]) -> list[Kernel]:
