@@ -176,6 +176,32 @@ def test_a_graph_that_was_thrown_away_is_not_counted() -> None:
     assert counted.memory().activations_bytes == MLP_BYTES["fp32"]
 
 
+@pytest.mark.parametrize(
+    ("cut", "elements"),
+    [
+        (lambda data: data[16 : 16 + BATCH], BATCH * 6),
+        (lambda data: data[16 : 16 + BATCH].reshape(2, -1, 6).flatten(0, 1), BATCH * 6),
+        (lambda data: data[16].expand(BATCH, 6), 6),
+    ],
+)
+def test_a_batch_that_is_cut_out_of_a_data_set_counts_alone(cut: Callable[[Tensor], Tensor], elements: int) -> None:
+    """A data set of 96 kB stays in any case: it is no activation, neither in FP32 nor where a cast copies the batch."""
+    found = weighed("fp32", mlp(), lambda y: y.square().mean(), cut(torch.randn(4096, 6))).activations_bytes
+    assert found == 4 * (elements + BATCH * 16 + BATCH * 2)
+
+
+def test_parts_of_a_data_set_that_overlap_count_once() -> None:
+    data = torch.randn(4096, 6)
+    inputs, targets = (
+        data[16 : 16 + BATCH],
+        data[17 : 17 + BATCH, :2],
+    )  # the last target lies two elements beyond the inputs
+    found = weighed("fp32", mlp(), lambda y: (y * targets).mean(), inputs).activations_bytes
+    assert found == 4 * (
+        BATCH * 6 + 2 + BATCH * 16
+    )  # the product keeps the targets; what it would keep of y has no use
+
+
 def test_the_largest_of_several_backward_passes_counts() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

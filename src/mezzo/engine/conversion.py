@@ -174,15 +174,15 @@ def _cast_ends(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs:
 
 def to_format(values: Any, dtype: torch.dtype) -> Any:
     """Return ``values`` with every FP32 or 16-bit tensor in it cast to ``dtype``; integers and FP64 stay."""
+    if type(values) is Tensor:  # ``cast`` without its call: every step ends here
+        if not values.is_floating_point() or values.element_size() not in (2, 4):
+            return values
+        return values.float() if dtype is FP32.dtype else values.to(dtype)  # float() is one quarter cheaper
 
     def cast(tensor: Tensor) -> Tensor:
         castable = tensor.is_floating_point() and tensor.element_size() in (2, 4)
         return tensor.to(dtype) if castable else tensor
 
-    if type(values) is Tensor:  # ``cast`` without its call: every step ends here
-        if not values.is_floating_point() or values.element_size() not in (2, 4):
-            return values
-        return values.float() if dtype is FP32.dtype else values.to(dtype)  # float() is one quarter cheaper
     if isinstance(values, Tensor):
         return cast(values)
     if type(values) is tuple and len(values) == 1 and isinstance(values[0], Tensor):  # a module's usual arguments

@@ -4,7 +4,8 @@ parameters  storages of the parameters that modules and optimizers hold
 gradients   the ``.grad`` of these when an optimizer steps
 optimizer   tensors in the optimizers' state after the step
 activations what the forward pass keeps for the backward pass: storages that autograd saves, and the inputs of checkpointed functions,
-            each storage once and without parameters; for an emulated recurrent layer also what a device keeps inside it
+            each storage once and without parameters; of a view of data, such as a batch cut out of a data set, only its own part;
+            for an emulated recurrent layer also what a device keeps inside it
 
 The activations are the largest count over the step's backward passes. Autograd's saved-tensor hooks see
 what it keeps; those of activation checkpointing lie inside ours, so what it drops is not counted. Nor is what a graph
@@ -15,6 +16,7 @@ alive when the backward pass begins counts.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,7 +33,8 @@ class SavedTensors:
 
     def __init__(self) -> None:
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
-        self._saved: list[weakref.ref[Tensor]] = []
+        self._saved: list[tuple[weakref.ref[Tensor], bool]] = []
+        """What autograd keeps, and whether it is data: no operation of the graph computed it."""
         self._inputs: list[Tensor] = []
         self._later: list[Callable[[], list[Tensor]]] = []
         self._parameters: set[int] = set()
@@ -60,10 +63,10 @@ class SavedTensors:
 
     def backward_begins(self) -> None:
         """Count now: everything that the forward pass kept is alive."""
-        alive = [tensor for tensor in (reference() for reference in self._saved) if tensor is not None]
-        later = [tensor for kept in self._later for tensor in kept()]
-        activations = (t for t in (*alive, *self._inputs, *later) if _storage(t) not in self._parameters)
-        self.peak_bytes = max(self.peak_bytes or 0, total_bytes(activations))
+        alive = [(tensor, data) for reference, data in self._saved if (tensor := reference()) is not None]
+        others = [(t, _is_data(t)) for t in (*self._inputs, *(tensor for kept in self._later for tensor in kept()))]
+        activations = [(t, data) for t, data in (*alive, *others) if _storage(t) not in self._parameters]
+        self.peak_bytes = max(self.peak_bytes or 0, _kept_bytes(activations))
 
     def backward_ended(self) -> None:
         """Drop the inputs of checkpointed functions, which the backward pass has freed."""
@@ -72,7 +75,7 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Tensor:
         # Packing the tensor itself could make a cycle that is never freed, if it is an output of the node that saves it.
         kept = tensor.detach()
-        self._saved.append(weakref.ref(kept))
+        self._saved.append((weakref.ref(kept), _is_data(tensor)))
         return kept
 
 
@@ -89,6 +92,41 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages under ``tensors``, each counted once."""
     parts = (part for tensor in tensors for part in _strided(tensor))
     return sum({_storage(part): part.untyped_storage().nbytes() for part in parts}.values())
+
+
+def _is_data(tensor: Tensor) -> bool:
+    return tensor.grad_fn is None and not tensor.requires_grad
+
+
+def _kept_bytes(tensors: Iterable[tuple[Tensor, bool]]) -> int:
+    """Return the bytes kept for ``tensors``, of which some are data.
+
+    A view keeps its whole storage alive. A batch that is a view of a data set keeps nothing: the data set stays in any case, also
+    where a cast has copied the batch. So it counts with its own part.
+    """
+    whole: dict[int, int] = {}
+    parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for part, data in ((part, data) for tensor, data in tensors for part in _strided(tensor)):
+        if data:
+            parts[_storage(part)].append(_span_bytes(part))
+        else:
+            whole[_storage(part)] = part.untyped_storage().nbytes()
+    return sum(whole.values()) + sum(_union_bytes(spans) for storage, spans in parts.items() if storage not in whole)
+
+
+def _span_bytes(tensor: Tensor) -> tuple[int, int]:
+    """Return where in its storage a tensor's first element begins and its last one ends."""
+    size, begin = tensor.element_size(), tensor.storage_offset()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * size, (begin + last + 1) * size if tensor.numel() else begin * size
+
+
+def _union_bytes(spans: Iterable[tuple[int, int]]) -> int:
+    total, reached = 0, 0
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:

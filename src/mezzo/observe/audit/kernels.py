@@ -118,7 +118,9 @@ def _innermost(event: Any) -> Any:
 
 def _kernels_below(event: Any) -> list[Any]:
     # The profiler matches kernels by number, and its own overhead ("Lazy Function Loading") can have the number of an operation.
-    own = event.kernels if getattr(event, "activity_type", None) not in _NO_OPERATION else []  # older torch has no types
+    own = (
+        event.kernels if getattr(event, "activity_type", None) not in _NO_OPERATION else []
+    )  # older torch has no types
     return [*own, *(kernel for child in event.cpu_children for kernel in _kernels_below(child))]
 
 
