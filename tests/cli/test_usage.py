@@ -68,6 +68,11 @@ WRONG: list[Wrong] = [
         "mezzo run has no option --policies; ...",
         "type: mezzo compare --policies fp32,bf16 train.py",
     ),
+    (  # no command has both
+        "check --gpu h100 --steps 30 train.py",
+        "mezzo check has no option --steps; ...",
+        "mezzo check --help lists its options; the script's own options go after the script",
+    ),
     (
         "audit --timeout 3 train.py",
         "mezzo audit has no option --timeout; ...",

@@ -57,7 +57,8 @@ def _unknown_option(name: str, context: Any) -> UsageError:
     words = list(typed())
     place = next(n for n, word in enumerate(words) if word.partition("=")[0] == name)
     options = _options(context.command)
-    others = [other for other, command in context.parent.command.commands.items() if name in _options(command)]
+    given = {name, *(word.partition("=")[0] for word in words[2:])} & {name, *options}
+    others = [other for other, command in context.parent.command.commands.items() if given <= {*_options(command)}]
     near = get_close_matches(name.strip("-"), [option.strip("-") for option in options], n=1, cutoff=_NEAR)
     hint = f"{context.command_path} --help lists its options; the script's own options go after the script"
     if others:
