@@ -241,7 +241,8 @@ def _deciding(case: Case, row: Row) -> tuple[str, str]:
         longer = "; runs with more steps spread less, and need fewer" if needed > MOST_SEEDS else ""
         return command, f"{needed} seeds decide it in four cases of five{longer}"
     if "too coarse" in row.reason or "would be needed" in row.reason:
-        command = case.command("compare", "--policies", f"{case.baseline},{row.policy}", "--margin", "0.05")
+        gpu = ("--gpu", case.gpu.name) if case.gpu is not None and case.for_gpu else ()
+        command = case.command("compare", "--policies", f"{case.baseline},{row.policy}", "--margin", "0.05", *gpu)
         return command, "accepts a difference of 5% instead of 2%, if that is small enough for you"
     return case.command("diagnose", "--policy", row.policy), "shows whether a value leaves its format"
 
