@@ -137,6 +137,7 @@ def _use(case: Case, row: Row, alike: Sequence[Row]) -> Answer:
     why = f"{row.policy} {listed([f'trains like {case.baseline}', *gained])}"
     if own:
         why = f"the script's own mixed precision trains like {case.baseline}, so there is nothing to change"
+        why += f"; but {worth.slower} as in {case.baseline}" if worth.slower else ""
     elif others:
         why += f"; {listed(others)} {'does' if len(others) == 1 else 'do'} too, but {_preference(case, row, alike)}"
     then = "trains under it, with the script unedited" if not own else "trains as before"

@@ -28,6 +28,7 @@ from mezzo.measure.predict.script_recorder import Enough, ScriptRecorder
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS
+from mezzo.measure.standard_input import own_input
 from mezzo.policy import Policy
 
 
@@ -107,6 +108,7 @@ def main(words: list[str]) -> None:
             _wait(running.pop(0))
         child = os.fork()
         if child == 0:
+            own_input()
             _write(request, place.with_name(f"tape{number}"))
             sys.stdout.flush()
             os._exit(0)

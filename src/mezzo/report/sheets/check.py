@@ -150,7 +150,8 @@ def _answer(record: CheckRecord) -> list[Fact]:
     answer, row = record.answer, _row(record)
     lines = [Fact(what="why", value=_sentence(answer.why))]
     if answer.evidence:
-        lines.append(Fact(what="accuracy", value=f"kept: {fmt.clean(answer.evidence)}{_seeds(row)}."))
+        kept = "not decided" if row is not None and row.verdict == "undecided" else "kept"
+        lines.append(Fact(what="accuracy", value=f"{kept}: {fmt.clean(answer.evidence)}{_seeds(row)}."))
     if row is not None and (memory := _memory(record, row)):
         lines.append(Fact(what="memory", value=memory))
     lines += [Fact(what="speed", value=_gain(gain)) for gain in answer.gains]
