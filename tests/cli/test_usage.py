@@ -69,7 +69,7 @@ WRONG: list[Wrong] = [
         "type: mezzo compare --policies fp32,bf16 train.py",
     ),
     (  # no command has both
-        "check --gpu h100 --steps 30 train.py",
+        "check --write-patch --steps 30 train.py",
         "mezzo check has no option --steps; ...",
         "mezzo check --help lists its options; the script's own options go after the script",
     ),

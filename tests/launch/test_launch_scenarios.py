@@ -49,6 +49,8 @@ SCENARIOS: dict[str, tuple[str, tuple[str, ...], int, set[str]]] = {
     "optimizer fed by autograd.grad": ("by_hand", ("optimizer",), 12, {"one", "shifts", "pure"}),
     "probabilities": ("probabilities", (), 8, {"one", "pure"}),
     "code outside modules": ("functional", (), 8, {"one", "shifts", "pure"}),
+    "torch.func": ("transformed", (), 8, {"one"}),
+    "torch.func of detached weights": ("transformed", ("shared",), 8, {"one"}),
     "attacked inputs": ("adversarial", (), 8, {"pure"}),
     "recurrent": ("recurrent", (), 8, {"one", "shifts"}),
     "tied weights": ("tied", ("tied",), 12, {"one", "shifts"}),
@@ -184,6 +186,14 @@ def test_float64_models_are_left_alone_with_the_reason() -> None:
     assert found.values["dtype"] == "torch.float64"
     assert found.effective.flops_by_format == {"fp64": 4608}
     assert found.reasons == ["float64 Sequential: its weights are float64, and float64 is never cast"]
+
+
+def test_gradients_inside_vmap_are_not_scaled_and_that_is_said() -> None:
+    found = ran("transformed", "fp16")
+    assert found.reasons == [
+        "loss scale gradients inside torch.func.vmap: no value can be read there, so small ones may become 0 in FP16; "
+        "BF16 needs no scale"
+    ]
 
 
 def test_code_outside_modules_is_left_alone_with_its_share() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
+import mezzo
 from mezzo.cli import app
-from mezzo.report.commands import CARRIED, FLAGS, Script, function_call
+from mezzo.report.commands import CARRIED, DROPPED, FLAGS, Script, function_call
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 ON_SCRIPTS = [name for name, command in COMMANDS.items() if any(p.name == "target" for p in command.params)]
@@ -60,6 +63,30 @@ CASES = [
         "mezzo audit --policy fp16 --log-to wandb --log-to tensorboard:tb t.py",
     ),
     ("run --metric=-x t.py", "t.py", ("compare", {}), "mezzo compare --metric=-x t.py"),
+    (
+        "check --policies bf16 --budget 9m --write-patch t.py",
+        "t.py",
+        ("check", {"budget": "54m"}),
+        "mezzo check --budget 54m --policies bf16 --write-patch t.py",
+    ),
+    (
+        "check --policies bf16 --seeds 5 --on slurm t.py",
+        "t.py",
+        ("compare", {"policies": "fp32,bf16", "margin": "0.05"}),
+        "mezzo compare --policies fp32,bf16 --margin 0.05 --seeds 5 --on slurm t.py",
+    ),
+    (
+        "tune --vary lr=1,2 --vary b=3,4 --budget=10m t.py",
+        "t.py",
+        ("tune", {"budget": "30m"}),
+        "mezzo tune --budget 30m --vary lr=1,2 --vary b=3,4 t.py",
+    ),
+    (
+        "tune --policies bf16 t.py",
+        "t.py",
+        ("run", {"policy": "bf16", "channels-last": "", "compile": ""}),
+        "mezzo run --policy bf16 --channels-last --compile t.py",
+    ),
 ]
 
 
@@ -127,6 +154,77 @@ def test_other_frameworks_have_three_commands() -> None:
 def test_a_function_has_its_call() -> None:
     assert function_call("diagnose", "main.<locals>.train", "fp16") == 'mezzo.diagnose(train, policy="fp16")'
     assert function_call("audit", "<lambda>") == "mezzo.audit(train)"
+
+
+NOT_CARRIED = {
+    # an option, why another command of the same name does not get it; who builds that command passes it where it is wanted
+    "--policy": "each next command names the policy that it is about",
+    "--policies": "each next command names the policies that it is about",
+    "--gpu": "check takes one, compare several or none, and tune leaves configurations out by it",
+    "--budget": "a check's time says nothing about a search's",
+    "--checkpoint": "predict takes it for a model by name, and tune takes several plans",
+    "--steps": "audit takes numbers of steps, the others how many; tune's are those of a round",
+    "--resume": "it belongs to one command's folder",
+}
+
+
+def _taken(command: str) -> set[str]:
+    found = {o for p in COMMANDS[command].params if p.param_type_name == "option" for o in p.opts}
+    return found - {"--help", "-h", "-m"}
+
+
+def _given(option: str) -> str:
+    return option if option in FLAGS else f"{option} 3"
+
+
+@pytest.mark.parametrize("command", ON_SCRIPTS)
+def test_the_same_command_keeps_every_option_but_those_dropped_for_a_reason(command: str) -> None:
+    taken = sorted(_taken(command) - ({"--resume"} if command != "run" else set()))  # recorded commands leave it out
+    typed = Script.typed(["mezzo", command, *shlex.split(" ".join(map(_given, taken))), "t.py", "--own", "5"], "t.py")
+    assert typed is not None
+    kept = " ".join(_given(option) for option in taken if option not in DROPPED)
+    assert typed.under(command) == f"mezzo {command} {kept} t.py --own 5"
+
+
+@pytest.mark.parametrize("command", ON_SCRIPTS)
+def test_another_command_gets_every_option_that_it_has_too_or_there_is_a_reason(command: str) -> None:
+    for other in set(ON_SCRIPTS) - {command}:
+        for option in sorted(_taken(command) & _taken(other)):
+            typed = Script.typed(["mezzo", command, *shlex.split(_given(option)), "t.py"], "t.py")
+            assert typed is not None
+            got = option in shlex.split(typed.under(other))
+            reason = option in DROPPED or option in NOT_CARRIED
+            both = {command, other} <= {*CARRIED.get(option, ())}
+            assert got is both, f"{command} to {other}: {option}"
+            assert got or reason, f"{command} to {other} loses {option}, and no reason is given"
+
+
+WRITERS = {
+    # the files that write words as a shell line, and which command that is
+    "cli/live_log.py": "the command as typed, for a tracker",
+    "cli/patches.py": "patch(1)",
+    "cli/report.py": "mezzo report on the folder as typed",
+    "cli/results.py": "mezzo report on the record",
+    "cli/script.py": "identities",
+    "cli/standins.py": "the script's own command",
+    "cli/usage.py": "the words as typed, one of them mended",
+    "cli/words.py": "the words as typed, with the folder",
+    "launch/targets.py": "the words as typed, with another script",
+    "report/commands.py": "all next commands",
+    "report/sheets/shared.py": "the command as typed",
+    "report/tracking/logged.py": "the command as typed, for a tracker",
+}
+
+
+def test_next_commands_are_written_in_one_place() -> None:
+    """A command put together by hand forgets an option."""
+    root = Path(mezzo.__file__).parent
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if re.search(r"shlex\.(join|quote)", path.read_text(encoding="utf-8"))
+    }
+    assert found == WRITERS.keys()
 
 
 def test_the_flags_are_those_of_the_commands() -> None:

@@ -51,6 +51,16 @@ def test_what_to_type_next(predictions: list[Prediction], commands: list[str]) -
         assert cli.main([words[1], "--help"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [("bf16", "--policies bf16 "), ("fp32,fp16", "--policies fp32,fp16 "), ("fp32", ""), ("", "")],
+)
+def test_the_check_tries_the_policies_that_were_typed(typed: str, kept: str) -> None:
+    words = [*TYPED[:2], *(["--policies", typed] if typed else []), *TYPED[2:]]
+    record = build.predict_record(command=words, model="train.py", batch=64, predictions=[ON_T4])
+    assert next_steps(record)[0].command == f"mezzo check --gpu t4 {kept}train.py --batch-size 64"
+
+
 def test_a_model_by_name_has_no_script_to_run() -> None:
     words = ["mezzo", "predict", "--model", "timm:resnet18"]
     assert next_steps(build.predict_record(command=words, model="timm:resnet18", predictions=[ON_T4])) == []

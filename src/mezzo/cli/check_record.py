@@ -124,7 +124,7 @@ def _notes(asked: CheckOptions, checking: Check, case: Case, answer: Answer) -> 
         notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
     there = next((gain for gain in answer.gains if gain.kind != "measured"), None)
     if asked.gpu is None and there is not None:
-        notes.append(Reason(what="speed", value="on another GPU", reason="mezzo check --gpu NAME"))
+        notes.append(Reason(what="speed", value="on another GPU", reason="add --gpu NAME to this command"))
     failed = case.comparison.real_gpus
     if failed is not None and failed.reason and there is not None:
         notes.append(Reason(what="speed", value="a ceiling instead of a prediction", reason=failed.reason))

@@ -76,6 +76,8 @@ class Script:
         except SyntaxError as error:
             print(show_syntax_error(error), file=sys.stderr)
             raise typer.Exit(1) from None
+        if typed()[1:2] not in (("run",), ("watch",)):  # these run it once, perhaps beside what it reads
+            keep_input_for(self.target, as_module=self.as_module)
 
     def request(self, policy: Policy | None, *, folder: Path, **more: Any) -> Request:
         """Return a request for a child process that writes its record to ``folder``; no policy means the script's own precision."""
@@ -98,6 +100,7 @@ class Script:
         """Return what must be the same for a command to go on where it was interrupted; ``more`` are options of the command."""
         from mezzo.launch.frameworks import own_sources
         from mezzo.measure.environment import package_version
+        from mezzo.measure.standard_input import digest_of_input
         from mezzo.measure.variables import variables_that_compute
 
         text = hashlib.sha256()
@@ -107,6 +110,7 @@ class Script:
             "script": self.target,
             "the script's text": text.hexdigest(),
             "its arguments": shlex.join(self.arguments or ()),
+            "its standard input": digest_of_input(),
             "its environment variables": shlex.join(f"{k}={v}" for k, v in variables_that_compute(os.environ).items()),
             **more,
             "mezzo": VERSION,
@@ -128,6 +132,14 @@ class Script:
         """Say on standard error ``what`` is kept in ``folder``, and the command that goes on from there."""
         results.note(f"{what} in {folder}. To go on, type:")
         print(f"  {resuming(folder, num_arguments=len(self.arguments or ()))}", file=sys.stderr)
+
+
+def keep_input_for(target: str, *, as_module: bool) -> None:
+    """Keep what a script reads from standard input for all its runs."""
+    from mezzo.launch.frameworks import own_sources
+    from mezzo.measure.standard_input import keep_input
+
+    keep_input(own_sources(target, kind="module" if as_module else "script"))
 
 
 def of_script(command: Callable[..., None], *, resumes: bool = False) -> Callable[..., None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mezzo.cli import results
+from mezzo.cli.script import keep_input_for
 from mezzo.errors import MezzoError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
     from mezzo.measure.predict import plan
     from mezzo.measure.predict.script_plan import script_plan
 
+    keep_input_for(target, as_module=as_module)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
     found = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
     size = "the script's own inputs"

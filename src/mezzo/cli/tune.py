@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -287,29 +286,20 @@ def _limits(steps: int) -> list[Reason]:
 def _next(script: Script, found: Found, budget: Budget) -> tuple[str, str]:
     """Return the command to type next, and what it does."""
     from mezzo.records import AS_IS
+    from mezzo.report import commands
 
-    words = [*(["-m"] if script.as_module else []), script.target]
-    own, chosen = found.chosen.arguments(script.arguments or []), found.chosen
-    if found.decision == "use":
-        given = ["--channels-last"] * chosen.channels_last + ["--compile"] * chosen.compiles
-        given += ["--checkpoint", chosen.checkpoint] if chosen.checkpoint else []
-        if chosen.policy == AS_IS and not given:
-            return shlex.join(["python", *words, *own]), "trains so, without Mezzo"
-        return shlex.join(["mezzo", "run", "--policy", chosen.policy, *given, *words, *own]), (
-            "trains so, with the script unedited"
-        )
+    typed = commands.Script.typed(list(script.command), script.target)
+    assert typed is not None, script.command  # this command itself
     if found.decision == "undecided":
         more = f"{-(-int(3 * budget.seconds) // 60)}m"
-        place = [word for word in script.command if word != "mezzo"]
-        return shlex.join(["mezzo", place[0], "--budget", more, *_without_budget(place[1:])]), (
-            f"has more time than {clock(budget.seconds)}"
-        )
+        return typed.under("tune", budget=more), f"has more time than {clock(budget.seconds)}"
+    chosen = found.chosen
+    typed = replace(typed, arguments=tuple(chosen.arguments(script.arguments or [])))
+    if found.decision == "use":
+        given = ({"channels-last": ""} if chosen.channels_last else {}) | ({"compile": ""} if chosen.compiles else {})
+        given |= {"checkpoint": chosen.checkpoint} if chosen.checkpoint else {}
+        if chosen.policy == AS_IS and not given:
+            return typed.alone(), "trains so, without Mezzo"
+        return typed.under("run", policy=chosen.policy, **given), "trains so, with the script unedited"
     why = "is the script as it is" if found.decision == "keep" else "shows what fails, without Mezzo"
-    return shlex.join(["python", *words, *own]), why
-
-
-def _without_budget(words: list[str]) -> list[str]:
-    if "--budget" in words:
-        place = words.index("--budget")
-        return [*words[:place], *words[place + 2 :]]
-    return words
+    return typed.alone(), why

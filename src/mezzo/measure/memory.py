@@ -10,7 +10,7 @@ activations what the forward pass keeps for the backward pass: storages that aut
 The activations are the largest count over the step's backward passes. Autograd's saved-tensor hooks see
 what it keeps; those of activation checkpointing lie inside ours, so what it drops is not counted. Nor is what a graph
 kept that was discarded without a backward pass (an evaluation with gradients on): only what is
-alive when the backward pass begins counts.
+alive when the backward pass begins counts. ``torch.func`` allows no such hooks: a step that transforms with it has no count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -39,18 +41,23 @@ class SavedTensors:
         self._later: list[Callable[[], list[Tensor]]] = []
         self._parameters: set[int] = set()
         self.peak_bytes: int | None = None
-        """None until a backward pass has begun while the hooks were on."""
+        """None until a backward pass has begun while the hooks were on, and where ``torch.func`` kept tensors unseen."""
+        self._unseen = False
+        self._disabling = torch.autograd.graph.disable_saved_tensors_hooks
+        self._patch = patch.object(torch.autograd.graph, "disable_saved_tensors_hooks", self._without_hooks)
 
     def start(self, parameters: Iterable[Tensor]) -> None:
         """Start counting; storages of ``parameters`` are not activations."""
         self._parameters = {_storage(p) for p in parameters}
-        inside.counted = True
+        inside.counted, self._unseen = True, False
+        self._patch.start()
         self._hooks.__enter__()
 
     def stop(self) -> None:
         """Remove the hooks."""
         inside.counted = False
         self._hooks.__exit__(None, None, None)
+        self._patch.stop()
         self._saved, self._inputs, self._later = [], [], []
 
     def keep(self, values: Any) -> None:
@@ -63,6 +70,8 @@ class SavedTensors:
 
     def backward_begins(self) -> None:
         """Count now: everything that the forward pass kept is alive."""
+        if self._unseen:
+            return
         alive = [(tensor, data) for reference, data in self._saved if (tensor := reference()) is not None]
         others = [(t, _is_data(t)) for t in (*self._inputs, *(tensor for kept in self._later for tensor in kept()))]
         activations = [(t, data) for t, data in (*alive, *others) if _storage(t) not in self._parameters]
@@ -71,6 +80,17 @@ class SavedTensors:
     def backward_ended(self) -> None:
         """Drop the inputs of checkpointed functions, which the backward pass has freed."""
         self._inputs, self._later = [], []
+
+    @contextmanager
+    def _without_hooks(self, message: str) -> Iterator[None]:
+        """Disable hooks as torch does for a transformed function, which refuses to run under any; ours are off meanwhile."""
+        self._unseen, self.peak_bytes = True, None
+        self._hooks.__exit__(None, None, None)
+        try:
+            with self._disabling(message):
+                yield
+        finally:
+            self._hooks.__enter__()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # Packing the tensor itself could make a cycle that is never freed, if it is an output of the node that saves it.

@@ -30,6 +30,11 @@ class Gain(Value):
     note: str
     """What it follows from, and what it assumes."""
 
+    @property
+    def over_what_is_free(self) -> tuple[float, str]:
+        """The gain over TF32, which a script can have for one line, where there is one; else over FP32; and over which it is."""
+        return (self.times, "FP32") if self.times_over_tf32 is None else (self.times_over_tf32, "TF32")
+
 
 class Answer(Value):
     """The answer: what to use, why, what it gains, and what to type next."""

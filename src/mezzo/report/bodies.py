@@ -126,7 +126,7 @@ def print_diagnose(sheet: DiagnoseSheet, console: Console) -> None:
 
 def diagnose_details(sheet: DiagnoseSheet, console: Console) -> None:
     """Print the details of a diagnosis."""
-    section(console, "What the operation read", fact_table(sheet.operands))
+    section(console, "What the operation read: magnitudes", fact_table(sheet.operands))
     if sheet.trend:
         trend = plain_table("step", "loss", "gradient norm", "loss scale after it", "")
         for line in sheet.trend:

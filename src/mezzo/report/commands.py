@@ -18,12 +18,23 @@ FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last", "--compil
 CARRIED: Mapping[str, tuple[str, ...]] = {
     "--metric": ("run", "compare", "check"),
     "--checkpoint": ("run", "compare"),
-    "--log-to": ("run", "compare", "check", "audit", "diagnose", "ranges", "fallback", "tune", "watch", "resume-check"),
+    "--seeds": ("compare", "check"),
+    "--jobs": ("compare", "check", "fallback", "tune"),
+    "--on": ("compare", "check", "fallback", "tune"),
+    "--channels-last": ("run", "predict"),
+    "--log-to": (
+        *("run", "compare", "check", "audit", "diagnose", "ranges", "fallback"),
+        *("predict", "tune", "watch", "resume-check"),
+    ),
 }
-"""Options that mean the same in several commands, and these commands. No other option is passed from one command to another."""
+"""Options that mean the same in several commands, and these commands. No other option is passed from one command to another; the
+same command keeps all but those of ``DROPPED``."""
 
-_OWN = ("--out", "--json", "--policy", "--policies")
-"""Options that are not repeated even by the same command: results go to a new folder, and the policy is chosen anew."""
+DROPPED: Mapping[str, str] = {
+    "--out": "results go to a new folder",
+    "--json": "a person types the next command",
+}
+"""Options that are not repeated even by the same command, with the reason."""
 _NAMES_RUNS = ("compare", "check", "tune", "resume-check")
 """Commands that replace ``{run}`` in the script's arguments."""
 _DEFAULT_EXPONENT = 16
@@ -78,7 +89,8 @@ class Script:
 
         Args:
             command: the command's name.
-            options: its options by name without dashes, beside those of the recorded command that mean the same here.
+            options: its options by name without dashes, beside those of the recorded command that mean the same here; a flag has
+                an empty value.
         """
         asked = {f"--{name}": (value,) for name, value in options.items()}
         kept = {name: given for name, given in self.options.items() if name not in asked and self._keeps(name, command)}
@@ -98,9 +110,9 @@ class Script:
         return replace(self, framework=framework, variables=variables)
 
     def _keeps(self, option: str, command: str) -> bool:
-        if option in _OWN or option == "-m":
+        if option in DROPPED or option == "-m":
             return False
-        return command in CARRIED.get(option, (self.command,) if command == self.command else ())
+        return command == self.command or {command, self.command} <= {*CARRIED.get(option, ())}
 
     def _target(self) -> list[str]:
         if "-m" in self.options:

@@ -88,12 +88,7 @@ class _Commands:
     def again(self, why: str) -> Iterator[NextStep]:
         """Yield the recorded command."""
         if self.script is not None:
-            chosen = {
-                name: self.script.options[f"--{name}"][-1]
-                for name in ("policy", "policies")
-                if f"--{name}" in self.script.options
-            }
-            yield NextStep(why=fmt.clean(why), command=self.script.under(self.script.command, **chosen))
+            yield NextStep(why=fmt.clean(why), command=self.script.under(self.script.command))
 
     def alone(self, why: str) -> Iterator[NextStep]:
         """Yield the script's own command."""

@@ -26,7 +26,7 @@ def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
     best = record.best
     if best is not None:
         why = f"see which policy trains like fp32, answered for {best.gpu}"
-        yield why, script.under("check", gpu=best.gpu)
+        yield why, script.under("check", gpu=best.gpu, **_named(script))
     tight = [one for one in record.predictions if one.possible and not one.fits and one.gpu != "cpu"]
     budgets = [(one, kept) for one in tight if (kept := _left_for_activations(one)) is not None]
     if budgets:
@@ -36,6 +36,12 @@ def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
     elif best is not None and best.policy in _RUNS:
         why = "see what checkpointing costs and saves here, on the same batch"
         yield why, script.under("compare", policies=best.policy, checkpoint="full")
+
+
+def _named(script: Script) -> dict[str, str]:
+    """Return the policies as typed, where a check has something to compare with FP32 among them."""
+    typed = script.options.get("--policies", ("",))[-1]
+    return {"policies": typed} if {name.strip() for name in typed.split(",")} - {"", "fp32"} else {}
 
 
 def _left_for_activations(one: Prediction) -> str | None:

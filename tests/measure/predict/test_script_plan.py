@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
@@ -172,6 +174,127 @@ def test_the_size_is_found_where_the_script_sets_it(
     )
     words = [word.replace("48", "96") for word in arguments]
     wanted = recorded(TapeRequest(script=str(longer), arguments=words, policy="fp32"), Policy.parse("fp32")).tape
+    assert wanted is not None
+    assert _cost(plan.tapes["fp32"].at(96)) == _cost(wanted)
+
+
+READS = """
+import {imports}
+import torch
+from torch import nn
+
+
+def read(name):
+    with open(name) as file:
+        return file.read()
+
+
+settings = {settings}
+model = nn.Sequential(nn.Linear(20, 48), nn.ReLU(), nn.Linear(48, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(10):
+    x = torch.randn({size}, 20)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+_JSON = '{"lr": 48,\n "train": {"batch": 48},\n "eval": {"batch": 48}}'
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "imports", "settings", "size", "where"),
+    [
+        (
+            "config.json",
+            _JSON,
+            "json",
+            "json.loads(read('config.json'))",
+            "settings['train']['batch']",
+            "config.json:2, config.json:3",
+        ),
+        (
+            "config.json",
+            _JSON,
+            "json, pathlib",
+            "json.loads(pathlib.Path('config.json').read_text())",
+            "settings['train']['batch']",
+            "config.json:2, config.json:3",
+        ),
+        (  # the width is a setting, too, whose name says so
+            "c.yaml",
+            "width: 48\ndata:\n  batch_size: 48  # 48\n",
+            "yaml",
+            "yaml.safe_load(read('c.yaml'))",
+            "settings['data']['batch_size']",
+            "c.yaml:3",
+        ),
+        (
+            "c.ini",
+            "[data]\nbatch = 48\n",
+            "configparser",
+            "configparser.ConfigParser()\nsettings.read('c.ini')",
+            "settings.getint('data', 'batch')",
+            "c.ini:2",
+        ),
+        # both settings together change the model, each alone says which is the batch's
+        (
+            "c.yaml",
+            "batch_norm_features: 48\nbatch: 48\n",
+            "yaml",
+            "yaml.safe_load(read('c.yaml'))\nnn.Linear = lambda a, b, f=nn.Linear: f(a, settings['batch_norm_features'] if b == 48 else b)"
+            " if a == 20 else f(settings['batch_norm_features'], b)",
+            "settings['batch']",
+            "c.yaml:2",
+        ),
+        (
+            "own_settings.py",
+            "class Settings:\n    batch_size = 48\n",
+            "own_settings",
+            "own_settings.Settings",
+            "settings.batch_size",
+            "own_settings.py:2",
+        ),
+        ("c.json", '{"rows": 48}', "json", "json.loads(read('c.json'))", "settings['rows']", ""),
+    ],
+)
+def test_the_size_is_found_in_the_files_that_the_script_reads(
+    file: str,
+    text: str,
+    imports: str,
+    settings: str,
+    size: str,
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def alone(
+        request: TapeRequest,
+    ) -> ScriptTape:  # a tape's own process has imported nothing of the script, and no optimizer is patched
+        monkeypatch.delitem(sys.modules, Path(file).stem, raising=False)
+        monkeypatch.setattr(torch.nn, "Linear", linear)
+        return recorded(request, Policy.parse(request.policy))
+
+    linear = torch.nn.Linear
+    monkeypatch.setattr(module, "recorded_tapes", lambda requests: [alone(request) for request in requests])
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text(text, encoding="utf-8")
+    Path("train.py").write_text(READS.format(imports=imports, settings=settings, size=size), encoding="utf-8")
+    plan = script_plan("train.py", [], ["fp32"])
+    assert plan.batch == 48
+    assert Path(file).read_text(encoding="utf-8") == text
+    if not where:
+        assert _said(plan, "other batch sizes").startswith(
+            f"do not follow: neither a DataLoader nor a number in the script, nor in {file} sets the size of its batch"
+        )
+        return
+    assert _said(plan, "other batch sizes").startswith(f"follow: set by {where}; ")
+    for line in where.split(", "):
+        number = int(line.rpartition(":")[2])
+        lines = text.splitlines()
+        lines[number - 1] = lines[number - 1].replace("48", "96")
+        text = "\n".join(lines)
+    Path(file).write_text(text, encoding="utf-8")
+    wanted = alone(TapeRequest(script="train.py", arguments=[], policy="fp32")).tape
     assert wanted is not None
     assert _cost(plan.tapes["fp32"].at(96)) == _cost(wanted)
 

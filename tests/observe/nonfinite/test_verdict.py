@@ -129,11 +129,11 @@ SENTENCES: list[tuple[Located, str]] = [
     ),
     (
         at(largest=None),
-        "mul() has no finite result in FP32 either; it read 0 to 300 in fp16",
+        "mul() has no finite result in FP32 either; it read magnitudes of 0 to 300 in fp16",
     ),
     (
         at(backward=True, largest=math.inf, operands=[OPERAND, OPERAND.model_copy(update={"num_not_finite": 2})]),
-        "the backward pass of mul() has no finite result in FP32 either; it read 0 to 300 in fp16; "
+        "the backward pass of mul() has no finite result in FP32 either; it read magnitudes of 0 to 300 in fp16; "
         "0 to 300 and 2 that are not finite in fp16",
     ),
     (
@@ -155,7 +155,7 @@ SENTENCES: list[tuple[Located, str]] = [
     ),
     (
         at(largest=None, vanished=values(kind="vanished", op="add", largest=1e-9)),
-        "mul() has no finite result; it read 0 to 300 in fp16. add() turns values up to 1e-09 into 0, "
+        "mul() has no finite result; it read magnitudes of 0 to 300 in fp16. add() turns values up to 1e-09 into 0, "
         "because FP16's smallest number is 6e-08; FP32 keeps them",
     ),
     (
@@ -741,6 +741,8 @@ def test_a_process_that_died_leaves_no_evidence(tmp_path: Path) -> None:
         ("pow", 0.0, 3.0, "keep the base above 0 where the exponent is below 1"),
         ("pow", 0.0, 1e20, "keep the base above 0 where the exponent is below 1"),
         ("log", 0.0, 1e20, "the logarithm needs an argument above 0"),
+        ("sqrt", 0.0, 0.5, "a negative number has no root: keep the argument at or above 0"),
+        ("rsqrt", 0.0, 0.5, "1 / 0 is infinite: keep the argument above 0"),
     ],
 )
 def test_a_power_that_overflows_fp32_is_not_taken_for_a_root(

@@ -55,7 +55,7 @@ def test_the_lines_of_the_answer() -> None:
         ("speed", "1.61x as fast, measured on NVIDIA H100 80GB HBM3 (1.57x to 1.66x; median step, 3 seeds)."),
         (
             "speed",
-            "at most 6.40x on A100-SXM4-80GB, by counted FLOPs and bytes (a ceiling, not a prediction): "
+            "at most 6.40x over FP32 on A100-SXM4-80GB, by counted FLOPs and bytes (a ceiling, not a prediction): "
             "90% of the FLOPs are in products that it runs faster.",
         ),
         ("changed", "nothing but the precision"),
@@ -71,8 +71,24 @@ def test_a_ceiling_names_tf32_first_where_the_gpu_has_it() -> None:
     assert lines["speed"].startswith(
         "at most 1.60x over TF32, 6.40x over strict FP32 on A100-SXM4-80GB, by counted FLOPs"
     )
-    facts = {fact.what: fact.value for fact in check_answer(over_tf32, check_sheet(over_tf32)).facts}
-    assert facts["speed on A100-SXM4-80GB"] == "at most 1.60x over TF32, 6.40x over strict FP32"
+
+
+@pytest.mark.parametrize(
+    ("kind", "over_tf32", "value", "reason"),
+    [
+        ("bound", 1.6, "at most 1.60x", "over TF32: a ceiling, not a prediction"),
+        ("bound", None, "at most 6.40x", "over FP32: a ceiling, not a prediction"),
+        ("predicted", 1.6, "1.60x", "over TF32: predicted, not measured"),
+        ("predicted", None, "6.40x", "over FP32: predicted, not measured"),
+    ],
+)
+def test_the_figure_beside_the_answer_has_the_baseline_of_its_sentence(
+    kind: str, over_tf32: float | None, value: str, reason: str
+) -> None:
+    gain = next(gain for gain in check_record().answer.gains if gain.kind == "bound")
+    record = answered(gains=[gain.model_copy(update={"kind": kind, "times_over_tf32": over_tf32})])
+    facts = {fact.what: (fact.value, fact.reason) for fact in check_answer(record, check_sheet(record)).facts}
+    assert facts["speed on A100-SXM4-80GB"] == (value, reason)
 
 
 def test_a_spread_around_one_is_no_gain() -> None:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -133,6 +135,7 @@ class BackwardPasses:
                     return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
             if self._run.premade:
                 self._run.premade.reached(leaves_of(roots), self._run.num_updates)
+            self._note_transformed(roots, leaves)
             if not self._trains(leaves, args, kwargs):
                 return self._inner_gradients(run_engine, roots, inputs, grad_outputs, *args, **kwargs)
             self._begin(roots)
@@ -146,6 +149,17 @@ class BackwardPasses:
 
         return grad
 
+    def _note_transformed(self, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        """Note the loss of gradients that ``torch.func`` is asked for; under ``vmap`` the mean over the samples.
+
+        They are an update's if they are of an optimizer's parameters, or of detached ones that share their memory.
+        """
+        if not retrieve_all_functorch_interpreters() or len(roots) != 1 or roots[0].numel() != 1:
+            return
+        own = {p.data_ptr() for o in self._run.optimizers for group in o.param_groups for p in group["params"]}
+        if any(_plain(leaf).data_ptr() in own for leaf in leaves):
+            self._run.transformed.append(_plain(roots[0]).detach().mean())
+
     def _inner_gradients(
         self, run_engine: Callable[..., Any], roots: list[Tensor], inputs: Any, given: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -155,7 +169,11 @@ class BackwardPasses:
         a loss scale of their own, and a pass that overflows is repeated with a smaller one.
         """
         scale = self._run.inner_scale
-        if not scale.checks or kwargs.get("is_grads_batched"):
+        batched = _is_vmapped()
+        if batched and scale.checks:
+            why = "no value can be read there, so small ones may become 0 in FP16; BF16 needs no scale"
+            self._run.note_left_alone("loss scale", "gradients inside torch.func.vmap", why)
+        if not scale.checks or batched or kwargs.get("is_grads_batched"):
             with self._under_policy():
                 return run_engine(roots, inputs, given, *args, **kwargs)
         kwargs.pop("retain_graph", None)  # the graph is kept, so that the pass can be repeated
@@ -302,6 +320,18 @@ class BackwardPasses:
         if gradients and self._run.updated(total_norm(gradients)):
             torch._foreach_zero_(gradients)  # the script's own update then changes nothing
         self._run.update_made(None)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the tensor inside all wrappers of ``torch.func``."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _is_vmapped() -> bool:
+    """Return whether ``torch.func.vmap`` runs the code that asks, at any level."""
+    return any(one.key() == TransformType.Vmap for one in retrieve_all_functorch_interpreters())
 
 
 def _refuse_infinite(loss: Tensor) -> None:

@@ -102,6 +102,8 @@ class Run:
         self.steady = Steady(self)
         self.stepped = False
         """Whether the optimizer of the open update has stepped, so that the next backward pass closes it."""
+        self.transformed: list[Tensor] = []
+        """Losses whose gradients ``torch.func`` has returned since the optimizer stepped: no backward pass tells of these."""
         self.made_by: set[int] = set()
         """The optimizers that made the open update, by number."""
         self._cast_by_us = WeakTensorKeyDictionary()
@@ -223,6 +225,13 @@ class Run:
     def note_left_alone(self, what: str, value: str, reason: str) -> None:
         """Record something that the policy left alone."""
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
+
+    def begin_transformed(self) -> None:
+        """Begin the update of the gradients that ``torch.func`` has returned, where a backward pass would have."""
+        self.close_update()
+        for loss in self.transformed:
+            self.recorder.loss(loss)
+        self.transformed = []
 
     # --- updates ---------------------------------------------------------------------------------------------------------------
 

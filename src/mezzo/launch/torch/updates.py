@@ -109,6 +109,8 @@ class Updates:
         if self._stepping not in (None, optimizer):  # a wrapper that steps other optimizers: one update
             return None
         self._stepping, self._casts_again = optimizer, False
+        if run.transformed:
+            run.begin_transformed()
         if run.local.depth and _closure_of(args, kwargs) is None:
             self._stop_casting()
         finite: bool | None = None

@@ -137,6 +137,7 @@ def _use(case: Case, row: Row, alike: Sequence[Row]) -> Answer:
     why = f"{row.policy} {listed([f'trains like {case.baseline}', *gained])}"
     if own:
         why = f"the script's own mixed precision trains like {case.baseline}, so there is nothing to change"
+        why += f"; but {worth.slower} as in {case.baseline}" if worth.slower else ""
     elif others:
         why += f"; {listed(others)} {'does' if len(others) == 1 else 'do'} too, but {_preference(case, row, alike)}"
     then = "trains under it, with the script unedited" if not own else "trains as before"
@@ -241,7 +242,8 @@ def _deciding(case: Case, row: Row) -> tuple[str, str]:
         longer = "; runs with more steps spread less, and need fewer" if needed > MOST_SEEDS else ""
         return command, f"{needed} seeds decide it in four cases of five{longer}"
     if "too coarse" in row.reason or "would be needed" in row.reason:
-        command = case.command("compare", "--policies", f"{case.baseline},{row.policy}", "--margin", "0.05")
+        gpu = ("--gpu", case.gpu.name) if case.gpu is not None and case.for_gpu else ()
+        command = case.command("compare", "--policies", f"{case.baseline},{row.policy}", "--margin", "0.05", *gpu)
         return command, "accepts a difference of 5% instead of 2%, if that is small enough for you"
     return case.command("diagnose", "--policy", row.policy), "shows whether a value leaves its format"
 

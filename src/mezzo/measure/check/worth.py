@@ -59,7 +59,7 @@ def worth_of(row: Row, gains: Sequence[Gain], *, for_gpu: bool) -> Worth:
     elif not for_gpu:
         missing.append("no measured speed" + " (it is emulated here)" * row.emulated)
     if there is not None and there.kind == "predicted":
-        times, over = _over_what_is_free(there)
+        times, over = there.over_what_is_free
         if times >= _PREDICTED_FASTER:
             gained.append(f"is predicted to be {times:.3g}x as fast as {over} on {there.device}")
         elif for_gpu and there.times < _PREDICTED_SLOWER:
@@ -67,7 +67,7 @@ def worth_of(row: Row, gains: Sequence[Gain], *, for_gpu: bool) -> Worth:
         else:
             missing.append(f"a predicted {times:.3g}x {over}'s speed on {there.device}")
     elif there is not None:
-        times, over = _over_what_is_free(there)
+        times, over = there.over_what_is_free
         most = f"at most {times:.3g}x {over}'s speed on {there.device}"
         possible = most if for_gpu and times >= FASTER else possible
         missing += [most] if for_gpu and times < FASTER else []
@@ -104,11 +104,6 @@ def _spread(gain: Gain, num_runs: int) -> str:
     if num_runs < 2 or gain.low is None or gain.high is None:
         return f"{gain.times:.3g}x"
     return f"{gain.low:.3g}x to {gain.high:.3g}x"
-
-
-def _over_what_is_free(gain: Gain) -> tuple[float, str]:
-    """Return a gain over TF32, which a script can have for one line, where the GPU has it; else over FP32."""
-    return (gain.times, "FP32") if gain.times_over_tf32 is None else (gain.times_over_tf32, "TF32")
 
 
 def _memory(row: Row) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mezzo.measure.compare.quantities import BEYOND_ERROR, Quantity
+from mezzo.measure.compare.quantities import BEYOND_ERROR, INSIDE_ERROR, Quantity
 from mezzo.measure.compare.scales import Proportion, Ratio
 from mezzo.measure.compare.series import title_of
 
@@ -49,7 +49,8 @@ def sentence(quantity: Quantity, *, num_quantities: int, baseline: str) -> str:
         return f"{text} ({size(quantity, d.difference, signed=True)}), to be judged by a margin of {margin}"
     text += f" ({size(quantity, d.difference, signed=True)}, 95% CI {_interval(quantity, d.low, d.high)})"
     if quantity.is_inside():
-        return f"{text}, inside the margin of {margin}"
+        narrower = f", by the {1 - 2 * INSIDE_ERROR:.0%} CI" if max(-d.low, d.high) > d.margin else ""
+        return f"{text}, inside the margin of {margin}{narrower}"
     nearest = max(d.low, -d.high)
     if quantity.is_beyond(num_quantities=num_quantities):
         return f"{text}, beyond the margin of {margin}"

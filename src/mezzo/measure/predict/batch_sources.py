@@ -1,4 +1,4 @@
-"""Where a script gets the size of its batches from, other than a loader: an argument, or numbers in its text.
+"""Where a script gets the size of its batches from, other than a loader: an argument, a number in its text, or in a file it reads.
 
 A place is a guess until the script is traced with another number there: only a trace in which the batch follows, and nothing of
 the model does, makes it the size of the batch. Reads the text and imports no torch.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import re
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _NAMED = re.compile(r"batch|(^|_)bs($|_)|^B$|(^|_)bsz($|_)", re.IGNORECASE)
+_SETTING = re.compile(r"""([A-Za-z_][\w.-]*)["']?\s*[:=]\s*["']?(\d+)(?![\w.])""")
+"""A setting of a whole number in JSON, YAML, TOML or an INI file, with its name."""
 _LEAST = 2
 """Numbers below are counts and flags in most places."""
 
@@ -23,11 +24,13 @@ class BatchSource:
     """One place that may set the size of a batch."""
 
     where: str
-    """For a reader: ``--batch-size``, or ``train.py:12``."""
+    """For a reader: ``--batch-size``, ``train.py:12``, or ``config.json:3``."""
     argument: int | None = None
     """Index of the script's argument."""
+    file: str = ""
+    """The file of the numbers."""
     numbers: tuple[tuple[int, int], ...] = ()
-    """Line and column of each number in the script's text."""
+    """Line and column of each number in a Python file; from and to, in characters, of each in a configuration."""
 
     def arguments(self, given: Sequence[str], *, size: int, other: int) -> list[str]:
         """Return the script's arguments with ``other`` in place of ``size``."""
@@ -38,31 +41,56 @@ class BatchSource:
         return words
 
 
-def batch_sources(script: str, arguments: Sequence[str], size: int) -> Iterator[BatchSource]:
-    """Yield the places that may set a batch of ``size``, the likeliest first."""
+def batch_sources(
+    script: str, arguments: Sequence[str], size: int, *, modules: Sequence[str] = (), configurations: Sequence[str] = ()
+) -> Iterator[BatchSource]:
+    """Yield the places that may set a batch of ``size``, the likeliest first.
+
+    Args:
+        script: its path; empty for one that is run as a module, which is then among ``modules``.
+        arguments: its own arguments.
+        size: the size.
+        modules: the Python files that it imports.
+        configurations: other files of settings that it reads.
+    """
     given = [*_in_arguments(arguments, size)]
     yield from given
     if given or size < _LEAST:
         return
+    texts = {file: _numbers(file, size) for file in dict.fromkeys([*([script] if script else []), *modules])}
+    for file, (named, _) in texts.items():
+        if named:
+            yield _source(file, named)
+    for file in configurations:
+        yield from _in_configuration(file, size)
+    numbers = texts[script][1] if script else []
+    if numbers:
+        yield _source(script, numbers)
+
+
+def _numbers(file: str, size: int) -> tuple[list[ast.expr], list[ast.expr]]:
+    """Return the numbers ``size`` in a Python file: those that a name says are a batch's, and all."""
     try:
-        tree = ast.parse(Path(script).read_bytes())
+        tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return
+        return [], []
     constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    numbers = [node for node in constants if type(node.value) is int and node.value == size]
-    named = [node for node in _named(tree) if node in numbers]
-    for found in (named, numbers):
-        if found:
-            yield _source(script, found)
+    numbers: list[ast.expr] = [node for node in constants if type(node.value) is int and node.value == size]
+    return [node for node in _named(tree) if node in numbers], numbers
 
 
-def main_module(script: str, numbers: Sequence[tuple[int, int]], value: int) -> types.CodeType:
-    """Return the code of a script with ``value`` in place of the numbers at these places."""
-    tree = ast.parse(Path(script).read_bytes(), filename=script)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and (node.lineno, node.col_offset) in numbers:
-            node.value = value
-    return compile(tree, script, "exec")
+def _in_configuration(file: str, size: int) -> Iterator[BatchSource]:
+    """Yield the settings of a configuration that a name says are a batch's: all at once, then each."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return
+    found = [one for one in _SETTING.finditer(text) if _NAMED.search(one[1]) and int(one[2]) == size]
+    for chosen in (found, *([one] for one in found if len(found) > 1)):
+        if chosen:
+            lines = sorted({text.count("\n", 0, one.start(2)) + 1 for one in chosen})
+            where = ", ".join(f"{Path(file).name}:{line}" for line in lines)
+            yield BatchSource(where=where, file=file, numbers=tuple(one.span(2) for one in chosen))
 
 
 def _in_arguments(arguments: Sequence[str], size: int) -> Iterator[BatchSource]:
@@ -104,4 +132,4 @@ def _says_batch(node: ast.expr) -> bool:
 def _source(script: str, nodes: Sequence[ast.expr]) -> BatchSource:
     lines = sorted({node.lineno for node in nodes})
     where = ", ".join(f"{Path(script).name}:{line}" for line in lines)
-    return BatchSource(where=where, numbers=tuple((node.lineno, node.col_offset) for node in nodes))
+    return BatchSource(where=where, file=script, numbers=tuple((node.lineno, node.col_offset) for node in nodes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mezzo.errors import UsageError
 from mezzo.measure.predict.batch_sources import batch_sources
@@ -123,13 +124,21 @@ def _others(
 def _by_its_source(
     requests: Sequence[TapeRequest], known: ScriptTape, size: int, other: int
 ) -> tuple[list[ScriptTape], str]:
-    """Return the tapes with another number where the script sets the size of its batch, or that none was found."""
+    """Return the tapes with another number where the size of the script's batch is set, or that no such place was found."""
     first = requests[0]
-    places = [] if first.as_module else batch_sources(first.script, first.arguments, size)
+    places = batch_sources(
+        "" if first.as_module else first.script,
+        first.arguments,
+        size,
+        modules=known.modules,
+        configurations=known.configurations,
+    )
     for place in places:
         words = place.arguments(first.arguments, size=size, other=other)
         made = [
-            replace(request, arguments=words, numbers=place.numbers, batch=other, steps=known.num_steps)
+            replace(
+                request, arguments=words, file=place.file, numbers=place.numbers, batch=other, steps=known.num_steps
+            )
             for request in requests
         ]
         try:
@@ -138,7 +147,8 @@ def _by_its_source(
             continue
         if found[0].batch == other and _only_the_batch_differs(known, found[0]):
             return [replace(one, size_at=place.where) for one in found], ""
-    return [], "neither a DataLoader nor a number in the script sets the size of its batch"
+    read = f", nor in {', '.join(Path(file).name for file in known.configurations)}" if known.configurations else ""
+    return [], f"neither a DataLoader nor a number in the script{read} sets the size of its batch"
 
 
 def _only_the_batch_differs(one: ScriptTape, other: ScriptTape) -> bool:

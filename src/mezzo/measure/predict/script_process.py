@@ -22,12 +22,13 @@ from pathlib import Path
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from mezzo.measure.predict.batch_sources import main_module
 from mezzo.measure.predict.script_batches import ScriptBatches
+from mezzo.measure.predict.script_files import ScriptFiles, with_numbers
 from mezzo.measure.predict.script_recorder import Enough, ScriptRecorder
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS
+from mezzo.measure.standard_input import own_input
 from mezzo.policy import Policy
 
 
@@ -46,13 +47,16 @@ def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:
     )
     argv, path = sys.argv, list(sys.path)
     sys.argv = [request.script, *request.arguments]
-    sys.path[0] = str(Path.cwd() if request.as_module else Path(request.script).resolve().parent)
+    root = str(Path.cwd() if request.as_module else Path(request.script).resolve().parent)
+    sys.path[0] = root
+    changed = request.batch if request.numbers else None
+    files = ScriptFiles(root, file=request.file, numbers=request.numbers, value=changed)
     try:
-        with watch.watching(request.script):
+        with watch.watching(request.script), files.watching():
             if request.as_module:
                 runpy.run_module(request.script, run_name="__main__", alter_sys=True)
-            elif request.numbers and request.batch is not None:
-                _run_changed(request.script, main_module(request.script, request.numbers, request.batch))
+            elif changed is not None and request.file == request.script:
+                _run_changed(request.script, with_numbers(request.script, request.numbers, changed))
             else:
                 runpy.run_path(request.script, run_name="__main__")
     except Enough:
@@ -70,6 +74,8 @@ def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:
         num_batches=max(1, len(sizes)),
         num_steps=watch.num_steps,
         from_loader=watch.from_loader,
+        modules=files.modules,
+        configurations=files.configurations,
         channels_last=watch.channels_last,
         optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in watch.optimizers)),
         read_at=watch.read_at,
@@ -102,6 +108,7 @@ def main(words: list[str]) -> None:
             _wait(running.pop(0))
         child = os.fork()
         if child == 0:
+            own_input()
             _write(request, place.with_name(f"tape{number}"))
             sys.stdout.flush()
             os._exit(0)

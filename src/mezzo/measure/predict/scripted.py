@@ -1,7 +1,7 @@
 """Tapes of unmodified scripts, recorded in a process of their own (``script_process``).
 
 The size of a batch is what a ``DataLoader`` yields; other sizes follow from a tape at half the size, which the loader is made to
-yield. A script that makes its batches without one names the argument that sets the size, as ``--batch-size {batch}``.
+yield. Where a script makes its batches without one, the size is looked for in its arguments, its text and the files that it reads.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ class TapeRequest:
     """Size of the loaders that yield batches of ``batch`` instead; None to leave them as they are."""
     batch: int | None = None
     steps: int | None = None
+    file: str = ""
+    """The file of ``numbers``: the script, a module of its own or a configuration."""
     numbers: Sequence[tuple[int, int]] = ()
-    """Line and column of the numbers in the script's text that become ``batch``."""
+    """The numbers in ``file`` that become ``batch``, as ``BatchSource`` has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,10 @@ class ScriptTape:
     from_loader: bool = False
     size_at: str = ""
     """What sets the size of a batch in the script, where that is no loader."""
+    modules: Sequence[str] = ()
+    """The Python files of its own that the script imports."""
+    configurations: Sequence[str] = ()
+    """Other files of settings that it reads."""
     channels_last: bool = False
     optimizer: str = ""
     read_at: Sequence[str] = field(default_factory=list)

@@ -343,6 +343,10 @@ def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
             "a single value has no standard deviation: pass more values, or divide by their number",
             "y = x.std(correction=0)",
         )
+    if forward and op in ("sqrt", "sqrt_"):
+        return Offer(
+            "a negative number has no root: keep the argument at or above 0", "y = torch.sqrt(x.clamp_min(1e-12))"
+        )
     if op in _GROWS and min(o.smallest for o in operands) > 0 and max(o.largest for o in operands) > _LARGE_SQUARE:
         return Offer(_BEYOND_FP32, "clip_grad_norm_(parameters, 1.0)")
     for names, advice, line in _INVALID:
@@ -358,7 +362,7 @@ _INVALID: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("rsqrt", "reciprocal"), "1 / 0 is infinite: keep the argument above 0", "y = torch.rsqrt(x + 1e-6)"),
     (("log", "log2", "log10"), "the logarithm needs an argument above 0", "y = torch.log(x.clamp_min(1e-6))"),
     (("log1p",), "the argument must be above -1", "y = torch.log1p(x.clamp_min(-1 + 1e-6))"),
-    (("div", "divide"), "keep the divisor away from 0", "y = a / b.clamp_min(1e-6)"),
+    (("div", "divide"), "keep the divisor away from 0", "y = a / torch.where(b.abs() < 1e-6, 1e-6, b)"),
     (("pow",), "keep the base above 0 where the exponent is below 1", "y = x.clamp_min(1e-12).pow(p)"),
     (("norm", "std", "var"), "it has no derivative at 0", "y = (x * x).sum(-1).add(1e-12).sqrt()"),
     (("exp",), "clamp the argument: FP32's exponential ends at 88", "y = x.clamp_max(80).exp()"),

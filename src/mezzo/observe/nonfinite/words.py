@@ -195,7 +195,11 @@ def _off(gradients: WrongGradients | None) -> str:
 
 def _failing(op: str, backward: bool, operands: Sequence[Operand], even: str = "") -> str:
     where = _named(op, backward=backward)
-    return f"{where} has no finite result{even}; it read {'; '.join(map(_span, operands)) or 'no values'}"
+    return f"{where} has no finite result{even}; it read {_spans(operands)}"
+
+
+def _spans(operands: Sequence[Operand]) -> str:
+    return f"magnitudes of {'; '.join(map(_span, operands))}" if operands else "no values"
 
 
 def _span(operand: Operand) -> str:

@@ -93,31 +93,28 @@ def check_answer(record: CheckRecord, sheet: CheckSheet) -> PageAnswer:
     if row is not None:
         metric = "" if sheet.comparison is None else sheet.comparison.metric_name
         facts = answers.evidence(row, metric=metric)
-    for gain in record.answer.gains:
-        if gain.kind == "predicted":
-            facts.append(
-                Fact(
-                    what=f"speed on {fmt.clean(gain.device)}",
-                    value=fmt.ratio_text(gain.times),
-                    reason="over FP32: predicted, not measured",
-                )
-            )
-        if gain.kind == "bound":
-            facts.append(
-                Fact(
-                    what=f"speed on {fmt.clean(gain.device)}",
-                    value=_at_most(gain),
-                    reason="a ceiling, not a prediction",
-                )
-            )
+    facts += [_speed_there(gain) for gain in record.answer.gains if gain.kind != "measured"]
     return PageAnswer(tone=sheet.tone, word=record.answer.decision, facts=facts)
+
+
+def _speed_there(gain: Gain) -> Fact:
+    """Return a gain on a GPU that is not here, over the same baseline as the answer's sentence."""
+    times, over = gain.over_what_is_free
+    most, trust = (
+        ("at most ", "a ceiling, not a prediction") if gain.kind == "bound" else ("", "predicted, not measured")
+    )
+    return Fact(
+        what=f"speed on {fmt.clean(gain.device)}",
+        value=f"{most}{fmt.ratio_text(times)}",
+        reason=f"over {over}: {trust}",
+    )
 
 
 def _at_most(gain: Gain) -> str:
     """Return a ceiling over TF32 first, which a script can have for one line, and over strict FP32."""
     over_fp32 = fmt.ratio_text(gain.times)
     if gain.times_over_tf32 is None:
-        return f"at most {over_fp32}"
+        return f"at most {over_fp32} over FP32"
     return f"at most {fmt.ratio_text(gain.times_over_tf32)} over TF32, {over_fp32} over strict FP32"
 
 
@@ -153,7 +150,8 @@ def _answer(record: CheckRecord) -> list[Fact]:
     answer, row = record.answer, _row(record)
     lines = [Fact(what="why", value=_sentence(answer.why))]
     if answer.evidence:
-        lines.append(Fact(what="accuracy", value=f"kept: {fmt.clean(answer.evidence)}{_seeds(row)}."))
+        kept = "not decided" if row is not None and row.verdict == "undecided" else "kept"
+        lines.append(Fact(what="accuracy", value=f"{kept}: {fmt.clean(answer.evidence)}{_seeds(row)}."))
     if row is not None and (memory := _memory(record, row)):
         lines.append(Fact(what="memory", value=memory))
     lines += [Fact(what="speed", value=_gain(gain)) for gain in answer.gains]
