@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _REFERENCE = "a100-80gb"
 """The GPU that gains are bounded for where none is named and none is here."""
+_LEAST_PREDICTION_S = 30.0
+"""Time that a prediction has even where the runs took the whole budget: most scripts are traced in a third of it."""
 _TIMES_MORE = 6
 """How much longer the budget is that is suggested where this one is too short."""
 
@@ -64,7 +66,8 @@ def check_record(
     comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(asked.script.command))
     gpu = asked.gpu or (GPUS[_REFERENCE] if here.kind == "cpu" else None)
     if gpu is not None and not checking.too_slow:
-        found_there = predicted_for(asked.script, known.runs, [gpu], asked.budget.say)
+        limit_s = max(_LEAST_PREDICTION_S, asked.budget.seconds - asked.budget.spent_s)
+        found_there = predicted_for(asked.script, known.runs, [gpu], asked.budget.say, limit_s=limit_s)
         comparison = comparison.model_copy(update={"real_gpus": found_there})
     case = Case(
         comparison=comparison,

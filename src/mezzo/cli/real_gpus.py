@@ -32,7 +32,12 @@ def named_gpus(text: str | None) -> list[Gpu] | None:
 
 
 def predicted_for(
-    script: Script, runs: Sequence[RunRecord], gpus: list[Gpu] | None, say: Callable[[str], None] = results.note
+    script: Script,
+    runs: Sequence[RunRecord],
+    gpus: list[Gpu] | None,
+    say: Callable[[str], None] = results.note,
+    *,
+    limit_s: float | None = None,
 ) -> RealGpus | None:
     """Return predictions of the policies of ``runs``; None where none were asked for, and where a GPU has measured them.
 
@@ -41,6 +46,7 @@ def predicted_for(
         runs: what was measured.
         gpus: the GPUs; None for the usual ones, if no run was on a GPU in its own formats.
         say: prints a line.
+        limit_s: time after which tracing ends; None for no limit.
     """
     from mezzo.gpus import GPUS
 
@@ -60,4 +66,4 @@ def predicted_for(
     say(f"predicting a step on {', '.join(gpu.name for gpu in cards)}: the script is traced without numbers")
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
     policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
-    return real_gpus(script.target, arguments, policies, cards, as_module=script.as_module)
+    return real_gpus(script.target, arguments, policies, cards, as_module=script.as_module, limit_s=limit_s)

@@ -37,7 +37,8 @@ def test_policies_are_priced_as_presets(text: str, name: str) -> None:
 
 
 def test_each_gpu_under_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tapes(requests: Sequence[TapeRequest]) -> list[ScriptTape]:
+    def tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None) -> list[ScriptTape]:
+        assert deadline_s is None
         return [recorded(request, Policy.parse(request.policy)) for request in requests]
 
     monkeypatch.setattr(script_plan, "recorded_tapes", tapes)

@@ -51,7 +51,7 @@ for step in range(10):
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tapes(requests: Sequence[TapeRequest]) -> list[ScriptTape]:
+    def tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None) -> list[ScriptTape]:
         try:
             return [recorded(request, Policy.parse(request.policy)) for request in requests]
         except Exception as error:  # as the process of a tape reports it
@@ -275,7 +275,7 @@ def test_the_size_is_found_in_the_files_that_the_script_reads(
         return recorded(request, Policy.parse(request.policy))
 
     linear = torch.nn.Linear
-    monkeypatch.setattr(module, "recorded_tapes", lambda requests: [alone(request) for request in requests])
+    monkeypatch.setattr(module, "recorded_tapes", lambda requests, **_: [alone(request) for request in requests])
     monkeypatch.chdir(tmp_path)
     Path(file).write_text(text, encoding="utf-8")
     Path("train.py").write_text(READS.format(imports=imports, settings=settings, size=size), encoding="utf-8")

@@ -36,6 +36,7 @@ def real_gpus(
     *,
     as_module: bool = False,
     scaled: bool = True,
+    limit_s: float | None = None,
 ) -> RealGpus:
     """Return the predictions, or why there are none; it raises nothing.
 
@@ -46,6 +47,7 @@ def real_gpus(
         gpus: the GPUs.
         as_module: whether ``script`` is a module's name.
         scaled: whether the largest batch is to be found as well.
+        limit_s: time after which tracing ends; None for no limit.
     """
     names = {shown: priced_as(text) for shown, text in policies.items()}
     wanted = {shown: name for shown, name in names.items() if name}
@@ -58,7 +60,9 @@ def real_gpus(
     if not wanted:
         return RealGpus(gpus=listed, not_predicted=left_out, reason="no policy of this comparison can be predicted")
     try:
-        plan = script_plan(script, arguments, to_record(list(wanted.values())), as_module=as_module, scaled=scaled)
+        plan = script_plan(
+            script, arguments, to_record(list(wanted.values())), as_module=as_module, scaled=scaled, limit_s=limit_s
+        )
         found = [
             predict(
                 plan.tapes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from mezzo.errors import UsageError
 from mezzo.measure.predict.batch_sources import batch_sources
 from mezzo.measure.predict.plan import Tapes
+from mezzo.measure.predict.script_data import MOST_OPERATIONS
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.tape import Tape, check_same_steps
 from mezzo.records import Reason
@@ -40,6 +42,7 @@ def script_plan(
     batch: int | None = None,
     as_module: bool = False,
     scaled: bool = True,
+    limit_s: float | None = None,
 ) -> ScriptPlan:
     """Return the tapes of a script.
 
@@ -50,6 +53,7 @@ def script_plan(
         batch: the size of a batch to predict; None for the script's own.
         as_module: whether ``script`` is run as ``python -m`` would.
         scaled: whether other batch sizes are to follow, which takes a second tape for each policy.
+        limit_s: time after which tracing ends.
 
     Raises:
         UsageError: the script cannot be traced, or ``batch`` is no size that it can have.
@@ -63,11 +67,15 @@ def script_plan(
         TapeRequest(script=script, arguments=with_batch(arguments, named), policy=policy, as_module=as_module)
         for policy in policies
     ]
-    first = recorded_tapes(one)
+    deadline_s = None if limit_s is None else time.monotonic() + limit_s
+    first = recorded_tapes(one, deadline_s=deadline_s)
     known = first[0]
+    one = [replace(request, numbers_first=known.numbers_first) for request in one]
     size = named or known.batch
     others, why = (
-        _others(one, known, named, arguments) if scaled or batch not in (None, size) else ([], "it was not asked for")
+        _others(one, known, named, arguments, deadline_s=deadline_s)
+        if scaled or batch not in (None, size)
+        else ([], "it was not asked for")
     )
     tapes: dict[str, Tapes] = {}
     for place, (request, found) in enumerate(zip(one, first, strict=True)):
@@ -92,7 +100,12 @@ def script_plan(
 
 
 def _others(
-    requests: Sequence[TapeRequest], known: ScriptTape, named: int | None, arguments: Sequence[str]
+    requests: Sequence[TapeRequest],
+    known: ScriptTape,
+    named: int | None,
+    arguments: Sequence[str],
+    *,
+    deadline_s: float | None,
 ) -> tuple[list[ScriptTape], str]:
     """Return the tapes at another batch size, or why there are none."""
     size = named or known.batch
@@ -100,7 +113,7 @@ def _others(
         return [], "the size of its batches differs within a step"
     other = size // 2 if size > 1 else 2
     if named is None and not known.from_loader:
-        return _by_its_source(requests, known, size, other)
+        return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
     made = [
         replace(request, own_batch=size, batch=other, steps=known.num_steps)
         if named is None
@@ -108,7 +121,7 @@ def _others(
         for request in requests
     ]
     try:
-        found = recorded_tapes(made)
+        found = recorded_tapes(made, deadline_s=deadline_s)
     except UsageError as error:
         return [], f"at batch {other} {error.message}"
     if named is not None:
@@ -117,12 +130,12 @@ def _others(
             if one.tape is not None:
                 one.tape.batch = other
     elif found[0].batch != other:
-        return _by_its_source(requests, known, size, other)
+        return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
     return found, ""
 
 
 def _by_its_source(
-    requests: Sequence[TapeRequest], known: ScriptTape, size: int, other: int
+    requests: Sequence[TapeRequest], known: ScriptTape, size: int, other: int, *, deadline_s: float | None
 ) -> tuple[list[ScriptTape], str]:
     """Return the tapes with another number where the size of the script's batch is set, or that no such place was found."""
     first = requests[0]
@@ -142,7 +155,7 @@ def _by_its_source(
             for request in requests
         ]
         try:
-            found = recorded_tapes(made)
+            found = recorded_tapes(made, deadline_s=deadline_s)
         except UsageError:  # the number is not the batch's alone
             continue
         if found[0].batch == other and _only_the_batch_differs(known, found[0]):
@@ -211,6 +224,9 @@ def _assumptions(known: ScriptTape, named: int | None, *, followed: bool, why: s
             reason=f"traced tensors have no numbers: conditions and logs run as with these{where}",
         )
     ]
+    if known.numbers_first:
+        why_first = f"it runs over {MOST_OPERATIONS:,} operations before its first module: too slow without numbers"
+        found.append(Reason(what="data that the script prepares", value="with numbers", reason=why_first))
     if known.sized_at:
         lines = ", ".join(filter(None, known.sized_at)) or "in a library"
         why = (

@@ -23,6 +23,7 @@ from pathlib import Path
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from mezzo.measure.predict.script_batches import ScriptBatches
+from mezzo.measure.predict.script_data import SlowData
 from mezzo.measure.predict.script_files import ScriptFiles, with_numbers
 from mezzo.measure.predict.script_recorder import Enough, ScriptRecorder
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
@@ -30,6 +31,9 @@ from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS
 from mezzo.measure.standard_input import own_input
 from mezzo.policy import Policy
+
+_AT_ONCE = 2
+"""Scripts that run at the same time."""
 
 
 def record_script(
@@ -43,7 +47,10 @@ def record_script(
 def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:
     """Run the request's script in this process as ``python script`` would, and return what it trained."""
     watch = ScriptRecorder(
-        policy, batches=ScriptBatches(own=request.own_batch, wanted=request.batch), steps=request.steps
+        policy,
+        batches=ScriptBatches(own=request.own_batch, wanted=request.batch),
+        steps=request.steps,
+        numbers_first=request.numbers_first,
     )
     argv, path = sys.argv, list(sys.path)
     sys.argv = [request.script, *request.arguments]
@@ -76,6 +83,7 @@ def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:
         from_loader=watch.from_loader,
         modules=files.modules,
         configurations=files.configurations,
+        numbers_first=request.numbers_first,
         channels_last=watch.channels_last,
         optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in watch.optimizers)),
         read_at=watch.read_at,
@@ -98,23 +106,41 @@ def main(words: list[str]) -> None:
     """Record each request in a fork of this process, two at a time, and write its tape beside the list of requests."""
     place = Path(words[0])
     requests: list[TapeRequest] = pickle.loads(place.read_bytes())
+    places = [place.with_name(f"tape{number}") for number in range(len(requests))]
     if not hasattr(os, "fork"):
-        for number, request in enumerate(requests):
-            _write(request, place.with_name(f"tape{number}"))
+        for request, made in zip(requests, places, strict=True):
+            _write(request, made)
+            if _has_slow_data(made):
+                _write(replace(request, numbers_first=True), made)
         return
-    running: list[int] = []
-    for number, request in enumerate(requests):
-        if len(running) == 2:
-            _wait(running.pop(0))
-        child = os.fork()
-        if child == 0:
-            own_input()
-            _write(request, place.with_name(f"tape{number}"))
-            sys.stdout.flush()
-            os._exit(0)
-        running.append(child)
-    for child in running:
+    waiting = list(zip(requests, places, strict=True))
+    running: list[tuple[int, TapeRequest, Path]] = []
+    slow = False
+    while waiting or running:
+        if waiting and len(running) < _AT_ONCE:
+            request, made = waiting.pop(0)
+            request = replace(request, numbers_first=slow or request.numbers_first)
+            running.append((_forked(request, made), request, made))
+            continue
+        child, request, made = running.pop(0)
         _wait(child)
+        if not request.numbers_first and _has_slow_data(made):
+            slow = True
+            waiting.insert(0, (request, made))
+
+
+def _forked(request: TapeRequest, place: Path) -> int:
+    child = os.fork()
+    if child == 0:
+        own_input()
+        _write(request, place)
+        sys.stdout.flush()
+        os._exit(0)
+    return child
+
+
+def _has_slow_data(place: Path) -> bool:
+    return place.exists() and bool(pickle.loads(place.read_bytes()).slow_data)
 
 
 def _wait(child: int) -> None:
@@ -131,6 +157,8 @@ def _write(request: TapeRequest, place: Path) -> None:
             print(ended.code)
         code = 1 if isinstance(ended.code, str) else ended.code
         made = ScriptTape(tape=None, error=f"exit code {code}" if code else "", exited=bool(code))
+    except SlowData:
+        made = ScriptTape(tape=None, slow_data=True)
     except Exception as error:
         traceback.print_exc()
         by_numbers = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))

@@ -12,8 +12,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.conversion import cast_model
@@ -22,6 +23,7 @@ from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.script_amp import own_amp_left_out
 from mezzo.measure.predict.script_batches import ScriptBatches, first_size
+from mezzo.measure.predict.script_data import CountedFakeMode, before_first_module
 from mezzo.measure.predict.script_sizes import largest_sizes
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
@@ -40,8 +42,22 @@ class Enough(BaseException):
 class ScriptRecorder:
     """Records the last of a few steps; a step that trains on a smaller batch than the first, as an epoch's last, is not the last."""
 
-    def __init__(self, policy: Policy, *, batches: ScriptBatches | None = None, steps: int | None = None) -> None:
-        """Start before the script's first line; ``steps`` is how many to record, None for two with whole batches."""
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        batches: ScriptBatches | None = None,
+        steps: int | None = None,
+        numbers_first: bool = False,
+    ) -> None:
+        """Start before the script's first line.
+
+        Args:
+            policy: what the script trains under.
+            batches: its loaders' batches; None to leave their size alone.
+            steps: how many to record; None for two with whole batches.
+            numbers_first: whether tensors have numbers until the script builds its first module (``script_data``).
+        """
         self.recorder = Recorder(batch=1)
         self.num_events = 0
         """Of the tape, at the end of the last step. The script's end frees the rest, in no order that repeats."""
@@ -58,7 +74,7 @@ class ScriptRecorder:
         """Whether ``sizes`` are those of a loader's batches; otherwise the first dimension of what the model is called with."""
         self.channels_last = False
         """Whether a model or its inputs are stored channels-last."""
-        self._steps, self._policy = steps, policy
+        self._steps, self._policy, self._numbers_first = steps, policy, numbers_first
         self._region = region_of(policy)
         self._open = ExitStack()
         self._models: list[nn.Module] = []
@@ -94,7 +110,7 @@ class ScriptRecorder:
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ended),
         ]
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = CountedFakeMode()
         try:
             with ExitStack() as stack:
                 stack.enter_context(patch.object(torch.autograd, "backward", backward))
@@ -102,8 +118,16 @@ class ScriptRecorder:
                 stack.enter_context(patch.object(nn.Module, "_apply", _converted))
                 sizes = largest_sizes(lambda: self._note_size(script))
                 watched = (self._stand_ins(script), self.batches.watching(), own_amp_left_out(), cuda_operators())
-                for one in (*watched, sizes, self.recorder, fake):
+                for one in (*watched, sizes):
                     stack.enter_context(one)
+
+                def without_numbers() -> None:
+                    stack.enter_context(self.recorder)
+                    stack.enter_context(fake)
+
+                if not self._numbers_first:
+                    without_numbers()
+                stack.enter_context(before_first_module(without_numbers if self._numbers_first else fake.stop_counting))
                 yield
         finally:
             self._open.close()
@@ -229,8 +253,11 @@ class ScriptRecorder:
             "numpy": lambda tensor, **_: __import__("numpy").array(zeros(tensor)),
         }
 
-        def noted(answer: Callable[[Tensor], Any]) -> Callable[..., Any]:
+        def noted(answer: Callable[[Tensor], Any], own: Callable[..., Any]) -> Callable[..., Any]:
             def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                if self._numbers_first and not isinstance(tensor, FakeTensor):
+                    with _disable_current_modes():
+                        return own(tensor, *args, **kwargs)
                 self._note_line(script)
                 return answer(tensor, *args, **kwargs)
 
@@ -240,7 +267,7 @@ class ScriptRecorder:
             for name, answer in answers.items():
                 for kind in (Tensor, torch._subclasses.FakeTensor):
                     if name in vars(kind) or kind is Tensor:
-                        stack.enter_context(patch.object(kind, name, noted(answer)))
+                        stack.enter_context(patch.object(kind, name, noted(answer, getattr(kind, name))))
             yield
 
     def _note_size(self, script: str) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +43,8 @@ class TapeRequest:
     """The file of ``numbers``: the script, a module of its own or a configuration."""
     numbers: Sequence[tuple[int, int]] = ()
     """The numbers in ``file`` that become ``batch``, as ``BatchSource`` has them."""
+    numbers_first: bool = False
+    """Whether the script has numbers until it builds its first module: preparing its data without them would take too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +74,23 @@ class ScriptTape:
     """Why the script failed."""
     exited: bool = False
     """Whether it ended itself with an exit code."""
+    numbers_first: bool = False
+    """Whether it had numbers until it built its first module."""
+    slow_data: bool = False
+    """Whether it was stopped because preparing its data without numbers takes too long."""
     needs_numbers: bool = False
     """Whether it failed because the size of a result depends on numbers."""
 
 
-def recorded_tapes(requests: Sequence[TapeRequest]) -> list[ScriptTape]:
+def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None = None) -> list[ScriptTape]:
     """Return the tapes of ``requests``, recorded in a process of their own.
 
+    Args:
+        requests: what to record.
+        deadline_s: the time of ``time.monotonic`` at which recording ends.
+
     Raises:
-        UsageError: there is no such script, it cannot be traced, or it ended before its second step.
+        UsageError: there is no such script, it cannot be traced, or not in time, or it ended before its second step.
     """
     for request in requests:
         if not request.as_module and not Path(request.script).is_file():
@@ -89,24 +101,53 @@ def recorded_tapes(requests: Sequence[TapeRequest]) -> list[ScriptTape]:
         words = [sys.executable, "-m", "mezzo.measure.predict.script_process", str(place)]
         # One process is traced: with a launcher's variables a script would wait for the others.
         alone = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
-        done = subprocess.run(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=alone, check=False
-        )
+        output, code = _run(words, alone, requests[0].script, deadline_s)
         found: list[ScriptTape] = []
         for number, request in enumerate(requests):
             made = place.with_name(f"tape{number}")
             if not made.exists():
-                raise _died(request, done.stdout, done.returncode)
+                raise _died(request, output, code)
             found.append(pickle.loads(made.read_bytes()))
     for request, one in zip(requests, found, strict=True):
         if one.error:
-            raise _failed(request, one, done.stdout)
+            raise _failed(request, one, output)
         if one.tape is None:
             raise UsageError(
                 f"{request.script} never trains: it ended after {one.num_steps} of {STEPS} optimizer steps on a model in training mode",
                 hint="name the script that trains, with the arguments that make it train for two steps",
             )
     return found
+
+
+def _run(words: list[str], environment: dict[str, str], script: str, deadline_s: float | None) -> tuple[str, int]:
+    """Return what the process printed and its exit code; its forks end with it, however this function ends."""
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"{script} was not traced in the time that was left",
+            hint="mezzo predict traces it without a limit; what a script prepares after it has built its model takes longest",
+        ) from None
+    finally:
+        if process.poll() is None:
+            _kill(process)
+    return output, process.returncode
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.communicate()
 
 
 def _died(request: TapeRequest, output: str, code: int) -> UsageError:

@@ -1,0 +1,66 @@
+"""Give a script numbers while it prepares its data, where preparing them without numbers would take minutes.
+
+An operation on fake tensors takes about 0.2 ms, however small it is. A loop that makes a data set sample by sample runs hundreds
+of thousands of them, once for each tape. So a script that has run ``MOST_OPERATIONS`` before it builds its first module is
+started again, with real tensors up to that module. The limit counts operations and not seconds, so that the same script is always
+traced in the same way.
+
+Limit: what is prepared after the first module was built has no numbers, and takes its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+MOST_OPERATIONS = 20_000
+
+
+class SlowData(BaseException):
+    """Stops a script that still prepares its data: no handler of its own catches it."""
+
+
+class CountedFakeMode(FakeTensorMode):
+    """Fake tensors that count operations until the script has built its first module."""
+
+    def __init__(self) -> None:
+        """Start to count."""
+        super().__init__(allow_non_fake_inputs=True)
+        self._left: int | None = MOST_OPERATIONS
+
+    def stop_counting(self) -> None:
+        """Let the script go on."""
+        self._left = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation.
+
+        Raises:
+            SlowData: the script has run too many before its first module.
+        """
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise SlowData
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+@contextmanager
+def before_first_module(call: Callable[[], None]) -> Iterator[None]:
+    """Call ``call`` once, before the block builds its first module."""
+    own, called = nn.Module.__init__, False
+
+    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        nonlocal called
+        if not called:
+            called = True
+            call()
+        own(module, *args, **kwargs)
+
+    with patch.object(nn.Module, "__init__", init):
+        yield
