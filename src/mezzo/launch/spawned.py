@@ -53,6 +53,10 @@ def run_function(request: Request, action: Callable[[], Any]) -> int:
         if training is None:
             train = training_in(request.framework)
             training = stack.enter_context(train(request.policy, seed=request.seed, observe=request.observe))
+        if request.rank is not None:
+            patches = Patches()
+            stack.callback(patches.undo)
+            training.keep_weights(patches)
         exit_code, error = guarded(action)
         exit_code, error = guarded(training.close_update, before=(exit_code, error))
         if training.num_updates or exit_code:

@@ -20,7 +20,7 @@ from mezzo.records import AnyRecord, RunRecord
 
 
 class StepObserver(ABC):
-    """A recorder of chosen steps of a Paddle run (``launch.paddle.state.PaddleObserver``)."""
+    """A recorder of chosen steps of a Paddle run, which tells it what happens."""
 
     kind = "audit"
     """The name of the command."""

@@ -30,7 +30,7 @@ class Finished:
 
     def __init__(self, folder: Path, identity: Mapping[str, str]) -> None:
         self._folder, self._identity = folder, dict(identity)
-        known = _read(folder / LEDGER)
+        known = read_object(folder / LEDGER)
         before: dict[str, str] = known.get("identity", {})
         changed = [name for name, value in self._identity.items() if before.get(name) != value]
         self.why_anew = ""
@@ -134,7 +134,8 @@ def finished_run(request: Request) -> RunRecord | None:
     return found if found.request_sha256 == request.digest else None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is none."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
