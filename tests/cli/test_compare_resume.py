@@ -63,7 +63,7 @@ def facts(found: CompareRecord) -> list[object]:
 def test_a_stopped_comparison_goes_on_and_has_the_same_record(capsys: pytest.CaptureFixture[str]) -> None:
     assert compared(interrupt_at=3) == (130, 3)
     told = capsys.readouterr().err
-    assert "stopped by SIGINT after 2 of 4 runs; their records are in out. To go on, type:" in told
+    assert "stopped by SIGINT after 2 of 4 runs; their records are in out. To continue, type:" in told
     words = "mezzo compare --resume --out out --policies fp32,bf16 --gpu none --seeds 2 train.py '{run}'"
     assert told.splitlines()[-1] == f"  {words}"
     assert compared("--resume") == (0, 1)  # here the third run has no process of its own: it came to its end
@@ -180,7 +180,7 @@ def test_a_changed_script_is_refused_and_named(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "--resume with no folder; allowed: --out with the folder to go on in"),
+        ([], "--resume with no folder; allowed: --out with the folder to continue in"),
         (["--out", "nowhere"], "--resume with --out 'nowhere', which is no folder"),
         (["--out", "."], "--resume: . has no comparison to go on with"),
     ],

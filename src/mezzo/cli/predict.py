@@ -95,7 +95,7 @@ def predict(
         str | None,
         typer.Option(
             metavar="PLANS",
-            help="With --model: also predict checkpointed: full, every-2, selective, or what may wait for backward, as 12GiB.",
+            help="With --model: also predict checkpointed: full, every-2, selective, or the bytes to keep for the backward pass, as 12GiB.",
         ),
     ] = None,
     out: options.Out = None,

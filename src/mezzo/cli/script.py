@@ -61,7 +61,7 @@ class Script:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command as typed, for records; without ``--resume``, because a resumed command has the record of the one it goes on with."""
+        """The command as typed, for records; without ``--resume``, because a resumed command has the record of the one it continues."""
         return typed_before(len(self.arguments or ())) if self.resume else typed()
 
     def check(self, *policies: Policy | None) -> None:
@@ -125,8 +125,8 @@ class Script:
         results.finish(record, folder, as_json=self.as_json, log_to=self.log_to, after_script=after_script)
 
     def say_stopped(self, what: str, folder: Path) -> None:
-        """Say on standard error ``what`` is kept in ``folder``, and the command that goes on from there."""
-        results.note(f"{what} in {folder}. To go on, type:")
+        """Say on standard error ``what`` is kept in ``folder``, and the command that continues from there."""
+        results.note(f"{what} in {folder}. To continue, type:")
         print(f"  {resuming(folder, num_arguments=len(self.arguments or ()))}", file=sys.stderr)
 
 

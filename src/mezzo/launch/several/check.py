@@ -1,7 +1,7 @@
 """Run a script as often as it takes to know which precision it should train in. Imports no torch.
 
 What to do next follows from what is known (``plan``); each finished part is listed on disk (``resuming``), so that an interrupted
-check goes on where it stopped. A script that takes too long for the budget is stopped after a step, the same one in every run.
+check continues where it stopped. A script that takes too long for the budget is stopped after a step, the same one in every run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an interrupted command has finished, so that the same command goes on where it stopped. Imports no torch.
+"""What an interrupted command has finished, so that the same command continues where it stopped. Imports no torch.
 
 A check and a search list their finished parts, because a part may be several runs. A comparison needs no such list: each of its runs has a
 record, written whole, with the digest of what was asked, so that a kill at any moment loses at most the runs that were under way.
@@ -79,7 +79,7 @@ class Finished:
         self.write()
 
     def end(self) -> None:
-        """Note that the command came to its end: repeated, it runs anew, unless it is told to go on."""
+        """Note that the command came to its end: repeated, it runs anew, unless it is told to continue."""
         self.over = True
         self.write()
 

@@ -1,7 +1,7 @@
 """Runs as jobs of Slurm, through submitit: each is a job of its own, which outlives the command. Imports no torch.
 
 submitit's files lie in ``slurm`` of the command's folder, beside ``jobs.json``, the jobs by the digest of what they run: a command
-that goes on waits for a job that an earlier one submitted, instead of running it a second time.
+that continues waits for a job that an earlier one submitted, instead of running it a second time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run a script in many configurations, few steps first, to find the fastest one on this machine. Imports no torch.
 
 What to run next follows from what is known (``mezzo.measure.tune.plan``); each finished run is listed on disk (``resuming``), so that
-an interrupted search goes on where it stopped.
+an interrupted search continues where it stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Let the processes of a distributed run end at the same step: one that goes on alone waits for the others for ever."""
+"""Let the processes of a distributed run end at the same step: one that continues alone would wait for the others forever."""
 
 from __future__ import annotations
 

@@ -49,7 +49,9 @@ def patch(job: Job) -> None:
         torch_amp.patch_loop(job, with_regions=False)
         changed.append(True)
     if not any(changed):
-        unclear(f"already computes in {policy.compute} under its own autocast", "nothing is to be done", already=True)
+        unclear(
+            f"already computes in {policy.compute} under its own autocast", "nothing needs to be done", already=True
+        )
 
 
 def _is_off(call: ast.Call) -> bool:
