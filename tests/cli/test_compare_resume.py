@@ -171,7 +171,7 @@ def test_a_changed_script_is_refused_and_named(
     change()
     assert compared("--resume") == (2, 0)
     told = capsys.readouterr().err
-    assert f"--resume cannot go on in out: {why}" in told
+    assert f"--resume cannot continue in out: {why}" in told
     assert "hint: leave out --resume to run everything anew, or undo the change" in told
     assert compared() == (0, 4)
     assert f"everything runs anew: {why}" in capsys.readouterr().err
@@ -182,7 +182,7 @@ def test_a_changed_script_is_refused_and_named(
     [
         ([], "--resume with no folder; allowed: --out with the folder to continue in"),
         (["--out", "nowhere"], "--resume with --out 'nowhere', which is no folder"),
-        (["--out", "."], "--resume: . has no comparison to go on with"),
+        (["--out", "."], "--resume: . has no comparison to continue"),
     ],
 )
 def test_nothing_to_go_on_with(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
