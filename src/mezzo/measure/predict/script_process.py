@@ -16,8 +16,6 @@ import runpy
 import sys
 import traceback
 import types
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -26,17 +24,8 @@ from mezzo.measure.predict.batch_sources import main_module
 from mezzo.measure.predict.script_batches import ScriptBatches
 from mezzo.measure.predict.script_recorder import Enough, ScriptRecorder
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
-from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS
 from mezzo.policy import Policy
-
-
-def record_script(
-    script: str, arguments: Sequence[str], policy: Policy, *, request: TapeRequest | None = None
-) -> Tape | None:
-    """Run ``script`` as ``python script`` would, and return its tape; None if it never finished two steps."""
-    request = request or TapeRequest(script=script, arguments=arguments, policy=str(policy))
-    return recorded(replace(request, script=script, arguments=arguments), policy).tape
 
 
 def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:

@@ -9,11 +9,6 @@ import torch
 import torch.distributed as dist
 
 
-def several() -> bool:
-    """Return whether this process is one of several that train together."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def any_process(flag: bool, device_type: str) -> bool:
     """Return whether ``flag`` is true in any process; waits for all of them."""
     on = device_type if dist.get_backend() == "nccl" else "cpu"
