@@ -63,7 +63,7 @@ def facts(found: CompareRecord) -> list[object]:
 def test_a_stopped_comparison_goes_on_and_has_the_same_record(capsys: pytest.CaptureFixture[str]) -> None:
     assert compared(interrupt_at=3) == (130, 3)
     told = capsys.readouterr().err
-    assert "stopped by SIGINT after 2 of 4 runs; their records are in out. To go on, type:" in told
+    assert "stopped by SIGINT after 2 of 4 runs; their records are in out. To continue, type:" in told
     words = "mezzo compare --resume --out out --policies fp32,bf16 --gpu none --seeds 2 train.py '{run}'"
     assert told.splitlines()[-1] == f"  {words}"
     assert compared("--resume") == (0, 1)  # here the third run has no process of its own: it came to its end
@@ -171,7 +171,7 @@ def test_a_changed_script_is_refused_and_named(
     change()
     assert compared("--resume") == (2, 0)
     told = capsys.readouterr().err
-    assert f"--resume cannot go on in out: {why}" in told
+    assert f"--resume cannot continue in out: {why}" in told
     assert "hint: leave out --resume to run everything anew, or undo the change" in told
     assert compared() == (0, 4)
     assert f"everything runs anew: {why}" in capsys.readouterr().err
@@ -180,9 +180,9 @@ def test_a_changed_script_is_refused_and_named(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "--resume with no folder; allowed: --out with the folder to go on in"),
+        ([], "--resume with no folder; allowed: --out with the folder to continue in"),
         (["--out", "nowhere"], "--resume with --out 'nowhere', which is no folder"),
-        (["--out", "."], "--resume: . has no comparison to go on with"),
+        (["--out", "."], "--resume: . has no comparison to continue"),
     ],
 )
 def test_nothing_to_go_on_with(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(capsys: pyte
     words = ("--policies", "as-is", "--changes", "channels-last", *SHORT, "--out", "out", "train.py")
     assert tuned(*words, children=Children(interrupt_at=2)) == 130
     told = capsys.readouterr().err
-    assert "stopped by SIGINT; what is finished is kept in out. To go on, type:" in told
+    assert "stopped by SIGINT; what is finished is kept in out. To continue, type:" in told
     assert told.splitlines()[-1].startswith("  mezzo tune --resume --out out --policies as-is")
     rest = Children()
     assert tuned(*words, children=rest) == 0

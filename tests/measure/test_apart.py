@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from helpers_launch import ran
 from mezzo.launch.torch import TorchTraining, switched
+from mezzo.measure.apart import LossesApart
 from mezzo.policy import Policy
 from mezzo.records import Loss, Steps
 
@@ -35,6 +37,17 @@ def backward(value: float, *modules: nn.Module) -> None:
 
 def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=1e-3)
+
+
+@pytest.mark.parametrize(("passes", "owners", "needed"), [(1, 2, False), (2, 1, False), (2, 2, True)])
+def test_what_a_pass_reaches_matters_only_to_several_passes_and_optimizers(
+    passes: int, owners: int, needed: bool
+) -> None:
+    losses: LossesApart[float] = LossesApart(operator.add)
+    for _ in range(passes):
+        losses.add(1.0)
+    losses.close(1, made_by=frozenset(range(owners)))
+    assert losses.needs_reach == needed
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])

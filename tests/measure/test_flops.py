@@ -71,6 +71,7 @@ PLAIN: dict[str, tuple[Callable[[], Tensor], int, int]] = {
     "cdist by a product": (lambda: torch.cdist(leaf(30, 4), leaf(50, 4)), 2 * 6000, 2 * 2 * 6000),
     "sparse times dense": (lambda: torch.sparse.mm(diagonal(4), leaf(4, 3)), 2 * 4 * 3, 2 * 4 * 3),
     "sparse rows times dense": (lambda: diagonal(4).to_sparse_csr() @ leaf(4, 3), 2 * 4 * 3, 2 * 4 * 3),
+    "sparse rows times a vector": (lambda: diagonal(4).to_sparse_csr() @ leaf(4), 2 * 4, 2 * 4),
     "sparse times sparse": (lambda: (diagonal(4) @ diagonal(4)).to_dense() + leaf(1), 2 * 4, 0),
     "complex": (lambda: (complex_leaf(3, 4) @ complex_leaf(4, 2)).abs(), 4 * 2 * 24, 2 * 4 * 2 * 24),
 }

@@ -25,7 +25,7 @@ from mezzo.cli import (
 )
 from mezzo.cli.completion import ScriptCommand
 from mezzo.cli.ranks import in_ranks
-from mezzo.cli.script import of_script
+from mezzo.cli.script import of_script, with_groups
 from mezzo.cli.usage import usage_error
 from mezzo.cli.words import WORDS
 from mezzo.errors import MezzoError
@@ -57,7 +57,7 @@ _on_script("audit", of_script(audit.audit))
 _on_script("diagnose", of_script(diagnose.diagnose))
 _on_script("ranges", of_script(ranges.ranges))
 _on_script("fallback", of_script(fallback.fallback, resumes=True))
-_on_script("predict", predict.predict)
+_on_script("predict", with_groups(predict.predict))
 _on_script("tune", of_script(tune.tune, resumes=True))
 _on_script("resume-check", of_script(resume_check.resume_check))
 app.command("report")(report.report)

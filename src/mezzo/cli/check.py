@@ -66,7 +66,7 @@ def check(
     repairs what can be repaired, and ends with one answer.
 
     A script that takes too long for the budget is stopped after its first steps, in every run alike. Ctrl-C keeps what is
-    finished: the same command with the same --out goes on from there. Exit code 0: there is an answer (to stay in FP32 is
+    finished: the same command with the same --out continues from there. Exit code 0: there is an answer (to stay in FP32 is
     one); 1: it is undecided, or FP32 itself does not train; a script that fails by itself keeps its own exit code.
     """
     from mezzo.gpus import gpu_named

@@ -58,8 +58,8 @@ def compare(
         typer.Option(
             metavar="VERDICTS",
             autocompletion=completion.verdicts,
-            help="Verdicts for exit code 1, separated by commas. Not by default: different, undecided. All five: not_equivalent; "
-            "or none.",
+            help="Verdicts for exit code 1, separated by commas; different and undecided are not listed by default. "
+            "not_equivalent stands for all five; none for none.",
         ),
     ] = "diverged,stopped_learning,failed",
     gpu: Annotated[
@@ -79,8 +79,8 @@ def compare(
 
     Policies and seeds are interleaved, so that a drift of the machine affects all of them alike.
 
-    A comparison that was stopped goes on when the same command is typed with the same --out; --resume also repeats what failed, and
-    takes more seeds or policies.
+    To continue a comparison that was stopped, type the same command with the same --out; --resume also repeats runs that failed, and
+    accepts more seeds or policies.
 
     Exit code 1 if a policy gets a verdict that --fail-on lists.
 

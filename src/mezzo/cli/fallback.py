@@ -43,8 +43,8 @@ def fallback(
     The script runs unedited, some ten times for a few steps: in FP32, then under the policy with one set of modules after
     another kept in FP32. Pass the policy file to --policy of the other commands, or to mezzo.Session.
 
-    With --jobs or --on, what the search may ask for next runs beside what it asks for; the result is the same. --resume goes on with
-    a search that was stopped.
+    With --jobs or --on, runs that the search will probably need next are made at the same time; the result is the same. --resume
+    continues a search that was stopped.
     """
     from mezzo.launch.several.fallback import fallback_of_script
     from mezzo.launch.several.waves import Waves
@@ -71,7 +71,7 @@ def fallback(
                 )
             finished.end()
         except Stopped as stopped:
-            results.note(f"{stopped}; the records of its runs are in {folder / 'runs'}. To go on, type:")
+            results.note(f"{stopped}; the records of its runs are in {folder / 'runs'}. To continue, type:")
             print(f"  {resuming(folder, num_arguments=len(script.arguments or ()))}", file=sys.stderr)
             if stopped.record is None:
                 raise typer.Exit(stopped.exit_code) from None

@@ -44,7 +44,7 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
 
 
 def resumed_folder(out: Path | None) -> Path:
-    """Return the folder that a command goes on in.
+    """Return the folder that a command continues in.
 
     Raises:
         UsageError: none was named, or there is none of that name.
@@ -52,7 +52,7 @@ def resumed_folder(out: Path | None) -> Path:
     if out is None or not out.is_dir():
         named = "no folder" if out is None else f"--out {str(out)!r}, which is no folder"
         raise UsageError(
-            f"--resume with {named}; allowed: --out with the folder to go on in",
+            f"--resume with {named}; allowed: --out with the folder to continue in",
             hint="type: --resume --out runs/... with the folder that the command wrote to",
         )
     _made(out)

@@ -1,4 +1,4 @@
-"""``--log-to`` while a run goes on: the numbers that its process reports anyway, every few seconds, in a thread of the command."""
+"""``--log-to`` while a run is under way: the numbers that its process reports anyway, every few seconds, in a thread of the command."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class LiveLog:
         self._writers[text] = to.tracker.in_flight(flight, to.place)
 
     def _attempt(self, text: str, action: Callable[[], None]) -> None:
-        """Call a tracker; one that fails is noted once and left out: the training goes on, and its result is logged at the end."""
+        """Call a tracker; one that fails is noted once and left out: the training continues, and its result is logged at the end."""
         try:
             action()
         except Exception as error:  # of a library, its server or its disk

@@ -33,9 +33,7 @@ class Machine:
 
 def name_of(engine: Engine) -> str:
     """Return what the machine is called that an engine makes runs on."""
-    from mezzo.launch.several.on_cluster import OnCluster
-
-    return f"a worker of {engine.name}" if isinstance(engine, OnCluster) else "this machine"
+    return f"a worker of {engine.cluster}" if engine.cluster else "this machine"
 
 
 def machine_of(engine: Engine, folder: Path) -> Machine:
@@ -45,10 +43,9 @@ def machine_of(engine: Engine, folder: Path) -> Machine:
         ScriptError: the worker did not say what it can compute.
     """
     from mezzo.devices import Device, cpu_name
-    from mezzo.launch.several.on_cluster import OnCluster
     from mezzo.measure.doctor import Facts, facts  # imports torch, which takes seconds
 
-    if isinstance(engine, OnCluster):
+    if engine.cluster:
         return Machine(facts=_of_worker(engine, folder), name=name_of(engine))
     found = facts() if importlib.util.find_spec("torch") else Facts(devices=(Device(kind="cpu", name=cpu_name()),))
     return Machine(facts=found, name=name_of(engine))
@@ -88,32 +85,29 @@ def check_times(engine: Engine) -> None:
     Raises:
         UsageError: the runs have no GPUs of their own.
     """
-    from mezzo.launch.several.on_cluster import OnCluster
-    from mezzo.launch.several.side_by_side import SideBySide
-
+    if engine.gives_gpus is not False:
+        return
     why = "times are measured here, and runs beside each other on one CPU slow each other down"
-    if isinstance(engine, SideBySide) and not engine.has_gpus:
+    if engine.cluster:
         raise UsageError(
-            f"--jobs {engine.at_once} without a GPU for each run; allowed: one run at a time, because {why}",
-            hint="leave out --jobs; mezzo compare, check and fallback take it on a CPU as well",
-        )
-    if isinstance(engine, OnCluster) and engine.gives_gpus is False:
-        raise UsageError(
-            f"--on {engine.name} without a GPU for each run; allowed: a GPU of its own, because {why}",
+            f"--on {engine.cluster} without a GPU for each run; allowed: a GPU of its own, because {why}",
             hint="type: --on slurm:gres=gpu:1 or --on ray:num_gpus=1",
         )
+    raise UsageError(
+        f"--jobs {engine.at_once} without a GPU for each run; allowed: one run at a time, because {why}",
+        hint="leave out --jobs; mezzo compare, check and fallback take it on a CPU as well",
+    )
 
 
 def how_placed(engine: Engine) -> list[Reason]:
     """Return how the runs were placed, for a record; nothing where one followed the other here."""
-    from mezzo.launch.several.on_cluster import OnCluster
-    from mezzo.launch.several.side_by_side import SideBySide
     from mezzo.records import Reason
 
-    if isinstance(engine, OnCluster):
+    if engine.cluster:
         most = "as many at once as it allowed" if engine.at_once is None else f"at most {engine.at_once} at once"
-        return [Reason(what="runs", value=f"placed by {engine.name}", reason=f"{most}; each record has its placement")]
-    if isinstance(engine, SideBySide):
-        own = "a GPU of its own" if engine.has_gpus else "its share of the CPU's threads"
-        return [Reason(what="runs", value=f"{engine.at_once} at once", reason=f"--jobs: each had {own}")]
-    return []
+        value = f"placed by {engine.cluster}"
+        return [Reason(what="runs", value=value, reason=f"{most}; each record has its placement")]
+    if engine.gives_gpus is None:
+        return []
+    own = "a GPU of its own" if engine.gives_gpus else "its share of the CPU's threads"
+    return [Reason(what="runs", value=f"{engine.at_once} at once", reason=f"--jobs: each had {own}")]

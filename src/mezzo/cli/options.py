@@ -46,7 +46,7 @@ Resume: TypeAlias = Annotated[
     bool,
     typer.Option(
         RESUME,
-        help="Go on in the folder of --out: run only what is missing or failed there. Refused if the script, its arguments or a "
+        help="Continue in the folder of --out: run only what is missing or failed there. Refused if the script, its arguments or a "
         "version changed.",
     ),
 ]

@@ -33,7 +33,7 @@ def with_patch(
         record: the finished check.
         folder: the folder of the check; the patch and the runs of its trial go there.
         left_s: seconds left of the budget.
-        say: is told what happens.
+        say: called with each message.
     """
     from mezzo.policy import Policy
     from mezzo.records import AS_IS

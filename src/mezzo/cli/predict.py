@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from mezzo.cli import options, renting, results
 from mezzo.cli.assumed import assumptions
 from mezzo.cli.folders import new_folder
-from mezzo.cli.traced import Traced, check_target, of_model, of_script
+from mezzo.cli.traced import ByName, Traced, check_target, of_model, of_script
 from mezzo.cli.words import typed
 from mezzo.errors import UsageError
 
@@ -26,26 +27,28 @@ _CPU = "cpu"
 """What --gpus calls the CPU of this machine."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How GPUs of one machine share a training."""
+
+    gpus_per_job: Annotated[
+        int, typer.Option(min=1, help="GPUs of one machine that train together, each on a batch of its own.")
+    ] = 1
+    shard: Annotated[
+        str, typer.Option(help="How they share the training: ddp (each has everything) or fsdp (each has a share).")
+    ] = "ddp"
+
+
 def predict(
     target: Annotated[
         str | None, typer.Argument(metavar="[SCRIPT]", help="The training script; leave it out with --model.")
     ] = None,
     arguments: options.Arguments = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIBRARY:NAME", help="timm:NAME, torchvision:NAME or transformers:NAME. Nothing is downloaded."
-        ),
-    ] = None,
+    *,
+    by_name: ByName,
     batch: Annotated[
         int | None,
         typer.Option(min=1, help="Samples in a batch.  [default: the script's own; 32 with --model]"),
-    ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence, with --model.  [default: 128]")
-    ] = None,
-    image: Annotated[
-        int | None, typer.Option(min=1, help="Height and width of images, with --model.  [default: 224]")
     ] = None,
     gpus: Annotated[
         str,
@@ -60,12 +63,6 @@ def predict(
             metavar="NAMES", help="fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8."
         ),
     ] = "fp32,tf32,bf16,fp16",
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            help="With --model: adamw, adam, sgd (with momentum), adagrad, rmsprop or adafactor.  [default: adamw]"
-        ),
-    ] = None,
     channels_last: Annotated[
         bool, typer.Option("--channels-last", help="Store images channels-last, which 16-bit convolutions prefer.")
     ] = False,
@@ -79,25 +76,13 @@ def predict(
         bool, typer.Option("--slurm", help="Also print the #SBATCH lines that ask for the fastest GPU.")
     ] = False,
     as_module: options.AsModule = False,
-    gpus_per_job: Annotated[
-        int, typer.Option(min=1, help="GPUs of one machine that train together, each on a batch of its own.")
-    ] = 1,
-    shard: Annotated[
-        str, typer.Option(help="How they share the training: ddp (all hold everything) or fsdp (each a share).")
-    ] = "ddp",
+    sharing: Sharing,
     calibrate: Annotated[
         bool,
         typer.Option(
             "--calibrate", help="Measure the rates of this machine's GPU, or CPU, for two minutes, and keep them."
         ),
     ] = False,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PLANS",
-            help="With --model: also predict checkpointed: full, every-2, selective, or what may wait for backward, as 12GiB.",
-        ),
-    ] = None,
     out: options.Out = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
@@ -116,7 +101,7 @@ def predict(
     from mezzo.measure.predict.sharding import check_job
     from mezzo.records import PredictRecord
 
-    job = check_job(gpus_per_job, shard)
+    job = check_job(sharing.gpus_per_job, sharing.shard)
     here = environment("cpu")  # before libraries of models set variables of their own
     wanted = plan.check_policies([name.strip() for name in policies.split(",")])
     names = list(GPUS) if gpus == "all" else [name.strip() for name in gpus.split(",")]
@@ -124,17 +109,14 @@ def predict(
     prices = renting.prices_of(price, cards)
     if calibrate:
         _calibrate()
-        if target is None and model is None:
+        if target is None and by_name.model is None:
             return
-    own = {"--sequence": sequence, "--image": image, "--optimizer": optimizer, "--checkpoint": checkpoint}
-    check_target(target, model, own=own, as_module=as_module)
-    size, sizes, kind = batch or _BATCH, (image, sequence), optimizer or "adamw"
-    on_cpu = [_on_cpu(model, size, sizes, kind, channels_last)] if _CPU in names else []
-    trace_model = partial(
-        of_model, str(model), wanted, batch=size, sizes=sizes, optimizer=kind, channels_last=channels_last
-    )
+    check_target(target, by_name, as_module=as_module)
+    size = batch or _BATCH
+    on_cpu = [_on_cpu(by_name, size, channels_last)] if _CPU in names else []
+    trace_model = partial(of_model, by_name, wanted, batch=size, channels_last=channels_last)
     traced = trace_model() if target is None else of_script(target, arguments or [], wanted, batch, as_module)
-    plans = [traced, *(trace_model(checkpoint=one.strip()) for one in (checkpoint or "").split(",") if one.strip())]
+    plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
     own_layout, channels_last = traced.channels_last, channels_last or bool(traced.channels_last)
     where = [_conditions(gpu, channels_last, job) for gpu in cards]
     made = [
@@ -228,18 +210,15 @@ def _calibrate() -> None:
     )
 
 
-def _on_cpu(
-    model: str | None, batch: int, sizes: tuple[int | None, int | None], optimizer: str, channels_last: bool
-) -> Prediction:
+def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
     from mezzo.measure.predict import named, plan
     from mezzo.measure.predict.calibrate import device_name, kept
 
     found = kept(device_name("cpu"))
-    if model is None or found is None:
-        raise UsageError(
-            "--gpus cpu needs a model by name" if model is None else "this CPU is not calibrated",
-            hint="name it with --model" if model is None else "run mezzo predict --calibrate once",
-        )
-    one = named.named_model(model, image=sizes[0], sequence=sizes[1])
-    tape = named.tape_of(one, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
+    if by_name.model is None:
+        raise UsageError("--gpus cpu needs a model by name", hint="name it with --model")
+    if found is None:
+        raise UsageError("this CPU is not calibrated", hint="run mezzo predict --calibrate once")
+    model, optimizer = by_name.built(), by_name.trained_by
+    tape = named.tape_of(model, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
     return plan.predict_cpu(tape, found, batch=batch)

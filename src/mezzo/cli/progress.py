@@ -238,7 +238,7 @@ _PROGRESS: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 @contextmanager
 def shown(planned: Sequence[Request] = ()) -> Iterator[Progress]:
-    """Show the progress of the runs inside; within a command that shows it already, that display goes on.
+    """Show the progress of the runs inside; within a command that shows it already, that display stays.
 
     Args:
         planned: all runs that will be made, if that is known.

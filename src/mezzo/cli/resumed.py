@@ -1,4 +1,4 @@
-"""``--resume``: a command of several runs goes on in its folder, and runs only what is missing or failed there."""
+"""``--resume``: a command of several runs continues in its folder, and runs only what is missing or failed there."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def finished_before(
     finished = Finished(folder, script.identity(**{f"--{name}": value for name, value in options.items()}))
     if script.resume and finished.why_anew:
         raise UsageError(
-            f"{RESUME} cannot go on in {folder}: {finished.why_anew}",
+            f"{RESUME} cannot continue in {folder}: {finished.why_anew}",
             hint=f"leave out {RESUME} to run everything anew, or undo the change",
         )
     if script.resume and not finished.found:
         raise UsageError(
-            f"{RESUME}: {folder} has no {what} to go on with; allowed: the folder of one that was begun there",
+            f"{RESUME}: {folder} has no {what} to continue; allowed: a folder in which one was begun",
             hint=f"leave out {RESUME} to begin",
         )
     if finished.why_anew:

@@ -9,9 +9,9 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import wraps
-from inspect import Signature, signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -61,7 +61,7 @@ class Script:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command as typed, for records; without ``--resume``, because a resumed command has the record of the one it goes on with."""
+        """The command as typed, for records; without ``--resume``, because a resumed command has the record of the one it continues."""
         return typed_before(len(self.arguments or ())) if self.resume else typed()
 
     def check(self, *policies: Policy | None) -> None:
@@ -129,8 +129,8 @@ class Script:
         results.finish(record, folder, as_json=self.as_json, log_to=self.log_to, after_script=after_script)
 
     def say_stopped(self, what: str, folder: Path) -> None:
-        """Say on standard error ``what`` is kept in ``folder``, and the command that goes on from there."""
-        results.note(f"{what} in {folder}. To go on, type:")
+        """Say on standard error ``what`` is kept in ``folder``, and the command that continues from there."""
+        results.note(f"{what} in {folder}. To continue, type:")
         print(f"  {resuming(folder, num_arguments=len(self.arguments or ()))}", file=sys.stderr)
 
 
@@ -164,6 +164,27 @@ def of_script(command: Callable[..., None], *, resumes: bool = False) -> Callabl
     typed_command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     typed_command.__annotations__ = {one.name: one.annotation for one in parameters}
     return typed_command
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that is given groups of options, each a dataclass, as one whose options are read by the parser."""
+    parameters = signature(command, eval_str=True).parameters.values()
+    groups = {one.name: one.annotation for one in parameters if _is_group(one)}
+    fields = {name: signature(kind, eval_str=True).parameters for name, kind in groups.items()}
+
+    @wraps(command)
+    def typed_command(**given: Any) -> None:
+        made = {name: kind(**{field: given.pop(field) for field in fields[name]}) for name, kind in groups.items()}
+        command(**made, **given)
+
+    flat = [field for one in parameters for field in fields.get(one.name, {one.name: one}).values()]
+    typed_command.__signature__ = Signature([one.replace(kind=one.KEYWORD_ONLY) for one in flat])  # type: ignore[attr-defined]
+    typed_command.__annotations__ = {one.name: one.annotation for one in flat}
+    return typed_command
+
+
+def _is_group(parameter: Parameter) -> bool:
+    return is_dataclass(parameter.annotation)
 
 
 def run_and_finish(

@@ -45,7 +45,7 @@ def seconds_of(text: str) -> float:
 def snapshot_request(
     script: Script, folder: Path, snapshot: str | None, resume: Path | None, *, policy: Policy | None, seed: int | None
 ) -> SnapshotRequest | None:
-    """Return what to ask of the run's snapshots; None for nothing. A resumed run goes on in the folder of the earlier one."""
+    """Return what to ask of the run's snapshots; None for nothing. A resumed run continues in the folder of the earlier one."""
     from mezzo.launch.request import policy_text
     from mezzo.launch.snapshot_request import SnapshotRequest
 

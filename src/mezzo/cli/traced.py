@@ -2,31 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from mezzo.cli import results
 from mezzo.cli.script import keep_input_for
 from mezzo.errors import MezzoError, UsageError, nearest
 
 if TYPE_CHECKING:
+    from mezzo.measure.predict.named import NamedModel
     from mezzo.measure.predict.plan import Tapes
     from mezzo.records import Reason
 
 
-def check_target(
-    target: str | None,
-    model: str | None,
-    *,
-    own: Mapping[str, str | int | None],
-    as_module: bool,
-) -> None:
-    """Check that either a script or a model is named, with options that belong to it; ``own`` are those of models."""
+@dataclass(frozen=True, kw_only=True)
+class ByName:
+    """A model by its name, with the options that a script decides itself."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIBRARY:NAME", help="timm:NAME, torchvision:NAME or transformers:NAME. Nothing is downloaded."
+        ),
+    ] = None
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence, with --model.  [default: 128]")] = (
+        None
+    )
+    image: Annotated[
+        int | None, typer.Option(min=1, help="Height and width of images, with --model.  [default: 224]")
+    ] = None
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="With --model: adamw, adam, sgd (with momentum), adagrad, rmsprop or adafactor.  [default: adamw]"
+        ),
+    ] = None
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLANS",
+            help="With --model: also predict checkpointed: full, every-2, selective, or the bytes to keep for the backward pass, "
+            "as 12GiB.",
+        ),
+    ] = None
+
+    @property
+    def plans(self) -> list[str]:
+        """The plans of activation checkpointing, beside none."""
+        return [one.strip() for one in (self.checkpoint or "").split(",") if one.strip()]
+
+    @property
+    def trained_by(self) -> str:
+        """The optimizer."""
+        return self.optimizer or "adamw"
+
+    def built(self) -> NamedModel:
+        """Return the model, without numbers.
+
+        Raises:
+            UsageError: there is no such model, or a size does not belong to it.
+        """
+        from mezzo.measure.predict.named import named_model
+
+        return named_model(str(self.model), image=self.image, sequence=self.sequence)
+
+
+def check_target(target: str | None, by_name: ByName, *, as_module: bool) -> None:
+    """Check that either a script or a model is named, with options that belong to it."""
     from mezzo.measure.predict import named
 
+    model, optimizer = by_name.model, by_name.optimizer
     if (target is None) == (model is None):
         given = "neither" if target is None else f"the script {target!r} and --model {model!r}"
         raise UsageError(
@@ -35,23 +84,22 @@ def check_target(
         )
     if target is None and as_module:
         raise UsageError(f"-m belongs to a script, not to --model {model}", hint="leave it out")
-    optimizer = own["--optimizer"]
-    if isinstance(optimizer, str) and optimizer not in named.OPTIMIZERS:
+    if optimizer is not None and optimizer not in named.OPTIMIZERS:
         raise UsageError(
             f"--optimizer {optimizer!r} cannot be predicted; {nearest(optimizer, named.OPTIMIZERS)}",
             hint="type --optimizer adamw, or predict your own script, which has its own optimizer",
         )
+    own = {name: value for name, value in vars(by_name).items() if value is not None and target is not None}
     for name, value in own.items():
-        if target is not None and value is not None and name == "--checkpoint":
+        if name == "checkpoint":
             raise UsageError(
-                f"{name} {value} belongs to --model, and {target} is a script",
+                f"--{name} {value} belongs to --model, and {target} is a script",
                 hint="call mezzo.checkpoint(model, sample, ...) in the script: its step is then predicted as it is",
             )
-        if target is not None and value is not None:
-            raise UsageError(
-                f"{name} {value} belongs to --model; {target} has its own",
-                hint=f"leave it out, or put it after {target} if it is the script's own argument",
-            )
+        raise UsageError(
+            f"--{name} {value} belongs to --model; {target} has its own",
+            hint=f"leave it out, or put it after {target} if it is the script's own argument",
+        )
     if target is not None and not as_module and not Path(target).is_file():
         near = sorted(
             path.name for path in (Path(target).parent if Path(target).parent.is_dir() else Path()).glob("*.py")
@@ -80,19 +128,12 @@ class Traced:
 
 
 def of_model(
-    model: str,
-    policies: list[str],
-    *,
-    batch: int,
-    sizes: tuple[int | None, int | None],
-    optimizer: str,
-    channels_last: bool,
-    checkpoint: str | None = None,
+    by_name: ByName, policies: list[str], *, batch: int, channels_last: bool, checkpoint: str | None = None
 ) -> Traced:
-    """Return the tapes of a model by name, checkpointed by a plan if one is given; ``sizes`` are those of images and sequences."""
+    """Return the tapes of a model by name, checkpointed by a plan if one is given."""
     from mezzo.measure.predict import named, plan
 
-    found = named.named_model(model, image=sizes[0], sequence=sizes[1])
+    model, optimizer, found = str(by_name.model), by_name.trained_by, by_name.built()
     tapes: dict[str, Tapes] = {}
     for policy in plan.to_record(policies):
         how = f", checkpointed: {checkpoint}" if checkpoint else ""

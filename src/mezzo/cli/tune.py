@@ -54,7 +54,7 @@ def tune(
         str | None,
         typer.Option(
             metavar="PLANS",
-            help="Activation checkpointing to try: full, every-2, selective, or what may wait for the backward pass, as 12GiB, "
+            help="Activation checkpointing to try: full, every-2, selective, or the bytes to keep for the backward pass, as 12GiB, "
             "separated by commas.",
         ),
     ] = None,
@@ -85,7 +85,7 @@ def tune(
     layout, torch.compile and activation checkpointing (--checkpoint). The fastest are run longer and repeated beside the script as it is
     now, and must train like FP32.
 
-    Ctrl-C keeps what is finished: the same command with the same --out goes on from there. Exit code 0: there is an answer (to keep
+    Ctrl-C keeps what is finished: the same command with the same --out continues from there. Exit code 0: there is an answer (to keep
     the script as it is is one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
     """
     from mezzo.measure.checkpointing.wanted import bytes_of_text

@@ -41,14 +41,14 @@ RESUME = "--resume"
 
 
 def typed_before(num_arguments: int) -> tuple[str, ...]:
-    """Return the command that a resumed one goes on with: as typed, without ``--resume`` before a script with so many arguments."""
+    """Return the command that a resumed one continues: as typed, without ``--resume`` before a script with so many arguments."""
     words = typed()
     script = len(words) - num_arguments - 1
     return (*(word for word in words[:script] if word != RESUME), *words[script:])
 
 
 def resuming(folder: Path, *, num_arguments: int) -> str:
-    """Return the command that goes on in ``folder``: as typed, with that folder."""
+    """Return the command that continues in ``folder``: as typed, with that folder."""
     words = list(typed_before(num_arguments))
     script = len(words) - num_arguments - 1
     options_given = words[2:script]

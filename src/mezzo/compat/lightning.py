@@ -25,7 +25,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from mezzo.compat.driven import Driven
-from mezzo.engine.conversion import fp32_modules, to_format, wrap
+from mezzo.engine.conversion import cast_ends, fp32_modules, to_format, wrap
 from mezzo.engine.replicas import bare
 from mezzo.errors import SessionError
 from mezzo.formats import FP32
@@ -36,10 +36,12 @@ _HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step",
 _IDLE = lightning.Callback.on_before_optimizer_step
 
 
-class _Recorded:
-    """The record of a plugin's training."""
+class _Plugin:
+    """The part of a plugin that is the same for Fabric and the Trainer."""
 
-    driven: Driven
+    def __init__(self, policy: Policy | str = "fp16") -> None:
+        self.driven = Driven(policy)
+        self.precision: Any = str(self.driven.policy)  # what Lightning prints
 
     def record(self) -> RunRecord:
         """Return the record of the training so far: ``mezzo.records.write_record`` keeps it, ``mezzo report`` shows it."""
@@ -49,8 +51,20 @@ class _Recorded:
         """Make a learning rate scheduler wait on skipped updates, and return it."""
         return self.driven.hold(scheduler)
 
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass, and of a step of training, validation, test or prediction."""
+        return self.driven.region()
 
-class MezzoFabricPrecision(_Recorded, FabricPrecision):
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scale, counts and masters; for ``fabric.save``, name the plugin in the state that it gets."""
+        return self.driven.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned."""
+        self.driven.load_state_dict(state_dict)
+
+
+class MezzoFabricPrecision(_Plugin, FabricPrecision):
     """A Fabric plugin that trains under a precision policy.
 
     Args:
@@ -58,8 +72,7 @@ class MezzoFabricPrecision(_Recorded, FabricPrecision):
     """
 
     def __init__(self, policy: Policy | str = "fp16") -> None:
-        self.driven = Driven(policy)
-        self.precision = str(self.driven.policy)  # what Fabric prints
+        super().__init__(policy)
         self._lowers, self._low = self.driven.policy.lowers, self.driven.policy.storage.dtype
         # Assigned, not defined as methods: Fabric's own mixed precision makes as many calls per step, and extra ones would show.
         self.backward = self.driven.backward
@@ -69,10 +82,6 @@ class MezzoFabricPrecision(_Recorded, FabricPrecision):
         """Add a module; if the policy casts models, it is cast at its first call."""
         self.driven.add(module)
         return module
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass."""
-        return self.driven.region()
 
     def convert_input(self, data: Any) -> Any:
         """Return a module's inputs in the policy's format, as Fabric's own mixed precision does."""
@@ -106,16 +115,8 @@ class MezzoFabricPrecision(_Recorded, FabricPrecision):
         _refuse_closure(kwargs)
         return self.driven.step(optimizer, functools.partial(optimizer.step, **kwargs))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return loss scale, counts and masters; name the plugin in the state that ``fabric.save`` gets."""
-        return self.driven.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
-        self.driven.load_state_dict(state_dict)
-
-
-class MezzoPrecision(_Recorded, TrainerPrecision):
+class MezzoPrecision(_Plugin, TrainerPrecision):
     """A plugin for Lightning's Trainer that trains under a precision policy.
 
     Args:
@@ -123,8 +124,7 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
     """
 
     def __init__(self, policy: Policy | str = "fp16") -> None:
-        self.driven = Driven(policy)
-        self.precision = str(self.driven.policy)  # what the Trainer prints
+        super().__init__(policy)
         self._calls = 0
         self._idle: set[str] = set()
         """Hooks that the module has not overridden: they do nothing, and Lightning makes some thirty calls for each."""
@@ -157,11 +157,7 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
             driven.hold(config.scheduler)
         return model, optimizers, lr_schedulers
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of a step of training, validation, test or prediction."""
-        return self.driven.region()
-
-    train_step_context = val_step_context = test_step_context = predict_step_context = forward_context
+    train_step_context = val_step_context = test_step_context = predict_step_context = _Plugin.forward_context
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass; gradients are unscaled when ``on_before_optimizer_step`` is called."""
@@ -221,14 +217,6 @@ class MezzoPrecision(_Recorded, TrainerPrecision):
         self.driven.unscale()
         super().clip_grad_by_value(optimizer, clip_val)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return loss scale, counts and masters."""
-        return self.driven.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
-        self.driven.load_state_dict(state_dict)
-
 
 def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -265,8 +253,4 @@ def _cast_parts(model: nn.Module, policy: Policy) -> None:
     low, kept = policy.storage.dtype, set(fp32_modules(model, policy))
     for part in model.children():
         if part not in kept and any(p.dtype is low for p in part.parameters()):
-            wrap(part, _cast_ends, low)
-
-
-def _cast_ends(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    return to_format(call(*to_format(args, low), **to_format(kwargs, low)), FP32.dtype)
+            wrap(part, cast_ends, low)

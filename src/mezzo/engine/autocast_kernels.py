@@ -20,7 +20,7 @@ Costs: about 5 us for each listed operation, nothing for others. Registered kern
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,23 +145,24 @@ class CastTable:
 _PLAIN = (Tensor, nn.Parameter)  # not the stand-ins of tracing: their casts are no values to keep
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
+def flat_tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors in arguments, and in lists and tuples among them; quicker than a walk of all containers."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
+            found += flat_tensors(value)
     return found
 
 
 def _all_half(values: Sequence[Any]) -> bool:
-    dtypes = [t.dtype for t in _tensors(values) if t.is_floating_point()]
+    dtypes = [t.dtype for t in flat_tensors(values) if t.is_floating_point()]
     return bool(dtypes) and all(dtype in HALF for dtype in dtypes)
 
 
 def _dtypes(values: Sequence[Any]) -> set[torch.dtype]:
-    return {t.dtype for t in _tensors(values) if t.dtype in _CASTABLE}
+    return {t.dtype for t in flat_tensors(values) if t.dtype in _CASTABLE}
 
 
 # --- regions -----------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Casting:
         self.policy = policy
         self.device_type = device.kind
         self._dtype = policy.storage.dtype
-        self.arithmetic, self.arithmetic_reason = policy.arithmetic_on(device)
+        self.arithmetic, _ = policy.arithmetic_on(device)
         self.way, reason = self.choose()
         self.choice = Choice(what="casting", value=self.way, reason=reason)
         self.table = None if self.way in ("none", "kernels") else self._table()

@@ -99,7 +99,7 @@ def cast_model(model: nn.Module, policy: Policy, device_type: str) -> None:
     for norm in norms:
         if not isinstance(norm, _BATCH_NORMS):
             wrap(norm, _norm_in_fp32)
-    wrap(model, _cast_ends, low)
+    wrap(model, cast_ends, low)
 
 
 def _state(module: nn.Module) -> Iterator[Tensor]:
@@ -168,7 +168,8 @@ def _cast_inputs(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwarg
     return call(*to_format(args, low), **to_format(kwargs, low))
 
 
-def _cast_ends(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+def cast_ends(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """Run ``call`` with its arguments cast to ``low``, and return what it returns in FP32."""
     return to_format(call(*to_format(args, low), **to_format(kwargs, low)), FP32.dtype)
 
 

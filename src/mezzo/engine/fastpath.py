@@ -265,7 +265,7 @@ def _alignment(case: _Case) -> list[Choice]:
     small = [side for key, group in uneven.items() if key not in large for side in group]
     if small:
         count = len({side.layer for side in small})
-        share = f"each size holds under {_SMALL_SHARE:.0%} of the multiplied weights"
+        share = f"each size has under {_SMALL_SHARE:.0%} of the multiplied weights"
         found.append(_alignment_choice(f"{count} small {_plural(count)} left", f"{share}: padding would gain little"))
     return found or [
         _alignment_choice("nothing to pad", f"every size is a multiple of {row} for {case.policy.compute}")

@@ -264,9 +264,6 @@ class KnownScale(DynamicScale):
             self._left.fill_(self.hysteresis)
             self._calm_before = self.calm
 
-    def _scale_on(self, device: torch.device) -> Tensor:
-        return self._there if self._there.device == device else self._there.to(device)
-
     def inverse(self) -> Tensor | None:
         """Return 1 / scale as an FP32 tensor on the device."""
         return self._inverse

@@ -127,10 +127,12 @@ def _say(error: BaseException | None, record: AnyRecord) -> None:
 
 @contextmanager
 def _with_processes(request: Request, training: Training) -> Iterator[Spawned]:
-    """Have processes that the script starts record what they train."""
+    """Have processes that the script starts record what they train, and keep the weights that ranks compare."""
     spawned, patches = Spawned(request), Patches()
     if request.framework == "torch" and request.observe is None:  # observers follow one process
         spawned.install(patches, training)
+    if request.rank is not None:
+        training.keep_weights(patches)
     try:
         yield spawned
     finally:

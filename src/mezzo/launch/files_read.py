@@ -139,51 +139,38 @@ def files_read(since_s: float | None) -> Iterator[FilesRead]:
 # --- libraries that open files in native code ------------------------------------------------------------------------------------
 
 
-def _reading(files: FilesRead, *, place: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper for functions that read the file named by their argument at ``place``."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def read(*args: Any, **kwargs: Any) -> Any:
-            named = args[place] if len(args) > place else next(iter(kwargs.values()), None)
-            files.read(named)
-            return original(*args, **kwargs)
-
-        return read
-
-    return wrap
+def _read(files: FilesRead, place: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that reads the file named by its argument at ``place``."""
+    files.read(args[place] if len(args) > place else next(iter(kwargs.values()), None))
+    return original(*args, **kwargs)
 
 
 def _wrap_safetensors(files: FilesRead, patches: Patches) -> None:
     for name in ("safetensors", "safetensors.torch", "safetensors.numpy"):
         if hasattr(sys.modules.get(name), "safe_open"):
-            patches.wrap(sys.modules[name], "safe_open", _reading(files, place=0))
+            patches.around(sys.modules[name], "safe_open", functools.partial(_read, files, 0))
 
 
 def _wrap_h5py(files: FilesRead, patches: Patches) -> None:
-    patches.wrap(sys.modules["h5py"].File, "__init__", _reading(files, place=1))
+    patches.around(sys.modules["h5py"].File, "__init__", functools.partial(_read, files, 1))
 
 
 def _wrap_torch(files: FilesRead, patches: Patches) -> None:
     torch = sys.modules["torch"]
-    patches.wrap(torch.jit, "load", _reading(files, place=0))
-    patches.wrap(torch, "from_file", _reading(files, place=0))
+    patches.around(torch.jit, "load", functools.partial(_read, files, 0))
+    patches.around(torch, "from_file", functools.partial(_read, files, 0))
 
 
 def _wrap_tensorflow(files: FilesRead, patches: Patches) -> None:
     file_io = importlib.import_module("tensorflow.python.lib.io.file_io")
-    patches.wrap(file_io.FileIO, "__init__", _reading(files, place=1))
+    patches.around(file_io.FileIO, "__init__", functools.partial(_read, files, 1))
     checkpoints = importlib.import_module("tensorflow.python.training.py_checkpoint_reader")
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def new_reader(prefix: Any) -> Any:
-            files.read(f"{os.fsdecode(prefix)}.index")
-            return original(prefix)
+    def new_reader(original: Callable[..., Any], prefix: Any) -> Any:
+        files.read(f"{os.fsdecode(prefix)}.index")
+        return original(prefix)
 
-        return new_reader
-
-    patches.wrap(checkpoints, "NewCheckpointReader", wrap)
+    patches.around(checkpoints, "NewCheckpointReader", new_reader)
 
 
 _NATIVE: dict[str, Callable[[FilesRead, Patches], None]] = {

@@ -40,6 +40,7 @@ from mezzo.records import (
 
 if TYPE_CHECKING:
     from mezzo.errors import MezzoError
+    from mezzo.launch.patches import Patches
     from mezzo.launch.snapshot_request import SnapshotRequest
     from mezzo.launch.trace_request import TraceRequest
     from mezzo.measure.live import Report
@@ -158,8 +159,11 @@ class Training(Protocol):
     def environment(self) -> Environment:
         """Return the machine and the versions."""
 
+    def keep_weights(self, patches: Patches) -> None:
+        """Have ``weights`` know the trained model also if the script drops it, until ``patches`` are undone."""
+
     def weights(self) -> str:
-        """Return a digest of the weights, for comparison with other processes; empty if there is none."""
+        """Return a digest of the weights, for comparison with other processes; empty if none was asked for."""
 
 
 class Switch(Protocol):

@@ -105,7 +105,7 @@ def reports_to(path: Path, *, first: Path | None = None) -> Report:
             marked = True
             with suppress(OSError):
                 first.touch(exist_ok=False)
-        with suppress(OSError):  # the folder may be gone, or the disk full: the training goes on
+        with suppress(OSError):  # the folder may be gone, or the disk full: the training continues
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             try:
                 os.write(file, json.dumps(latest).encode())

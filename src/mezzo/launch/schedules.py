@@ -47,21 +47,16 @@ class ScriptSchedules:
             if "step" in vars(kind):
                 patches.wrap(kind, "step", self._holding)
             if "__init__" in vars(kind):
-                patches.wrap(kind, "__init__", self._constructed)
+                patches.around(kind, "__init__", self._constructed)
 
-    def _constructed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _constructed(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
         """Let a scheduler step while it is constructed: that sets the first learning rate."""
-
-        @functools.wraps(original)
-        def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-            before, self._stepping = self._stepping, True
-            try:
-                original(scheduler, *args, **kwargs)
-            finally:
-                self._stepping = before
-            self.begin(scheduler)
-
-        return init
+        before, self._stepping = self._stepping, True
+        try:
+            original(scheduler, *args, **kwargs)
+        finally:
+            self._stepping = before
+        self.begin(scheduler)
 
     def _holding(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -9,7 +9,6 @@ into generators in other ways are not shifted (``random.Random(3)``, ``numpy.ran
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +32,7 @@ def shift_python(seed: int, patches: Patches) -> None:
     np.random.seed(seed)
     shift = Shift(seed)
     for owner, name in ((random, "seed"), (np.random, "seed"), (np.random, "default_rng")):
-        patches.wrap(owner, name, shift.wrap)
+        patches.around(owner, name, shift.call)
 
 
 def shift_torch(seed: int, patches: Patches) -> None:
@@ -53,7 +52,7 @@ def shift_torch(seed: int, patches: Patches) -> None:
         (torch.cuda, "manual_seed"),
         (torch.cuda, "manual_seed_all"),
     ):
-        patches.wrap(owner, name, shift.wrap)
+        patches.around(owner, name, shift.call)
     patches.replace(torch, "Generator", Generator)
 
 
@@ -63,24 +62,19 @@ class Shift:
     def __init__(self, by: int) -> None:
         self._by, self._inside = by, False
 
-    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a seed function that adds the shift to its first argument."""
-
-        @functools.wraps(original)
-        def seed(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
-                return original(*args, **kwargs)
-            self._inside = True
-            try:
-                return original(
-                    *map(self._shifted, args[:1]),
-                    *args[1:],
-                    **{name: self._shifted(value) if name in _NAMES else value for name, value in kwargs.items()},
-                )
-            finally:
-                self._inside = False
-
-        return seed
+    def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a seed function with the shift added to its first argument."""
+        if self._inside:
+            return original(*args, **kwargs)
+        self._inside = True
+        try:
+            return original(
+                *map(self._shifted, args[:1]),
+                *args[1:],
+                **{name: self._shifted(value) if name in _NAMES else value for name, value in kwargs.items()},
+            )
+        finally:
+            self._inside = False
 
     def _shifted(self, value: Any) -> Any:
         return value + self._by if isinstance(value, (int, np.integer)) else value

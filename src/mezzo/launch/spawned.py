@@ -7,7 +7,6 @@ and managers are left as they are. Imports no torch: a process that does not tra
 
 from __future__ import annotations
 
-import functools
 import multiprocessing.process
 import os
 import subprocess
@@ -53,6 +52,10 @@ def run_function(request: Request, action: Callable[[], Any]) -> int:
         if training is None:
             train = training_in(request.framework)
             training = stack.enter_context(train(request.policy, seed=request.seed, observe=request.observe))
+        if request.rank is not None:
+            patches = Patches()
+            stack.callback(patches.undo)
+            training.keep_weights(patches)
         exit_code, error = guarded(action)
         exit_code, error = guarded(training.close_update, before=(exit_code, error))
         if training.num_updates or exit_code:
@@ -92,30 +95,22 @@ class Spawned:
         """Have processes that are started from now on record what they train, until ``patches`` are undone."""
         _CURRENT.append(training)
         patches.on_undo(_CURRENT.pop)
-        patches.wrap(multiprocessing.process.BaseProcess, "start", self._starting)
-        patches.wrap(subprocess.Popen, "__init__", self._opening)
+        patches.around(multiprocessing.process.BaseProcess, "start", self._starting)
+        patches.around(subprocess.Popen, "__init__", self._opening)
 
-    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def start(process: Any, *args: Any, **kwargs: Any) -> Any:
-            target = getattr(process, "_target", None)
-            if os.getpid() != self._own or target is None or not _may_train(target):
-                return original(process, *args, **kwargs)
-            process._target = Recorded(target, self._next(self._request).model_dump_json())
+    def _starting(self, original: Callable[..., Any], process: Any, *args: Any, **kwargs: Any) -> Any:
+        target = getattr(process, "_target", None)
+        if os.getpid() != self._own or target is None or not _may_train(target):
             return original(process, *args, **kwargs)
+        process._target = Recorded(target, self._next(self._request).model_dump_json())
+        return original(process, *args, **kwargs)
 
-        return start
-
-    def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def init(process: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-            own = self._arguments(args) if os.getpid() == self._own and _names_a_rank(kwargs.get("env")) else None
-            if own is not None:
-                request = self._request.model_copy(update={"target": self._target, "arguments": tuple(own)})
-                args = [sys.executable, "-m", "mezzo.launch.child", self._next(request).packed()]
-            return original(process, args, *rest, **kwargs)
-
-        return init
+    def _opening(self, original: Callable[..., Any], process: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        own = self._arguments(args) if os.getpid() == self._own and _names_a_rank(kwargs.get("env")) else None
+        if own is not None:
+            request = self._request.model_copy(update={"target": self._target, "arguments": tuple(own)})
+            args = [sys.executable, "-m", "mezzo.launch.child", self._next(request).packed()]
+        return original(process, args, *rest, **kwargs)
 
     def _arguments(self, command: Any) -> Sequence[str] | None:
         """Return the script's arguments in a command that starts it anew; None for any other command."""

@@ -10,6 +10,7 @@ from mezzo.errors import ScriptError
 if TYPE_CHECKING:
     from mezzo.launch.guard_request import GuardRequest
     from mezzo.launch.model_changes import ModelChanges
+    from mezzo.launch.patches import Patches
     from mezzo.launch.snapshot_request import SnapshotRequest
     from mezzo.launch.step_limit import StepLimit
     from mezzo.launch.trace_request import TraceRequest
@@ -67,6 +68,9 @@ class WithoutPyTorch:
     def findings(self) -> list[Finding]:
         """Return an empty list: only PyTorch's mixed precision is checked."""
         return []
+
+    def keep_weights(self, patches: Patches) -> None:
+        """Keep nothing: several processes are compared in PyTorch only."""
 
     def weights(self) -> str:
         """Return nothing: several processes are compared in PyTorch only."""

@@ -63,7 +63,7 @@ class Numbers:
         return ctypes.c_float.from_address(chunk.data_ptr() + 4 * (number % _CHUNK)).value
 
     def send(self) -> None:
-        """Send the numbers of a CUDA device to the host without waiting, or take up those that have arrived."""
+        """Send the numbers of a CUDA device to the host without waiting, or collect those that have arrived."""
         if self.device.type != "cuda":
             return
         if self._sent is None:

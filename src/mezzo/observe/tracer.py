@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.engine import emulation
+from mezzo.engine.autocast_kernels import flat_tensors
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 from mezzo.measure.flops import COUNTS, OperandFormats
 from mezzo.observe.backward_nodes import BackwardNodes, ThreadNodes
@@ -189,7 +190,7 @@ class Tracer(TorchDispatchMode):
             if number != local.number:
                 self._place_again(number, node, entry)
             if not local.found:
-                self._backward_nodes.await_node(local, args, _flat((result,)))
+                self._backward_nodes.await_node(local, args, flat_tensors((result,)))
         if kind == _SILENT:
             if node is not None and node.number == LAST_NUMBER:  # the first value of a gradient that was None
                 self._note((func, entry, node, *_both(args, result), False, False, None, "", True, False))
@@ -250,7 +251,7 @@ class Tracer(TorchDispatchMode):
 
     def _product(self, func: Any, result: Any, args: Sequence[Any]) -> TracedProduct:
         flops = self._counts[id(func)](result, *args)
-        tensors = [t for t in (*_flat(args), *_flat((result,))) if t.layout is torch.strided]
+        tensors = [t for t in (*flat_tensors(args), *flat_tensors((result,))) if t.layout is torch.strided]
         operands = [(tuple(t.shape), t.stride(), _alignment(t)) for t in tensors]
         rest = tuple([a for a in args if type(a) in _NO_TENSORS or not isinstance(a, Tensor)])
         product = TracedProduct(self._format(func, args), flops, operands, self._local.made, rest)
@@ -332,17 +333,7 @@ def _both(args: Sequence[Any], result: Any) -> tuple[list[Meta], list[Meta]]:
 
 
 def _bare_metas(values: Iterable[Any]) -> list[Meta]:
-    return [(0, t.dtype, t.numel() * t.itemsize) for t in _flat(values)]
-
-
-def _flat(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _flat(value)
-    return found
+    return [(0, t.dtype, t.numel() * t.itemsize) for t in flat_tensors(values)]
 
 
 def _alignment(tensor: Tensor) -> int:

@@ -25,6 +25,7 @@ from mezzo.report.sheets import (
     tune,
 )
 from mezzo.report.sheets.answers import Answer
+from mezzo.report.sheets.shared import Sheet
 
 
 def _nothing(sheet: Any, console: Console) -> None:
@@ -35,8 +36,8 @@ def _nothing(sheet: Any, console: Console) -> None:
 class View:
     """How records of one kind are shown. The page's template is named after the kind; its charts are in ``mezzo.report.figures``."""
 
-    sheet: Callable[[Any], Any]
-    """From a record to its sentences and numbers as they are shown, with ``title``, ``headline``, ``environment`` and ``command``."""
+    sheet: Callable[[Any], Sheet]
+    """From a record to its sentences and numbers as they are shown."""
     body: Callable[[Any, Console], None]
     """Prints a sheet's answer to the terminal: what it found, and what to write."""
     answer: Callable[[Any, Any], Answer]

@@ -47,6 +47,24 @@ def test_values_come_back_with_their_types(value: Any) -> None:
     assert typed(through_json(value)) == typed(value)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "order"),
+    [
+        (torch.zeros(2, 3), None),
+        (torch.zeros(2, 6)[:, ::2], None),  # with gaps: written without them
+        (torch.zeros(3, 2).t(), [1, 0]),
+        (torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last), [0, 2, 3, 1]),
+    ],
+)
+def test_only_an_unusual_order_of_dimensions_is_written(tensor: torch.Tensor, order: list[int] | None) -> None:
+    assert take_apart(tensor)[0].get("order") == order
+
+
+def test_a_tensor_is_never_called_what_the_file_calls_its_header() -> None:
+    _, tensors = take_apart({"__metadata__": torch.zeros(1)})
+    assert [*tensors] == ["__metadata__'"]
+
+
 def test_dicts_keep_their_kinds() -> None:
     state = {
         "milestones": Counter([3, 3, 5]),

@@ -225,10 +225,17 @@ def read(out: str) -> CompareRecord:
     return record
 
 
-def until(true: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 300
-    while not true() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.1)
+def killed_after(ended: Callable[[], list[Path]], command: list[str], log: Path) -> list[Path]:
+    """Run a command, kill it when two of its runs have ended, and return the records of those that had."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+        last = time.monotonic() + 300
+        while len(ended()) < 2 and process.poll() is None and time.monotonic() < last:
+            time.sleep(0.1)
+        process.kill()
+        process.wait()
+    assert ended(), log.read_text()
+    return ended()
 
 
 @pytest.mark.slow
@@ -241,14 +248,9 @@ def test_a_worker_killed_and_the_command_killed_the_record_is_the_same(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT, encoding="utf-8")
     options = ("--on", cluster, "--jobs", "2")
-    whole = Path("out").glob
-    with Path("first.log").open("wb") as log:
-        first = subprocess.Popen(comparison(*options, out="out"), stdout=log, stderr=log)
-        until(lambda: len([*whole("*/record.json")]) >= 2, first)
-        first.kill()
-        first.wait()
-    finished = {path.parent.name for path in whole("*/record.json")}
-    assert finished
+    first = comparison(*options, out="out")
+    records = killed_after(lambda: [*Path("out").glob("*/record.json")], first, Path("first.log"))
+    finished = {path.parent.name for path in records}
     told = subprocess.run(comparison("--resume", *options, out="out"), capture_output=True, text=True, timeout=900)
     assert told.returncode == 0, told.stderr
     names = [f"{policy}-seed{seed}" for policy in ("fp32", "bf16") for seed in range(SEEDS)]
@@ -276,12 +278,9 @@ def test_a_search_and_a_check_on_a_cluster_end_as_in_one_process(
         pytest.skip(f"{LIBRARIES[cluster]} is not installed: pip install 'mezzo[cluster]'")
     monkeypatch.chdir(tmp_path)
     options, name = ("--on", cluster, "--jobs", "2"), cluster.partition(":")[0]
-    first = subprocess.Popen(search(*options, out="out"), stderr=subprocess.DEVNULL)
-    until(lambda: len([*Path("out/runs").glob("*.record.json")]) >= 2, first)
-    first.kill()
-    first.wait()
-    before = {path: path.stat().st_mtime_ns for path in Path("out/runs").glob("*.record.json")}
-    assert before
+    first = search(*options, out="out")
+    records = killed_after(lambda: [*Path("out/runs").glob("*.record.json")], first, Path("first.log"))
+    before = {path: path.stat().st_mtime_ns for path in records}
     told = subprocess.run(search("--resume", *options, out="out"), capture_output=True, text=True, timeout=900)
     assert told.returncode == 0, told.stderr
     assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing that had finished ran again

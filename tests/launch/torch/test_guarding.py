@@ -15,6 +15,7 @@ from fake_cuda import Operations
 from helpers_launch import children_in_this_process
 from mezzo.engine.guardrails.alarms import Seen
 from mezzo.launch.guard_request import GuardRequest
+from mezzo.launch.patches import Patches
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.launch.snapshot_request import SnapshotRequest
@@ -192,11 +193,14 @@ def test_the_weights_of_a_stopped_script_are_known_though_its_model_is_gone() ->
             (model(torch.ones(4, 2)).mean() * (1.0 if step < 8 else float("nan"))).backward()
             optimizer.step()
 
+    patches = Patches()
     with training(None, seed=0, observe=None) as running:
+        running.keep_weights(patches)
         running.begin_guard(GuardRequest(action="stop"))
         with suppress(StopScript):  # pytest.raises would keep the frames
             script()
         gc.collect()
         assert running.guardrails().stopped
         assert not running._run.optimizers
-        assert running._weights.text()
+        assert running.weights()
+    patches.undo()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch import training
 from mezzo.launch.torch.weights_digest import digest
 
 BASE = [torch.arange(6.0).reshape(2, 3), torch.ones(2, dtype=torch.bfloat16)]
@@ -35,3 +38,19 @@ def test_complex_and_strided_weights() -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     assert digest([weight.t()]) == digest([weight.t().contiguous()])
     assert digest([torch.complex(weight, weight)]) != digest([torch.complex(weight, -weight)])
+
+
+def test_the_digest_is_taken_only_where_it_is_read() -> None:
+    destroy, patches = dist.destroy_process_group, Patches()
+    with training(None, seed=None, observe=None) as script:
+        assert dist.destroy_process_group is destroy
+        weight = nn.Parameter(torch.ones(3))
+        weight.sum().backward()
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        optimizer.step()
+        assert script.weights() == ""
+        script.keep_weights(patches)
+        assert dist.destroy_process_group is not destroy
+        patches.undo()
+        assert dist.destroy_process_group is destroy
+        assert script.weights() == digest([torch.full((3,), 0.5)])

@@ -66,6 +66,15 @@ def test_what_is_the_same_and_what_torch_keeps_is_no_change(change: Callable[[Ho
     assert before.changed() == {}
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_what_a_hook_makes_anew_from_parameters_is_no_change(norm: Callable[[nn.Module], nn.Module]) -> None:
+    model = norm(nn.Linear(2, 2))
+    before = Attributes(model)
+    model(torch.ones(1, 2))
+    assert before.changed() == {}
+
+
 class Counts(nn.Module):
     """Counts its calls, and makes a constant once."""
 

@@ -190,3 +190,13 @@ def test_a_refused_call_is_no_candidate() -> None:
     traced.calls[0].refused = "an input is changed in place later"
     assert [candidate.call.module for candidate in candidates_of(traced)] == ["m1"]
     assert Paths(traced, candidates_of(traced), 10**9, slack=0).shortest() == {}
+
+
+def test_a_call_may_keep_its_products_unless_it_has_none_or_they_are_refused() -> None:
+    """``every_plan`` takes its ways from the candidates themselves, and so cannot miss one."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Sigmoid()), nn.Sequential(nn.Tanh(), nn.Tanh()))
+    traced = trace(model, lambda m: m(torch.randn(8, 8)))
+    found = {one.call.module: [*one.regions] for one in candidates_of(traced)}
+    assert (found["0"], found["1"]) == (["inputs", "products"], ["inputs"])
+    next(call for call in traced.calls if call.module == "0").products_refused = "its output is changed in place"
+    assert {one.call.module: [*one.regions] for one in candidates_of(traced)}["0"] == ["inputs"]

@@ -318,6 +318,11 @@ def test_the_metric_has_to_pass_too(metrics: list[float | None], verdict: str) -
     assert row_of(base + with_metric("bf16", metrics, name="perplexity")).verdict == verdict
 
 
+def test_the_baselines_row_names_what_the_others_are_compared_with() -> None:
+    rows = judge(with_metric("fp32", [8.0] * 3, name="loss_ema") + with_metric("bf16", [8.0] * 3, name="loss_ema")).rows
+    assert rows[0].reason == "the others are compared with its loss 1 and loss_ema 8"
+
+
 def with_metrics(policy: str, metrics: list[Metric | None]) -> list[RunRecord]:
     return [run(policy, falling(1.0), seed=i).model_copy(update={"metric": m}) for i, m in enumerate(metrics)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mezzo.gpus import gpu_named
@@ -29,6 +31,23 @@ def test_layers_are_chosen_as_the_policy_chooses_them() -> None:
     assert found.sentence.startswith("1 of 4 linear layers runs in FP8, the others in BF16 (")
     for reason in ("1: too small to gain", "1: a size is no multiple of 16", "1: the last layer"):
         assert reason in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "phase", "runs"),
+    [
+        ("addmm", "fp16", "forward", True),
+        ("mm", "bf16", "backward", True),
+        ("bmm", "fp16", "forward", False),  # a product of activations
+        ("mm", "fp32", "forward", False),
+        ("mm", "fp16", "optimizer", False),
+    ],
+)
+def test_only_16_bit_products_of_linear_layers_run_in_fp8(name: str, form: str, phase: Phase, runs: bool) -> None:
+    layers = [product("large", 4096, 4096, 4096), product("head", 4096, 4096, 4096)]
+    other = product("large", 4096, 4096, 4096, phase)
+    found = fp8_layers([*layers, dataclasses.replace(other, name=name, format=form)])
+    assert found.chosen.tolist() == [True, False, runs]
 
 
 def test_a_model_without_linear_layers() -> None:

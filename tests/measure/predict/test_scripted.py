@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from mezzo.errors import UsageError
 from mezzo.measure.predict.memory import bytes_by_kind
-from mezzo.measure.predict.script_process import record_script
-from mezzo.measure.predict.scripted import tape_of_script
+from mezzo.measure.predict.script_process import recorded
+from mezzo.measure.predict.scripted import TapeRequest, recorded_tapes
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
@@ -48,6 +48,16 @@ def _written(folder: Path, text: str) -> str:
     return str(path)
 
 
+def _recorded_here(script: str, arguments: list[str], policy: str) -> Tape | None:
+    return recorded(TapeRequest(script=script, arguments=arguments, policy=policy), Policy.parse(policy)).tape
+
+
+def _recorded(script: str, policy: str) -> Tape:
+    tape = recorded_tapes([TapeRequest(script=script, arguments=[], policy=policy)])[0].tape
+    assert tape is not None
+    return tape
+
+
 def _called(policy: str) -> Tape:
     def loss(model: nn.Module, inputs: Any) -> tuple[Tensor, Any]:
         return nn.functional.cross_entropy(model(inputs["x"]), inputs["y"]), None
@@ -64,7 +74,7 @@ def _called(policy: str) -> Tape:
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16"])
 def test_a_script_has_the_tape_of_its_model(policy: str, tmp_path: Path) -> None:
-    tape = record_script(_written(tmp_path, SCRIPT), ["4"], Policy.parse(policy))
+    tape = _recorded_here(_written(tmp_path, SCRIPT), ["4"], policy)
     wanted = _called(policy)
     assert tape is not None
 
@@ -80,11 +90,7 @@ def test_a_script_has_the_tape_of_its_model(policy: str, tmp_path: Path) -> None
 
 def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
     path = _written(tmp_path, SCRIPT)
-    flops = [
-        sum(op.flops for op in tape.operations)
-        for n in ("4", "8")
-        if (tape := record_script(path, [n], Policy.parse("fp32")))
-    ]
+    flops = [sum(op.flops for op in tape.operations) for n in ("4", "8") if (tape := _recorded_here(path, [n], "fp32"))]
     assert flops[1] == 2 * flops[0]
 
 
@@ -114,7 +120,7 @@ def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
 )
 def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
-        tape_of_script(_written(tmp_path, text), [], "fp32")
+        _recorded(_written(tmp_path, text), "fp32")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +131,7 @@ def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None
 )
 def test_what_is_refused(script: str, policy: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        tape_of_script(script, [], policy)
+        _recorded(script, policy)
 
 
 IN_A_JOB = """
@@ -145,4 +151,4 @@ def test_a_script_is_traced_as_one_process(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "train.py").write_text(IN_A_JOB, encoding="utf-8")
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert tape_of_script(str(tmp_path / "train.py"), [], "fp32").step_starts
+    assert _recorded(str(tmp_path / "train.py"), "fp32").step_starts

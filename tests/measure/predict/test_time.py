@@ -10,7 +10,7 @@ import pytest
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.constants import Constants, family, fitted
 from mezzo.measure.predict.tape import Operation, Shape
-from mezzo.measure.predict.time import Card, Columns, operation_bounds, step_seconds
+from mezzo.measure.predict.time import Card, Columns, longer_of, operation_bounds
 
 V100, A100, MI210 = gpu_named("v100-16gb"), gpu_named("a100-80gb"), gpu_named("mi210")
 IDEAL = Constants(
@@ -41,6 +41,11 @@ NO_SHAPE = Shape()
 
 def _operation(form: str, *, flops: int = 0, moved: int = 0, shape: Shape = NO_SHAPE, name: str = "mm") -> Operation:
     return Operation(name, "forward", "", form, flops, moved, 0, shape)
+
+
+def step_seconds(ops: Columns, card: Card, constants: Constants) -> float:
+    device = float(operation_bounds(ops, card, constants).total.sum())
+    return float(longer_of(device, float(ops.count.sum()) * constants.launch_s))
 
 
 # 80 x 1 tiles of 128 x 64 on the V100's 80 multiprocessors: nothing is wasted.

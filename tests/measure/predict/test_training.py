@@ -102,6 +102,14 @@ def test_bytes_by_kind(optimizer: Callable[[Any], torch.optim.Optimizer], state_
     assert found["inputs"] == 4 * 4 * 8
 
 
+@pytest.mark.parametrize(("policy", "optimizer_bytes"), [("fp16-master", 4 + 2 * 4), ("fp16-pure", 2 * 2)])
+def test_masters_are_bytes_of_the_optimizer(policy: str, optimizer_bytes: int) -> None:
+    tape = _tape(_mlp, 8, policy=policy, optimizer=torch.optim.AdamW)
+    numbers = 8 * 16 + 16 + 16 * 2 + 2
+    found = bytes_by_kind(tape, until=tape.backward_starts[-1])
+    assert (found["parameters"], found["optimizer"]) == (2 * numbers, optimizer_bytes * numbers)
+
+
 def test_tied_weights_are_one_block() -> None:
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))

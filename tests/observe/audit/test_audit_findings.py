@@ -171,4 +171,5 @@ def one_product(flops: int, *, form: str = "bf16") -> list[object]:
 
     running = Running(form, flops, [], 0)
     noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False, False)
-    return [TracedOperation("mm", "a", "forward", (form,), (form,), 1, noted, flops, form, running)]
+    row = {"op": "mm", "module": "a", "phase": "forward", "inputs": (form,), "outputs": (form,), "bytes": 1}
+    return [TracedOperation(**row, noted=noted, flops=flops, format=form, product=running)]

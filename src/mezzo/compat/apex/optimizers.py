@@ -20,7 +20,17 @@ _CORRECTED = 2.0**23
 """A number of steps after which Adam's bias corrections are 1 in every precision, and which FP32 still counts from."""
 
 
-class FusedAdam(AdamW):
+class _Fused(OnePass):
+    """The part of Apex' interface that both optimizers have."""
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, by default as ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class FusedAdam(_Fused, AdamW):
     """AdamW, or Adam with ``adam_w_mode=False``.
 
     Args:
@@ -72,10 +82,6 @@ class FusedAdam(AdamW):
         own = {"adam_w_mode": self.adam_w_mode, "set_grad_none": self.set_grad_none}
         return {**super().__getstate__(), **own, "_factor": torch.ones(())}
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, by default as ``set_grad_none`` says."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
     def step(self, closure: Callable[[], Any] | None = None, **retired: Any) -> Any:
         """Update all parameters that have a gradient; return what ``closure`` did.
 
@@ -113,7 +119,7 @@ class FusedAdam(AdamW):
             state["step"].fill_(_CORRECTED)
 
 
-class FusedSGD(SGD):
+class FusedSGD(_Fused, SGD):
     """Stochastic gradient descent with momentum, as torch defines it.
 
     Args:
@@ -156,10 +162,6 @@ class FusedSGD(SGD):
     def __getstate__(self) -> dict[str, Any]:
         own = {"set_grad_none": self.set_grad_none, "materialize_master_grads": self.materialize_master_grads}
         return {**super().__getstate__(), **own}
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, by default as ``set_grad_none`` says."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; return what ``closure`` did."""

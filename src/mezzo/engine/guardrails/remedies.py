@@ -1,4 +1,4 @@
-"""What goes on differently after a return to a snapshot: the same again would end the same.
+"""What changes after a return to a snapshot: an unchanged run would end the same way.
 
     loss spike, loss not finite, stuck updates    half the learning rate, of the schedule too
     skip storm, scale at its floor                a loss scale 16 times smaller; where there is none to change, half the learning rate
@@ -30,7 +30,7 @@ def apply_remedy(
     schedulers: Iterable[Any],
     scales: Iterable[Any],
 ) -> list[Reason]:
-    """Change what goes on after a return to a snapshot; return the changes, none where nothing helps.
+    """Change the training after its return to a snapshot; return the changes, none if nothing helps.
 
     Args:
         kind: the alarm.

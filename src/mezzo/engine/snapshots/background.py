@@ -1,4 +1,4 @@
-"""Write snapshots while training goes on: copy the state first, then write the copy in a thread.
+"""Write snapshots while training continues: copy the state first, then write the copy in a thread.
 
 What it costs: the training thread waits for the copy (memory bandwidth: some 0.1 s a GB), and the host keeps one copy of the
 state until the next save reuses it. Checksum, writing and fsync run in the thread, outside Python's lock.
@@ -38,7 +38,7 @@ class Saving:
         except OSError as error:
             self._error = SnapshotError(
                 f"could not write the snapshot {str(self.path)!r}: {error.strerror or error}; the snapshots before it are untouched",
-                hint="free space on that disk or choose another folder; training can go on",
+                hint="free space on that disk or choose another folder; training can continue",
             )
         except MezzoError as error:
             self._error = error

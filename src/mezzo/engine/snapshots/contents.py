@@ -1,4 +1,4 @@
-"""What a snapshot of a session holds beside its state dict, and how a session takes it up whole or not at all."""
+"""What a snapshot of a session has beside its state dict, and how a session loads all of it or none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def contents_of(session: Session, extra: Any = None) -> dict[str, Any]:
     """Return everything of a session that a resumed run needs to be bit-identical, an open window included.
 
-    Tensors are those that training changes: copy them before it goes on.
+    Tensors are those that training changes: copy them before it continues.
     """
     parameters = all_parameters(session.models, session.optimizers)
     is_open = session._window.calls > 0
@@ -51,7 +51,7 @@ def set_contents(
     Args:
         session: what takes it up.
         contents: what ``contents_of`` returned.
-        in_all: is told whether it fits here, and returns whether it fits in all processes.
+        in_all: called with whether it fits here; returns whether it fits in all processes.
 
     Raises:
         SnapshotError: it is of another model, or of an open window of another policy or length.

@@ -28,7 +28,7 @@ ALLOWED = "numbers, texts, bytes, None, tensors, NumPy arrays, and dicts, lists,
 def take_apart(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """Return ``state`` as a JSON value, and its tensors by their places in it; a tensor that occurs twice is named once.
 
-    The tensors are those of ``state`` themselves: copy them before training goes on.
+    The tensors are those of ``state`` themselves: copy them before training continues.
 
     Raises:
         SnapshotError: it holds a value of a type that cannot be saved.

@@ -7,7 +7,6 @@ A step is open until the next backward pass begins, as in a script of PyTorch's 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 import threading
@@ -108,8 +107,8 @@ class ObservedKeras:
     def install(self, patches: Patches) -> None:
         """Begin to observe, until ``patches`` are undone."""
         backend = importlib.import_module("keras.src.backend")
-        patches.wrap(backend, "compute_output_spec", _unseen)
-        patches.wrap(torch, "compile", self._never_compile)
+        patches.around(backend, "compute_output_spec", _unseen)
+        patches.around(torch, "compile", self._never_compile)
         name_products(patches, on_use=self._emulated)
         self.observer.start()
         patches.on_undo(self.observer.close)
@@ -117,15 +116,11 @@ class ObservedKeras:
     def _emulated(self) -> None:
         self.emulates = True
 
-    def _never_compile(self, original: Call) -> Call:
-        @functools.wraps(original)
-        def compile(model: Any = None, **kwargs: Any) -> Any:
-            if model is None:
-                return lambda function: function
-            self.observer.forced_eager = True
-            return model
-
-        return compile
+    def _never_compile(self, original: Call, model: Any = None, **kwargs: Any) -> Any:
+        if model is None:
+            return lambda function: function
+        self.observer.forced_eager = True
+        return model
 
     # --- layers ----------------------------------------------------------------------------------------------------------------
 
@@ -240,15 +235,10 @@ def unobserved() -> AbstractContextManager[Any]:
     return _disable_current_modes() if torch.utils._python_dispatch._get_current_dispatch_mode() else nullcontext()
 
 
-def _unseen(original: Call) -> Call:
+def _unseen(original: Call, *args: Any, **kwargs: Any) -> Any:
     """Infer shapes, which runs layers on invented values, out of every observer's sight."""
-
-    @functools.wraps(original)
-    def infer(*args: Any, **kwargs: Any) -> Any:
-        with unobserved():
-            return original(*args, **kwargs)
-
-    return infer
+    with unobserved():
+        return original(*args, **kwargs)
 
 
 def _with_hooks(original: Call, layer: Any, args: Any, kwargs: Any, returned: torch.dtype | None) -> Any:

@@ -56,9 +56,9 @@ class JaxBackend:
         patches.wrap(jax, "value_and_grad", self._value_and_grad)
         base = importlib.import_module("keras.src.optimizers.base_optimizer").BaseOptimizer
         for owner in (base, keras.optimizers.LossScaleOptimizer):
-            patches.wrap(owner, "stateless_apply", self._stateless_apply)
+            patches.around(owner, "stateless_apply", self._stateless_apply)
         trainer = importlib.import_module("keras.src.backend.jax.trainer").JAXTrainer
-        patches.wrap(trainer, "make_train_function", self._make_train_function)
+        patches.around(trainer, "make_train_function", self._make_train_function)
         on = None if self._run.policy is None else tf32_of(self._run.policy)
         if on is not None:
             before = jax.config.jax_default_matmul_precision
@@ -128,19 +128,17 @@ class JaxBackend:
 
         return value_and_grad
 
-    def _stateless_apply(self, original: Method) -> Method:
-        @functools.wraps(original)
-        def apply(optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-            run = self._run
-            if run.local.in_apply:
-                return original(optimizer, optimizer_variables, grads, trainable_variables)
-            run.local.in_apply = True
-            try:
-                return self._update(original, optimizer, optimizer_variables, list(grads), trainable_variables)
-            finally:
-                run.local.in_apply = False
-
-        return apply
+    def _stateless_apply(
+        self, original: Method, optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> Any:
+        run = self._run
+        if run.local.in_apply:
+            return original(optimizer, optimizer_variables, grads, trainable_variables)
+        run.local.in_apply = True
+        try:
+            return self._update(original, optimizer, optimizer_variables, list(grads), trainable_variables)
+        finally:
+            run.local.in_apply = False
 
     def _update(self, original: Method, optimizer: Any, held: Any, grads: list[Any], trained: Any) -> Any:
         run, variables = self._run, optimizer.variables
@@ -194,16 +192,12 @@ class JaxBackend:
 
     # --- fit -----------------------------------------------------------------------------------------------------------------------
 
-    def _make_train_function(self, original: Method) -> Method:
-        @functools.wraps(original)
-        def make(model: Any, force: bool = False) -> None:
-            before = model.train_function
-            self._count_steps_of(type(model))
-            original(model, force)
-            if model.train_function is not before:
-                model.train_function = self._waiting(model.train_function)
-
-        return make
+    def _make_train_function(self, original: Method, model: Any, force: bool = False) -> None:
+        before = model.train_function
+        self._count_steps_of(type(model))
+        original(model, force)
+        if model.train_function is not before:
+            model.train_function = self._waiting(model.train_function)
 
     def _waiting(self, train: Method) -> Method:
         @functools.wraps(train)
@@ -218,16 +212,12 @@ class JaxBackend:
         stepping = next(base for base in kind.__mro__ if "train_step" in vars(base))
         if self._patches is not None and stepping not in self._counting:
             self._counting.add(stepping)
-            self._patches.wrap(stepping, "train_step", self._counted)
+            self._patches.around(stepping, "train_step", self._counted)
 
-    def _counted(self, original: Method) -> Method:
-        @functools.wraps(original)
-        def step(model: Any, state: Any, data: Any) -> Any:
-            if not self._run.flops:
-                self._count(functools.partial(original, model), state, data)
-            return original(model, state, data)
-
-        return step
+    def _counted(self, original: Method, model: Any, state: Any, data: Any) -> Any:
+        if not self._run.flops:
+            self._count(functools.partial(original, model), state, data)
+        return original(model, state, data)
 
     def _count(self, step: Method, state: Any, data: Any) -> None:
         """Trace a step once more, and count its products."""

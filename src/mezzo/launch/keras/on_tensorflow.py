@@ -9,7 +9,6 @@ The second eager step is counted operation by operation; that of a traced functi
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -52,9 +51,9 @@ class TensorFlowBackend:
 
     def install(self, patches: Patches) -> None:
         """Patch the tape and the calls of traced functions; set TF32 under a policy that casts nothing."""
-        patches.wrap(tf.GradientTape, "gradient", self._gradient)
+        patches.around(tf.GradientTape, "gradient", self._gradient)
         traced = importlib.import_module("tensorflow.python.eager.polymorphic_function.polymorphic_function")
-        patches.wrap(traced.Function, "__call__", self._call)
+        patches.around(traced.Function, "__call__", self._call)
         on = None if self._run.policy is None else tf32_of(self._run.policy)
         if on is not None:
             before = tf.config.experimental.tensor_float_32_execution_enabled()
@@ -120,45 +119,44 @@ class TensorFlowBackend:
 
     # --- backward passes -------------------------------------------------------------------------------------------------------
 
-    def _gradient(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def gradient(
-            tape: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any
-        ) -> Any:
-            run = self._run
-            if run.local.in_apply or not any(map(_is_variable, tf.nest.flatten(sources))):
-                return original(tape, target, sources, output_gradients, *args, **kwargs)
-            losses = tf.nest.flatten(target)
-            origins = [run.unscaled(loss) for loss in losses]
-            run.has_backward = True
-            self._ledger.loss([o if o is not None else t for o, t in zip(origins, losses, strict=True)])
-            run.is_unscaled = run.scales and all(o is None for o in origins)
-            if not run.is_unscaled:
-                return original(tape, target, sources, output_gradients, *args, **kwargs)
-            scale = self.read(run.scale)
-            given = [None] * len(losses) if output_gradients is None else tf.nest.flatten(output_gradients)
-            seeds = [_seed(loss, seed, scale) for loss, seed in zip(losses, given, strict=True)]
-            found = original(tape, losses, sources, seeds, *args, **kwargs)
-            return tf.nest.map_structure(lambda g: None if g is None else _divided(g, scale), found)
-
-        return gradient
+    def _gradient(
+        self,
+        original: Callable[..., Any],
+        tape: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        run = self._run
+        if run.local.in_apply or not any(map(_is_variable, tf.nest.flatten(sources))):
+            return original(tape, target, sources, output_gradients, *args, **kwargs)
+        losses = tf.nest.flatten(target)
+        origins = [run.unscaled(loss) for loss in losses]
+        run.has_backward = True
+        self._ledger.loss([o if o is not None else t for o, t in zip(origins, losses, strict=True)])
+        run.is_unscaled = run.scales and all(o is None for o in origins)
+        if not run.is_unscaled:
+            return original(tape, target, sources, output_gradients, *args, **kwargs)
+        scale = self.read(run.scale)
+        given = [None] * len(losses) if output_gradients is None else tf.nest.flatten(output_gradients)
+        seeds = [_seed(loss, seed, scale) for loss, seed in zip(losses, given, strict=True)]
+        found = original(tape, losses, sources, seeds, *args, **kwargs)
+        return tf.nest.map_structure(lambda g: None if g is None else _divided(g, scale), found)
 
     # --- traced functions ------------------------------------------------------------------------------------------------------
 
-    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-            self._calls.append(function)
-            try:
-                result = original(function, *args, **kwargs)
-            finally:
-                self._calls.pop()
-            if not self._calls and id(function) in self._updating:
-                self._ledger.collect()
-                self._count_graph()
-            return result
-
-        return call
+    def _call(self, original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._calls.append(function)
+        try:
+            result = original(function, *args, **kwargs)
+        finally:
+            self._calls.pop()
+        if not self._calls and id(function) in self._updating:
+            self._ledger.collect()
+            self._count_graph()
+        return result
 
     def _batch_size(self) -> Any:
         known = self._input

@@ -5,7 +5,6 @@ One step, the second, is counted by ``measure.flops`` and ``measure.memory`` as 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -42,13 +41,13 @@ class TorchBackend:
 
     def install(self, patches: Patches) -> None:
         """Patch torch's backward pass and Keras' variables."""
-        patches.wrap(torch.autograd, "backward", self._backward)
+        patches.around(torch.autograd, "backward", self._backward)
         if self._run.observed is not None:
             self._counted = True  # one mode at a time: the observer counts
             self._run.observed.install(patches)
         variable = importlib.import_module("keras.src.backend.torch.core").Variable
         if self._run.scales:
-            patches.wrap(variable, "_initialize", self._initialize)
+            patches.around(variable, "_initialize", self._initialize)
         run = self._run
         policy = run.policy
         if policy is not None and not policy.lowers:
@@ -100,25 +99,23 @@ class TorchBackend:
         """Return the type of the device of the trained variables."""
         return next((str(v.value.device.type) for v in self._run.variables.values()), "cpu")
 
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            run = self._run
-            if run.local.in_apply:
-                return original(tensors, grad_tensors, *args, **kwargs)
-            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            origins = [run.unscaled(loss) for loss in losses]
-            given = [o if o is not None else t for o, t in zip(origins, losses, strict=True)]
-            self._losses += [loss.detach().sum() for loss in given]
-            run.has_backward = True
-            if self._count is not None:
-                self._saved.backward_begins()
-            run.is_unscaled = run.scales and all(o is None for o in origins)
-            scaled = any(o is not None for o in origins)
-            with nullcontext() if run.observed is None else self._observed(given, scaled=scaled):
-                return self._run_engine(original, losses, tensors, grad_tensors, *args, **kwargs)
-
-        return backward
+    def _backward(
+        self, original: Callable[..., Any], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        run = self._run
+        if run.local.in_apply:
+            return original(tensors, grad_tensors, *args, **kwargs)
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        origins = [run.unscaled(loss) for loss in losses]
+        given = [o if o is not None else t for o, t in zip(origins, losses, strict=True)]
+        self._losses += [loss.detach().sum() for loss in given]
+        run.has_backward = True
+        if self._count is not None:
+            self._saved.backward_begins()
+        run.is_unscaled = run.scales and all(o is None for o in origins)
+        scaled = any(o is not None for o in origins)
+        with nullcontext() if run.observed is None else self._observed(given, scaled=scaled):
+            return self._run_engine(original, losses, tensors, grad_tensors, *args, **kwargs)
 
     def _run_engine(
         self, engine: Callable[..., Any], losses: list[Tensor], tensors: Any, given: Any, *args: Any, **kwargs: Any
@@ -150,14 +147,10 @@ class TorchBackend:
         assert self._divides is not None
         return (torch.ones_like(loss) if given is None else given) * self._divides.to(loss.dtype)
 
-    def _initialize(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def initialize(variable: Any, value: Any) -> None:
-            original(variable, value)
-            if variable._value.requires_grad and variable._value.is_floating_point():
-                variable._value.register_hook(self._divided)
-
-        return initialize
+    def _initialize(self, original: Callable[..., Any], variable: Any, value: Any) -> None:
+        original(variable, value)
+        if variable._value.requires_grad and variable._value.is_floating_point():
+            variable._value.register_hook(self._divided)
 
     def _divided(self, gradient: Tensor) -> Tensor:
         return gradient if self._divides is None else gradient / self._divides.to(gradient.dtype)

@@ -20,7 +20,7 @@ def shift_tensorflow(seed: int, patches: Patches) -> None:
     import tensorflow as tf
 
     tf.random.set_seed(seed)
-    patches.wrap(tf.random, "set_seed", lambda original: _shifted(original, seed))
+    patches.around(tf.random, "set_seed", functools.partial(_shifted, seed))
 
 
 def shift_keras(seed: int, patches: Patches) -> None:
@@ -28,23 +28,17 @@ def shift_keras(seed: int, patches: Patches) -> None:
     import keras
 
     generator = importlib.import_module("keras.src.random.seed_generator").SeedGenerator
-    patches.wrap(generator, "__init__", lambda original: _shifted_generator(original, seed))
+    patches.around(generator, "__init__", functools.partial(_shifted_generator, seed))
     for module in ("random", "image"):
         users = importlib.import_module(f"keras.src.backend.{keras.backend.backend()}.{module}")
-        patches.wrap(users, "draw_seed", lambda original: _shifted(original, seed))
+        patches.around(users, "draw_seed", functools.partial(_shifted, seed))
 
 
-def _shifted(original: Callable[..., Any], by: int) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def function(seed: Any) -> Any:
-        return original(seed + by if isinstance(seed, int) else seed)
-
-    return function
+def _shifted(by: int, original: Callable[..., Any], seed: Any) -> Any:
+    return original(seed + by if isinstance(seed, int) else seed)
 
 
-def _shifted_generator(original: Callable[..., None], by: int) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: Any, seed: Any = None, *args: Any, **kwargs: Any) -> None:
-        original(self, seed + by if isinstance(seed, int) else seed, *args, **kwargs)
-
-    return init
+def _shifted_generator(
+    by: int, original: Callable[..., Any], self: Any, seed: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    original(self, seed + by if isinstance(seed, int) else seed, *args, **kwargs)

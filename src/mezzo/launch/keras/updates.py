@@ -51,66 +51,50 @@ class Updates:
         self._scaler = optimizers.LossScaleOptimizer
         base = importlib.import_module("keras.src.optimizers.base_optimizer").BaseOptimizer
         for owner in {base, self._scaler, getattr(optimizers, "MultiOptimizer", base)}:
-            patches.wrap(owner, "apply", self._apply)
+            patches.around(owner, "apply", self._apply)
         for owner in (base, self._scaler):
-            patches.wrap(owner, "scale_loss", self._scale_loss)
+            patches.around(owner, "scale_loss", self._scale_loss)
         if self._run.policy is not None:
-            patches.wrap(self._scaler, "__init__", self._init)
-            patches.wrap(self._scaler, "build", self._build)
+            patches.around(self._scaler, "__init__", self._init)
+            patches.around(self._scaler, "build", self._build)
             trainer = importlib.import_module("keras.src.trainers.trainer").Trainer
-            patches.wrap(trainer, "compile", self._compile)
+            patches.around(trainer, "compile", self._compile)
 
     # --- the scale is the policy's ---------------------------------------------------------------------------------------------
 
-    def _init(self, original: Method) -> Method:
-        @functools.wraps(original)
-        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
-            original(scaler, *args, **kwargs)
-            policy = self._run.policy
-            assert policy is not None
-            scaler.initial_scale = policy.init_scale if self._run.scales else 1.0
-            scaler.dynamic_growth_steps = policy.growth_interval
-            if not (self._run.scales or self._backend.shares_scale):
-                scaler.dynamic_growth_steps = _NEVER
+    def _init(self, original: Method, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        policy = self._run.policy
+        assert policy is not None
+        scaler.initial_scale = policy.init_scale if self._run.scales else 1.0
+        scaler.dynamic_growth_steps = policy.growth_interval
+        if not (self._run.scales or self._backend.shares_scale):
+            scaler.dynamic_growth_steps = _NEVER
 
-        return init
+    def _build(self, original: Method, scaler: Any, variables: Any) -> None:
+        original(scaler, variables)
+        if self._run.scales and self._backend.shares_scale:
+            object.__setattr__(scaler, "dynamic_scale", self._run.scale)
 
-    def _build(self, original: Method) -> Method:
-        @functools.wraps(original)
-        def build(scaler: Any, variables: Any) -> None:
-            original(scaler, variables)
-            if self._run.scales and self._backend.shares_scale:
-                object.__setattr__(scaler, "dynamic_scale", self._run.scale)
-
-        return build
-
-    def _compile(self, original: Method) -> Method:
-        @functools.wraps(original)
-        def compile(model: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(model, *args, **kwargs)
-            optimizer = getattr(model, "optimizer", None)
-            if self._run.scales and optimizer is not None and not isinstance(optimizer, self._scaler):
-                model.optimizer = self._scaler(optimizer, name="loss_scale_optimizer")
-            return result
-
-        return compile
+    def _compile(self, original: Method, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        optimizer = getattr(model, "optimizer", None)
+        if self._run.scales and optimizer is not None and not isinstance(optimizer, self._scaler):
+            model.optimizer = self._scaler(optimizer, name="loss_scale_optimizer")
+        return result
 
     # --- a step ----------------------------------------------------------------------------------------------------------------
 
-    def _scale_loss(self, original: Method) -> Method:
-        @functools.wraps(original)
-        def scale_loss(optimizer: Any, loss: Any) -> Any:
-            run = self._run
-            if run.observed is not None and isinstance(optimizer, self._scaler):
-                self._scale_observed(optimizer)
-            if not isinstance(optimizer, self._scaler) or run.policy is None or not self._backend.shares_scale:
-                scaled = original(optimizer, loss)
-            else:
-                scaled = loss * self._read_scale(loss) if run.scales else loss
-            run.scaled(scaled, loss)
-            return scaled
-
-        return scale_loss
+    def _scale_loss(self, original: Method, optimizer: Any, loss: Any) -> Any:
+        run = self._run
+        if run.observed is not None and isinstance(optimizer, self._scaler):
+            self._scale_observed(optimizer)
+        if not isinstance(optimizer, self._scaler) or run.policy is None or not self._backend.shares_scale:
+            scaled = original(optimizer, loss)
+        else:
+            scaled = loss * self._read_scale(loss) if run.scales else loss
+        run.scaled(scaled, loss)
+        return scaled
 
     def _scale_observed(self, optimizer: Any) -> None:
         run = self._run
@@ -124,20 +108,16 @@ class Updates:
 
         return keras.ops.cast(self._run.scale, loss.dtype)
 
-    def _apply(self, original: Method) -> Method:
-        @functools.wraps(original)
-        def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            local = self._run.local
-            if local.in_apply or id(optimizer) in self._driven or len(grads := list(grads)) == 0:
-                return original(optimizer, grads, trainable_variables)
-            local.in_apply = True
-            try:
-                variables = None if trainable_variables is None else list(trainable_variables)
-                return self._update(optimizer, grads, variables)
-            finally:
-                local.in_apply = False
-
-        return apply
+    def _apply(self, original: Method, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        local = self._run.local
+        if local.in_apply or id(optimizer) in self._driven or len(grads := list(grads)) == 0:
+            return original(optimizer, grads, trainable_variables)
+        local.in_apply = True
+        try:
+            variables = None if trainable_variables is None else list(trainable_variables)
+            return self._update(optimizer, grads, variables)
+        finally:
+            local.in_apply = False
 
     def _update(self, optimizer: Any, grads: list[Any], variables: list[Any] | None) -> Any:
         run, backend = self._run, self._backend

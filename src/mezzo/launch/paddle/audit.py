@@ -16,9 +16,8 @@ import paddle
 
 from mezzo.formats import FP32, FP64
 from mezzo.frameworks import paddleops
-from mezzo.launch.paddle import audited
 from mezzo.launch.paddle.audit_findings import findings
-from mezzo.launch.paddle.audited import Audited, Shape, bytes_of, of_gradient
+from mezzo.launch.paddle.audited import Audited, bytes_of, of_gradient, wide_products
 from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.lost_values import public_name
 from mezzo.launch.paddle.observing import StepObserver
@@ -28,6 +27,8 @@ from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.paddle.surveys import format_name
 from mezzo.launch.paddle.tape import Tape, TapedOperation
 from mezzo.launch.patches import Patches
+from mezzo.observe.audit import merged
+from mezzo.observe.audit.merged import Shape
 from mezzo.observe.limits import WIDE
 from mezzo.observe.settings import AuditSettings
 from mezzo.policy import PRESETS
@@ -221,15 +222,15 @@ class Audit(StepObserver):
         names = LayerNames(self._tape.roots)
         rows = [Audited(**{**vars(row), "module": names.of(layer)}) for layer, row in self._rows]
         casts = [cast.model_copy(update={"module": names.of(layer)}) for layer, cast in self._casts]
-        flops = audited.flops_by_phase(rows)
+        flops = merged.flops_by_phase(rows)
         return AuditRecord(
             run=run.model_copy(update={"effective": self._effective(run.effective, flops)}),
             steps=self.watched,
-            operations=audited.operations(rows),
+            operations=merged.operations(rows),
             flops_by_phase=flops,
-            casts=audited.casts(casts),
-            wide_products=audited.wide_products(rows),
-            products=audited.products(rows),
+            casts=merged.casts(casts),
+            wide_products=wide_products(rows),
+            products=merged.products((row, row.shape) for row in rows if row.shape is not None),
             findings=[*run.findings, *findings(rows)],
             notes=self._notes(),
         )

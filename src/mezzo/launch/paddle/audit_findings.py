@@ -54,7 +54,7 @@ def findings(rows: Sequence[Audited]) -> list[Finding]:
 def _has(row: Audited, *kinds: str) -> bool:
     """Return whether a 16-bit product has a problem of one of these kinds."""
     problems = () if row.shape is None or row.format in WIDE else row.shape.problems
-    return any(problem.split(":")[0] in kinds for problem in problems)
+    return any(kind in problems for kind in kinds)
 
 
 def _of(
@@ -89,7 +89,7 @@ def _detail(own: Sequence[Audited], code: str) -> str:
         ops = ", ".join(dict.fromkeys(row.op for row in own))
         return f"{ops} ran on {own[0].inputs[0]} operands; the portable op lists keep them in FP32"
     kinds = ("layout",) if code == "A203" else ("dimension", "groups")
-    problems = () if most.shape is None else most.shape.problems
+    problems = [] if most.shape is None else most.shape.listed()
     problem = next(one for one in problems if one.split(":")[0] in kinds)
     return f"most of it: {most.op} in {most.module} ({most.phase}), {problem}"
 

@@ -10,7 +10,6 @@ losses by rounding.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,33 +32,30 @@ class BackwardPasses:
 
     def install(self, patches: Patches) -> None:
         """Patch Paddle until ``patches`` are undone."""
-        patches.wrap(paddle.base.core.eager, "run_backward", self._run_backward)
+        patches.around(paddle.base.core.eager, "run_backward", self._run_backward)
         patches.on_undo(self._unhook)
 
-    def _run_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _run_backward(
+        self, original: Callable[..., Any], tensors: Any, grad_tensors: Any = (), *args: Any, **kwargs: Any
+    ) -> Any:
         run, local = self._run, self._run.local
-
-        @functools.wraps(original)
-        def backward(tensors: Any, grad_tensors: Any = (), *args: Any, **kwargs: Any) -> Any:
-            if local.in_backward:  # inside activation checkpointing: the outer pass has begun and is scaled
-                return original(tensors, grad_tensors, *args, **kwargs)
-            self.begins()
-            run.backward_from(tensors)
-            if run.scale.checks:
-                self._hook_parameters()
-                self._inverse = run.scale.inverse
-                grad_tensors = self._scaled(tensors, grad_tensors)
+        if local.in_backward:  # inside activation checkpointing: the outer pass has begun and is scaled
+            return original(tensors, grad_tensors, *args, **kwargs)
+        self.begins()
+        run.backward_from(tensors)
+        if run.scale.checks:
+            self._hook_parameters()
+            self._inverse = run.scale.inverse
+            grad_tensors = self._scaled(tensors, grad_tensors)
+        if run.observer is not None:
+            run.observer.scaled(tensors, list(grad_tensors or []) or [None] * len(tensors))
+        before, local.depth, local.in_backward = local.depth, 1, True  # recomputed code is under the policy
+        try:
+            return original(tensors, grad_tensors, *args, **kwargs)
+        finally:
+            local.depth, local.in_backward, self._inverse = before, False, None
             if run.observer is not None:
-                run.observer.scaled(tensors, list(grad_tensors or []) or [None] * len(tensors))
-            before, local.depth, local.in_backward = local.depth, 1, True  # recomputed code is under the policy
-            try:
-                return original(tensors, grad_tensors, *args, **kwargs)
-            finally:
-                local.depth, local.in_backward, self._inverse = before, False, None
-                if run.observer is not None:
-                    run.observer.backward_ended()
-
-        return backward
+                run.observer.backward_ended()
 
     def _scaled(self, tensors: Any, given: Any) -> list[Any]:
         gradients = list(given or []) or [None] * len(tensors)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Fallback(StepObserver):
     def install(self, patches: Patches) -> None:
         """Wrap layers, and record operations, until ``patches`` are undone."""
         self._tape.install(patches)
-        patches.wrap(paddle.nn.Layer, "__call__", self._call)
+        patches.around(paddle.nn.Layer, "__call__", self._call)
 
     def begin(self) -> None:
         """Record the first step of the reference, to measure layers."""
@@ -115,19 +116,15 @@ class Fallback(StepObserver):
 
     # --- layers --------------------------------------------------------------------------------------------------------------------------
 
-    def _call(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._settings.role == "noise" and paddle.is_grad_enabled():
-                return self._moved(original(layer, *args, **kwargs))
-            if not self._tape.on or id(layer) in self._calls or not paddle.is_grad_enabled():
-                return original(layer, *args, **kwargs)
-            known = self._calls[id(layer)] = Call(layer, len(self._tape.operations))
-            output = original(layer, *args, **kwargs)
-            known.returned(output, len(self._tape.operations))
-            return output
-
-        return call
+    def _call(self, original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self._settings.role == "noise" and paddle.is_grad_enabled():
+            return self._moved(original(layer, *args, **kwargs))
+        if not self._tape.on or id(layer) in self._calls or not paddle.is_grad_enabled():
+            return original(layer, *args, **kwargs)
+        known = self._calls[id(layer)] = Call(layer, len(self._tape.operations))
+        output = original(layer, *args, **kwargs)
+        known.returned(output, len(self._tape.operations))
+        return output
 
     def _moved(self, value: Any) -> Any:
         """Return ``value`` with every element of its FP32 tensors moved by about one unit in its last place, up or down."""

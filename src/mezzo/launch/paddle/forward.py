@@ -12,7 +12,6 @@ Not covered: forward code outside layers. It runs in FP32, and the count of FLOP
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,8 +37,8 @@ class Regions:
 
     def install(self, patches: Patches) -> None:
         """Patch Paddle until ``patches`` are undone."""
-        patches.wrap(paddle.nn.Layer, "__call__", self._call)
-        patches.wrap(StaticFunction, "__call__", self._static_call)
+        patches.around(paddle.nn.Layer, "__call__", self._call)
+        patches.around(StaticFunction, "__call__", self._static_call)
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -66,44 +65,34 @@ class Regions:
         casting: AbstractContextManager[Any] = self._guard(**to_paddle(run.applied).auto_cast)
         return casting
 
-    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _call(self, original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Begin a region before a layer called from outside any layer, and end it after."""
         run, local = self._run, self._run.local
+        if local.depth:
+            if layer not in run.kept:
+                return original(layer, *args, **kwargs)
+            with self.in_fp32():
+                return original(layer, *_to_fp32(args), **_to_fp32(kwargs))
+        run.record_root(layer)
+        with self.region():
+            result = original(layer, *args, **kwargs)
+        return _to_fp32(result) if run.casts else result
 
-        @functools.wraps(original)
-        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if local.depth:
-                if layer not in run.kept:
-                    return original(layer, *args, **kwargs)
-                with self.in_fp32():
-                    return original(layer, *_to_fp32(args), **_to_fp32(kwargs))
-            run.record_root(layer)
-            with self.region():
-                result = original(layer, *args, **kwargs)
-            return _to_fp32(result) if run.casts else result
-
-        return call
-
-    def _static_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _static_call(self, original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         run = self._run
-
-        @functools.wraps(original)
-        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-            run.begin()
-            if run.policy is None:
-                if run.observer is not None:
-                    run.observer.static_graph("paddle.jit.to_static")
-                run.note_left_alone(
-                    "to_static", "not counted", "what a traced program computes is not seen: no FLOPs, no formats"
-                )
-                return original(function, *args, **kwargs)
-            why = "a traced program would not be under the policy; as-is keeps it traced"
-            run.note_left_alone("to_static", "run eagerly", why)
-            with self.region():
-                result = function._call_dygraph_function(*args, **kwargs)
-            return _to_fp32(result) if run.casts else result
-
-        return call
+        run.begin()
+        if run.policy is None:
+            if run.observer is not None:
+                run.observer.static_graph("paddle.jit.to_static")
+            run.note_left_alone(
+                "to_static", "not counted", "what a traced program computes is not seen: no FLOPs, no formats"
+            )
+            return original(function, *args, **kwargs)
+        why = "a traced program would not be under the policy; as-is keeps it traced"
+        run.note_left_alone("to_static", "run eagerly", why)
+        with self.region():
+            result = function._call_dygraph_function(*args, **kwargs)
+        return _to_fp32(result) if run.casts else result
 
 
 def _to_fp32(value: Any) -> Any:

@@ -20,7 +20,7 @@ from mezzo.records import AnyRecord, RunRecord
 
 
 class StepObserver(ABC):
-    """A recorder of chosen steps of a Paddle run (``launch.paddle.state.PaddleObserver``)."""
+    """A recorder of chosen steps of a Paddle run, which tells it what happens."""
 
     kind = "audit"
     """The name of the command."""
@@ -32,8 +32,8 @@ class StepObserver(ABC):
         self.watched: list[int] = []
         """Numbers of the steps that were observed to their end."""
         self._waiting = sorted(set(steps))
-        self._seen_backward = self._judged = False
-        """Whether the open step had a backward pass, and whether its first update has begun."""
+        self._judged = False
+        """Whether the first update of the open step has begun."""
 
     # --- what an observer does -----------------------------------------------------------------------------------------------------
 
@@ -75,9 +75,8 @@ class StepObserver(ABC):
         if self.observing:
             self.begin()
 
-    def backward_begins(self, losses: Iterable[Any]) -> None:
+    def backward_begins(self, losses: Iterable[Any]) -> None:  # noqa: B027 - as above
         """Record that a backward pass begins; the step before has closed."""
-        self._seen_backward = True
 
     def scaled(self, losses: Sequence[Any], gradients: Sequence[Any]) -> None:  # noqa: B027 - as above
         """Record the gradients from which the backward pass starts."""
@@ -101,7 +100,7 @@ class StepObserver(ABC):
 
     def step_closed(self, num_steps: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
         """Record that a step is over; end the script after the last observed one."""
-        self._seen_backward = self._judged = False
+        self._judged = False
         if self._waiting[:1] == [num_steps]:
             self._waiting.pop(0)
             self.watched.append(num_steps)

@@ -27,13 +27,13 @@ def replace_amp(run: PaddleRun, regions: Regions, patches: Patches) -> None:
     """Replace or record the script's own mixed precision until ``patches`` are undone."""
     for owner in (AUTO_CAST_MODULE, paddle.amp):  # the second has its own reference to it
         patches.wrap(owner, "amp_guard", lambda original: _auto_cast(run, regions, original))
-    patches.wrap(AUTO_CAST_MODULE, "amp_decorate", lambda original: _decorate(run, original))
-    patches.wrap(AmpScaler, "__init__", lambda original: _scaler(run, original))
+    patches.around(AUTO_CAST_MODULE, "amp_decorate", functools.partial(_decorate, run))
+    patches.around(AmpScaler, "__init__", functools.partial(_scaler, run))
     if run.policy is None:
-        patches.wrap(AmpScaler, "scale", lambda original: _record_scale(run, original))
+        patches.around(AmpScaler, "scale", functools.partial(_record_scale, run))
         for owner, name in ((GradScaler, "step"), (AmpScaler, "minimize")):
-            patches.wrap(owner, name, lambda original: _record_step(run, original))
-        patches.wrap(AmpScaler, "_update", lambda original: _record_update(run, original))
+            patches.around(owner, name, functools.partial(_record_step, run))
+        patches.around(AmpScaler, "_update", functools.partial(_record_update, run))
 
 
 def _auto_cast(run: PaddleRun, regions: Regions, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,57 +60,41 @@ def _called_by_paddle() -> bool:
     return bool(str(frame.f_globals["__name__"]).split(".")[0] == paddle.__name__)
 
 
-def _decorate(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def decorate(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if run.policy is None:
-            run.note_own_amp("the script's decorate")
-            return original(models, optimizers, *args, **kwargs)
-        return models if optimizers is None else (models, optimizers)
-
-    return decorate
+def _decorate(
+    run: PaddleRun, original: Callable[..., Any], models: Any, optimizers: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if run.policy is None:
+        run.note_own_amp("the script's decorate")
+        return original(models, optimizers, *args, **kwargs)
+    return models if optimizers is None else (models, optimizers)
 
 
-def _scaler(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(self: Any, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        original(self, enable and run.policy is None, *args, **kwargs)
-        if enable and run.policy is None and not self._enable:
-            run.note_own_amp("the script's GradScaler")
-
-    return init
+def _scaler(
+    run: PaddleRun, original: Callable[..., Any], self: Any, enable: bool = True, *args: Any, **kwargs: Any
+) -> None:
+    original(self, enable and run.policy is None, *args, **kwargs)
+    if enable and run.policy is None and not self._enable:
+        run.note_own_amp("the script's GradScaler")
 
 
-def _record_scale(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._enable and run.observer is not None:
-            run.observer.scaler_met(self)
-        scaled = original(self, *args, **kwargs)
-        if self._enable:
-            run.script_scaler = self
-        return scaled
-
-    return scale
+def _record_scale(run: PaddleRun, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self._enable and run.observer is not None:
+        run.observer.scaler_met(self)
+    scaled = original(self, *args, **kwargs)
+    if self._enable:
+        run.script_scaler = self
+    return scaled
 
 
-def _record_step(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if self._enable and bool(self._found_inf):
-            run.script_skipped()
-        return result
-
-    return step
+def _record_step(run: PaddleRun, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    if self._enable and bool(self._found_inf):
+        run.script_skipped()
+    return result
 
 
-def _record_update(run: PaddleRun, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if self._enable:
-            run.script_scaler, run.script_scale = None, float(self._scale.item())
-        return result
-
-    return update
+def _record_update(run: PaddleRun, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    if self._enable:
+        run.script_scaler, run.script_scale = None, float(self._scale.item())
+    return result

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mezzo.launch.paddle.audited import Shape
+from mezzo.observe.audit.merged import Shape
 from mezzo.observe.limits import TENSOR_CORE_MULTIPLE
 
 _CONVOLUTIONS = ("conv2d", "depthwise_conv2d", "conv3d")
@@ -36,7 +36,7 @@ def _matmul(op: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     rows = result.size // n
     batch = math.prod(result.shape[:-2]) if len(y.shape) > 2 else 1
     odd = [f"{name} = {size}" for name, size in (("n", n), ("k", k)) if size % TENSOR_CORE_MULTIPLE]
-    problems = (f"dimension: {', '.join(odd)}: not a multiple of {TENSOR_CORE_MULTIPLE}",) if odd else ()
+    problems = {"dimension": f"{', '.join(odd)}: not a multiple of {TENSOR_CORE_MULTIPLE}"} if odd else {}
     return Shape(m=rows // batch, n=n, k=k, batch=batch, problems=problems)
 
 
@@ -50,14 +50,14 @@ def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     odd = [
         f"{n} {what} channels" for n, what in zip(each, ("input", "output"), strict=True) if n % TENSOR_CORE_MULTIPLE
     ]
-    problems = []
+    problems = {}
     if groups > 1 and odd:
-        problems.append(f"groups: {' and '.join(odd)} in each of {groups} groups: too few for a Tensor Core's tile")
+        problems["groups"] = f"{' and '.join(odd)} in each of {groups} groups: too few for a Tensor Core's tile"
     elif odd:
-        problems.append(f"dimension: {' and '.join(odd)}: not a multiple of {TENSOR_CORE_MULTIPLE}")
+        problems["dimension"] = f"{' and '.join(odd)}: not a multiple of {TENSOR_CORE_MULTIPLE}"
     if layout not in _LAST and channels > 1:
-        problems.append("layout: its input is channels-first; the kernels take channels-last")
-    return Shape(m=positions, n=each[1], k=math.prod(weight.shape[1:]), batch=groups, problems=tuple(problems))
+        problems["layout"] = "its input is channels-first; the kernels take channels-last"
+    return Shape(m=positions, n=each[1], k=math.prod(weight.shape[1:]), batch=groups, problems=problems)
 
 
 _LAST = ("NHWC", "NDHWC")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -64,7 +65,7 @@ class Ranges(StepObserver):
     def install(self, patches: Patches) -> None:
         """Wrap layers until ``patches`` are undone."""
         self._tape.install(patches)
-        patches.wrap(paddle.nn.Layer, "__call__", self._call)
+        patches.around(paddle.nn.Layer, "__call__", self._call)
 
     def begin(self) -> None:
         """Begin to count."""
@@ -108,20 +109,16 @@ class Ranges(StepObserver):
 
     # --- layers --------------------------------------------------------------------------------------------------------------------------
 
-    def _call(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (self._on and paddle.is_grad_enabled()):
-                return original(layer, *args, **kwargs)
-            if self._name(layer):
-                name = f"{self._names[layer]} (input)"
-                if self._count("activations", name, (args, kwargs)):
-                    self._lowered.add(("activations", name))  # its first operation may be a product
-            output = original(layer, *args, **kwargs)
-            self._returned(layer, output)
-            return output
-
-        return call
+    def _call(self, original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not (self._on and paddle.is_grad_enabled()):
+            return original(layer, *args, **kwargs)
+        if self._name(layer):
+            name = f"{self._names[layer]} (input)"
+            if self._count("activations", name, (args, kwargs)):
+                self._lowered.add(("activations", name))  # its first operation may be a product
+        output = original(layer, *args, **kwargs)
+        self._returned(layer, output)
+        return output
 
     def _returned(self, layer: Any, output: Any) -> None:
         name = self._names.get(layer, type(layer).__name__)

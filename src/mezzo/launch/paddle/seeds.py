@@ -14,4 +14,4 @@ def shift_seeds(seed: int, patches: Patches) -> None:
     paddle.seed(seed)
     shift = Shift(seed)
     for owner in (paddle, paddle.framework, paddle.framework.random):
-        patches.wrap(owner, "seed", shift.wrap)
+        patches.around(owner, "seed", shift.call)

@@ -6,10 +6,10 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import paddle
@@ -25,36 +25,8 @@ from mezzo.measure.plainsteps import PlainSteps
 from mezzo.policy import Policy
 from mezzo.records import Reason
 
-
-class PaddleObserver(Protocol):
-    """What a run tells its observer."""
-
-    def backward_begins(self, losses: Iterable[Any]) -> None:
-        """Record that a backward pass begins from ``losses``; the step before has closed."""
-
-    def scaled(self, losses: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Record the gradients from which the backward pass starts."""
-
-    def backward_ended(self) -> None:
-        """Record that a backward pass ended."""
-
-    def update_begins(self, norm: Any | None) -> None:
-        """Record that an optimizer is about to step, with gradients of this norm (None: it has none)."""
-
-    def update_ended(self, optimizer: Any) -> None:
-        """Record that an optimizer has stepped."""
-
-    def step_closed(self, num_steps: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
-        """Record that a step is over."""
-
-    def scaler_met(self, scaler: Any) -> None:
-        """Record that the script's own GradScaler is about to scale a loss."""
-
-    def closure_met(self, optimizer: str) -> None:
-        """Record that an optimizer of this class evaluates the loss itself."""
-
-    def static_graph(self, what: str) -> None:
-        """Refuse a static graph."""
+if TYPE_CHECKING:
+    from mezzo.launch.paddle.observing import StepObserver
 
 
 class ThreadState(threading.local):
@@ -133,7 +105,7 @@ class PaddleRun:
         self.round = rounder(FP32 if policy is None else policy.storage)
         self.round_result = self.round
         """The same for the results of operations, which an observer tells apart from their operands."""
-        self.observer: PaddleObserver | None = None
+        self.observer: StepObserver | None = None
         self.holds_updates = False
         """Whether optimizers leave the weights as they are."""
         self.keeps: tuple[str, ...] = () if policy is None else policy.fp32_modules

@@ -6,7 +6,6 @@ flag is read: after an overflow the optimizer is not called at all, so its state
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,7 +37,7 @@ class Updates:
     def install(self, patches: Patches) -> None:
         """Patch Paddle until ``patches`` are undone."""
         self._patches = patches
-        patches.wrap(Optimizer, "__init__", self._recording)
+        patches.around(Optimizer, "__init__", self._recording)
         for kind in classes(Optimizer):
             self._patch(kind)
         self._schedules.install(patches, LRScheduler)
@@ -49,45 +48,36 @@ class Updates:
         self._patched.add(kind)
         for name in ("step", "minimize"):
             if name in vars(kind):
-                self._patches.wrap(kind, name, self._step)
+                self._patches.around(kind, name, self._step)
 
-    def _recording(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            for kind in type(optimizer).__mro__:  # the script's own class did not exist when the others were patched
-                if issubclass(kind, Optimizer):
-                    self._patch(kind)
-            self._run.optimizers.add(optimizer)
-            original(optimizer, *args, **kwargs)
-            number, held = self._run.owner(optimizer), set(map(id, parameters_of(optimizer)))
-            if held and number not in self._run.names:
-                self._run.names[number] = name_at_hand(held, Layer, libraries=("paddle", "mezzo")) or ""
+    def _recording(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for kind in type(optimizer).__mro__:  # the script's own class did not exist when the others were patched
+            if issubclass(kind, Optimizer):
+                self._patch(kind)
+        self._run.optimizers.add(optimizer)
+        original(optimizer, *args, **kwargs)
+        number, held = self._run.owner(optimizer), set(map(id, parameters_of(optimizer)))
+        if held and number not in self._run.names:
+            self._run.names[number] = name_at_hand(held, Layer, libraries=("paddle", "mezzo")) or ""
 
-        return init
-
-    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _step(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Decide before an optimizer's step whether to run it."""
-
-        @functools.wraps(original)
-        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._stepping or not paddle.in_dynamic_mode():
-                return original(optimizer, *args, **kwargs)
-            self._run.optimizers.add(optimizer)
-            if isinstance(optimizer, paddle.optimizer.LBFGS):
-                return self._by_closure(original, optimizer, args, kwargs)
-            with self._run.own_work():
-                norm = _norm(optimizer)
-            skip = self._run.updated(norm)
-            made, skipped = self._made.get(optimizer, (0, 0))
-            self._made[optimizer] = (made + 1, skipped + skip)
-            self._stepping = True
-            try:
-                return ([], []) if skip or self._run.holds_updates else original(optimizer, *args, **kwargs)
-            finally:
-                self._stepping = False
-                self._after(optimizer, made=not skip)
-
-        return step
+        if self._stepping or not paddle.in_dynamic_mode():
+            return original(optimizer, *args, **kwargs)
+        self._run.optimizers.add(optimizer)
+        if isinstance(optimizer, paddle.optimizer.LBFGS):
+            return self._by_closure(original, optimizer, args, kwargs)
+        with self._run.own_work():
+            norm = _norm(optimizer)
+        skip = self._run.updated(norm)
+        made, skipped = self._made.get(optimizer, (0, 0))
+        self._made[optimizer] = (made + 1, skipped + skip)
+        self._stepping = True
+        try:
+            return ([], []) if skip or self._run.holds_updates else original(optimizer, *args, **kwargs)
+        finally:
+            self._stepping = False
+            self._after(optimizer, made=not skip)
 
     def _by_closure(self, original: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Run an optimizer that evaluates the loss itself; record its first evaluation."""

@@ -1,7 +1,7 @@
 """Run a script as often as it takes to know which precision it should train in. Imports no torch.
 
 What to do next follows from what is known (``plan``); each finished part is listed on disk (``resuming``), so that an interrupted
-check goes on where it stopped. A script that takes too long for the budget is stopped after a step, the same one in every run.
+check continues where it stopped. A script that takes too long for the budget is stopped after a step, the same one in every run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ class Check:
         asked, self._end_s = self.settings, time.monotonic() + self.settings.budget_s
         self._metric = asked.metric
         self._said: set[str] = set()  # a reason is said once
-        self._reused: set[str] = set()  # names of runs that an interrupted check made, and did not come to use
         at_once = self.waves.at_once
         self.known = Known(policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s, at_once=at_once)
 
@@ -118,7 +117,7 @@ class Check:
                 self.keep(found, place)
             if (asked.policy, asked.seed) not in self.known.lost:
                 self.finished.add(name, place / "record.json")
-        resumed = resumed or name in self._reused
+        resumed = resumed or name in self.waves.reused
         self.say(f"{_title(asked)}: {outcome}" + (" (from the interrupted check)" if resumed else ""))
         self.stages.append(
             CheckStage(
@@ -148,7 +147,7 @@ class Check:
             self._training(asked),
             limit_s=_FOR_FIRST * self.settings.budget_s if first else self._left_s(),
             ahead=lambda: map(self._training, expected_runs(self.known)),
-            reuse=self._finished_run,
+            reuse=finished_run,
         )
         assert isinstance(run, RunRecord)
         if first and (run.error or "").startswith(AT_LIMIT):
@@ -176,12 +175,6 @@ class Check:
             compared_since_s=self.finished.since_s,
             **limits,
         )
-
-    def _finished_run(self, request: Request) -> RunRecord | None:
-        found = finished_run(request)
-        if found is not None:
-            self._reused.add(Path(request.record_path).parent.name)
-        return found
 
     def diagnose(self, asked: Asked, place: Path, stop: Stop) -> DiagnoseRecord | RunRecord:
         """Find the cause of a policy's fault, with the seed with which it appeared."""

@@ -45,7 +45,7 @@ def fallback_of_script(
         goes_on: whether to use the finished runs that a stopped search left in ``folder``.
         tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
         fresh: how many more batches the set is checked on.
-        note: is told what happens.
+        note: called with each message.
     """
     runs = (folder / _RUNS).absolute()
     if not goes_on:

@@ -85,7 +85,7 @@ class OnCluster:
         """The command's, until the first run is submitted."""
 
     @property
-    def name(self) -> str:
+    def cluster(self) -> str:
         """The cluster's name."""
         return self._cluster.name
 

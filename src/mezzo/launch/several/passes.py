@@ -54,7 +54,7 @@ def diagnose_script(
         request: what to run; what to observe is set here.
         steps: how many training steps to watch at most.
         child: runs a request; returns its record, and leaves its evidence where the request's settings say.
-        note: is told why the script runs again.
+        note: called with the reason why the script runs again.
     """
     asked: ScriptRun | None = ScriptRun(
         role="first",

@@ -1,4 +1,4 @@
-"""What an interrupted command has finished, so that the same command goes on where it stopped. Imports no torch.
+"""What an interrupted command has finished, so that the same command continues where it stopped. Imports no torch.
 
 A check and a search list their finished parts, because a part may be several runs. A comparison needs no such list: each of its runs has a
 record, written whole, with the digest of what was asked, so that a kill at any moment loses at most the runs that were under way.
@@ -30,7 +30,7 @@ class Finished:
 
     def __init__(self, folder: Path, identity: Mapping[str, str]) -> None:
         self._folder, self._identity = folder, dict(identity)
-        known = _read(folder / LEDGER)
+        known = read_object(folder / LEDGER)
         before: dict[str, str] = known.get("identity", {})
         changed = [name for name, value in self._identity.items() if before.get(name) != value]
         self.why_anew = ""
@@ -79,7 +79,7 @@ class Finished:
         self.write()
 
     def end(self) -> None:
-        """Note that the command came to its end: repeated, it runs anew, unless it is told to go on."""
+        """Note that the command came to its end: repeated, it runs anew, unless it is told to continue."""
         self.over = True
         self.write()
 
@@ -134,7 +134,8 @@ def finished_run(request: Request) -> RunRecord | None:
     return found if found.request_sha256 == request.digest else None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is none."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -44,6 +44,14 @@ class Engine(Protocol):
     def at_once(self) -> int | None:
         """The most runs at once; None for as many as a cluster allows."""
 
+    @property
+    def cluster(self) -> str:
+        """The cluster that makes the runs; empty for this machine."""
+
+    @property
+    def gives_gpus(self) -> bool | None:
+        """Whether each run has a GPU of its own; None if only the run knows, or no run is beside it."""
+
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         """Keep inside what runs have in common, as imported libraries; ``folder`` is the command's."""
 
@@ -81,6 +89,8 @@ class OneAfterAnother:
     """The engine that has one run at a time, in the place of the command."""
 
     at_once: int | None = 1
+    cluster = ""
+    gives_gpus: bool | None = None
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         """Let the runs inside share their imports."""
@@ -173,6 +183,8 @@ _Told = SimpleQueue[Ended | BaseException | None]
 class SideBySide:
     """The engine that has a run in each place at once."""
 
+    cluster = ""
+
     def __init__(self, jobs: Sequence[Place]) -> None:
         self._jobs = [*jobs]
         self._asked: SimpleQueue[tuple[Request, LimitS, _Told] | None] = SimpleQueue()
@@ -185,7 +197,7 @@ class SideBySide:
         return len(self._jobs)
 
     @property
-    def has_gpus(self) -> bool:
+    def gives_gpus(self) -> bool | None:
         """Whether each run has a GPU of its own."""
         return all(place.placement.gpus is not None for place in self._jobs)
 

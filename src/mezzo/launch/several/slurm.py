@@ -1,7 +1,7 @@
 """Runs as jobs of Slurm, through submitit: each is a job of its own, which outlives the command. Imports no torch.
 
 submitit's files lie in ``slurm`` of the command's folder, beside ``jobs.json``, the jobs by the digest of what they run: a command
-that goes on waits for a job that an earlier one submitted, instead of running it a second time.
+that continues waits for a job that an earlier one submitted, instead of running it a second time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal
 from mezzo.errors import UsageError
 from mezzo.launch.request import Request
 from mezzo.launch.several.cluster_run import run_here
+from mezzo.launch.several.resuming import read_object
 from mezzo.launch.several.side_by_side import run_label
 from mezzo.records.files import write_whole
 
@@ -60,7 +61,7 @@ class Slurm:
         place = (folder / self.name).absolute()
         place.mkdir(parents=True, exist_ok=True)
         self._ledger = place / "jobs.json"
-        self._jobs = _read(self._ledger)
+        self._jobs = read_object(self._ledger)
         if self._local:
             self._executor = self._submitit.LocalExecutor(place, max_num_timeout=0)
             self._executor.update_parameters(timeout_min=_MINUTES)
@@ -118,14 +119,6 @@ class SlurmJob:
 
 def _key(request: Request) -> str:
     return f"{run_label(request)} {request.digest}"
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
 
 
 def _runs(process: int) -> bool:

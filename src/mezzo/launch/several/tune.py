@@ -1,7 +1,7 @@
 """Run a script in many configurations, few steps first, to find the fastest one on this machine. Imports no torch.
 
 What to run next follows from what is known (``mezzo.measure.tune.plan``); each finished run is listed on disk (``resuming``), so that
-an interrupted search goes on where it stopped.
+an interrupted search continues where it stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Tune:
     def __post_init__(self) -> None:
         self._end_s = time.monotonic() + self.budget_s
         self._first_s = 0.0
-        self._reused: set[str] = set()  # names of runs that an interrupted search made, and did not come to use
 
     def run(self) -> Known:
         """Run what the plan asks for until nothing is left to run or the time is over.
@@ -73,7 +72,7 @@ class Tune:
             found = self._ran(trial)
             stop.check()
             self.finished.add(name, place / "record.json")
-        resumed = resumed or name in self._reused
+        resumed = resumed or name in self.waves.reused
         took = time.monotonic() - began if self.waves.at_once == 1 else found.duration_s
         self._first_s = self._first_s or took
         self.known = replace(self.known, runs={**self.known.runs, trial: found})
@@ -100,7 +99,7 @@ class Tune:
             self._request(trial),
             limit_s=limit_s,
             ahead=lambda: map(self._request, expected_trials(self.known)),
-            reuse=self._finished_run,
+            reuse=finished_run,
         )
         assert isinstance(run, RunRecord)
         return run
@@ -121,12 +120,6 @@ class Tune:
                 counts_inputs=True,
             ),
         )
-
-    def _finished_run(self, request: Request) -> RunRecord | None:
-        found = finished_run(request)
-        if found is not None:
-            self._reused.add(Path(request.record_path).parent.name)
-        return found
 
     def _outcome(self, trial: Trial) -> str:
         speed = speed_of(self.known.runs[trial])

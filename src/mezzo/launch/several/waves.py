@@ -49,6 +49,8 @@ class Waves:
         self._engine, self._identity = engine, identity
         self._made: dict[str, AnyRecord] = {}
         """Records that nobody has asked for yet, by their path."""
+        self.reused: set[str] = set()
+        """Names of the folders of runs that an interrupted command made, and this one was asked for."""
 
     @property
     def at_once(self) -> int:
@@ -80,6 +82,7 @@ class Waves:
             if request.record_path not in self._made:
                 found = reuse(request)
                 if found is not None:
+                    self.reused.add(Path(request.record_path).parent.name)
                     return found
                 wave = [request, *self._missing(ahead, reuse)]
                 for asked, record in self._engine(wave, lambda: limit_s):

@@ -107,27 +107,19 @@ def switched(
 @contextmanager
 def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | None) -> Iterator[TorchTraining]:
     """Run the code inside as ``switched`` does, for a process that runs one script."""
-    patches = Patches()
-    with switched(policy, seed=seed, observe=observe) as (run, counted):
-        weights = WeightsDigest(run)
-        weights.install(patches)
-        # Times under an observer are the observer's.
-        watching = watched(run, counted) if observe is None else nullcontext(None)
-        try:
-            with watching as watch:
-                yield TorchTraining(run, counted, weights, watch)
-        finally:
-            patches.undo()
+    with (
+        switched(policy, seed=seed, observe=observe) as (run, counted),
+        watched(run, counted) if observe is None else nullcontext(None) as watch,  # times under an observer are its own
+    ):
+        yield TorchTraining(run, counted, watch)
 
 
 class TorchTraining:
     """A PyTorch script's training (``launch.frameworks.Training``)."""
 
-    def __init__(
-        self, run: Run, counted: CountedStep, weights: WeightsDigest | None = None, watch: Watch | None = None
-    ) -> None:
+    def __init__(self, run: Run, counted: CountedStep, watch: Watch | None = None) -> None:
         self._run, self._counted, self._watch = run, counted, watch
-        self._weights = weights or WeightsDigest(run)
+        self._weights: WeightsDigest | None = None
         self._snapshots: ScriptSnapshots | None = None
         self._trace: StateTrace | None = None
         self.not_resumed: MezzoError | None = None
@@ -196,7 +188,7 @@ class TorchTraining:
         """Watch the recorded numbers for alarms from now on."""
         from mezzo.launch.torch.guarding import ScriptGuard
 
-        self._run.guard = ScriptGuard(self._run, asked, on_stop=self._weights.text)
+        self._run.guard = ScriptGuard(self._run, asked, on_stop=self.weights)
 
     def guardrails(self) -> Guardrails | None:
         """Return what the guard noticed in all steps; None without one."""
@@ -263,9 +255,14 @@ class TorchTraining:
         """Return the machine and the versions."""
         return environment(self._device)
 
+    def keep_weights(self, patches: Patches) -> None:
+        """Take a digest of the weights before the script drops them, until ``patches`` are undone."""
+        self._weights = WeightsDigest(self._run)
+        self._weights.install(patches)
+
     def weights(self) -> str:
-        """Return a digest of the weights that are not sharded."""
-        return self._weights.text()
+        """Return a digest of the weights that are not sharded; empty if none was asked for."""
+        return "" if self._weights is None else self._weights.text()
 
 
 def _keep_autocast(patches: Patches) -> None:

@@ -61,28 +61,26 @@ class Communication:
                 why = _NO_GROUP if field == "reduce" else _NO_SHARDS
                 self._run.note_left_alone(field, getattr(policy, field), why)
         if dist.is_available():
-            patches.wrap(DistributedDataParallel, "__init__", functools.partial(self._replicating, policy))
+            patches.around(DistributedDataParallel, "__init__", functools.partial(self._replicating, policy))
             import torch.distributed.fsdp as fsdp
 
             patches.wrap(fsdp, "fully_shard", functools.partial(self._sharding, policy))
-            patches.wrap(fsdp.FullyShardedDataParallel, "__init__", functools.partial(_refusing, policy))
+            patches.around(fsdp.FullyShardedDataParallel, "__init__", functools.partial(_refusing, policy))
 
     # --- several processes -----------------------------------------------------------------------------------------------------
 
-    def _replicating(self, policy: Policy, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-            original(model, *args, **kwargs)
-            if dist.get_world_size(model.process_group) > 1:
-                refuse_world(policy)
+    def _replicating(
+        self, policy: Policy, original: Callable[..., Any], model: DistributedDataParallel, *args: Any, **kwargs: Any
+    ) -> None:
+        original(model, *args, **kwargs)
+        if dist.get_world_size(model.process_group) > 1:
+            refuse_world(policy)
 
-                def before_forward(*_: Any) -> None:
-                    handle.remove()
-                    self._set_hook(model, policy)
+            def before_forward(*_: Any) -> None:
+                handle.remove()
+                self._set_hook(model, policy)
 
-                handle = model.register_forward_pre_hook(torch.compiler.disable(before_forward))
-
-        return init
+            handle = model.register_forward_pre_hook(torch.compiler.disable(before_forward))
 
     def _set_hook(self, model: DistributedDataParallel, policy: Policy) -> None:
         if policy.reduce == "auto":
@@ -161,16 +159,12 @@ class Communication:
         return scale if isinstance(scale, Tensor) else None
 
 
-def _refusing(policy: Policy, original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(*args: Any, **kwargs: Any) -> None:
-        raise PolicyError(
-            f"policy {policy!s} sets formats of communication, and the script uses FullyShardedDataParallel; "
-            "allowed: DistributedDataParallel and fully_shard",
-            hint="use fully_shard, or leave reduce and gather out and pass mixed_precision=MixedPrecision(...) in the script",
-        )
-
-    return init
+def _refusing(policy: Policy, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    raise PolicyError(
+        f"policy {policy!s} sets formats of communication, and the script uses FullyShardedDataParallel; "
+        "allowed: DistributedDataParallel and fully_shard",
+        hint="use fully_shard, or leave reduce and gather out and pass mixed_precision=MixedPrecision(...) in the script",
+    )
 
 
 def _version(gradient: Tensor | None) -> int:

@@ -56,7 +56,7 @@ class CountedStep:
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
         self._run.watchers.append(self)
-        patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
+        patches.around(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         patches.on_undo(self._end)
 
     def when_over(self, action: Callable[[], Any]) -> None:
@@ -211,13 +211,9 @@ class CountedStep:
             self._saved.keep_later(first.tensors)
         return first, second
 
-    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._stack is not None and torch.is_grad_enabled():
-                self._saved.keep([args, getattr(function, "keywords", None)])
-                if "context_fn" in kwargs:
-                    kwargs["context_fn"] = functools.partial(self._contexts, kwargs["context_fn"])
-            return original(function, *args, **kwargs)
-
-        return checkpoint
+    def _checkpoint(self, original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self._stack is not None and torch.is_grad_enabled():
+            self._saved.keep([args, getattr(function, "keywords", None)])
+            if "context_fn" in kwargs:
+                kwargs["context_fn"] = functools.partial(self._contexts, kwargs["context_fn"])
+        return original(function, *args, **kwargs)

@@ -35,10 +35,10 @@ class UnscaledViews:
 
     def install(self, patches: Patches) -> None:
         """Wrap hooks until ``patches`` are undone."""
-        patches.wrap(Tensor, "register_hook", self._on_tensor)
-        patches.wrap(Tensor, "retain_grad", self._retaining)
+        patches.around(Tensor, "register_hook", self._on_tensor)
+        patches.around(Tensor, "retain_grad", self._retaining)
         for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
-            patches.wrap(nn.Module, name, self._on_module)
+            patches.around(nn.Module, name, self._on_module)
 
     @property
     def any_retained(self) -> bool:
@@ -61,25 +61,18 @@ class UnscaledViews:
             found = tensor.grad if tensor.grad is None or inverse is None else tensor.grad * inverse
             tensor.grad = earlier if found is None else found if earlier is None else earlier + found
 
-    def _on_tensor(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _on_tensor(self, original: Callable[..., Any], tensor: Tensor, hook: Callable[..., Any]) -> Any:
         # Under a function mode, torch's own function would call the name in its module, which is this one.
         register = ENTERED.get(original, original)
+        if tensor.is_leaf:
+            return register(tensor, hook)
+        self._on_hook()
+        return register(tensor, self._seeing_unscaled(hook))
 
-        @functools.wraps(original)
-        def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-            if tensor.is_leaf:
-                return register(tensor, hook)
-            self._on_hook()
-            return register(tensor, self._seeing_unscaled(hook))
-
-        return register_hook
-
-    def _on_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def register(module: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return original(module, self._seeing_unscaled(hook), *args, **kwargs)
-
-        return register
+    def _on_module(
+        self, original: Callable[..., Any], module: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(module, self._seeing_unscaled(hook), *args, **kwargs)
 
     def _seeing_unscaled(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
@@ -92,12 +85,8 @@ class UnscaledViews:
 
         return call
 
-    def _retaining(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def retain_grad(tensor: Tensor) -> None:
-            original(tensor)
-            if not tensor.is_leaf:
-                self._on_hook()
-                self._retained[tensor] = None
-
-        return retain_grad
+    def _retaining(self, original: Callable[..., Any], tensor: Tensor) -> None:
+        original(tensor)
+        if not tensor.is_leaf:
+            self._on_hook()
+            self._retained[tensor] = None

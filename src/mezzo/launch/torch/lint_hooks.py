@@ -33,7 +33,6 @@ Listener = Callable[..., Any]
 def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     """Report a script's calls to ``lint`` until ``patches`` are undone."""
     listeners: dict[str, Callable[[Lint, Listener], Listener]] = {
-        "__init__": _made,
         "scale": _scale,
         "unscale_": _unscale,
         "step": _step,
@@ -42,6 +41,7 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     }
     for name, listener in listeners.items():
         patches.wrap(GradScaler, name, functools.partial(listener, lint))
+    patches.around(GradScaler, "__init__", functools.partial(_made, lint))
     patches.wrap(autocast, "__init__", _asking)
     patches.wrap(autocast, "__enter__", functools.partial(_entering, lint, as_is))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
@@ -52,20 +52,16 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
                 patches.replace(owner, name, reporting)
     patches.wrap(torch.optim.Optimizer, "zero_grad", functools.partial(_clearing, lint, torch.optim.Optimizer))
     patches.wrap(nn.Module, "zero_grad", functools.partial(_clearing, lint, nn.Module))
-    patches.wrap(AveragedModel, "update_parameters", functools.partial(_averaging, lint))
+    patches.around(AveragedModel, "update_parameters", functools.partial(_averaging, lint))
     patches.on_undo(lint.close)
 
 
 # --- GradScaler --------------------------------------------------------------------------------------------------------------
 
 
-def _made(lint: Lint, original: Listener) -> Listener:
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        lint.scalers.asked(self, enabled=bool(kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)))
-
-    return init
+def _made(lint: Lint, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    lint.scalers.asked(self, enabled=bool(kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)))
 
 
 def _scale(lint: Lint, original: Listener) -> Listener:
@@ -190,10 +186,6 @@ def _clearing(lint: Lint, owner: type, original: Listener) -> Listener:
     return zero_grad
 
 
-def _averaging(lint: Lint, original: Listener) -> Listener:
-    @functools.wraps(original)
-    def update_parameters(self: Any, model: Any) -> Any:
-        with lint.averages(self.module, model):
-            return original(self, model)
-
-    return update_parameters
+def _averaging(lint: Lint, original: Callable[..., Any], self: Any, model: Any) -> Any:
+    with lint.averages(self.module, model):
+        return original(self, model)

@@ -36,7 +36,7 @@ def replace_amp(run: Run, patches: Patches) -> None:
     patches.wrap(autocast, "__init__", lambda original: _in_policy(original, dtype))
     patches.wrap(autocast, "__enter__", lambda original: _with_table(run, original))
     patches.wrap(autocast, "__exit__", lambda original: _without_table(run, original))
-    patches.wrap(GradScaler, "__init__", _turned_off)
+    patches.around(GradScaler, "__init__", _turned_off)
 
 
 def _in_policy(original: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
@@ -92,12 +92,8 @@ def _without_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]
     return leave
 
 
-def _turned_off(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args[:5], **{**kwargs, "enabled": False})
-
-    return init
+def _turned_off(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args[:5], **{**kwargs, "enabled": False})
 
 
 def _record_scale(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,10 @@ from mezzo.launch.torch.state import Run
 
 def record_sessions(run: Run, patches: Patches) -> None:
     """Record the backward passes and updates of sessions until ``patches`` are undone."""
-    patches.wrap(Session, "__init__", functools.partial(_named, run) if run.applied is None else in_fp32)
+    if run.applied is None:
+        patches.around(Session, "__init__", functools.partial(_named, run))
+    else:
+        patches.wrap(Session, "__init__", in_fp32)
     patches.wrap(Session, "_differentiate", functools.partial(_record_backward, run))
     patches.wrap(Session, "_close", functools.partial(_record_update, run))
 
@@ -64,13 +67,9 @@ class _ScaleOfLoss:
         return self._of_session.value()
 
 
-def _named(run: Run, original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: Session, *args: Any, **settings: Any) -> None:
-        original(self, *args, **settings)
-        run.session_policy = run.session_policy or str(self.policy)  # here: a fault may end the first forward pass
-
-    return init
+def _named(run: Run, original: Callable[..., Any], self: Session, *args: Any, **settings: Any) -> None:
+    original(self, *args, **settings)
+    run.session_policy = run.session_policy or str(self.policy)  # here: a fault may end the first forward pass
 
 
 def _record_backward(run: Run, original: Callable[..., None]) -> Callable[..., None]:

@@ -85,24 +85,22 @@ class Updates:
 
         patches.on_undo(remove)
         self._run.before_compiling.append(shield)
-        patches.wrap(Optimizer, "__init__", functools.partial(self._recording, patches))
+        patches.around(Optimizer, "__init__", functools.partial(self._recording, patches))
         if self._run.applied is not None and self._run.applied.loss_scale != "none":
             patches.wrap(clip_grad, "_get_total_norm", _tolerating_overflow)
         self._schedules.install(patches, LRScheduler)
 
-    def _recording(self, patches: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self._run.steady.end()
-            self._run.optimizers[optimizer] = None
-            original(optimizer, *args, **kwargs)
-            self._run.owners.made(optimizer)
-            stepping = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
-            if stepping not in self._first and _calls_its_closure_once(optimizer):
-                self._first.add(stepping)
-                patches.wrap(stepping, "step", _closure_first)
-
-        return init
+    def _recording(
+        self, patches: Patches, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        self._run.steady.end()
+        self._run.optimizers[optimizer] = None
+        original(optimizer, *args, **kwargs)
+        self._run.owners.made(optimizer)
+        stepping = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+        if stepping not in self._first and _calls_its_closure_once(optimizer):
+            self._first.add(stepping)
+            patches.wrap(stepping, "step", _closure_first)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         run = self._run

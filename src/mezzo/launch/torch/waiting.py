@@ -56,7 +56,7 @@ class ScriptWaits:
         for name in COLLECTIVES:
             patches.wrap(distributed, name, self.communication.timed)
         patches.wrap(distributed.Work, "wait", self.communication.timed)
-        patches.wrap(torch.nn.parallel.DistributedDataParallel, "__init__", self._replicating)
+        patches.around(torch.nn.parallel.DistributedDataParallel, "__init__", self._replicating)
 
     def loader(self) -> Loader | None:
         """Return the settings of the last data loader that was iterated; None if there is none."""
@@ -96,11 +96,7 @@ class ScriptWaits:
 
         return begin
 
-    def _replicating(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def init(replica: Any, *args: Any, **kwargs: Any) -> None:
-            with self.communication.paused():
-                original(replica, *args, **kwargs)
-            self._replicas.append(weakref.ref(replica))
-
-        return init
+    def _replicating(self, original: Callable[..., Any], replica: Any, *args: Any, **kwargs: Any) -> None:
+        with self.communication.paused():
+            original(replica, *args, **kwargs)
+        self._replicas.append(weakref.ref(replica))

@@ -6,7 +6,6 @@ weights are left out: every process has its own. Cost: one pass over the weights
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -33,15 +32,11 @@ class WeightsDigest:
     def install(self, patches: Patches) -> None:
         """Take the digest whenever the script destroys a process group."""
         if dist.is_available():
-            patches.wrap(dist, "destroy_process_group", self._before)
+            patches.around(dist, "destroy_process_group", self._before)
 
-    def _before(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def destroy(*args: Any, **kwargs: Any) -> Any:
-            self.text()
-            return original(*args, **kwargs)
-
-        return destroy
+    def _before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.text()
+        return original(*args, **kwargs)
 
     def text(self) -> str:
         """Return the digest of the weights as they are, or as they were when they were last there; empty if they never were."""

@@ -16,8 +16,6 @@ import runpy
 import sys
 import traceback
 import types
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -27,21 +25,12 @@ from mezzo.measure.predict.script_data import SlowData
 from mezzo.measure.predict.script_files import ScriptFiles, with_numbers
 from mezzo.measure.predict.script_recorder import Enough, ScriptRecorder
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
-from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS
 from mezzo.measure.standard_input import own_input
 from mezzo.policy import Policy
 
 _AT_ONCE = 2
 """Scripts that run at the same time."""
-
-
-def record_script(
-    script: str, arguments: Sequence[str], policy: Policy, *, request: TapeRequest | None = None
-) -> Tape | None:
-    """Run ``script`` as ``python script`` would, and return its tape; None if it never finished two steps."""
-    request = request or TapeRequest(script=script, arguments=arguments, policy=str(policy))
-    return recorded(replace(request, script=script, arguments=arguments), policy).tape
 
 
 def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:

@@ -183,13 +183,6 @@ def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
     )
 
 
-def tape_of_script(script: str, arguments: list[str], policy: str) -> Tape:
-    """Return the tape of ``script`` under ``policy``, as ``recorded_tapes`` does."""
-    tape = recorded_tapes([TapeRequest(script=script, arguments=arguments, policy=policy)])[0].tape
-    assert tape is not None
-    return tape
-
-
 def has_batch(arguments: Sequence[str]) -> bool:
     """Return whether the arguments name the size of a batch."""
     return any(BATCH in word for word in arguments)

@@ -224,12 +224,6 @@ def _fullness(ops: Columns, card: Card, c: Constants) -> Array:
     return result
 
 
-def step_seconds(ops: Columns, card: Card, constants: Constants) -> float:
-    """Return the seconds of all operations, or of launching them, whichever is longer."""
-    device = float(operation_bounds(ops, card, constants).total.sum())
-    return float(longer_of(device, float(ops.count.sum()) * constants.launch_s))
-
-
 def longer_of(device_s: Any, host_s: Any) -> Any:
     """Return about the longer of two times, without a corner where they are equal."""
     return (device_s**4 + host_s**4) ** 0.25

@@ -1,4 +1,4 @@
-"""What shows only as a training goes on: batches, random numbers, and counts that a script keeps itself."""
+"""What shows only as a training continues: batches, random numbers, and a script's own counts."""
 
 from __future__ import annotations
 

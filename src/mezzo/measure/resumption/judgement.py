@@ -127,7 +127,7 @@ def _compared(runs: Runs, pair: Resumed, other_weights: Sequence[str]) -> Judgem
 
 
 def _followed(pair: Resumed, restored: Sequence[MissingState]) -> Iterator[MissingState]:
-    """Yield what was not restored and shows as the training goes on, as far as ``restored`` does not explain it.
+    """Yield what was not restored and shows as the training continues, as far as ``restored`` does not explain it.
 
     A learning rate or a batch that a script computes from a counter is a consequence of the counter.
     """

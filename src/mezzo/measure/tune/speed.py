@@ -24,7 +24,6 @@ class Speed:
 
     step_ms: float
     """Median: an evaluation between two steps, or a step that waited for a disk, does not count."""
-    num_timed: int
     input_elements: float | None = None
     """What a step was given, in elements of the model's first input."""
 
@@ -52,7 +51,7 @@ def speed_of(run: RunRecord) -> Speed | None:
     times = [ms for ms in run.steps.time_ms[first:] if math.isfinite(ms) and ms > 0]
     if len(times) < FEWEST_TIMED:
         return None
-    return Speed(step_ms=statistics.median(times), num_timed=len(times), input_elements=run.input_elements)
+    return Speed(step_ms=statistics.median(times), input_elements=run.input_elements)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,25 +11,13 @@ An FP32 product is judged as if it had 16-bit operands: the question is what low
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
+from mezzo.observe.audit.merged import Shape
 from mezzo.observe.audit.operations import TracedOperation
 
 _BYTES = 16
 _HALF = 2
 MULTIPLE = _BYTES // _HALF
-
-
-@dataclass
-class Shape:
-    """The shape of a product, ``batch`` times (m, k) x (k, n), and what keeps it off Tensor Cores."""
-
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-    problems: dict[str, str] = field(default_factory=dict)
-    """A sentence by kind of problem: ``dimension``, ``alignment``, ``layout``, ``groups``."""
 
 
 def shape_of(seen: TracedOperation) -> Shape | None:

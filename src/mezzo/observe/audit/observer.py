@@ -8,7 +8,7 @@ from torch import nn
 
 from mezzo.devices import this_device
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.audit import kernels, totals
+from mezzo.observe.audit import kernels, merged, totals
 from mezzo.observe.audit.findings import AuditedSteps, findings
 from mezzo.observe.audit.layers import FIXES
 from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
@@ -157,8 +157,8 @@ def audit_record(
         run=run,
         steps=list(numbers),
         forced_eager=forced_eager,
-        operations=totals.operations(seen),
-        flops_by_phase=totals.flops_by_phase(seen),
+        operations=merged.operations(seen),
+        flops_by_phase=merged.flops_by_phase(seen),
         casts=totals.casts(seen),
         round_trips=list(watched.trips),
         wide_products=list(watched.wide),

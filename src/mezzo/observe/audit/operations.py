@@ -21,6 +21,7 @@ from torch import nn
 
 from mezzo import oplists
 from mezzo.formats import format_of
+from mezzo.observe.audit.merged import Row
 from mezzo.observe.module_names import Names
 from mezzo.observe.tensors import storage_of
 from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Noted, Trace, TracedProduct
@@ -41,20 +42,11 @@ def listed_precision(op: str) -> str:
     return _PRECISION.get(name.strip("_"), "follow")
 
 
-@dataclass
-class TracedOperation:
+@dataclass(kw_only=True)
+class TracedOperation(Row):
     """A recorded operation, interpreted."""
 
-    op: str
-    module: str
-    phase: Phase
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    bytes: int
     noted: Noted
-    flops: int = 0
-    format: str = ""
-    """The format that a product multiplies in."""
     product: TracedProduct | None = None
     reads_parameter: bool = False
     cast: Cast | None = None

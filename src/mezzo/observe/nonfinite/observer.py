@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.engine.agreement import are_several
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.effective import Lowering
@@ -191,7 +192,7 @@ class NonFinite(Observer):
             over = True
         self._judge(num_steps)
         over = over or self._known()
-        if ranks.several():
+        if are_several():
             over = self._together(over)
         if over:
             raise StopScript

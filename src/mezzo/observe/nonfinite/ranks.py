@@ -1,4 +1,4 @@
-"""Let the processes of a distributed run end at the same step: one that goes on alone waits for the others for ever."""
+"""Let the processes of a distributed run end at the same step: one that continues alone would wait for the others forever."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-
-def several() -> bool:
-    """Return whether this process is one of several that train together."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def any_process(flag: bool, device_type: str) -> bool:

@@ -96,7 +96,7 @@ def patch(job: Job, trainer: Trainer) -> None:
         argument = library.argument or value
         unclear(
             f"already has {argument}={'True' if not library.argument else repr(value)}",
-            "nothing is to be done",
+            "nothing needs to be done",
             already=True,
         )
 

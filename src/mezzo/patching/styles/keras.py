@@ -77,7 +77,7 @@ def _change(job: Job, call: ast.Call, wanted: str) -> None:
     if not isinstance(given, ast.Constant):
         unclear(f"line {call.lineno} takes the policy from elsewhere", f'pass "{wanted}" there')
     if given.value == wanted:
-        unclear(f"already sets the policy {wanted}", "nothing is to be done", already=True)
+        unclear(f"already sets the policy {wanted}", "nothing needs to be done", already=True)
     job.editor.replace(given, f'"{wanted}"')
     job.note(call, wanted, "the global policy of all layers made after it")
 

@@ -49,7 +49,9 @@ def patch(job: Job) -> None:
         torch_amp.patch_loop(job, with_regions=False)
         changed.append(True)
     if not any(changed):
-        unclear(f"already computes in {policy.compute} under its own autocast", "nothing is to be done", already=True)
+        unclear(
+            f"already computes in {policy.compute} under its own autocast", "nothing needs to be done", already=True
+        )
 
 
 def _is_off(call: ast.Call) -> bool:
@@ -85,11 +87,7 @@ def _add_dtype(job: Job, call: ast.Call, name: str) -> bool:
     if (on_cuda and job.policy.compute == "fp16") or (on_cpu and job.policy.compute == "bf16"):
         return False
     words = f"dtype={job.dtype}"
-    last = call.keywords[-1] if call.keywords else call.args[-1] if call.args else None
-    if last is None:
-        job.editor.insert(job.text.span(call)[1] - 1, words)
-    else:
-        job.editor.append_to(last, f", {words}")
+    _add_argument(job, call, words)
     job.note(call, words, "without it, autocast chooses by the device: FP16 on CUDA, BF16 on a CPU")
     return True
 
@@ -101,7 +99,10 @@ def _turn_off(job: Job, call: ast.Call) -> bool:
     if enabled is not None and not isinstance(enabled, ast.Constant):
         job.note(call, "left as it is", f"its enabled={ast.unparse(enabled)} decides; BF16 needs no loss scale")
         return False
-    _set_enabled(job, call, enabled, value="False")
+    if enabled is not None:
+        job.editor.replace(enabled, "False")
+    else:
+        _add_argument(job, call, "enabled=False")
     job.note(
         call,
         "enabled=False",
@@ -121,12 +122,9 @@ def _turn_on(job: Job, call: ast.Call) -> bool:
     return False
 
 
-def _set_enabled(job: Job, call: ast.Call, enabled: ast.expr | None, *, value: str) -> None:
-    if enabled is not None:
-        job.editor.replace(enabled, value)
-        return
+def _add_argument(job: Job, call: ast.Call, words: str) -> None:
     last = call.keywords[-1] if call.keywords else call.args[-1] if call.args else None
     if last is None:
-        job.editor.insert(job.text.span(call)[1] - 1, f"enabled={value}")
+        job.editor.insert(job.text.span(call)[1] - 1, words)
     else:
-        job.editor.append_to(last, f", enabled={value}")
+        job.editor.append_to(last, f", {words}")

@@ -71,17 +71,23 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
-    """Lines over one axis, with the words that say what they show."""
-
-    form: ClassVar[str] = "chart"
+class Figure:
+    """What everything that a page draws has."""
 
     name: str
     title: str
     words: str
-    """What the chart shows, with its numbers: read out by a screen reader, and shown below the title."""
+    """What the figure shows, with its numbers: read out by a screen reader, and shown below the title."""
     note: str = ""
     """How to read it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart(Figure):
+    """Lines over one axis, with the words that say what they show."""
+
+    form: ClassVar[str] = "chart"
+
     x: Sequence[float]
     """One position for each entry of each line's values."""
     last_x: float
@@ -127,15 +133,11 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bars:
+class Bars(Figure):
     """Bars below each other, each made of the same kinds of parts."""
 
     form: ClassVar[str] = "bars"
 
-    name: str
-    title: str
-    words: str
-    note: str = ""
     rows: Sequence[Bar]
     legend: Sequence[Part] = ()
     mark_text: str = ""
@@ -155,15 +157,11 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Boxes:
+class Boxes(Figure):
     """Spreads below each other over one axis that begins at zero."""
 
     form: ClassVar[str] = "boxes"
 
-    name: str
-    title: str
-    words: str
-    note: str = ""
     rows: Sequence[Box]
     ticks: Sequence[tuple[float, str]]
 
@@ -187,29 +185,22 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tree:
+class Tree(Figure):
     """Modules below their parents."""
 
     form: ClassVar[str] = "tree"
 
-    name: str
-    title: str
-    words: str
-    note: str = ""
     heads: Sequence[str] = ()
     roots: Sequence[Node]
     legend: Sequence[Part] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nothing:
+class Nothing(Figure):
     """A chart without anything to show, and why."""
 
     form: ClassVar[str] = "nothing"
 
-    name: str
-    title: str
-    words: str
     note: str = field(default="", init=False)
 
 

@@ -125,7 +125,7 @@ def _note(found: Curves, lines: Sequence[Line], *, clipped: bool) -> str:
         parts.append(f"Line: mean of the {of}{merged}. Band: their lowest and highest value.")
     if any(line.marks for line in lines):
         parts.append(
-            "A cross marks where a run's loss stops being finite; the mean goes on over the runs that are finite."
+            "A cross marks where a run's loss stops being finite; the mean continues over the runs that are finite."
         )
     if clipped:
         parts.append("The frame fits the policies that stay finite.")

@@ -11,7 +11,7 @@ from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.findings import FindingLine, finding_line
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.shared import Fact, ScriptSheet
 
 _TINY = 0.01
 """The share of the FLOPs below which mixed precision is as good as unused."""
@@ -30,12 +30,9 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditSheet:
+class AuditSheet(ScriptSheet):
     """The words and tables of an audit, ready for any view."""
 
-    title: str
-    script: str
-    headline: str
     error: str
     findings: list[FindingLine]
     phases: Grid
@@ -46,8 +43,6 @@ class AuditSheet:
     kernels: Grid
     operations: Grid
     notes: list[Fact]
-    environment: list[Fact]
-    command: str
 
 
 def audit_sheet(record: AuditRecord) -> AuditSheet:

@@ -18,7 +18,7 @@ from mezzo.report import terminal
 from mezzo.report.sheets import answers, compare, shared
 from mezzo.report.sheets.answers import Answer as PageAnswer
 from mezzo.report.sheets.compare import CompareSheet
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.shared import Fact, ScriptSheet
 
 _TONES = {"use": "good", "stay": "quiet", "undecided": "open", "failed": "bad"}
 _BORDERS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
@@ -42,12 +42,9 @@ class StageLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckSheet:
+class CheckSheet(ScriptSheet):
     """The words and tables of a check, ready for any view."""
 
-    title: str
-    script: str
-    headline: str
     tone: str
     answer: list[Fact]
     """The lines of the answer box: what and its text."""
@@ -59,8 +56,6 @@ class CheckSheet:
     offered: list[Fact]
     notes: list[Fact]
     patch: str
-    environment: list[Fact]
-    command: str
 
 
 def check_sheet(record: CheckRecord) -> CheckSheet:

@@ -12,7 +12,7 @@ from mezzo.report import formatting as fmt
 from mezzo.report.colours import Style, styles_of
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.ranks import difference_facts
-from mezzo.report.sheets.shared import Fact, MemoryLine, RunLine, Share
+from mezzo.report.sheets.shared import Fact, MemoryLine, RunLine, ScriptSheet, Share
 
 EMULATED = "emulated"
 VERDICT_TONES = {
@@ -79,12 +79,9 @@ class Explanation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSheet:
+class CompareSheet(ScriptSheet):
     """The words and tables of a comparison, ready for any view."""
 
-    title: str
-    script: str
-    headline: str
     details: str
     method: str
     columns: str
@@ -101,8 +98,6 @@ class CompareSheet:
     explanations: list[Explanation]
     real_gpus: RealGpus | None
     """Predictions; ``sheets.real_gpus`` puts them into words."""
-    environment: list[Fact]
-    command: str
 
 
 def compare_sheet(record: CompareRecord) -> CompareSheet:

@@ -10,7 +10,7 @@ from mezzo.records import DiagnoseRecord, Operand, Pass, TrendStep
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.findings import FindingLine, finding_line
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.shared import Fact, ScriptSheet
 
 TITLES = {
     "healthy": "healthy",
@@ -41,12 +41,9 @@ class StepLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiagnoseSheet:
+class DiagnoseSheet(ScriptSheet):
     """The words and tables of a diagnosis, ready for any view."""
 
-    title: str
-    script: str
-    headline: str
     verdict: str
     tone: str
     meaning: str
@@ -64,8 +61,6 @@ class DiagnoseSheet:
     normal: str
     """Which skipped updates are normal; empty if none was skipped."""
     findings: list[FindingLine]
-    environment: list[Fact]
-    command: str
 
 
 def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mezzo.records import DeviceReport, DoctorRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.shared import Fact, Sheet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +21,13 @@ class DeviceSheet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorSheet:
+class DoctorSheet(Sheet):
     """The words and tables of a machine, ready for any view."""
 
-    title: str
-    headline: str
     devices: list[DeviceSheet]
     tf32: list[Fact] = field(default_factory=list)
     advice: list[Fact] = field(default_factory=list)
     environment: list[Fact] = field(default_factory=list)
-    command: str = ""
 
 
 _LEVEL_TONES = {"native": "good", "emulated": "warn", "impossible": "bad"}

@@ -10,7 +10,7 @@ from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Verifica
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.audit import Grid
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.shared import Fact, ScriptSheet
 
 _TONES: dict[FallbackVerdict, str] = {
     "found": "warn",
@@ -23,12 +23,9 @@ _NAMED = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class FallbackSheet:
+class FallbackSheet(ScriptSheet):
     """The words and tables of a fallback search, ready for any view."""
 
-    title: str
-    script: str
-    headline: str
     verdict: str
     tone: str
     reason: str
@@ -42,8 +39,6 @@ class FallbackSheet:
     verifications: Grid
     ignored: list[Fact]
     notes: list[Fact]
-    environment: list[Fact]
-    command: str
 
 
 def fallback_sheet(record: FallbackRecord) -> FallbackSheet:

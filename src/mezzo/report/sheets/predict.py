@@ -12,7 +12,7 @@ from mezzo.report import formatting as fmt
 from mezzo.report import terminal
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.answers import Answer
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.shared import Fact, Sheet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +37,10 @@ class PredictLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictSheet:
+class PredictSheet(Sheet):
     """The words and tables of a predict record, ready for any view."""
 
-    title: str
     model: str
-    headline: str
     details: str
     unit: str
     largest_head: str
@@ -53,8 +51,6 @@ class PredictSheet:
     """Whether the batch fits each GPU, and the largest that does."""
     lines: list[PredictLine]
     assumptions: list[Fact]
-    environment: list[Fact]
-    command: str
 
 
 def predict_sheet(record: PredictRecord) -> PredictSheet:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mezzo.records import GRADIENTS, Casts, KindRange, RangesRecord, ScaleWindow, TensorRange, UpdateLoss
+from mezzo.records import GRADIENTS, Casts, Histogram, KindRange, RangesRecord, ScaleWindow, TensorRange, UpdateLoss
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.shared import Fact, ScriptSheet
 
 _SHOWN = 10
 """Number of tensors that the terminal lists; the page has all."""
@@ -49,12 +49,9 @@ class ScaleLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RangesSheet:
+class RangesSheet(ScriptSheet):
     """The words and tables of a ranges record, ready for any view."""
 
-    title: str
-    script: str
-    headline: str
     details: str
     error: str
     format: str
@@ -69,8 +66,6 @@ class RangesSheet:
     scales: list[ScaleLine]
     notes: list[Fact]
     method: str
-    environment: list[Fact]
-    command: str
 
 
 def ranges_sheet(record: RangesRecord) -> RangesSheet:
@@ -189,34 +184,27 @@ def _update_fact(loss: UpdateLoss) -> Fact:
 
 
 def _kind_line(kind: KindRange) -> TensorLine:
-    own = kind.histogram
-    return TensorLine(
-        kind=kind.kind,
-        name=fmt.plural(kind.num_tensors, "tensor"),
-        values=str(own.total),
-        zeros=fmt.share_text(own.zeros / own.total) if own.total else fmt.MISSING,
-        span=_span(own.first_exponent, own.last_exponent, own.nonzero),
-        window="",
-        note=_broken(own.infinite, own.nan),
-    )
+    return _line(kind.kind, fmt.plural(kind.num_tensors, "tensor"), kind.histogram)
 
 
 def _tensor_line(tensor: TensorRange, form: str) -> TensorLine:
-    own = tensor.histogram
     low, high = tensor.lowest.get(form), tensor.highest.get(form)
+    window = fmt.MISSING
+    if low is not None and high is not None:
+        window = "empty" if low > high else f"{power(low)} to {power(high)}"
     kept = "kept in FP32" if tensor.kept_fp32 else ""
+    return _line(tensor.kind, fmt.clean(tensor.name), tensor.histogram, window=window, note=kept)
+
+
+def _line(kind: str, name: str, own: Histogram, *, window: str = "", note: str = "") -> TensorLine:
     return TensorLine(
-        kind=tensor.kind,
-        name=fmt.clean(tensor.name),
+        kind=kind,
+        name=name,
         values=str(own.total),
         zeros=fmt.share_text(own.zeros / own.total) if own.total else fmt.MISSING,
         span=_span(own.first_exponent, own.last_exponent, own.nonzero),
-        window=fmt.MISSING
-        if low is None or high is None
-        else "empty"
-        if low > high
-        else f"{power(low)} to {power(high)}",
-        note=", ".join(part for part in (kept, _broken(own.infinite, own.nan)) if part),
+        window=window,
+        note=", ".join(part for part in (note, _broken(own.infinite, own.nan)) if part),
     )
 
 

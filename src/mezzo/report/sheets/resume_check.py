@@ -13,7 +13,7 @@ from mezzo.report import formatting as fmt
 from mezzo.report import terminal
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.answers import Answer
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.shared import Fact, ScriptSheet
 
 _TONES = {
     "exact": "good",
@@ -47,20 +47,15 @@ class LossLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeCheckSheet:
+class ResumeCheckSheet(ScriptSheet):
     """The words and tables of a check, ready for any view."""
 
-    title: str
-    script: str
-    headline: str
     tone: str
     why: str
     facts: list[Fact]
     missing: list[MissingLine]
     losses: list[LossLine]
     without_effect: list[Fact]
-    environment: list[Fact]
-    command: str
 
 
 def resume_check_sheet(record: ResumeCheckRecord) -> ResumeCheckSheet:

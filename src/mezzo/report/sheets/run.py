@@ -11,17 +11,14 @@ from mezzo.report.sheets import ranks, shared
 from mezzo.report.sheets.bottleneck import bottleneck_facts
 from mezzo.report.sheets.findings import FindingLine, finding_line
 from mezzo.report.sheets.guardrails import guard_facts, memory_facts
-from mezzo.report.sheets.shared import Fact, MemoryLine, Share
+from mezzo.report.sheets.shared import Fact, MemoryLine, ScriptSheet, Share
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSheet:
+class RunSheet(ScriptSheet):
     """The words and tables of one run, ready for any view."""
 
-    title: str
-    script: str
     policy: str
-    headline: str
     error: str
     facts: list[Fact]
     ranks: list[Fact]
@@ -38,8 +35,6 @@ class RunSheet:
     """What held the memory of a run that ended for want of it, and what to write."""
     findings: list[FindingLine]
     bottleneck: list[Fact]
-    environment: list[Fact]
-    command: str
 
 
 def run_sheet(record: RunRecord) -> RunSheet:

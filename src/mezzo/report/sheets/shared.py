@@ -44,6 +44,23 @@ class Fact:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """What the sheets of all kinds of record have: words and tables, ready for any view."""
+
+    title: str
+    headline: str
+    environment: list[Fact]
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptSheet(Sheet):
+    """The same for a record of a script."""
+
+    script: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Share:
     """The share of one format."""
 

@@ -10,7 +10,7 @@ from mezzo.records import CompareRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import compare, shared
 from mezzo.report.sheets.compare import VerdictLine
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.shared import Sheet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +36,11 @@ class ComparedScript:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TogetherSheet:
+class TogetherSheet(Sheet):
     """The words and tables of several comparisons, ready for any view."""
 
-    title: str
-    headline: str
     method: str
     groups: list[ComparedScript]
-    environment: list[Fact]
-    command: str = ""
 
 
 def together_sheet(records: Sequence[CompareRecord]) -> TogetherSheet:

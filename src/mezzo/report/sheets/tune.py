@@ -17,7 +17,7 @@ from mezzo.report import formatting as fmt
 from mezzo.report import terminal
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.answers import Answer
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.shared import Fact, ScriptSheet
 
 _TONES = {"use": "good", "keep": "quiet", "undecided": "open", "failed": "bad"}
 _BORDER_COLOURS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
@@ -50,12 +50,9 @@ class TrialLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneSheet:
+class TuneSheet(ScriptSheet):
     """The words and tables of a search, ready for any view."""
 
-    title: str
-    script: str
-    headline: str
     tone: str
     why: str
     lines: list[TuneLine]
@@ -63,8 +60,6 @@ class TuneSheet:
     notes: list[Fact]
     next_command: str
     next_why: str
-    environment: list[Fact]
-    command: str
 
 
 def tune_sheet(record: TuneRecord) -> TuneSheet:

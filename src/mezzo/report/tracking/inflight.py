@@ -13,7 +13,7 @@ SUFFIX = "-live"
 
 @dataclass(frozen=True, kw_only=True)
 class Flight:
-    """A run that is to be logged while it goes on."""
+    """A run to log while it runs."""
 
     name: str
     """Of its record's folder."""
@@ -25,7 +25,7 @@ class Flight:
 
 
 class Writer(Protocol):
-    """A run in a tracker that is written to while it goes on."""
+    """A run in a tracker, written while it runs."""
 
     where: str
 

@@ -57,7 +57,7 @@ def send(what: Logged, job: Job, place: str) -> str:
 
 
 class InFlight:
-    """A run of MLflow that is written to while a script goes on."""
+    """A run of MLflow that is written while a script runs."""
 
     def __init__(self, flight: Flight, place: str) -> None:
         """Create a run in the experiment of the script."""

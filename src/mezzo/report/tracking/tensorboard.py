@@ -40,7 +40,7 @@ def send(what: Logged, job: Job, place: str) -> str:
 
 
 class InFlight:
-    """Events that are written while a run goes on."""
+    """Events that are written while a run is under way."""
 
     def __init__(self, flight: Flight, place: str) -> None:
         """Open ``place/NAME-live``, or a folder beside the record."""

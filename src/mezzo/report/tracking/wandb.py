@@ -44,7 +44,7 @@ def send(what: Logged, job: Job, place: str) -> str:
 
 
 class InFlight:
-    """A run of Weights & Biases that is written to while a script goes on."""
+    """A run of Weights & Biases that is written while a script runs."""
 
     def __init__(self, flight: Flight, place: str) -> None:
         """Begin a run in the group of the command."""

@@ -60,7 +60,7 @@ class Passes:
 
     def install(self, patches: Patches) -> None:
         """Follow all loaders until ``patches`` are undone."""
-        patches.wrap(DataLoader, "__iter__", self._beginning)
+        patches.around(DataLoader, "__iter__", self._beginning)
         patches.wrap(_BaseDataLoaderIter, "__next__", self._delivering)
 
     def is_target(self, this: Pass) -> bool:
@@ -72,28 +72,24 @@ class Passes:
         """Return whether another pass is in the middle of its loader."""
         return any(p is not this and p.delivered and not p.over for p in self._known.values())
 
-    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def begin(loader: Any) -> Any:
-            self._begins()
-            generators = generators_of(loader)
-            resume, place = self._resume, place_in_script()
-            number = self._begun[place]
-            self._begun[place] += 1
-            if not self.arrived and resume is not None and (place, number) == (resume["place"], resume["number"]):
-                began = resume["began"]
-                set_random_states(began)
-                if len(generators) != len(began["generators"]):
-                    raise _other_loader("it has another number of generators")
-                for generator, state in zip(generators, began["generators"], strict=True):
-                    generator.set_state(state)
-            else:
-                began = {**random_states(), "generators": [generator.get_state() for generator in generators]}
-            iterator = original(loader)
-            self._known[iterator] = Pass(place, number, began)
-            return iterator
-
-        return begin
+    def _beginning(self, original: Callable[..., Any], loader: Any) -> Any:
+        self._begins()
+        generators = generators_of(loader)
+        resume, place = self._resume, place_in_script()
+        number = self._begun[place]
+        self._begun[place] += 1
+        if not self.arrived and resume is not None and (place, number) == (resume["place"], resume["number"]):
+            began = resume["began"]
+            set_random_states(began)
+            if len(generators) != len(began["generators"]):
+                raise _other_loader("it has another number of generators")
+            for generator, state in zip(generators, began["generators"], strict=True):
+                generator.set_state(state)
+        else:
+            began = {**random_states(), "generators": [generator.get_state() for generator in generators]}
+        iterator = original(loader)
+        self._known[iterator] = Pass(place, number, began)
+        return iterator
 
     def _delivering(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

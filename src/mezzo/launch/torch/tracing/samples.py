@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -25,31 +24,23 @@ class DrawnSamples:
 
     def install(self, patches: Patches) -> None:
         """Follow all loaders until ``patches`` are undone."""
-        patches.wrap(_BaseDataLoaderIter, "_next_index", self._drawing)
-        patches.wrap(_BaseDataLoaderIter, "__next__", self._delivering)
+        patches.around(_BaseDataLoaderIter, "_next_index", self._drawing)
+        patches.around(_BaseDataLoaderIter, "__next__", self._delivering)
 
     def take(self) -> tuple[str, int]:
         """Return a digest of the indices of the batch delivered since the last call, and its number in its pass; empty and 0 for none."""
         last, self._last = self._last, ("", 0)
         return last
 
-    def _drawing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def draw(iterator: Any) -> Any:
-            indices = original(iterator)
-            known = isinstance(indices, int) or (isinstance(indices, list) and None not in indices)
-            self._drawn.setdefault(iterator, deque()).append(text_digest(indices) if known else "")
-            return indices
+    def _drawing(self, original: Callable[..., Any], iterator: Any) -> Any:
+        indices = original(iterator)
+        known = isinstance(indices, int) or (isinstance(indices, list) and None not in indices)
+        self._drawn.setdefault(iterator, deque()).append(text_digest(indices) if known else "")
+        return indices
 
-        return draw
-
-    def _delivering(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def deliver(iterator: Any) -> Any:
-            batch = original(iterator)
-            drawn = self._drawn.get(iterator)
-            self._delivered[iterator] = number = self._delivered.get(iterator, 0) + 1
-            self._last = drawn.popleft() if drawn else "", number
-            return batch
-
-        return deliver
+    def _delivering(self, original: Callable[..., Any], iterator: Any) -> Any:
+        batch = original(iterator)
+        drawn = self._drawn.get(iterator)
+        self._delivered[iterator] = number = self._delivered.get(iterator, 0) + 1
+        self._last = drawn.popleft() if drawn else "", number
+        return batch

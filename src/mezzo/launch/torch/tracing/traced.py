@@ -58,8 +58,8 @@ class StateTrace:
         self._run.called = self._called
         self._run.watchers.append(self)
         for kind in (LRScheduler, ReduceLROnPlateau):
-            self._patches.wrap(kind, "__init__", functools.partial(_remembering, self._schedulers))
-        self._patches.wrap(torch.amp.GradScaler, "__init__", functools.partial(_remembering, self._scalers))
+            self._patches.around(kind, "__init__", functools.partial(_remembering, self._schedulers))
+        self._patches.around(torch.amp.GradScaler, "__init__", functools.partial(_remembering, self._scalers))
         self._samples.install(self._patches)
         self._files.install(self._patches)
 
@@ -184,10 +184,8 @@ class StateTrace:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _remembering(known: WeakKeyDictionary[Any, None], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(one: Any, *args: Any, **kwargs: Any) -> None:
-        known[one] = None
-        original(one, *args, **kwargs)
-
-    return init
+def _remembering(
+    known: WeakKeyDictionary[Any, None], original: Callable[..., Any], one: Any, *args: Any, **kwargs: Any
+) -> None:
+    known[one] = None
+    original(one, *args, **kwargs)
