@@ -138,7 +138,7 @@ def _span_bytes(tensor: Tensor) -> tuple[int, int]:
     """Return where in its storage a tensor's first element begins and its last one ends."""
     size, begin = tensor.element_size(), tensor.storage_offset()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin * size, (begin + last + 1) * size if tensor.numel() else begin * size
+    return int(begin * size), int((begin + last + 1) * size if tensor.numel() else begin * size)
 
 
 def _union_bytes(spans: Iterable[tuple[int, int]]) -> int:

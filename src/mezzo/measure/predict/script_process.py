@@ -16,6 +16,7 @@ import runpy
 import sys
 import traceback
 import types
+from dataclasses import replace
 from pathlib import Path
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
