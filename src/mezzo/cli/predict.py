@@ -237,8 +237,10 @@ def _on_cpu(
     found = kept(device_name("cpu"))
     if model is None or found is None:
         raise UsageError(
-            "--gpus cpu needs a model by name" if model is None else "this CPU is not calibrated",
-            hint="name it with --model" if model is None else "run mezzo predict --calibrate once",
+            "--gpus cpu predicts models by name, not scripts" if model is None else "this CPU is not calibrated",
+            hint="name a model, as --model timm:resnet50; a script is measured on this machine by mezzo run"
+            if model is None
+            else "run mezzo predict --calibrate once",
         )
     one = named.named_model(model, image=sizes[0], sequence=sizes[1])
     tape = named.tape_of(one, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
