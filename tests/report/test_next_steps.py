@@ -178,6 +178,10 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         ),
         [("train with fp16", f"mezzo run --policy fp16 {TAIL}")],
     ),
+    "equivalent, but slower": (
+        compare(("bf16", "equivalent", {"speedup": 0.6, "speedup_low": 0.5, "speedup_high": 0.8, "memory_ratio": 0.6})),
+        [("train with bf16, which is slower here, for its memory", f"mezzo run --policy bf16 {TAIL}")],
+    ),
     "equivalent, emulated world": (
         compare(("bf16:reduce=bf16:world=384:reduce_order=tree", "equivalent", {"emulated": True})),
         [("train with bf16:reduce=bf16 in several processes", f"mezzo run --policy bf16:reduce=bf16 {TAIL}")],

@@ -216,7 +216,10 @@ def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
 
     found = kept(device_name("cpu"))
     if by_name.model is None:
-        raise UsageError("--gpus cpu needs a model by name", hint="name it with --model")
+        raise UsageError(
+            "--gpus cpu predicts models by name, not scripts",
+            hint="name a model, as --model timm:resnet50; a script is measured on this machine by mezzo run",
+        )
     if found is None:
         raise UsageError("this CPU is not calibrated", hint="run mezzo predict --calibrate once")
     model, optimizer = by_name.built(), by_name.trained_by

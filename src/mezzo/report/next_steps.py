@@ -163,7 +163,9 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
     for row in sorted(equal, key=_merit)[:1]:
         real = row_options(row) | {"policy": _WORLD.sub("", typed_policy(row))}
         where = "" if real["policy"] == typed_policy(row) else " in several processes"
-        yield from commands.step(f"train with {_WORLD.sub('', row.policy_shown)}{where}", "run", **real)
+        slower = row.speedup_high is not None and row.speedup_high < 1 and not row.emulated
+        though = ", which is slower here, for its memory" if slower else ""
+        yield from commands.step(f"train with {_WORLD.sub('', row.policy_shown)}{where}{though}", "run", **real)
     for row in record.rows:
         if row is baseline:
             continue

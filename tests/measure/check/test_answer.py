@@ -111,6 +111,15 @@ def test_the_scripts_own_mixed_precision_stays_if_nothing_beats_it() -> None:
     assert found.next_command == "python train.py --lr 0.1"
 
 
+def test_the_scripts_own_mixed_precision_that_is_slower_is_not_praised() -> None:
+    found = answered(case(trained("fp32"), trained("as-is", ms=20.0), gpu=None))
+    assert (found.decision, found.policy) == ("use", "as-is")
+    assert found.why == (
+        "the script's own mixed precision trains like fp32, so there is nothing to change; but a step takes 2 times as long on "
+        "a CPU as in fp32"
+    )
+
+
 def test_a_repaired_policy_says_what_was_changed() -> None:
     text = "fp16:fp32_modules=head"
     repair = Repair(of="fp16", policy=text, how="mezzo diagnose found the fix: keep head in FP32")

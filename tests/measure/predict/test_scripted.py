@@ -112,6 +112,14 @@ def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
             "the size of a result depends on them at train.py:2",
         ),
         (
+            "import torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+            "def loss(p, x): return torch.func.functional_call(model, p, (x,)).sum()\nfor _ in range(3):\n"
+            "    p = dict(model.named_parameters())\n"
+            "    g = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(p, torch.randn(8, 4))\n"
+            "    for name, one in p.items(): one.grad = g[name].mean(0)\n    optimizer.step()\n",
+            "torch.func computes its gradients, and nothing inside is seen",
+        ),
+        (
             "import os\nos.kill(os.getpid(), 11)",
             "native code of its own, as an optimizer's kernels, reads the memory of tensors",
         ),

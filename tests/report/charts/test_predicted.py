@@ -7,12 +7,22 @@ import math
 import pytest
 
 import record_builders as build
+from mezzo.records import Reason
 from mezzo.report.charts.data import Chart, Nothing, Tree
 from mezzo.report.charts.predicted import batch_chart, predict_charts, time_tree, timeline_chart
 
 
 def test_a_record_without_detail_has_no_charts() -> None:
     assert predict_charts(build.predict_record()) == []
+
+
+def test_a_chart_without_other_batches_says_why() -> None:
+    detail = build.prediction_detail().model_copy(update={"curves": []})
+    why = Reason(what="other batch sizes", value="do not follow", reason="nothing sets the size; write {batch}")
+    record = build.predict_record(detail=detail, assumptions=[why])
+    drawn = batch_chart(record, detail)
+    assert isinstance(drawn, Nothing)
+    assert drawn.words == "Other batch sizes do not follow from this one: nothing sets the size; write {batch}."
 
 
 def test_a_line_ends_at_the_largest_batch_that_fits() -> None:

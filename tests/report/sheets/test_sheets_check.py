@@ -73,6 +73,22 @@ def test_a_ceiling_names_tf32_first_where_the_gpu_has_it() -> None:
     )
 
 
+@pytest.mark.parametrize("memory_saved", [0.2, None])
+def test_the_accuracy_of_an_undecided_policy_is_not_called_kept(memory_saved: float | None) -> None:
+    record = check_record()
+    assert record.comparison is not None
+    open_rows = [
+        row.model_copy(update={"verdict": "undecided"}) if row.policy == "bf16" else row
+        for row in record.comparison.rows
+    ]
+    comparison = record.comparison.model_copy(update={"rows": open_rows})
+    evidence = next(row.reason for row in open_rows if row.policy == "bf16")
+    record = answered(decision="stay", policy="fp32", evidence=evidence, memory_saved=memory_saved)
+    lines = {line.what: line.value for line in check_sheet(record.model_copy(update={"comparison": comparison})).answer}
+    assert lines["accuracy"].startswith("not decided: ")
+    assert {line.what: line.value for line in check_sheet(record).answer}["accuracy"].startswith("kept: ")
+
+
 @pytest.mark.parametrize(
     ("kind", "over_tf32", "value", "reason"),
     [

@@ -10,7 +10,7 @@ import record_builders as build
 from mezzo.records import Reason
 from mezzo.report.html import render_html
 from mezzo.report.next_steps import next_steps
-from mezzo.report.sheets.predict import predict_sheet
+from mezzo.report.sheets.predict import predict_answer, predict_sheet
 from mezzo.report.text import render
 
 
@@ -42,6 +42,13 @@ def test_whether_it_fits_is_one_line_a_gpu() -> None:
         ("l4 of 26.0 GiB", "fits", "bf16 20.0 GiB, 23% free"),
         ("largest batch", "not known", "nothing sets the size; write {batch}"),
     ]
+
+
+def test_the_figures_beside_the_answer_say_whether_it_fits() -> None:
+    facts = build.predict_record().predictions[0]
+    record = build.predict_record(predictions=[facts])
+    chips = {one.what: one.reason for one in predict_answer(record, predict_sheet(record)).facts}
+    assert chips["memory, device"] == "fits: 84% of 80.0 GiB stays free"
 
 
 def test_a_prediction_leads_to_the_check_for_its_fastest_gpu() -> None:

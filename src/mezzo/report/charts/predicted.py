@@ -36,7 +36,9 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     title = f"Throughput and the largest batch on {fmt.clean(detail.gpu)}"
     curves = [curve for curve in detail.curves if curve.batches]
     if not curves:
-        return Nothing(name="batches", title=title, words="Other batch sizes do not follow from this one.")
+        why = next((one.reason for one in record.assumptions if one.what == "other batch sizes"), "")
+        words = f"Other batch sizes do not follow from this one{': ' if why else ''}{fmt.clean(why)}."
+        return Nothing(name="batches", title=title, words=words)
     unit = fmt.clean(record.unit)
     sizes = sorted({size for curve in curves for size in curve.batches})
     styles = policy_styles([curve.policy for curve in curves])

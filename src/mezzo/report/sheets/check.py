@@ -145,7 +145,9 @@ def _answer(record: CheckRecord) -> list[Fact]:
     answer, row = record.answer, _row(record)
     lines = [Fact(what="why", value=_sentence(answer.why))]
     if answer.evidence:
-        kept = "not decided" if row is not None and row.verdict == "undecided" else "kept"
+        rows = [] if record.comparison is None else record.comparison.rows
+        is_open = any(one.verdict == "undecided" and answer.evidence in one.reason for one in rows)
+        kept = "not decided" if is_open else "kept"
         lines.append(Fact(what="accuracy", value=f"{kept}: {fmt.clean(answer.evidence)}{_seeds(row)}."))
     if row is not None and (memory := _memory(record, row)):
         lines.append(Fact(what="memory", value=memory))

@@ -90,7 +90,7 @@ def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Answer:
         Fact(
             what="memory, device",
             value=fmt.bytes_text(best.device_bytes),
-            reason=f"{fmt.bytes_text(best.allocated_bytes)} allocated",
+            reason=_fitting(best) or f"{fmt.bytes_text(best.allocated_bytes)} allocated",
         ),
         Fact(
             what="over FP32", value=fmt.ratio_text(best.over_fp32), reason=f"over TF32 {fmt.ratio_text(best.over_tf32)}"
@@ -101,6 +101,13 @@ def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Answer:
             Fact(what="largest batch", value=str(best.largest_batch), reason=f"leaves {record.headroom:.0%} free")
         )
     return Answer(tone="quiet", word="predicted", facts=facts)
+
+
+def _fitting(best: Prediction) -> str:
+    """Return that the batch fits, with what stays free; empty where the memory is not known."""
+    if not best.fits or not best.gpu_bytes:
+        return ""
+    return f"fits: {1 - best.device_bytes / best.gpu_bytes:.0%} of {fmt.bytes_text(best.gpu_bytes)} stays free"
 
 
 def _headline(record: PredictRecord) -> str:

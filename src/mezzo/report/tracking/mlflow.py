@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 PACKAGE = INSTALL = "mlflow"
 _AT_ONCE = 1000
 """How many metrics MLflow takes in one call."""
+_DATABASE = "pip install mlflow (mlflow-skinny has no database), or name another store in MLFLOW_TRACKING_URI"
+_FILES = "set MLFLOW_ALLOW_FILE_STORE=true for a store of files, or name a database: --log-to mlflow:sqlite:///runs/mlflow.db"
 _LONGEST_VALUE = 500
 """Of a parameter, in every kind of store."""
 
@@ -39,7 +41,7 @@ def check(place: str) -> None:
     except Exception as error:  # of MLflow, or of the database's library
         raise UsageError(
             f"--log-to mlflow cannot use the store {uri}: {str(error).splitlines()[0]}",
-            hint="pip install mlflow (mlflow-skinny has no database), or name another store in MLFLOW_TRACKING_URI",
+            hint=_FILES if urlsplit(uri).scheme in ("", "file") else _DATABASE,
         ) from None
 
 
