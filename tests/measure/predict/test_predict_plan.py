@@ -72,7 +72,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tapes: dict[str, Tapes
     found = predict(tapes, gpu, "fp32", batch=64, channels_last=False).largest_batch
     assert found is not None
     for batch, fits in ((found, True), (found + found // 20, False)):
-        assert memory_under_limit(tapes["fp32"].at(batch), gpu, 0.13).fits == fits
+        assert memory_under_limit(tapes["fp32"].at(batch), gpu, "fp32", 0.13).fits == fits
 
 
 def test_a_model_that_never_fits_has_largest_batch_0(tapes: dict[str, Tapes]) -> None:

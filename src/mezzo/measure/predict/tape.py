@@ -7,7 +7,7 @@ and the cost of each operation is a constant plus a multiple of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -20,10 +20,16 @@ Phase = Literal["setup", "inputs", "forward", "backward", "optimizer"]
 
 @dataclass(slots=True)
 class MemoryBlock:
-    """One tensor's storage."""
+    """One tensor's storage, or a workspace."""
 
     size_bytes: int
     kind: Kind
+    matrix_format: str = ""
+    """The format of a convolution that needs the block where matrix units compute that format; empty if any device does."""
+
+    def is_taken(self, matrix_formats: Collection[str]) -> bool:
+        """Return whether a device needs the block whose matrix units compute ``matrix_formats``."""
+        return not self.matrix_format or self.matrix_format in matrix_formats
 
 
 class Shape(NamedTuple):
@@ -92,7 +98,7 @@ class Tape:
         return Tape(
             batch=batch,
             blocks=[
-                MemoryBlock(scaled(a.size_bytes, b.size_bytes), a.kind)
+                MemoryBlock(scaled(a.size_bytes, b.size_bytes), a.kind, a.matrix_format)
                 for a, b in zip(self.blocks, other.blocks, strict=True)
             ],
             events=self.events,
