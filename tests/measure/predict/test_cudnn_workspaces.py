@@ -88,7 +88,8 @@ def test_other_convolutions_have_none(layer: nn.Module) -> None:
 
 
 def test_nothing_is_tried_unless_the_training_lets_cudnn() -> None:
-    assert _tried_bytes(_tape(nn.Conv2d(4, 6, 3, padding=1), "fp32")) == []
+    tape = _tape(nn.Conv2d(4, 6, 3, padding=1), "fp32")
+    assert (_tried_bytes(tape), tape.tries_algorithms) == ([], False)
 
 
 def test_the_buffers_count_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +97,7 @@ def test_the_buffers_count_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = predict_memory(_tape(layer, "fp32"), workspace_bytes=0).allocated_bytes
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     tape = _tape(layer, "fp32")
+    assert tape.tries_algorithms
     assert plain < max(_tried_bytes(tape)) < predict_memory(tape, workspace_bytes=0).allocated_bytes
 
 

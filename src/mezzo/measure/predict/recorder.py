@@ -127,6 +127,7 @@ class Recorder(TorchDispatchMode):
             MemoryBlock(copied_bytes(func, args, result), "workspaces", found.name if found is not None else "other")
         ]
         # cuDNN tries when it meets a shape first. In FP32 it goes on with Winograd's, which multiplies least; in 16 bits it does not.
+        self.tape.tries_algorithms |= torch.backends.cudnn.benchmark
         if torch.backends.cudnn.benchmark and (len(self.tape.step_starts) == 1 or args[0].dtype is torch.float32):
             taken.append(MemoryBlock(trial_bytes(func, args), "workspaces"))
         for block in taken:

@@ -81,6 +81,8 @@ class Tape:
     """The same for each backward pass."""
     optimizer_starts: list[int] = field(default_factory=list)
     """The same for each call of an optimizer."""
+    tries_algorithms: bool = False
+    """Whether cuDNN may try its algorithms for convolutions."""
     units: dict[str, int] = field(default_factory=dict)
     """Bytes of parameters by the part of the model that sharding gathers at once: a layer of a list, or ``""`` for the rest."""
 
@@ -118,6 +120,7 @@ class Tape:
             step_starts=self.step_starts,
             backward_starts=self.backward_starts,
             optimizer_starts=self.optimizer_starts,
+            tries_algorithms=self.tries_algorithms,
             units=self.units,
         )
 
