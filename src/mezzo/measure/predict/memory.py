@@ -66,7 +66,7 @@ def predict_memory(
         allocated_bytes=allocator.peak_allocated_bytes,
         reserved_bytes=allocator.peak_reserved_bytes,
         fits=fits,
-        by_kind_bytes=_bytes_by_kind(tape, absent, until=at_peak),
+        by_kind_bytes=bytes_by_kind(tape, until=at_peak, absent=absent),
     )
 
 
@@ -83,13 +83,13 @@ def _allocated(
     return True
 
 
-def _bytes_by_kind(tape: Tape, absent: set[int], *, until: int) -> dict[str, int]:
-    """Return the bytes of each kind that are allocated after event number ``until``."""
+def bytes_by_kind(tape: Tape, *, until: int, absent: Collection[int] = ()) -> dict[str, int]:
+    """Return the bytes of each kind that are allocated after event number ``until``, without the blocks that are ``absent``."""
     alive: set[int] = set()
     for event in tape.events[: until + 1]:
         alive.add(event) if event >= 0 else alive.discard(~event)
     found: dict[str, int] = {}
-    for number in alive - absent:
+    for number in alive.difference(absent):
         block = tape.blocks[number]
         found[block.kind] = found.get(block.kind, 0) + block.size_bytes
     return found
