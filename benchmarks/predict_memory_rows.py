@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mezzo.measure.predict.memory import DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.plan import HEADROOM
+from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.measure.predict.training import ZeroGrad, record_training
 from predict_litgpt import memory_of
 from predict_memory_zoo import Training
@@ -168,9 +169,10 @@ def xmem_row(cells: Mapping[str, str]) -> Found:
             optimizer=partial(getattr(torch.optim, cells["optimizer"]), lr=1e-4),
             zero_grad=ZERO_GRAD[cells["zero_grad_mode"]],
         )
+    memory = partial(predict_memory, tape, matrix_formats=(*HALF_FORMATS, "fp32"))  # torch's convolutions are in TF32
     found = Found(
         name=f"{model} {cells['optimizer']} b{cells['batch']} {cells['gpu']}",
-        predicted_bytes=predict_memory(tape, limit_bytes=total - DRIVER_BYTES).reserved_bytes,
+        predicted_bytes=memory(limit_bytes=total - DRIVER_BYTES).reserved_bytes,
         measured_bytes=int(cells["measured_peak_bytes"]),
     )
     for rival in ("xmem", "dnnmem", "schedtune", "llmem"):
@@ -178,8 +180,8 @@ def xmem_row(cells: Mapping[str, str]) -> Found:
         share = round(float(estimate) / total, 2) if estimate else 1.0
         if oom not in ("0", "1") or share > 0.94:
             continue
-        fits = predict_memory(tape, limit_bytes=int(share * total)).fits
-        promised = predict_memory(tape, limit_bytes=int(share * total * (1 - HEADROOM))).fits
+        fits = memory(limit_bytes=int(share * total)).fits
+        promised = memory(limit_bytes=int(share * total * (1 - HEADROOM))).fits
         found.promises += promised
         found.broken += promised and oom == "1"
         found.right.append(fits == (oom == "0"))
@@ -256,7 +258,7 @@ def fms_row(cells: Mapping[str, str]) -> Found:
 def pairs_row(cells: Mapping[str, str]) -> Found:
     """Predict a row of gpu_memory_pairs.csv: allocated peak, or the whole device where nvidia-smi was read."""
     training = Training(cells)
-    memory = predict_memory(training.tape)
+    memory = predict_memory(training.tape, matrix_formats=HALF_FORMATS)  # V100: no TF32
     inside = memory.reserved_bytes + DRIVER_BYTES if training.of_device else memory.allocated_bytes
     return Found(
         name=f"{cells['model'][:20]} {cells['input'][:12]} b{cells['batch_per_gpu']} {cells['precision'][:8]}",

@@ -9,7 +9,7 @@ import hashlib
 import pickle
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,16 @@ from torch import Tensor, nn
 
 from mezzo.errors import UsageError
 from mezzo.measure.predict.libraries import imported
-from mezzo.measure.predict.tape import Operation, Tape
+from mezzo.measure.predict.tape import MemoryBlock, Operation, Tape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 
 BATCHES = 8, 16
 """The batch sizes that are recorded; costs at others follow."""
+
+
+_FIELDS = [field.name for kind in (Tape, MemoryBlock, Operation) for field in fields(kind)]
+"""What a tape has; one that was kept before a field came is recorded again."""
 
 
 class NotBuilt(Exception):
@@ -266,9 +270,10 @@ class Row:
         one = self.recorded
         path = None
         if cache is not None:
-            path = cache / (hashlib.sha256(repr((one, batch)).encode()).hexdigest()[:16] + ".pickle")
+            path = cache / (hashlib.sha256(repr((one, batch, _FIELDS)).encode()).hexdigest()[:16] + ".pickle")
             if path.exists():
-                return Tape(**vars(pickle.loads(path.read_bytes())))  # with the defaults of fields that came later
+                found: Tape = pickle.loads(path.read_bytes())
+                return found
         tape = one._record(batch)
         if path is not None:
             path.write_bytes(pickle.dumps(tape))

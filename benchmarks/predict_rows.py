@@ -101,7 +101,11 @@ class Joint:
         sizes = [len(row.ops.flops) for row in rows]
         self.at = np.cumsum([0, *sizes[:-1]])
         self.ops = Columns(**{f.name: np.concatenate([getattr(r.ops, f.name) for r in rows]) for f in fields(Columns)})
-        cards = [Card.of(r.gpu, tf32=r.row.precision != "fp32", channels_last=r.row.layout == "nhwc") for r in rows]
+        cards = [
+            # The scripts of all tables with convolutions set cudnn.benchmark: NVIDIA's and Lambda's examples, and timm's
+            Card.of(r.gpu, tf32=r.row.precision != "fp32", channels_last=r.row.layout == "nhwc", tries_algorithms=True)
+            for r in rows
+        ]
         self.card = Card(**{f.name: np.repeat([getattr(c, f.name) for c in cards], sizes) for f in fields(Card)})
         self.old = np.array([row.old for row in rows])
         self.kernels = np.array([row.ops.count.sum() for row in rows])

@@ -36,7 +36,7 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: Job, *, asked
         Reason(
             what="driver and context",
             value=f"{DRIVER_BYTES >> 20} MiB",
-            reason="it differs by driver; cuDNN's workspaces come on top, at times 10% to 15% of the memory",
+            reason="it differs by driver; of cuDNN's workspaces, only copies of channels-first operands are counted",
         ),
         _sharing(job),
     ]

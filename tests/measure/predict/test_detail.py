@@ -31,6 +31,15 @@ def test_the_timeline_has_the_bytes_of_each_kind_over_the_last_step() -> None:
     assert (found.backward, found.optimizer) == (2, 4)
 
 
+@pytest.mark.parametrize(("formats", "other"), [((), []), (("fp16", "bf16"), []), (("fp16", "bf16", "fp32"), [0, 50])])
+def test_the_timeline_has_copies_where_matrix_units_compute_the_format(
+    formats: tuple[str, ...], other: list[int]
+) -> None:
+    blocks = [MemoryBlock(100, "activations"), MemoryBlock(50, "workspaces", "fp32")]
+    tape = Tape(batch=1, blocks=blocks, events=[0, 1, ~1, ~0], step_starts=[0])
+    assert timeline(tape, formats).kinds.get("other", []) == other
+
+
 def test_the_times_of_modules_add_up_to_the_time_on_the_gpu() -> None:
     operations = [
         Operation("add", "forward", "body.0", "fp32", 0, 10**8, 10**8),

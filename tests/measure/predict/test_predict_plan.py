@@ -67,12 +67,33 @@ def test_fp32_is_its_own_baseline(tapes: dict[str, Tapes]) -> None:
     assert tf32.reason == "T4 has no TF32: this is FP32"
 
 
+@pytest.mark.parametrize(("gpu", "copied"), [("a100-80gb", True), ("t4", False)])
+def test_convolutions_take_copies_in_tf32_alone(gpu: str, copied: bool) -> None:
+    def convolved(batch: int) -> Tape:
+        return record_training(
+            lambda: nn.Sequential(nn.Conv2d(16, 64, 3), nn.Conv2d(64, 64, 3)),
+            lambda n: {"x": torch.empty(n, 16, 64, 64)},
+            _loss,
+            batch=batch,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+        )
+
+    both = {"fp32": Tapes.record(convolved, 64)}
+    card = dataclasses.replace(gpu_named(gpu), memory_bytes=DRIVER_BYTES + 1024 * MIB)
+    strict, tf32 = (predict(both, card, policy, batch=64, channels_last=False) for policy in ("fp32", "tf32"))
+    assert (tf32.allocated_bytes > strict.allocated_bytes) == copied
+    # each largest batch is that of its own policy, though both share a tape
+    for found, policy in ((strict, "fp32"), (tf32, "tf32")):
+        assert found.largest_batch
+        assert memory_under_limit(both["fp32"].at(found.largest_batch), card, policy, 0.13).fits
+
+
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tapes: dict[str, Tapes]) -> None:
     gpu = dataclasses.replace(gpu_named("t4"), memory_bytes=DRIVER_BYTES + 400 * MIB)
     found = predict(tapes, gpu, "fp32", batch=64, channels_last=False).largest_batch
     assert found is not None
     for batch, fits in ((found, True), (found + found // 20, False)):
-        assert memory_under_limit(tapes["fp32"].at(batch), gpu, 0.13).fits == fits
+        assert memory_under_limit(tapes["fp32"].at(batch), gpu, "fp32", 0.13).fits == fits
 
 
 def test_a_model_that_never_fits_has_largest_batch_0(tapes: dict[str, Tapes]) -> None:

@@ -84,6 +84,17 @@ def test_seconds_of_one_operation(operation: Operation, gpu: object, tf32: bool,
     assert found == pytest.approx(seconds, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("window", "tries", "seconds"),
+    [(9, True, FLOPS / 2 / 15.7e12), (9, False, FLOPS / 15.7e12), (1, True, FLOPS / 15.7e12)],
+)
+def test_winograd_multiplies_less_where_cudnn_may_try_it(window: int, tries: bool, seconds: float) -> None:
+    one = Columns.of([_operation("fp32", flops=FLOPS, shape=FULL._replace(window=window), name="convolution")])
+    card = Card.of(V100, tf32=False, channels_last=True, tries_algorithms=tries)
+    found = operation_bounds(one, card, dataclasses.replace(IDEAL, winograd=2)).total[0]
+    assert found == pytest.approx(seconds, rel=1e-6)
+
+
 def test_clock_and_matrix_units_of_a_card() -> None:
     assert Card.of(V100, tf32=False, channels_last=False).clock_hz == pytest.approx(1.53e9, rel=0.01)
     assert Card.of(MI210, tf32=False, channels_last=False).single_flops_per_s == 45.3e12

@@ -1,9 +1,14 @@
-"""Memory that cuDNN takes beside a convolution's operands when it may try its algorithms (``torch.backends.cudnn.benchmark``).
+"""Memory that cuDNN takes beside a convolution's operands, for as long as the convolution runs.
 
-The largest buffer among the usual algorithms is that of Winograd's, kept apart from its products (NVIDIA's documentation calls it
-WINOGRAD_NONFUSED: "a significant workspace may be needed"). It holds the input, the weight and the result transformed. By Lavin and
-Gray, "Fast Algorithms for Convolutional Neural Networks" (2016), F(4x4, 3x3), a tile of 4x4 results needs 6x6 transformed values of each
-channel in and out, and each pair of channels 6x6 transformed weights; the two gradients need as many.
+Matrix units work channels-last. For channels-first operands cuDNN makes "NCHW-to-NHWC transformations to call the Tensor Core
+operations" (its documentation of formats), so input, weight and result lie a second time in the workspace. A window of one point
+needs none: such a convolution is a product of the weight with each image as it lies. Nor do groups, which matrix units do not compute.
+
+When it may try its algorithms (``torch.backends.cudnn.benchmark``), the largest buffer among the usual ones is that of Winograd's,
+kept apart from its products (NVIDIA's documentation calls it WINOGRAD_NONFUSED: "a significant workspace may be needed"). It holds
+the input, the weight and the result transformed. By Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016),
+F(4x4, 3x3), a tile of 4x4 results needs 6x6 transformed values of each channel in and out, and each pair of channels 6x6 transformed
+weights; the two gradients need as many.
 """
 
 from __future__ import annotations
@@ -12,9 +17,30 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 aten: Any = torch.ops.aten
+_LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _TILE, _TRANSFORMED, _WINDOW = 4, 6 * 6, (3, 3)
+
+
+def copied_bytes(func: Any, args: Any, result: Any) -> int:
+    """Return the bytes of a channels-first convolution's operands in the other layout, or of a gradient's; 0 where none is copied."""
+    if func.overloadpacket is aten.convolution:
+        operands, groups = (*args[:2], result), args[8]
+    elif func.overloadpacket is aten.convolution_backward:
+        operands, groups = (args[1], args[2], args[0]), args[9]  # both gradients have the same three sizes
+    else:
+        return 0
+    x, weight, _ = operands
+    if groups != 1 or math.prod(weight.shape[2:]) == 1 or _is_channels_last(x):
+        return 0
+    return sum(t.numel() * t.element_size() for t in operands)
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    layout = _LAYOUTS.get(x.dim())
+    return layout is not None and not x.is_contiguous() and x.is_contiguous(memory_format=layout)
 
 
 def trial_bytes(func: Any, args: Any) -> int:

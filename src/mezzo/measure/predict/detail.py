@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from mezzo.measure.predict.memory import DRIVER_BYTES
-from mezzo.measure.predict.plan import Tapes, recorded_as
+from mezzo.measure.predict.plan import Tapes, matrix_formats, recorded_as
 from mezzo.measure.predict.step import Conditions, Step
 from mezzo.measure.predict.tape import Tape
 from mezzo.records import BatchCurve, MemoryTimeline, ModuleTime, Prediction, PredictionDetail
@@ -26,7 +26,7 @@ def detail_of(
         checkpoint=best.checkpoint,
         limit_bytes=where.gpu.memory_bytes - DRIVER_BYTES,
         curves=[_curve(tapes[recorded_as(one.policy)], one, where) for one in others],
-        timeline=timeline(where.job.tape_of_rank(own)),
+        timeline=timeline(where.job.tape_of_rank(own), matrix_formats(where.gpu, best.policy)),
         modules=module_times(where.covering(best.policy).step(own, best.policy)),
     )
 
@@ -41,8 +41,13 @@ def _curve(tapes: Tapes, one: Prediction, where: Conditions) -> BatchCurve:
     return BatchCurve(policy=one.policy, batches=sizes, throughput=rates)
 
 
-def timeline(tape: Tape) -> MemoryTimeline:
-    """Return the allocated bytes by kind over the last step, at the largest moment of each stretch of allocations."""
+def timeline(tape: Tape, formats: Collection[str] = ()) -> MemoryTimeline:
+    """Return the allocated bytes by kind over the last step, at the largest moment of each stretch of allocations.
+
+    Args:
+        tape: the training.
+        formats: what the device's matrix units compute.
+    """
     alive: dict[str, int] = {}
     begin = tape.step_starts[-1] if tape.step_starts else 0
     points: list[tuple[int, dict[str, int]]] = []
@@ -52,7 +57,8 @@ def timeline(tape: Tape) -> MemoryTimeline:
     for place, event in enumerate(tape.events[:end]):
         block = tape.blocks[event if event >= 0 else ~event]
         kind = block.kind if block.kind in _SHOWN_KINDS else "other"
-        alive[kind] = alive.get(kind, 0) + (block.size_bytes if event >= 0 else -block.size_bytes)
+        size = block.size_bytes if block.is_taken(formats) else 0
+        alive[kind] = alive.get(kind, 0) + (size if event >= 0 else -size)
         if place < begin:
             continue
         total = sum(alive.values())

@@ -22,6 +22,7 @@ from mezzo.measure.predict.memory import (
 from mezzo.measure.predict.sharding import Job
 from mezzo.measure.predict.step import ALONE, Conditions, module_shares
 from mezzo.measure.predict.tape import Tape, check_same_steps
+from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.records import Prediction
 
 HEADROOM = 0.13
@@ -42,8 +43,10 @@ class Tapes:
     num_batches: int = 1
     """Batches that one update accumulates."""
     _made: dict[int, Tape] = field(default_factory=dict, repr=False, compare=False)
-    largest: dict[tuple[int, int, float, Job], int] = field(default_factory=dict, repr=False, compare=False)
-    """The largest batch by memory, workspace, headroom and job: GPUs and policies that share these share it."""
+    largest: dict[tuple[int, int, tuple[str, ...], float, Job], int] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """The largest batch by memory, workspace, formats of matrix units, headroom and job: GPUs and policies that share these share it."""
 
     def at(self, batch: int) -> Tape:
         """Return the tape at ``batch``."""
@@ -117,8 +120,8 @@ def predict(
     over_tf32 = where.step(wide, "tf32").seconds / step.seconds if has_tf32 else None
     is_fp32 = policy == "tf32" and not has_tf32
     rank = job.tape_of_rank(tape)
-    memory, rate = _memory(rank, gpu), where.throughput(tape, policy, num_batches=own.num_batches)
-    largest = _largest_batch(own, where, headroom)
+    memory, rate = _memory(rank, gpu, policy), where.throughput(tape, policy, num_batches=own.num_batches)
+    largest = _largest_batch(own, where, policy, headroom)
     low, high = where.band
     made = Prediction(
         gpu=gpu.name,
@@ -139,7 +142,7 @@ def predict(
         reserved_bytes=memory.reserved_bytes,
         device_bytes=memory.reserved_bytes + DRIVER_BYTES,
         memory_bytes=memory.by_kind_bytes,
-        fits=memory_under_limit(rank, gpu, 0.0).fits,
+        fits=memory_under_limit(rank, gpu, policy, 0.0).fits,
         largest_batch=largest,
         over_fp32=over_fp32,
         over_tf32=over_tf32,
@@ -149,7 +152,7 @@ def predict(
         made = made.model_copy(update={"largest_throughput": most})
     if is_fp32:
         return made
-    share = memory.reserved_bytes / _memory(job.tape_of_rank(wide), gpu).reserved_bytes
+    share = memory.reserved_bytes / _memory(job.tape_of_rank(wide), gpu, "fp32").reserved_bytes
     over_bf16 = where.step(tape, "bf16").seconds / step.seconds if policy == "fp8" else None
     return made.model_copy(update={"verdict": verdict(policy, over_fp32, over_tf32, share, over_bf16=over_bf16)})
 
@@ -213,30 +216,40 @@ def verdict(
     return f"Not worth it: {gain:.2f} times {against}'s speed{memory}."
 
 
-def memory_under_limit(tape: Tape, gpu: Gpu, headroom: float) -> PredictedMemory:
-    """Return the memory of ``tape`` replayed under what ``gpu`` has for the allocator, ``headroom`` left free."""
+def memory_under_limit(tape: Tape, gpu: Gpu, policy: str, headroom: float) -> PredictedMemory:
+    """Return the memory of ``tape`` under ``policy``, replayed in what ``gpu`` has for the allocator, ``headroom`` left free."""
     limit = int((gpu.memory_bytes - DRIVER_BYTES) * (1 - headroom))
-    return predict_memory(tape, limit_bytes=limit, workspace_bytes=_workspace_bytes(gpu))
+    formats = matrix_formats(gpu, policy)
+    return predict_memory(tape, limit_bytes=limit, workspace_bytes=_workspace_bytes(gpu), matrix_formats=formats)
 
 
-def _memory(tape: Tape, gpu: Gpu) -> PredictedMemory:
-    return predict_memory(tape, workspace_bytes=_workspace_bytes(gpu))
+def _memory(tape: Tape, gpu: Gpu, policy: str) -> PredictedMemory:
+    formats = matrix_formats(gpu, policy)
+    return predict_memory(tape, workspace_bytes=_workspace_bytes(gpu), matrix_formats=formats)
+
+
+def matrix_formats(gpu: Gpu, policy: str) -> tuple[str, ...]:
+    """Return the formats whose convolutions cuDNN computes on matrix units under ``policy``: FP32 only as TF32."""
+    if not gpu.compute_capability[0].isdigit():
+        return ()  # not NVIDIA's: no cuDNN
+    in_tf32 = policy != "fp32" and gpu.tf32_flops_per_s is not None
+    return (*HALF_FORMATS, "fp32") if in_tf32 else HALF_FORMATS
 
 
 def _workspace_bytes(gpu: Gpu) -> int:
     return CUBLAS_WORKSPACE_HOPPER_BYTES if gpu.compute_capability == "9.0" else CUBLAS_WORKSPACE_BYTES
 
 
-def _largest_batch(tapes: Tapes, where: Conditions, headroom: float) -> int | None:
+def _largest_batch(tapes: Tapes, where: Conditions, policy: str, headroom: float) -> int | None:
     """Return the largest batch size that fits, 0 if none does; found by doubling and halving, replayed each time."""
     gpu, job = where.gpu, where.job
 
     def fits(batch: int) -> bool:
-        return memory_under_limit(job.tape_of_rank(tapes.at(batch)), gpu, headroom).fits
+        return memory_under_limit(job.tape_of_rank(tapes.at(batch)), gpu, policy, headroom).fits
 
     if tapes.other is None:
         return None
-    key = gpu.memory_bytes, _workspace_bytes(gpu), headroom, job
+    key = gpu.memory_bytes, _workspace_bytes(gpu), matrix_formats(gpu, policy), headroom, job
     if key in tapes.largest:
         return tapes.largest[key]
     low, high = 0, 1

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mezzo.measure.predict.cudnn_workspaces import trial_bytes
+from mezzo.formats import format_of
+from mezzo.measure.predict.cudnn_workspaces import copied_bytes, trial_bytes
 from mezzo.measure.predict.operations import operations_of
 from mezzo.measure.predict.tape import Kind, MemoryBlock, Phase, Tape
 
@@ -116,17 +117,23 @@ class Recorder(TorchDispatchMode):
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         for tensor in outputs:
             self._allocated(tensor)
-        self._try_algorithms(func, args)
+        if func.overloadpacket in _CONVOLUTIONS:
+            self._cudnn_takes(func, args, result)
         self.tape.operations += operations_of(func, args, kwargs, result, self.phase, self._module_of_node())
 
-    def _try_algorithms(self, func: Any, args: Any) -> None:
+    def _cudnn_takes(self, func: Any, args: Any, result: Any) -> None:
+        found = format_of(args[0].dtype)
+        taken = [
+            MemoryBlock(copied_bytes(func, args, result), "workspaces", found.name if found is not None else "other")
+        ]
         # cuDNN tries when it meets a shape first. In FP32 it goes on with Winograd's, which multiplies least; in 16 bits it does not.
-        tries = torch.backends.cudnn.benchmark and func.overloadpacket in _CONVOLUTIONS
-        if tries and (len(self.tape.step_starts) == 1 or args[0].dtype is torch.float32):
-            size = trial_bytes(func, args)
-            if size:
+        self.tape.tries_algorithms |= torch.backends.cudnn.benchmark
+        if torch.backends.cudnn.benchmark and (len(self.tape.step_starts) == 1 or args[0].dtype is torch.float32):
+            taken.append(MemoryBlock(trial_bytes(func, args), "workspaces"))
+        for block in taken:
+            if block.size_bytes:
                 self.tape.events += [len(self.tape.blocks), ~len(self.tape.blocks)]
-                self.tape.blocks.append(MemoryBlock(size, "workspaces"))
+                self.tape.blocks.append(block)
 
     def _module_of_node(self) -> str:
         """Return the module whose forward pass made the running backward node; the running module in the forward pass."""

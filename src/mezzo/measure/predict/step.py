@@ -70,7 +70,10 @@ class Step:
         self.communication_s = job.communication_s(tape, gpu)
         self.tape = job.tape_of_rank(tape)
         ops, constants = Columns.of(self.tape.operations), fitted().constants
-        found = operation_bounds(ops, Card.of(gpu, tf32=policy != "fp32", channels_last=channels_last), constants)
+        card = Card.of(
+            gpu, tf32=policy != "fp32", channels_last=channels_last, tries_algorithms=self.tape.tries_algorithms
+        )
+        found = operation_bounds(ops, card, constants)
         self.parts = {"arithmetic": found.arithmetic, "bandwidth": found.traffic}
         self.latency = constants.latency_s
         rates = conditions.rates(policy)

@@ -7,7 +7,7 @@ and the cost of each operation is a constant plus a multiple of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -20,10 +20,16 @@ Phase = Literal["setup", "inputs", "forward", "backward", "optimizer"]
 
 @dataclass(slots=True)
 class MemoryBlock:
-    """One tensor's storage."""
+    """One tensor's storage, or a workspace."""
 
     size_bytes: int
     kind: Kind
+    matrix_format: str = ""
+    """The format of a convolution that needs the block where matrix units compute that format; empty if any device does."""
+
+    def is_taken(self, matrix_formats: Collection[str]) -> bool:
+        """Return whether a device needs the block whose matrix units compute ``matrix_formats``."""
+        return not self.matrix_format or self.matrix_format in matrix_formats
 
 
 class Shape(NamedTuple):
@@ -75,6 +81,8 @@ class Tape:
     """The same for each backward pass."""
     optimizer_starts: list[int] = field(default_factory=list)
     """The same for each call of an optimizer."""
+    tries_algorithms: bool = False
+    """Whether cuDNN may try its algorithms for convolutions."""
     units: dict[str, int] = field(default_factory=dict)
     """Bytes of parameters by the part of the model that sharding gathers at once: a layer of a list, or ``""`` for the rest."""
 
@@ -92,7 +100,7 @@ class Tape:
         return Tape(
             batch=batch,
             blocks=[
-                MemoryBlock(scaled(a.size_bytes, b.size_bytes), a.kind)
+                MemoryBlock(scaled(a.size_bytes, b.size_bytes), a.kind, a.matrix_format)
                 for a, b in zip(self.blocks, other.blocks, strict=True)
             ],
             events=self.events,
@@ -112,6 +120,7 @@ class Tape:
             step_starts=self.step_starts,
             backward_starts=self.backward_starts,
             optimizer_starts=self.optimizer_starts,
+            tries_algorithms=self.tries_algorithms,
             units=self.units,
         )
 

@@ -10,6 +10,8 @@ Written from first principles with a few constants (``constants``), which are fi
   and a short sum (small depth) does not hide the loads before it.
 - The unit is the matrix unit of the operands' format. FP32 runs in TF32 where the policy allows it. Depthwise convolutions do
   not use matrix units.
+- In FP32, a convolution of 3 x 3 multiplies less where cuDNN may try its algorithms (``torch.backends.cudnn.benchmark``): Winograd's then
+  wins. Without trials, which is torch's default, cuDNN's heuristics take products.
 - A convolution of channels-first tensors on matrix units is preceded by copies to channels-last and followed by one back.
 - Batch normalisation reads its input twice forward, and input and gradient twice backward, except for what stays in the L2 cache
   between the two passes: each multiprocessor works on a channel of its own. Channels-first, torch's kernels load one element at
@@ -123,12 +125,14 @@ class Card:
     channels_last: Any
     power_w: Any
     """Of the board, for each multiprocessor and GHz."""
+    tries_algorithms: Any
+    """Whether cuDNN may try its algorithms."""
     waits_for_loads: Any
     """Whether there are no asynchronous copies into shared memory, which came with compute capability 8.0."""
 
     @classmethod
-    def of(cls, gpu: Gpu, *, tf32: bool, channels_last: bool) -> Card:
-        """Return the card of ``gpu``, with TF32 allowed or not and images stored channels-last or not."""
+    def of(cls, gpu: Gpu, *, tf32: bool, channels_last: bool, tries_algorithms: bool = False) -> Card:
+        """Return the card of ``gpu``, with TF32 allowed or not, images stored channels-last or not, and algorithms tried or not."""
         in_tf32 = tf32 and gpu.tf32_flops_per_s is not None
         single = gpu.tf32_flops_per_s if in_tf32 else gpu.fp32_matrix_flops_per_s or gpu.fp32_flops_per_s
         lanes = 64 if gpu.compute_capability in _NARROW or gpu.compute_capability.startswith("gfx") else 128
@@ -143,6 +147,7 @@ class Card:
             clock_hz=gpu.fp32_flops_per_s / (2 * lanes * gpu.multiprocessors),
             channels_last=channels_last,
             power_w=gpu.power_w / (gpu.fp32_flops_per_s / (2 * lanes) / 1e9),
+            tries_algorithms=tries_algorithms,
             waits_for_loads=gpu.compute_capability in ("7.0", "7.5"),
         )
 
@@ -193,7 +198,7 @@ def _arithmetic(ops: Columns, card: Card, c: Constants) -> Array:
     single = card.single_flops_per_s * np.where(card.single_in_tf32, c.tf32, c.fp32)
     winograd = np.maximum(single, card.simd_flops_per_s * c.fp32 * c.winograd)
     half = card.half_flops_per_s * c.half * np.where(card.waits_for_loads, c.waiting, 1.0)
-    peak = np.where(ops.half, half, np.where(ops.winograd, winograd, single))
+    peak = np.where(ops.half, half, np.where(ops.winograd & card.tries_algorithms, winograd, single))
     peak = np.where(ops.grouped, peak * c.grouped, peak)
     peak = np.where(ops.depthwise, card.simd_flops_per_s * c.depthwise, peak)
     units = ops.flops / (peak * _fullness(ops, card, c))
