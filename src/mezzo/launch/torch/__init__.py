@@ -251,6 +251,8 @@ class TorchTraining:
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
         changed = [*self._run.measured(), *([] if self._run.changed is None else self._run.changed.explanation())]
+        if self._run.changed_policy is not None:
+            changed = [*changed, self._run.changed_policy]
         if self._run.policy is None:
             return changed
         try:
