@@ -29,5 +29,5 @@ while step < steps:
         time.sleep(0.02)
         if step >= steps:
             break
-print(f"rank {rank} finished {step}", flush=True)
+print(f"rank {rank} finished {step}\n", end="", flush=True)
 dist.destroy_process_group()

@@ -48,14 +48,14 @@ class Run:
     session_policy: str = ""
     """The policy of the script's own ``mezzo.Session``, if the run leaves it alone."""
 
+    changed_policy: Reason | None = None
+    """The policy since the last fallback, and why; None before one."""
+
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = policy
-        self.current = policy
-        """The policy since the last fallback; ``policy`` itself before one."""
+        self.current = policy  # until the run falls back to another
         self.applied = None if policy is None else for_scripts(policy)
-        self.changed_policy: Reason | None = None
-        """What ``current`` is, and why; None before a fallback."""
         self.recorder = StepRecorder()
         self.scale: Scale = NoScale()
         self.inner_scale: Scale = NoScale()
