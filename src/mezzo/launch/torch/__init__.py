@@ -22,6 +22,7 @@ from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.communication import Communication
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.forward import Regions
+from mezzo.launch.torch.joining import refuse_join
 from mezzo.launch.torch.lint_hooks import report_to_lint
 from mezzo.launch.torch.model_changes import ChangedModels
 from mezzo.launch.torch.observers import observer_for
@@ -115,7 +116,7 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
         watching = watched(run, counted) if observe is None else nullcontext(None)
         try:
             with watching as watch:
-                yield TorchTraining(run, counted, weights, watch)
+                yield TorchTraining(run, counted, weights, watch, patches)
         finally:
             patches.undo()
 
@@ -124,9 +125,15 @@ class TorchTraining:
     """A PyTorch script's training (``launch.frameworks.Training``)."""
 
     def __init__(
-        self, run: Run, counted: CountedStep, weights: WeightsDigest | None = None, watch: Watch | None = None
+        self,
+        run: Run,
+        counted: CountedStep,
+        weights: WeightsDigest | None = None,
+        watch: Watch | None = None,
+        patches: Patches | None = None,
     ) -> None:
         self._run, self._counted, self._watch = run, counted, watch
+        self._patches = patches or Patches()
         self._weights = weights or WeightsDigest(run)
         self._snapshots: ScriptSnapshots | None = None
         self._trace: StateTrace | None = None
@@ -175,6 +182,8 @@ class TorchTraining:
 
             self._snapshots = ScriptSnapshots(self._run, asked)
             self._snapshots.install()
+            if asked.ranks > 1:
+                refuse_join("--snapshot", self._patches)
 
     def begin_trace(self, asked: TraceRequest | None) -> None:
         """Trace the state of the training from now on, as asked."""
@@ -197,6 +206,8 @@ class TorchTraining:
         from mezzo.launch.torch.guarding import ScriptGuard
 
         self._run.guard = ScriptGuard(self._run, asked, on_stop=self._weights.text)
+        if asked.together and asked.action != "note":
+            refuse_join(f"--guard {asked.action}", self._patches)
 
     def guardrails(self) -> Guardrails | None:
         """Return what the guard noticed in all steps; None without one."""
