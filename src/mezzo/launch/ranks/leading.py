@@ -23,6 +23,7 @@ from mezzo.launch.ranks.blame import End, blamed
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import merged
 from mezzo.launch.ranks.places import Place, place_left
+from mezzo.launch.ranks.ports import free_port
 from mezzo.launch.ranks.requests import counts_path, for_rank, record_path
 from mezzo.launch.request import Request
 from mezzo.observe.ranges.counts_file import read_values, values_of_all
@@ -238,9 +239,7 @@ def fresh_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:
     """
     if "MASTER_PORT" not in variables:
         return {}
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return {"MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def _updates(record: AnyRecord | None) -> int | None:
