@@ -87,3 +87,21 @@ def test_what_would_keep_the_old_policy_is_named() -> None:
         assert fall_back(run, "skip storm").value == "bf16, before fp16"
     with switched(None) as (run, _):
         assert fall_back(run, "skip storm").reason == "the precision is the script's own"
+
+
+def test_the_record_has_the_formats_of_the_first_steps_and_that_they_were_emulated() -> None:
+    found = []
+    for falls in (False, True):
+        with switched(Policy.parse("fp16:arithmetic=emulated")) as (run, counted):
+            torch.manual_seed(0)
+            model = nn.Linear(4, 8)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(8):
+                if step == 6 and falls:
+                    change_policy(run, Policy.parse("fp32"), "a test")
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).square().mean().backward()
+                optimizer.step()
+        found.append(counted.effective())
+    assert found[0] == found[1]
+    assert found[1].emulated

@@ -33,6 +33,7 @@ def fall_back(run: Run, kind: AlarmKind) -> Reason:
 def change_policy(run: Run, policy: Policy, why: str) -> None:
     """Have the rest of a run train under ``policy``."""
     run.steady.end()
+    run.began = run.began or (run.applied, run.emulates)
     run.current, run.applied = policy, for_scripts(policy)
     run.changed_policy = Reason(what=POLICY, value=f"{policy!s} after step {run.recorder.num_closed}", reason=why)
     run.forget_castings()

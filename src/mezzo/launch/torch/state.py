@@ -48,8 +48,8 @@ class Run:
     session_policy: str = ""
     """The policy of the script's own ``mezzo.Session``, if the run leaves it alone."""
 
-    changed_policy: Reason | None = None
-    """The policy since the last fallback, and why; None before one."""
+    changed_policy: Reason | None = None  # the policy since the last fallback, and why
+    began: tuple[Policy | None, bool] | None = None  # before the first fallback: the policy, and whether it was emulated
 
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
