@@ -49,7 +49,7 @@ class Run:
     """The policy of the script's own ``mezzo.Session``, if the run leaves it alone."""
 
     changed_policy: Reason | None = None  # the policy since the last fallback, and why
-    began: tuple[Policy | None, bool] | None = None  # before the first fallback: the policy, and whether it was emulated
+    began: tuple[Policy | None, bool] | None = None  # policy and emulation before the first fallback
 
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
