@@ -158,7 +158,7 @@ def _read(file: BufferedReader, path: Path) -> Contents:
     for name, dtype, shape in places:
         tensors[name] = torch.empty(shape, dtype=dtype)
         for piece in _pieces(_bytes_of(tensors[name])):
-            if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
+            if file.readinto(piece) != len(piece):
                 raise _refusal(path, "it ended while it was read")
             crc = zlib.crc32(piece, crc)
     if f"{crc:08x}" != given:
