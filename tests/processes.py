@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from mezzo.launch.ranks.ports import free_port
 
 
 class Ended(NamedTuple):
@@ -31,14 +32,11 @@ def in_processes(
 
     They have torchrun's variables if ``launched``. All are killed after ``timeout_s``.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     shared = {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
     }
     started = [
         subprocess.Popen(

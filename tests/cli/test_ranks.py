@@ -159,6 +159,25 @@ def test_all_processes_return_to_the_same_snapshot(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_all_processes_fall_back_to_the_same_policy(tmp_path: Path) -> None:
+    words = ["run", "--policy", "bf16", "--guard", "rewind", "--snapshot", "1s", "--out", "out"]
+    ended = in_processes([*words, str(SCRIPTS / "going_wrong_ranks.py"), "twice", "400"], folder=tmp_path)
+    record = read(tmp_path / "out")
+    assert [one.code for one in ended] == [0, 0], ended
+    assert [rank.num_steps for rank in record.ranks] == [400, 400]
+    assert len({rank.weights for rank in record.ranks}) == 1
+    first, second = record.guardrails.rewinds
+    assert first.snapshot == second.snapshot
+    assert [change.what for change in first.changes] == ["learning rate"]
+    assert [(change.what, change.value.split(",")[0]) for change in second.changes] == [
+        ("learning rate", "x 0.5"),
+        ("policy", "fp32"),
+    ]
+    for one in ended:
+        assert "policy fp32, before bf16" in one.printed
+
+
+@pytest.mark.slow
 def test_the_runs_of_a_comparison_follow_one_another_in_all_processes(tmp_path: Path) -> None:
     words = ["compare", "--policies", "fp32,fp16", "--seeds", "2", "--out", "out", RANKS, "ddp", "40"]
     ended = in_processes(words, folder=tmp_path, timeout_s=400)

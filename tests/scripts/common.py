@@ -8,7 +8,8 @@ from torch import nn
 
 
 def report(**values):
-    print(json.dumps(values), flush=True)
+    """Print in one piece: several processes share a pipe, and unbuffered (PYTHONUNBUFFERED) a line and its end are two writes."""
+    print(json.dumps(values) + "\n", end="", flush=True)
 
 
 def mlp(*widths, seed=0):

@@ -79,6 +79,6 @@ else:
         session.step(loss)
     skipped = session.skipped
 total = sum(p.detach().double().abs().sum().item() for p in model.parameters())
-print(f"RANK {rank} weights {total!r} skipped {int(skipped)}", flush=True)
+print(f"RANK {rank} weights {total!r} skipped {int(skipped)}\n", end="", flush=True)
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()

@@ -74,4 +74,8 @@ model = Net()
 trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=1))
 total = sum(p.detach().double().abs().sum().item() for p in model.parameters())
 skipped = plugin.record().steps.num_skipped
-print(f"RANK {rank} weights {total!r} skipped {skipped} rate {trainer.optimizers[0].param_groups[0]['lr']}", flush=True)
+print(
+    f"RANK {rank} weights {total!r} skipped {skipped} rate {trainer.optimizers[0].param_groups[0]['lr']}\n",
+    end="",
+    flush=True,
+)

@@ -47,5 +47,9 @@ for step in range(1, int(num_steps) + 1):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-print(f"rank {rank} injected {injected} weights {sum(w.detach().double().sum().item() for w in weights)!r}", flush=True)
+print(
+    f"rank {rank} injected {injected} weights {sum(w.detach().double().sum().item() for w in weights)!r}\n",
+    end="",
+    flush=True,
+)
 dist.destroy_process_group()

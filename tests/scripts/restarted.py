@@ -1,4 +1,8 @@
-"""DistributedDataParallel over gloo; rank 1 kills itself, or its mezzo, or hangs, once in all; each rank says what it ended with."""
+"""Two processes over gloo: ``restarted.py HOW MARKER [fsdp]``; each rank says what it ended with.
+
+HOW: no; or what rank 1 does once in all, kill itself, kill mezzo (its own), or hang; or told: MARKER appears at step 20, and steps are slow
+from there on. DistributedDataParallel, or ``fully_shard``.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main() -> None:
-    how, marker = sys.argv[1], Path(sys.argv[2])
+    how, marker, sharded = sys.argv[1], Path(sys.argv[2]), "fsdp" in sys.argv
     dist.init_process_group("gloo", timeout=timedelta(seconds=6))
     rank = dist.get_rank()
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(96, 6), torch.randint(0, 3, (96,)))
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3)))
+    model: nn.Module = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+    if sharded:
+        fully_shard(model[0])
+    model = fully_shard(model) if sharded else DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.8)
     sampler = DistributedSampler(data, seed=3)
@@ -39,14 +47,17 @@ def main() -> None:
             optimizer.step()
             schedule.step()
             step, seen = step + 1, seen + float(loss)
-            time.sleep(0.02)
-            if rank == 1 and step == 31 and how != "no" and not marker.exists():
+            if how == "told" and step == 20 and rank == 1:
+                marker.touch()
+            time.sleep(0.2 if how == "told" and step >= 20 else 0.02)
+            if rank == 1 and step == 31 and how in ("kill", "kill mezzo", "hang") and not marker.exists():
                 marker.touch()
                 if how == "hang":
                     time.sleep(10_000)
                 os.kill(os.getpid() if how == "kill" else os.getppid(), signal.SIGKILL)
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    print(f"RANK {rank} steps {step} seen {seen!r} weights {digest}", flush=True)
+    whole = [p.full_tensor() if sharded else p for p in model.parameters()]
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in whole)).hexdigest()
+    print(f"RANK {rank} steps {step} seen {seen!r} weights {digest}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

@@ -54,6 +54,6 @@ for micro in range(12):
         optimizer.step()
         optimizer.zero_grad()
 total = sum(p.detach().double().abs().sum().item() for p in model.parameters())
-print(f"RANK {rank} weights {total!r}", flush=True)
+print(f"RANK {rank} weights {total!r}\n", end="", flush=True)
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()

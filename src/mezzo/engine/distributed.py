@@ -179,6 +179,12 @@ class Processes(OneProcess):
     def check_loss(self, loss: Any, *, first: bool) -> None:
         """Refuse what cannot be a loss; when the window closes, all processes learn whether the first was finite."""
         checks.check_loss(loss, first=False)
+        if True in [replica.model._join_config.enable for replica in self._replicas]:
+            raise SessionError(
+                "a session in join(), where a process without batches makes no updates and answers nothing that a session exchanges; "
+                "allowed: as many backward passes in every process",
+                hint="give each process as many batches (DistributedSampler, drop_last=True) and leave join() out",
+            )
         if first:
             self._first_loss = loss.detach()
 

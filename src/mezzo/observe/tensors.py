@@ -87,9 +87,11 @@ def storage(tensor: Tensor) -> torch.UntypedStorage | None:
     Of a tensor that several processes share it is that of this process's part.
     """
     try:
-        return local(tensor).untyped_storage()
+        own = local(tensor).untyped_storage()
+        own.data_ptr()  # that of a wrapper exists, and has no address
     except (RuntimeError, NotImplementedError):
         return None
+    return own
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -56,6 +56,34 @@ CASES: dict[str, tuple[list[End], tuple[int, str] | None]] = {
         [end(rank, STOPPED, stopped=True, where=f"train.py:{rank}", waiting=True) for rank in range(2)],
         (0, "it made no progress at train.py:0, with rank 1 at train.py:1"),
     ),
+    "one has fewer batches, the other loses it": (
+        [end(0, RESET, at_s=1.0, updates=12), end(1, updates=12, at_s=2.0)],
+        (
+            1,
+            "its script ended after 12 updates, while rank 0 still waited for it: give all processes as many batches, or use "
+            f"join() ({RESET})",
+        ),
+    ),
+    "one has fewer batches, the others wait until they are stopped": (
+        [
+            *(end(rank, STOPPED, stopped=True, where="train.py:9", waiting=True, updates=13) for rank in range(2)),
+            end(2, updates=12),
+        ],
+        (
+            2,
+            "its script ended after 12 updates, while ranks 0, 1 still waited for it: give all processes as many batches, or use "
+            "join()",
+        ),
+    ),
+    "one ends well, the other hangs": (
+        [end(0, STOPPED, stopped=True, where="data.py:3", updates=3), end(1, updates=3)],
+        (0, "it made no progress at data.py:3"),
+    ),
+    "one raises of itself, the other has ended": (
+        [end(0, "ValueError: bad batch", updates=13), end(1, updates=12)],
+        (0, "ValueError: bad batch"),
+    ),
+    "one ends well after more updates": ([end(0, RESET, updates=3), end(1, updates=12)], (0, RESET)),
     "one raises, the other goes on and is stopped": (
         [end(0, STOPPED, stopped=True, where="train.py:9"), end(1, "ValueError: bad batch", at_s=1.0)],
         (1, "ValueError: bad batch"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from mezzo.launch.runner import run_child
 from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.torch import training
 from mezzo.launch.torch.guarding import seen_in
+from mezzo.launch.torch.snapshots.script import ScriptSnapshots
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.stopping import StopScript
 from mezzo.records import RunRecord, Steps
@@ -128,14 +131,22 @@ print("finished", step, optimizer.param_groups[0]["lr"], scheduler.get_last_lr()
 """
 
 
-def returned(folder: Path, *arguments: str, every_s: float = 0.0, source: str = RETURNS, rewinds: int = 3) -> RunRecord:
+def returned(
+    folder: Path,
+    *arguments: str,
+    every_s: float = 0.0,
+    source: str = RETURNS,
+    rewinds: int = 3,
+    policy: str = "fp32",
+    resume: bool = False,
+) -> RunRecord:
     (folder / "train.py").write_text(source)
-    snapshots = SnapshotRequest(folder=str(folder / "snapshots"), every_s=every_s, resume=False, identity={})
+    snapshots = SnapshotRequest(folder=str(folder / "snapshots"), every_s=every_s, resume=resume, identity={})
     request = Request(
         target=str(folder / "train.py"),
         kind="script",
         arguments=arguments,
-        policy="fp32",
+        policy=policy,
         record_path=str(folder / "record.json"),
         command=("mezzo",),
         guard=GuardRequest(action="rewind", rewinds=rewinds),
@@ -204,3 +215,111 @@ def test_the_weights_of_a_stopped_script_are_known_though_its_model_is_gone() ->
         assert not running._run.optimizers
         assert running.weights()
     patches.undo()
+
+
+FALLS_BACK = """
+import os, sys, torch
+from torch import nn
+fault, made = sys.argv[1], 0
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+
+class Grown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+    def forward(self, x):
+        y = self.inner(x)
+        if y.dtype is torch.float16 and step > 20:
+            y.register_hook(lambda gradient: gradient * float("inf"))  # a gradient beyond FP16, for any scale
+        return y
+
+model = Grown()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step, formats = 0, []
+own = torch.autocast("cpu", dtype=torch.float16)
+for epoch in range(15):
+    for x, y in torch.utils.data.DataLoader(data, batch_size=8):
+        step += 1
+        out = model(x)
+        with own:
+            formats.append(str(nn.functional.linear(x, model.inner.weight).dtype)[6:])
+        loss = nn.functional.mse_loss(out.float(), y)
+        if fault == "loss" and step in (21, 25, 29):
+            loss = loss * float("nan")
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9, error_if_nonfinite=fault != "loss")
+        optimizer.step()
+runs = [f for n, f in enumerate(formats) if not n or f != formats[n - 1]]
+print("finished", step, optimizer.param_groups[0]["lr"], runs, bool(model.inner.weight.isfinite().all()))
+"""
+
+FALLS = [
+    # Overflows at any scale: first a smaller scale, then BF16, under which the script trains to its end.
+    (
+        "range",
+        "fp16",
+        "0.1 ['float16', 'bfloat16'] True",
+        [
+            [("loss scale", "x 0.0625")],
+            [("policy", "bf16, before fp16")],
+        ],
+    ),
+    # BF16 has the range, so what comes back is not its fault, or that of its precision: FP32.
+    (
+        "loss",
+        "bf16",
+        "0.025 ['bfloat16', 'float32'] True",
+        [
+            [("learning rate", "x 0.5, now 0.05")],
+            [("learning rate", "x 0.5, now 0.05"), ("policy", "fp32, before bf16")],
+            [("learning rate", "x 0.25, now 0.025")],
+        ],
+    ),
+    (
+        "loss",
+        "fp32",
+        "0.0125 ['float32'] True",
+        [
+            [("learning rate", "x 0.5, now 0.05")],
+            [("learning rate", "x 0.25, now 0.025"), ("policy", "unchanged")],
+            [("learning rate", "x 0.125, now 0.0125")],
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "policy", "ends", "changes"), FALLS)
+def test_a_second_return_falls_back_to_a_safer_policy(
+    fault: str, policy: str, ends: str, changes: list[Any], tmp_path: Path
+) -> None:
+    with mock.patch.object(ScriptSnapshots, "_is_due", lambda self: self._run.num_updates == 16):
+        record = returned(tmp_path, fault, policy=policy, source=FALLS_BACK)
+    said = (tmp_path / "output.log").read_text()
+    assert record.guardrails is not None, said
+    assert [[(one.what, one.value) for one in rewind.changes] for rewind in record.guardrails.rewinds] == changes
+    assert f"finished 120 {ends}" in said, said
+    assert record.exit_code == 0
+
+
+def test_a_resumed_run_goes_on_under_the_policy_that_was_fallen_back_to(tmp_path: Path) -> None:
+    source = FALLS_BACK.replace("        optimizer.zero_grad()", "        if step == 110 and os.environ.get('DIES'): raise SystemExit(3)\n"
+                                "        optimizer.zero_grad()") + "print(model.inner.weight.tolist())\n"  # fmt: skip
+    ends: dict[str, Any] = {}
+    for name in ("whole", "dies", "resumed"):
+        folder = tmp_path / name
+        if name == "resumed":  # this process still holds the folder of the run that died
+            shutil.copytree(tmp_path / "dies", folder, ignore=shutil.ignore_patterns("*.lock", ".lock*"))
+        folder.mkdir(exist_ok=True)
+        dies = mock.patch.dict(os.environ, {"DIES": "1"} if name == "dies" else {})
+        with dies, mock.patch.object(ScriptSnapshots, "_is_due", lambda self: self._run.num_updates in (16, 100)):
+            record = returned(folder, "range", policy="fp16", source=source, resume=name == "resumed")
+        ends[name] = (folder / "output.log").read_text().split("finished")[-1], record
+    assert ends["dies"][1].exit_code == 3
+    assert ends["resumed"][0] == ends["whole"][0]
+    (why,) = [one for one in ends["resumed"][1].explanation if one.what == "policy"]
+    assert (why.value, why.reason) == (
+        "bf16 after step 0",
+        "the run that is resumed had fallen back to it; see its record",
+    )

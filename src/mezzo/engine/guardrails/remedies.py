@@ -1,45 +1,72 @@
 """What changes after a return to a snapshot: an unchanged run would end the same way.
 
     loss spike, loss not finite, stuck updates    half the learning rate, of the schedule too
-    skip storm, scale at its floor                a loss scale 16 times smaller; where there is none to change, half the learning rate
-    gradients zero                                a loss scale 16 times larger; where there is none to change, nothing helps
+    skip storm                                    a loss scale 16 times smaller; where there is none to change, half the learning rate
+    gradients zero                                a loss scale 16 times larger; where there is none to change, the fallback policy
+    scale at its floor                            the fallback policy, as the scale has been smaller already; without one, as a skip storm
 
-Each further return makes the change once more. The data does not go back: other batches follow.
+The second return to the same snapshot keeps that change, and the run falls back to a safer policy (``fallback_policies``). Each return
+after it, or where no policy is safer, makes the change once more. The data does not go back: other batches follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from mezzo.engine.scaling import DynamicScale
-from mezzo.records import AlarmKind, Reason
+from mezzo.records import AlarmKind, Reason, Rewind
 
+POLICY, UNCHANGED = "policy", "unchanged"
+"""What a change of policy is called in the record, and its value where no policy is safer or it cannot change."""
 _RATE, _SCALE = 0.5, 16.0
+_OF_SCALE: tuple[AlarmKind, ...] = ("skip storm", "scale at its floor", "gradients zero")
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """What optimizers and schedulers keep in a group."""
 
 
 def apply_remedy(
     kind: AlarmKind,
-    times: int,
+    before: Sequence[Rewind],
     *,
     optimizers: Iterable[torch.optim.Optimizer],
     schedulers: Iterable[Any],
     scales: Iterable[Any],
+    fall_back: Callable[[], Reason],
 ) -> list[Reason]:
     """Change the training after its return to a snapshot; return the changes, none if nothing helps.
 
     Args:
         kind: the alarm.
-        times: how often the training has returned to this snapshot, or to one after it, this time included.
+        before: the returns so far to this snapshot, or to one after it: their changes are not in it.
         optimizers: the training's.
         schedulers: theirs.
         scales: dynamic loss scales, of Mezzo or ``torch.amp.GradScaler``; others are left alone.
+        fall_back: changes the policy to a safer one, if there is one and it can; returns which, or ``UNCHANGED``, and why.
     """
-    if kind in ("skip storm", "scale at its floor", "gradients zero"):
+    policy = fall_back() if len(before) == 1 or kind == "scale at its floor" else None
+    fallen = policy is not None and policy.value != UNCHANGED
+    if policy is not None and fallen and kind in _OF_SCALE:
+        return [policy]
+    earlier = sum(one.what == POLICY and one.value != UNCHANGED for rewind in before for one in rewind.changes)
+    changed = _numbers(kind, 1 + len(before) - earlier - fallen, optimizers, schedulers, scales)
+    if not changed and policy is None:  # gradients that are zero without a scale that could be larger
+        policy = fall_back()
+        fallen = policy.value != UNCHANGED
+    return [*changed, *([] if policy is None else [policy])] if changed or fallen else []
+
+
+def _numbers(
+    kind: AlarmKind,
+    times: int,
+    optimizers: Iterable[torch.optim.Optimizer],
+    schedulers: Iterable[Any],
+    scales: Iterable[Any],
+) -> list[Reason]:
+    """Change the loss scale or the learning rate as often as ``times`` says."""
+    if kind in _OF_SCALE:
         factor = (_SCALE if kind == "gradients zero" else 1 / _SCALE) ** times
         changed = [reason for scale in scales if (reason := _scale(scale, factor, kind)) is not None]
         if changed or kind == "gradients zero":

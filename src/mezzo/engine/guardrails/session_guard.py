@@ -15,13 +15,13 @@ from mezzo.engine.checks import PrecisionWarning
 from mezzo.engine.guardrails.alarms import Alarms, Seen
 from mezzo.engine.guardrails.arrivals import Arrivals
 from mezzo.engine.guardrails.good_snapshots import newest_good
-from mezzo.engine.guardrails.remedies import apply_remedy
+from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED, apply_remedy
 from mezzo.engine.snapshots.contents import set_contents
 from mezzo.engine.snapshots.folder import Saved
 from mezzo.engine.snapshots.of_ranks import OfAll, folder_of, read_together
 from mezzo.engine.snapshots.randomness import random_states
 from mezzo.errors import GuardError, SessionError
-from mezzo.records import Alarm, GuardAction, Guardrails, Rewind
+from mezzo.records import Alarm, GuardAction, Guardrails, Reason, Rewind
 
 if TYPE_CHECKING:
     from mezzo.engine.session import Session
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 MOST_REWINDS = 3
 """How often a training may return to a snapshot."""
 _ACTIONS = ("note", "stop", "rewind")
+_KEEPS_POLICY = Reason(
+    what=POLICY, value=UNCHANGED, reason="a session's weights and optimizers are made for its policy"
+)
 
 
 class SessionGuard:
@@ -126,10 +129,11 @@ class SessionGuard:
         vars(session._position).update(position)  # the data goes on: other batches follow
         changes = apply_remedy(
             alarm.kind,
-            1 + sum(one.snapshot >= saved.path.name for one in self.noticed.rewinds),
+            [one for one in self.noticed.rewinds if one.snapshot >= saved.path.name],
             optimizers=session.optimizers,
             schedulers=session.schedulers,
             scales=session.scales,
+            fall_back=lambda: _KEEPS_POLICY,
         )
         if not changes:
             raise self._ended(f"{text}; there is nothing to change that would help")

@@ -31,6 +31,8 @@ class End:
     """Where its script was when the run was ended for all; empty if that is not known."""
     waiting: bool = False
     """Whether it was waiting for other processes there."""
+    updates: int | None = None
+    """Updates that it made; None if they are not known."""
 
 
 def noticed_others(error: str) -> bool:
@@ -42,7 +44,7 @@ def blamed(ends: Sequence[End]) -> tuple[int, str] | None:
     """Return the rank that ended a run, and the reason in a sentence; None if all ended well.
 
     First comes a process that vanished, then the first that failed for a reason of its own; else one that was still running elsewhere
-    while the others waited for it; else the first that failed at all.
+    while the others waited for it; else one whose script had ended, as where it has fewer batches; else the first that failed at all.
     """
     if all(end.error is None and not end.stopped and not end.vanished for end in ends):
         return None
@@ -54,12 +56,33 @@ def blamed(ends: Sequence[End]) -> tuple[int, str] | None:
     if own:
         return own[0].rank, own[0].error or ""
     running = [end for end in ends if end.stopped]
-    busy = [end for end in running if not end.waiting and end.where] or ([] if failed else running)
+    busy = [end for end in running if not end.waiting and end.where]
+    early = None if busy else _ended_early(ends)
+    if early is not None:
+        return early
+    busy = busy or ([] if failed else running)
     if busy:
         places = Counter(end.where for end in running)
         hung = min(busy, key=lambda end: places[end.where])
         return hung.rank, _no_progress(hung, running)
     return (failed[0].rank, failed[0].error or "") if failed else (running[0].rank, _no_progress(running[0], running))
+
+
+def _ended_early(ends: Sequence[End]) -> tuple[int, str] | None:
+    """Return the process that ended well after no more updates than those that failed or waited, and what they missed it for."""
+    well = [end for end in ends if end.error is None and not end.stopped and end.updates is not None]
+    left = [end for end in ends if (end.waiting if end.stopped else end.error is not None)]
+    if not well or not left:
+        return None
+    first = min(well, key=lambda end: end.updates or 0)
+    made = [end.updates or 0 for end in left]
+    if (first.updates or 0) > min(made):
+        return None
+    others = ", ".join(str(end.rank) for end in left)
+    some = f"rank{'s' * (len(left) > 1)} {others} still waited for it"
+    error = next((end.error for end in left if not end.stopped), None)
+    why = f"its script ended after {first.updates} updates, while {some}: give all processes as many batches, or use join()"
+    return first.rank, why + ("" if error is None else f" ({error})")
 
 
 def _no_progress(hung: End, running: Sequence[End]) -> str:

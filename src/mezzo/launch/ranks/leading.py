@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,12 +23,13 @@ from mezzo.launch.ranks.blame import End, blamed
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import merged
 from mezzo.launch.ranks.places import Place, place_left
+from mezzo.launch.ranks.ports import free_port
 from mezzo.launch.ranks.requests import counts_path, for_rank, record_path
 from mezzo.launch.request import Request
 from mezzo.observe.ranges.counts_file import read_values, values_of_all
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.policy import Policy
-from mezzo.records import AnyRecord, RangesRecord, read_record, write_record
+from mezzo.records import AnyRecord, RangesRecord, RunRecord, read_record, write_record
 
 AFTER_FAILURE_S = 10.0
 """Time for the other processes to fail by themselves, so that their own errors are recorded."""
@@ -136,6 +137,7 @@ class Leader:
             *(self._end_of(rank, run) for rank in self._meeting.others),
         ]
         records = {0: own, **self._records(run)}
+        ends = [replace(end, updates=_updates(records.get(end.rank))) for end in ends]
         hosts = {rank: self._meeting.host_of(rank) for rank in self._meeting.others} | {0: socket.gethostname()}
         limit = f"stopped at its limit of {limit_s:g} s: " if run.over_limit else ""
         record = merged(records, ends=ends, blame=blamed(ends), hosts=hosts, prefix=limit)
@@ -237,9 +239,12 @@ def fresh_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:
     """
     if "MASTER_PORT" not in variables:
         return {}
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return {"MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def _updates(record: AnyRecord | None) -> int | None:
+    run = getattr(record, "run", record)
+    return len(run.steps) if isinstance(run, RunRecord) else None
 
 
 def _failed(record: AnyRecord) -> bool:

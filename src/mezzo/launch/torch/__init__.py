@@ -22,6 +22,7 @@ from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.communication import Communication
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.forward import Regions
+from mezzo.launch.torch.joining import refuse_join
 from mezzo.launch.torch.lint_hooks import report_to_lint
 from mezzo.launch.torch.model_changes import ChangedModels
 from mezzo.launch.torch.observers import observer_for
@@ -107,18 +108,25 @@ def switched(
 @contextmanager
 def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | None) -> Iterator[TorchTraining]:
     """Run the code inside as ``switched`` does, for a process that runs one script."""
+    patches = Patches()
     with (
         switched(policy, seed=seed, observe=observe) as (run, counted),
         watched(run, counted) if observe is None else nullcontext(None) as watch,  # times under an observer are its own
     ):
-        yield TorchTraining(run, counted, watch)
+        try:
+            yield TorchTraining(run, counted, watch, patches)
+        finally:
+            patches.undo()
 
 
 class TorchTraining:
     """A PyTorch script's training (``launch.frameworks.Training``)."""
 
-    def __init__(self, run: Run, counted: CountedStep, watch: Watch | None = None) -> None:
+    def __init__(
+        self, run: Run, counted: CountedStep, watch: Watch | None = None, patches: Patches | None = None
+    ) -> None:
         self._run, self._counted, self._watch = run, counted, watch
+        self._patches = patches or Patches()
         self._weights: WeightsDigest | None = None
         self._snapshots: ScriptSnapshots | None = None
         self._trace: StateTrace | None = None
@@ -167,6 +175,8 @@ class TorchTraining:
 
             self._snapshots = ScriptSnapshots(self._run, asked)
             self._snapshots.install()
+            if asked.ranks > 1:
+                refuse_join("--snapshot", self._patches)
 
     def begin_trace(self, asked: TraceRequest | None) -> None:
         """Trace the state of the training from now on, as asked."""
@@ -189,6 +199,8 @@ class TorchTraining:
         from mezzo.launch.torch.guarding import ScriptGuard
 
         self._run.guard = ScriptGuard(self._run, asked, on_stop=self.weights)
+        if asked.together and asked.action != "note":
+            refuse_join(f"--guard {asked.action}", self._patches)
 
     def guardrails(self) -> Guardrails | None:
         """Return what the guard noticed in all steps; None without one."""
@@ -243,6 +255,8 @@ class TorchTraining:
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
         changed = [*self._run.measured(), *([] if self._run.changed is None else self._run.changed.explanation())]
+        if self._run.changed_policy is not None:
+            changed = [*changed, self._run.changed_policy]
         if self._run.policy is None:
             return changed
         try:

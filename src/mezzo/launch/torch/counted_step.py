@@ -140,10 +140,11 @@ class CountedStep:
 
     def effective(self) -> Effective:
         """Return the formats of the counted step, and what was left alone."""
+        policy, emulates = self._run.began or (self._run.applied, self._run.emulates)
         return effective(
             self._counted,
-            self._run.applied,
-            emulates=self._run.emulates,
+            policy,
+            emulates=emulates,
             left_alone=list(self._run.left_alone.values()),
         )
 

@@ -32,14 +32,17 @@ def replace_amp(run: Run, patches: Patches) -> None:
             patches.wrap(GradScaler, name, functools.partial(wrapper, run))
         patches.wrap(GradScaler, "_maybe_opt_step", _record_decision)
         return
-    dtype = run.applied.storage.dtype if run.applied.lowers else None
-    patches.wrap(autocast, "__init__", lambda original: _in_policy(original, dtype))
+    patches.wrap(autocast, "__init__", lambda original: _in_policy(run, original))
     patches.wrap(autocast, "__enter__", lambda original: _with_table(run, original))
     patches.wrap(autocast, "__exit__", lambda original: _without_table(run, original))
     patches.around(GradScaler, "__init__", _turned_off)
 
 
-def _in_policy(original: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
+def _dtype_under(run: Run) -> torch.dtype | None:
+    return run.applied.storage.dtype if run.applied is not None and run.applied.lowers else None
+
+
+def _in_policy(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init(
         self: Any,
@@ -49,7 +52,7 @@ def _in_policy(original: Callable[..., Any], dtype: torch.dtype | None) -> Calla
         cache_enabled: Any = None,
         **kwargs: Any,
     ) -> None:
-        asked = kwargs.pop("dtype", dtype_asked)
+        asked, dtype = kwargs.pop("dtype", dtype_asked), _dtype_under(run)
         on = enabled and dtype is not None
         self._mezzo_turned_off, self._mezzo_left_off = enabled and not on, not enabled
         original(self, device_type, dtype=dtype if on else asked, enabled=on, cache_enabled=cache_enabled, **kwargs)
@@ -60,6 +63,10 @@ def _in_policy(original: Callable[..., Any], dtype: torch.dtype | None) -> Calla
 def _with_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def enter(self: Any) -> Any:
+        if run.changed_policy is not None and self._enabled and run.applied is not None:  # made under the policy before
+            dtype = _dtype_under(run)
+            self._enabled, self._mezzo_turned_off = dtype is not None, dtype is None
+            self.fast_dtype = dtype or self.fast_dtype
         result = original(self)
         self._mezzo_region = None
         if getattr(self, "_mezzo_turned_off", False):

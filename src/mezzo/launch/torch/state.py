@@ -48,10 +48,14 @@ class Run:
     session_policy: str = ""
     """The policy of the script's own ``mezzo.Session``, if the run leaves it alone."""
 
+    changed_policy: Reason | None = None  # the policy since the last fallback, and why
+    began: tuple[Policy | None, bool] | None = None  # policy and emulation before the first fallback
+
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = policy
-        self.applied = None if policy is None else _for_scripts(policy)
+        self.current = policy  # until the run falls back to another
+        self.applied = None if policy is None else for_scripts(policy)
         self.recorder = StepRecorder()
         self.scale: Scale = NoScale()
         self.inner_scale: Scale = NoScale()
@@ -123,6 +127,12 @@ class Run:
         if found is None and self.applied is not None and self.applied.lowers:
             found = self._castings[key] = Casting.of(self.applied, device_type)
         return found
+
+    def forget_castings(self) -> None:
+        """Make new castings from now on: ``applied`` has changed."""
+        self._castings.clear()
+        for module in self.roots:
+            self._leave_sparse_embeddings(module)
 
     @property
     def main_casting(self) -> Casting | None:
@@ -385,7 +395,7 @@ def scale_on_device(scaler: Any) -> Tensor | float:
     return scale
 
 
-def _for_scripts(policy: Policy) -> Policy:
+def for_scripts(policy: Policy) -> Policy:
     """Return the policy as applied to a script, which keeps its own parameters.
 
     With master weights: a script's clipping and logging read FP32 gradients from its parameters, which 16-bit parameters cannot have.

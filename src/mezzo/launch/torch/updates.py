@@ -87,7 +87,7 @@ class Updates:
         self._run.before_compiling.append(shield)
         patches.around(Optimizer, "__init__", functools.partial(self._recording, patches))
         if self._run.applied is not None and self._run.applied.loss_scale != "none":
-            patches.wrap(clip_grad, "_get_total_norm", _tolerating_overflow)
+            patches.wrap(clip_grad, "_get_total_norm", functools.partial(_tolerating_overflow, self._run))
         self._schedules.install(patches, LRScheduler)
 
     def _recording(
@@ -249,12 +249,12 @@ def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _tolerating_overflow(original: Callable[..., Any]) -> Callable[..., Any]:
+def _tolerating_overflow(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     """Clip overflowed gradients without the error that a script may ask for: their update is skipped."""
 
     @functools.wraps(original)
     def norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
-        return original(tensors, norm_type, False, foreach)
+        return original(tensors, norm_type, error_if_nonfinite and run.changed_policy is not None, foreach)
 
     return norm
 

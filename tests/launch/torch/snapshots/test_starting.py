@@ -1,11 +1,7 @@
-"""The snapshot that a run goes on from: one that all its processes have; and torchrun, which restarts a job that lost a process."""
+"""The snapshot that a run goes on from: one that all its processes have."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,6 @@ from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.torch.snapshots.starting import Start, start_of
-from paths import SCRIPTS
 
 RUN = {"script": "t.py"}
 
@@ -115,44 +110,3 @@ def test_a_run_that_resumes_itself_may_be_the_first(tmp_path: Path, capsys: pyte
     assert "no snapshot to resume" in capsys.readouterr().err
     with pytest.raises(SnapshotError, match="there is no snapshot in"):
         start_of(asked(tmp_path, ranks=1))
-
-
-# --- torchrun ------------------------------------------------------------------------------------------------------------------
-
-_ENDS = re.compile(r"RANK (\d) steps (\d+) seen (\S+) weights (\S+)")
-
-
-def under_torchrun(folder: Path, how: str) -> tuple[set[tuple[str, ...]], str]:
-    """Train with two processes, of which torchrun restarts both when one fails; return what each ended with, and the output."""
-    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "mezzo", "run", "--policy", "fp16"]
-    words += ["--snapshot", "0.2s", "--resume", "out", "--out", "out", str(SCRIPTS / "restarted.py"), how, "marker"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stdout
-    return {found.groups() for found in _ENDS.finditer(ended.stdout)}, ended.stdout
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, ...]]:
-    ends, _ = under_torchrun(tmp_path_factory.mktemp("undisturbed"), "no")
-    assert len(ends) == 2
-    return ends
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "kill mezzo", "hang"])
-def test_torchrun_restarts_a_job_from_its_last_snapshot(
-    how: str, undisturbed: set[tuple[str, ...]], tmp_path: Path
-) -> None:
-    ends, printed = under_torchrun(tmp_path, how)
-    assert (tmp_path / "marker").exists()
-    assert "beginning anew" in printed
-    assert printed.count("mezzo: resuming from") == 2, printed
-    assert ends == undisturbed  # losses of each rank and weights, to the bit

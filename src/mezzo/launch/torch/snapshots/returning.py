@@ -1,5 +1,7 @@
 """Return a script that goes wrong to a snapshot while it runs: models, optimizers, schedulers and scalers go back; loop and data go on.
 
+A policy that the run has fallen back from does not come back with a snapshot from before.
+
 Between two batches no graph is open, so the weights can change in place. Variables, loops, random generators and the place in the data
 stay as they are: the batches that follow are others than those that led here, and what the script has printed stays true.
 """
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mezzo.engine.agreement import Agreement
 from mezzo.engine.guardrails.good_snapshots import newest_good
 from mezzo.engine.guardrails.remedies import apply_remedy
+from mezzo.launch.torch.policy_change import fall_back
 from mezzo.launch.torch.snapshots.passes import frames_of_script
 from mezzo.launch.torch.snapshots.variables import objects_in, set_object
 from mezzo.launch.torch.state import Run
@@ -47,15 +50,19 @@ def return_to_good(
     saved, contents = good
     for _, kind, here, state in found:
         set_object(kind, here, state)
-    for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
-        scale.load_state_dict(state)
+    if contents.get("policy", str(run.current)) == str(
+        run.current
+    ):  # the scales of a policy that the run has left are over
+        for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
+            scale.load_state_dict(state)
     objects = [here for _, _, here, _ in found]
     changes = apply_remedy(
         alarm.kind,
-        1 + sum(one.snapshot >= saved.path.name for one in earlier),  # a snapshot saved since has the earlier changes
+        [one for one in earlier if one.snapshot >= saved.path.name],  # a snapshot saved since has the earlier changes
         optimizers=list(run.optimizers),
         schedulers=[one for one in objects if isinstance(one, LRScheduler)],
         scales=[run.scale, *(one for one in objects if isinstance(one, torch.amp.GradScaler))],
+        fall_back=lambda: fall_back(run, alarm.kind),
     )
     if not changes:
         return "there is nothing to change that would help"

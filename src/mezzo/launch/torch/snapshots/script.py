@@ -28,6 +28,7 @@ from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
 from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.torch.guarding import ScriptGuard
+from mezzo.launch.torch.policy_change import change_policy
 from mezzo.launch.torch.snapshots.counters import count_of, enumerations, loop_values, set_count
 from mezzo.launch.torch.snapshots.passes import Pass, Passes, asked_by_a_for_loop, frames_of_script
 from mezzo.launch.torch.snapshots.returning import return_to_good
@@ -35,6 +36,7 @@ from mezzo.launch.torch.snapshots.starting import start_of
 from mezzo.launch.torch.snapshots.variables import Found, is_below, script_folder, set_variables
 from mezzo.launch.torch.state import Run
 from mezzo.measure.steps import StepRecorder
+from mezzo.policy import Policy
 from mezzo.records import Reason, SnapshotsTaken
 
 _KEEP = 3
@@ -161,6 +163,7 @@ class ScriptSnapshots:
             "pass": {"place": this.place, "number": this.number, "delivered": this.delivered, "began": this.began},
             "counts": counts,
             "frames": states,
+            "policy": str(run.current),
             "scales": [run.scale.state_dict(), run.inner_scale.state_dict()],
             "updates": updates,
             "random": random_states(),
@@ -246,6 +249,10 @@ class ScriptSnapshots:
         for one, count in zip(counting, contents["counts"], strict=True):
             set_count(one, count)
         self._restart_record(contents["updates"])
+        if contents.get("policy", str(run.current)) != str(run.current):
+            why = "the run that is resumed had fallen back to it; see its record"
+            change_policy(run, Policy.parse(contents["policy"]), why)
+            print(f"mezzo: guard: policy {contents['policy']}: {why}", file=sys.stderr)
         for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
             scale.load_state_dict(state)
         self._passes.arrived = True

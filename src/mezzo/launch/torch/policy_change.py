@@ -1,0 +1,51 @@
+"""Put another policy in the place of a run's while the run goes on, between two steps.
+
+The next call of a model begins its region under the new policy, and the next backward pass has its loss scale. What the old one did once
+stays: modules that it kept in FP32 are, and GradScalers of the script are off.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mezzo.engine.guardrails.fallback_policies import safer_policy
+from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED
+from mezzo.engine.scaling import scale_for
+from mezzo.launch.torch.premade import find_premade
+from mezzo.launch.torch.state import Run, for_scripts
+from mezzo.policy import Policy
+from mezzo.records import AlarmKind, Reason
+
+
+def fall_back(run: Run, kind: AlarmKind) -> Reason:
+    """Change a run's policy to the next safer one because of an alarm, or not; return which, and why."""
+    now = run.current
+    found = "the precision is the script's own" if now is None else _not_now(run)
+    if not found and now is not None:
+        chosen = safer_policy(now, kind, run.device_type or "cpu")
+        if not isinstance(chosen, str):
+            change_policy(run, chosen[0], chosen[1])
+            return Reason(what=POLICY, value=f"{chosen[0]!s}, before {now!s}", reason=chosen[1])
+        found = chosen
+    return Reason(what=POLICY, value=UNCHANGED, reason=found)
+
+
+def change_policy(run: Run, policy: Policy, why: str) -> None:
+    """Have the rest of a run train under ``policy``."""
+    run.steady.end()
+    run.began = run.began or (run.applied, run.emulates)
+    run.current, run.applied = policy, for_scripts(policy)
+    run.changed_policy = Reason(what=POLICY, value=f"{policy!s} after step {run.recorder.num_closed}", reason=why)
+    run.forget_castings()
+    device = run.recorder.clock.device or torch.device(run.device_type or "cpu")
+    run.scale = scale_for(run.applied, device, known=True)
+    run.inner_scale = scale_for(run.applied, device, known=True)
+
+
+def _not_now(run: Run) -> str:
+    """Return what of a run would keep the old policy; empty for nothing."""
+    if torch.is_autocast_enabled(run.device_type or "cpu"):
+        return "the loop runs in an autocast region that the script opened around it"
+    if find_premade(torch.cuda.CUDAGraph)[0]:
+        return "the script replays CUDA graphs, which keep the policy that they were captured under"
+    return ""

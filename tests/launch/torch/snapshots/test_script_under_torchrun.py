@@ -1,0 +1,101 @@
+"""Snapshots of a job that torchrun started: a process is lost and torchrun restarts all, or the job is told to end, and is resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paths import SCRIPTS
+
+pytestmark = pytest.mark.slow
+
+_ENDS = re.compile(r"RANK (\d) steps (\d+) seen (\S+) weights (\S+)")
+Ends = set[tuple[str, ...]]
+KINDS = ["ddp", "fsdp"]
+
+
+def start(folder: Path, how: str, kind: str, *words: str, restarts: int = 0) -> subprocess.Popen[str]:
+    """Start a training in two processes under ``mezzo run``."""
+    launch = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), "-m", "mezzo", "run"]
+    script = [str(SCRIPTS / "restarted.py"), how, "marker", kind]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *launch, "--policy", "fp16", *words, *script],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(job: subprocess.Popen[str]) -> tuple[Ends, str]:
+    """Wait for a job that ends well; return what each process ended with, and the output."""
+    printed, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, printed
+    return {found.groups() for found in _ENDS.finditer(printed)}, printed
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Ends]:
+    ends, _ = ended(start(tmp_path_factory.mktemp("undisturbed"), "no", request.param, "--out", "out"))
+    assert len(ends) == 2
+    return request.param, ends
+
+
+@pytest.mark.parametrize("how", ["kill", "kill mezzo", "hang"])
+def test_torchrun_restarts_a_job_from_its_last_snapshot(
+    how: str, undisturbed: tuple[str, Ends], tmp_path: Path
+) -> None:
+    kind, expected = undisturbed
+    words = ["--snapshot", "0.2s", "--resume", "out", "--out", "out"]
+    ends, printed = ended(start(tmp_path, how, kind, *words, restarts=1))
+    assert (tmp_path / "marker").exists()
+    assert "beginning anew" in printed
+    assert printed.count("mezzo: resuming from") == 2, printed
+    assert ends == expected  # losses of each rank and weights, to the bit
+
+
+@pytest.mark.parametrize("told", ["torchrun", "every process"])
+def test_a_job_that_is_told_to_end_saves_the_same_step_in_all_processes(
+    told: str, undisturbed: tuple[str, Ends], tmp_path: Path
+) -> None:
+    kind, expected = undisturbed
+    job = start(tmp_path, "told", kind, "--snapshot", "5m", "--out", "out")
+    while not (tmp_path / "marker").exists():
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.05)
+    asked = [job.pid] if told == "torchrun" else [job.pid, *_below(job.pid)]
+    for number in asked:
+        os.kill(number, signal.SIGTERM)
+    printed, _ = job.communicate(timeout=300)
+    saved = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in _folders(tmp_path / "out")]
+    assert len(saved) == 2, printed
+    assert saved[0] == saved[1], printed
+    assert len(saved[0]) == 1, printed
+    assert job.returncode != 0
+    assert "stopped by SIGTERM" in printed
+
+    resumed = start(tmp_path, "told", kind, "--snapshot", "5m", "--resume", "out", "--out", "out")
+    ends, again = ended(resumed)
+    assert again.count("mezzo: resuming from") == 2, again
+    assert ends == expected
+
+
+def _below(process: int) -> Iterator[int]:
+    """Yield the processes that a process and its own have started, as a scheduler finds those of a job."""
+    children = Path(f"/proc/{process}/task/{process}/children")
+    for child in children.read_text().split():
+        yield int(child)
+        yield from _below(int(child))
+
+
+def _folders(out: Path) -> list[Path]:
+    return sorted(path for path in (out / "snapshots").glob("rank-*") if path.is_dir())
