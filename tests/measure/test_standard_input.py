@@ -13,13 +13,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a file's positi
 PARENT = """
 import os, subprocess, sys
 from mezzo.measure.standard_input import digest_of_input, keep_input
-keep_input([sys.argv[1]])
+keep_input([sys.argv[1]], say=print)
 child = "from mezzo.measure.standard_input import own_input; own_input(); import sys; print(repr(sys.stdin.read()))"
 if sys.argv[2] == "read first":
     os.read(0, 4)
 for _ in range(2):
     subprocess.run([sys.executable, "-c", child], check=True)
-print(len(digest_of_input()))
+print(len(digest_of_input([sys.argv[1]])))
 """
 
 
@@ -28,9 +28,11 @@ print(len(digest_of_input()))
     [
         ("sys.stdin.read()", False, "", ["'one\\ntwo\\n'"] * 2 + ["64"]),
         ("name = input('name? ')", False, "", ["'one\\ntwo\\n'"] * 2 + ["64"]),
+        ("from sys import stdin", False, "", ["'one\\ntwo\\n'"] * 2 + ["64"]),
+        ("layer.input(x)  # no stdin", False, "", ["'one\\ntwo\\n'", "''", "0"]),
         ("print(1)", False, "", ["'one\\ntwo\\n'", "''", "0"]),  # a pipe that no script reads may never end
-        ("print(1)", True, "", ["'one\\ntwo\\n'"] * 2 + ["64"]),
-        ("print(1)", True, "read first", ["'two\\n'"] * 2 + ["64"]),  # what was read before the command stays read
+        ("print(1)", True, "", ["'one\\ntwo\\n'"] * 2 + ["0"]),
+        ("input()", True, "read first", ["'two\\n'"] * 2 + ["64"]),  # what was read before the command stays read
     ],
 )
 def test_each_run_reads_all(source: str, from_file: bool, first: str, printed: list[str], tmp_path: Path) -> None:
@@ -47,5 +49,13 @@ def test_each_run_reads_all(source: str, from_file: bool, first: str, printed: l
 
 def test_a_closed_standard_input_is_left_alone() -> None:
     words = "import os; os.close(0); from mezzo.measure.standard_input import digest_of_input, keep_input, own_input; "
-    words += "keep_input(['input()']); own_input(); print(repr(digest_of_input()))"
+    words += "keep_input(['input()'], say=print); own_input(); print(repr(digest_of_input(['input()'])))"
     assert subprocess.run([sys.executable, "-c", words], stdout=subprocess.PIPE, check=True).stdout == b"''\n"
+
+
+def test_the_user_is_told_what_is_waited_for() -> None:
+    words = [sys.executable, "-c", PARENT, "input()", ""]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "if it needs none, add < /dev/null" in process.stdout.readline()
+        assert process.communicate("one\n")[0].splitlines() == ["'one\\n'"] * 2 + ["64"]

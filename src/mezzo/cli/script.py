@@ -97,20 +97,20 @@ class Script:
         )
 
     def identity(self, **more: str) -> dict[str, str]:
-        """Return what must be the same for a command to go on where it was interrupted; ``more`` are options of the command."""
+        """Return what must be the same for a command to continue where it was interrupted; ``more`` are options of the command."""
         from mezzo.launch.frameworks import own_sources
         from mezzo.measure.environment import package_version
         from mezzo.measure.standard_input import digest_of_input
         from mezzo.measure.variables import variables_that_compute
 
-        text = hashlib.sha256()
-        for source in own_sources(self.target, kind=self.kind):
+        text, sources = hashlib.sha256(), list(own_sources(self.target, kind=self.kind))
+        for source in sources:
             text.update(source.encode())
         return {
             "script": self.target,
             "the script's text": text.hexdigest(),
             "its arguments": shlex.join(self.arguments or ()),
-            "its standard input": digest_of_input(),
+            "its standard input": digest_of_input(sources),
             "its environment variables": shlex.join(f"{k}={v}" for k, v in variables_that_compute(os.environ).items()),
             **more,
             "mezzo": VERSION,
@@ -139,7 +139,7 @@ def keep_input_for(target: str, *, as_module: bool) -> None:
     from mezzo.launch.frameworks import own_sources
     from mezzo.measure.standard_input import keep_input
 
-    keep_input(own_sources(target, kind="module" if as_module else "script"))
+    keep_input(own_sources(target, kind="module" if as_module else "script"), say=results.note)
 
 
 def of_script(command: Callable[..., None], *, resumes: bool = False) -> Callable[..., None]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo import oplists
 from mezzo.engine import conversion, fp8_torchao
 from mezzo.engine.casting import Casting
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.scaling import NoScale, Scale, scale_for
-from mezzo.errors import PolicyError, ScaleFloorError, UnsupportedFormatError
+from mezzo.errors import ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.step_limit import StepLimit
+from mezzo.launch.torch.applied_policy import for_scripts
 from mezzo.launch.torch.owners import OptimizerOwners
 from mezzo.launch.torch.premade import PremadeOptimizers
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mezzo.launch.torch.guarding import ScriptGuard
     from mezzo.launch.torch.model_changes import ChangedModels
 
-_KEPT_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "loss", "binary_cross_entropy"}
-
 
 class Run:
     """A run's policy, loss scale and steps, and what it left alone."""
@@ -47,6 +45,13 @@ class Run:
     """Told of every module that is called from outside any module, with its arguments; None if nobody listens."""
     session_policy: str = ""
     """The policy of the script's own ``mezzo.Session``, if the run leaves it alone."""
+
+    compiles = False
+    """Whether the script has called torch.compile."""
+    autocasts_off = False
+    """Whether the policy has turned an autocast of the script off, in any thread."""
+    in_compiled = False
+    """Whether an outermost compiled function is running."""
 
     changed_policy: Reason | None = None  # the policy since the last fallback, and why
     began: tuple[Policy | None, bool] | None = None  # policy and emulation before the first fallback
@@ -64,8 +69,6 @@ class Run:
         self.in_backward = False
         self.recomputing = False
         """Whether activation checkpointing is recomputing a forward pass."""
-        self.in_compiled = False
-        """Whether an outermost compiled function is running."""
         self.inside: Any = None
         """The outermost graph node that is running a backward pass of its own."""
         self.left_alone: dict[str, Reason] = {}
@@ -85,10 +88,6 @@ class Run:
         self.guard: ScriptGuard | None = None
         self.changed: ChangedModels | None = None
         """What is changed in the script's models beside their precision; None for nothing."""
-        self.compiles = False
-        """Whether the script has called torch.compile."""
-        self.autocasts_off = False
-        """Whether the policy has turned an autocast of the script off, in any thread."""
         self.before_compiling: list[Callable[[], Any]] = []
         """Callbacks to run once, before the script first compiles code with torch.compile."""
         self.script_scaler: Any = None
@@ -393,19 +392,3 @@ def scale_on_device(scaler: Any) -> Tensor | float:
     held = getattr(scaler, "_scale", None)
     scale: Tensor | float = held if isinstance(held, Tensor) else scaler.get_scale()
     return scale
-
-
-def for_scripts(policy: Policy) -> Policy:
-    """Return the policy as applied to a script, which keeps its own parameters.
-
-    With master weights: a script's clipping and logging read FP32 gradients from its parameters, which 16-bit parameters cannot have.
-    So the script's FP32 parameters are the masters, and everything but norms and losses is listed to run in 16 bits.
-    """
-    if not policy.master_weights:
-        return policy
-    named = {*policy.fp32, *policy.widest, *policy.lower, *_KEPT_UNDER_MASTERS}
-    lower = (*policy.lower, *(f.name for f in oplists.FAMILIES if f.name not in named))
-    try:
-        return policy.replace(casting="ops", master_weights=False, lower=lower)
-    except PolicyError as error:  # a single operation of a family was named
-        raise PolicyError(error.message, hint="under a -master policy name whole families") from None
