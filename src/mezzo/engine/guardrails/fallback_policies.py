@@ -1,4 +1,4 @@
-"""The policy to go on under where a smaller rate or another scale did not help: the next safer one, for the whole model.
+"""The policy to continue under where a smaller rate or another scale did not help: the next safer one, for the whole model.
 
     FP16 whose gradients left its range    BF16, which has FP32's range, unless the device would have to emulate it; then FP32
     any other alarm, and BF16              FP32
@@ -21,7 +21,7 @@ _KEPT_IN_FP32 = ("reduce", "gather", "world", "reduce_order")
 
 
 def safer_policy(policy: Policy, kind: AlarmKind, device_type: str) -> tuple[Policy, str] | str:
-    """Return the policy to go on under after an alarm, and the reason; or why there is none.
+    """Return the policy to continue under after an alarm, and the reason; or why there is none.
 
     Args:
         policy: that of the run so far.
