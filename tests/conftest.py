@@ -68,7 +68,7 @@ def _fp32_products_stay() -> Iterator[None]:
 def _nothing_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prediction beside every comparison would trace its script four times; a test that wants it puts the function back."""
     for place in ("real_gpus", "check_record"):
-        monkeypatch.setattr(f"mezzo.cli.{place}.predicted_for", lambda *_: None)
+        monkeypatch.setattr(f"mezzo.cli.{place}.predicted_for", lambda *_, **__: None)
 
 
 @pytest.fixture(params=WAYS)

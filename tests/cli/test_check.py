@@ -55,6 +55,18 @@ def test_commands_of_the_answer_have_the_script_s_arguments_and_what_means_the_s
 
 
 @pytest.mark.usefixtures("cpu_alone")
+@pytest.mark.parametrize(("budget", "least_s", "most_s"), [("20m", 600, 1200), ("40s", 30, 40)])
+def test_a_prediction_has_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, least_s: float, most_s: float
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr("mezzo.cli.check_record.predicted_for", lambda *_, limit_s: given.append(limit_s))
+    assert checked("--budget", budget, "--out", str(tmp_path / "out"), PLAIN, "14", children=Children()) == 0
+    assert len(given) == 1
+    assert least_s <= given[0] <= most_s
+
+
+@pytest.mark.usefixtures("cpu_alone")
 def test_one_command_ends_with_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     children = Children()
     out = tmp_path / "out"

@@ -59,12 +59,15 @@ def test_names() -> None:
 def test_for_which_gpus(
     option: str | None, environment: dict[str, Any], asked: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def real_gpus(script: str, arguments: list[str], policies: Any, gpus: Any, **_: Any) -> RealGpus:
+    def real_gpus(
+        script: str, arguments: list[str], policies: Any, gpus: Any, *, as_module: bool, limit_s: float | None
+    ) -> RealGpus:
         assert (script, arguments, policies) == ("train.py", ["--out", "x/predict"], {"fp32": "fp32"})
+        assert (as_module, limit_s) == (False, 9.0)
         return RealGpus(gpus=[gpu.name for gpu in gpus])
 
     monkeypatch.setattr(measured, "real_gpus", real_gpus)
-    found = predicted_for(SCRIPT, _runs(**environment), named_gpus(option))
+    found = predicted_for(SCRIPT, _runs(**environment), named_gpus(option), limit_s=9.0)
     assert (None if found is None else found.gpus) == asked
 
 
