@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mezzo.measure.predict.calibrate import calibrate, kept, least_seconds
+from mezzo.measure.predict.calibrate import calibrate, device_name, kept, least_seconds
 from mezzo.measure.predict.libraries import imported
 from mezzo.measure.predict.training import record_training
 
@@ -104,9 +104,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="longest measurement of one model")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    from mezzo.devices import cpu_name
 
-    found = None if options.calibrate else kept(cpu_name())
+    found = None if options.calibrate else kept(device_name("cpu"))
     if found is None:
         begin = time.monotonic()
         found = calibrate("cpu")

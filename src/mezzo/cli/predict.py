@@ -221,7 +221,7 @@ def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
             hint="name a model, as --model timm:resnet50; a script is measured on this machine by mezzo run",
         )
     if found is None:
-        raise UsageError("this CPU is not calibrated", hint="run mezzo predict --calibrate once")
+        raise UsageError(f"{device_name('cpu')}: not calibrated", hint="run mezzo predict --calibrate once")
     model, optimizer = by_name.built(), by_name.trained_by
     tape = named.tape_of(model, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
     return plan.predict_cpu(tape, found, batch=batch)

@@ -44,6 +44,19 @@ def test_the_file_is_named_by_the_device(tmp_path: Path, monkeypatch: pytest.Mon
     assert path_of("NVIDIA A100-SXM4-80GB").name == "nvidia-a100-sxm4-80gb.json"
 
 
+def test_a_cpu_has_a_calibration_for_each_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        names = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            names.append(device_name("cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert [name.rpartition(", ")[2] for name in names] == ["1 thread", "2 threads"]
+    assert len({path_of(name) for name in names}) == 2
+
+
 def test_the_stopwatch_sees_the_operations_of_the_tape() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
