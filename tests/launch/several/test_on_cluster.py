@@ -238,13 +238,17 @@ def killed_after(ended: Callable[[], list[Path]], command: list[str], log: Path)
     return ended()
 
 
+def skip_without(cluster: str) -> None:
+    if importlib.util.find_spec(LIBRARIES[cluster]) is None:
+        pytest.skip(f"{LIBRARIES[cluster]} is not installed: pip install 'mezzo[cluster]'")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", LIBRARIES)
 def test_a_worker_killed_and_the_command_killed_the_record_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
 ) -> None:
-    if importlib.util.find_spec(LIBRARIES[cluster]) is None:
-        pytest.skip(f"{LIBRARIES[cluster]} is not installed: pip install 'mezzo[cluster]'")
+    skip_without(cluster)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT, encoding="utf-8")
     options = ("--on", cluster, "--jobs", "2")
@@ -274,8 +278,7 @@ def search(*options: str, out: str) -> list[str]:
 def test_a_search_and_a_check_on_a_cluster_end_as_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
 ) -> None:
-    if importlib.util.find_spec(LIBRARIES[cluster]) is None:
-        pytest.skip(f"{LIBRARIES[cluster]} is not installed: pip install 'mezzo[cluster]'")
+    skip_without(cluster)
     monkeypatch.chdir(tmp_path)
     options, name = ("--on", cluster, "--jobs", "2"), cluster.partition(":")[0]
     first = search(*options, out="out")

@@ -34,7 +34,7 @@ class CountedFakeMode(FakeTensorMode):
         self._left: int | None = MOST_OPERATIONS
 
     def stop_counting(self) -> None:
-        """Let the script go on."""
+        """Let the script run as many operations as it likes."""
         self._left = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

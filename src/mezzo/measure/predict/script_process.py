@@ -1,9 +1,10 @@
 """Record a few steps of an unmodified script on fake tensors: ``python -m mezzo.measure.predict.script_process JOBS``.
 
 The script runs from its first line under a fake-tensor mode, so its model and its data take no memory and have no numbers. Where
-it asks for a number (``loss.item()``, a condition, ``tolist``), it gets 1.0, 0 or False: the stand-in is said in the record. Recording
-begins when a model in training mode is called and ends after the second optimizer step, where the script stops. What happens
-between a step and the next call of the model is data preparation, which belongs to the host and is not recorded.
+it asks for a number (``loss.item()``, a condition, ``tolist``), it gets 1.0, 0 or False: the stand-in is said in the record. A
+script that prepares its data for long has numbers until its first module (``script_data``). Recording begins when a model in
+training mode is called and ends after the second optimizer step, where the script stops. What happens between a step and the next
+call of the model is data preparation, which belongs to the host and is not recorded.
 
 The process imports torch once and forks for each tape.
 """
@@ -32,6 +33,8 @@ from mezzo.policy import Policy
 
 _AT_ONCE = 2
 """Scripts that run at the same time."""
+_SLOW_DATA = 3
+"""Exit code of a fork whose script is to be started again with numbers."""
 
 
 def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:
@@ -99,8 +102,7 @@ def main(words: list[str]) -> None:
     places = [place.with_name(f"tape{number}") for number in range(len(requests))]
     if not hasattr(os, "fork"):
         for request, made in zip(requests, places, strict=True):
-            _write(request, made)
-            if _has_slow_data(made):
+            if _write(request, made).slow_data:
                 _write(replace(request, numbers_first=True), made)
         return
     waiting = list(zip(requests, places, strict=True))
@@ -113,8 +115,7 @@ def main(words: list[str]) -> None:
             running.append((_forked(request, made), request, made))
             continue
         child, request, made = running.pop(0)
-        _wait(child)
-        if not request.numbers_first and _has_slow_data(made):
+        if _exit_code(child) == _SLOW_DATA:
             slow = True
             waiting.insert(0, (request, made))
 
@@ -123,23 +124,22 @@ def _forked(request: TapeRequest, place: Path) -> int:
     child = os.fork()
     if child == 0:
         own_input()
-        _write(request, place)
+        made = _write(request, place)
         sys.stdout.flush()
-        os._exit(0)
+        os._exit(_SLOW_DATA if made.slow_data else 0)
     return child
 
 
-def _has_slow_data(place: Path) -> bool:
-    return place.exists() and bool(pickle.loads(place.read_bytes()).slow_data)
-
-
-def _wait(child: int) -> None:
+def _exit_code(child: int) -> int:
+    """Wait for a fork; print the signal that ended it, if one did."""
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         print(f"ended by signal {os.WTERMSIG(status)}")
+    return os.waitstatus_to_exitcode(status)
 
 
-def _write(request: TapeRequest, place: Path) -> None:
+def _write(request: TapeRequest, place: Path) -> ScriptTape:
+    """Record a request, write its tape and return it."""
     try:
         made = recorded(request, Policy.parse(request.policy))
     except SystemExit as ended:
@@ -156,6 +156,7 @@ def _write(request: TapeRequest, place: Path) -> None:
     unfinished = place.with_suffix(".part")
     unfinished.write_bytes(pickle.dumps(made))
     unfinished.replace(place)
+    return made
 
 
 def _said(error: Exception, script: str) -> str:
