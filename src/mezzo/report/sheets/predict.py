@@ -60,8 +60,7 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         model=fmt.clean(record.model),
         headline=_headline(record),
         details=f"{fmt.clean(record.input)}, {fmt.clean(record.optimizer)}{_job(record)}. Predicted, not measured. "
-        "The band holds 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
-        f"the largest batch leaves {record.headroom:.0%} of the memory free.",
+        f"{_band(record)}",
         unit=fmt.clean(record.unit),
         largest_head=f"largest batch ({record.headroom:.0%} of the memory left free)",
         cost_head=f"cost a million {fmt.clean(record.unit)}"
@@ -108,6 +107,15 @@ def _fitting(best: Prediction) -> str:
     if not best.fits or not best.gpu_bytes:
         return ""
     return f"fits: {1 - best.device_bytes / best.gpu_bytes:.0%} of {fmt.bytes_text(best.gpu_bytes)} stays free"
+
+
+def _band(record: PredictRecord) -> str:
+    if all(one.gpu == "cpu" for one in record.predictions):
+        return "The band is that of the calibration's own trainings on this machine; no largest batch is predicted for a CPU."
+    return (
+        "The band holds 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
+        f"the largest batch leaves {record.headroom:.0%} of the memory free."
+    )
 
 
 def _headline(record: PredictRecord) -> str:
