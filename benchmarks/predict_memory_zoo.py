@@ -9,16 +9,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mezzo.measure.predict.memory import DRIVER_BYTES
+from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
+from predict_detectors import detector, own_loss, photographs
 from predict_models import NotBuilt, installed
 from predict_segmenters import pictures, segmenter, two_losses
+from predict_yolo import squares, yolo, yolo_loss
+
+
+PRECISIONS = {
+    "fp32": None,
+    "fp16 AMP": "fp16",
+    "fp16 AMP (--fp16)": "fp16",
+    "fp16 autocast": "fp16",
+    "fp16 (mmcv Fp16OptimizerHook)": "fp16",
+    "fp16 (mmcv Fp16OptimizerHook, O1-like or autocast by torch version)": "fp16-master",
+}
+"""The policy of a row. mmdetection's of July 2020 is mmcv's own, before torch had autocast: weights in FP16 with masters in FP32."""
+_PHOTOGRAPH = 800, 1333
+_LARGEST_CROP = 1250, 1333
+"""What the multi-scale configurations give at most: a crop of 600x384, enlarged, beside a photograph."""
+_TILE = 1024, 1024
+
+
+@dataclass(frozen=True)
+class _Zoo:
+    """A row's training but for batch and precision."""
+
+    parts: tuple[Any, Any, Any]
+    optimizer: Any
+    tries_algorithms: bool = False
+    """Whether cuDNN may try its algorithms (``cudnn_benchmark``)."""
+    of_device: bool = False
+    """Whether the row says what the whole device had taken."""
 
 
 class Training:
@@ -32,28 +64,47 @@ class Training:
         """
         if cells["compiled"] != "no":
             raise NotBuilt("torch.compile")
-        policy = {"fp32": None, "fp16 AMP": "fp16", "fp16 AMP (--fp16)": "fp16"}.get(cells["precision"], "")
-        if policy == "":
+        if cells["precision"] not in PRECISIONS:
             raise NotBuilt("a precision that is neither FP32 nor automatic mixed precision")
-        self.of_device = cells["pair_id"].startswith("hf-bert-base-mrpc")
-        optimizer: Any
-        if self.of_device:
-            parts: Any = (_bert, _sentences, _own_loss)
-            optimizer = partial(torch.optim.AdamW, lr=2e-5, foreach=False)
-        elif (build := segmenter(cells["model"])) is not None:
-            height, width = map(int, cells["input"].split("x"))
-            parts = (build, partial(pictures, height, width), two_losses)
-            optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-        else:
-            raise NotBuilt("the model zoo of the row is not built here")
-        with _algorithms_tried(not self.of_device):
+        policy = PRECISIONS[cells["precision"]]
+        zoo = _zoo_of(cells)
+        self.of_device = zoo.of_device
+        with _algorithms_tried(zoo.tries_algorithms):
             self.tape = record_training(
-                *parts,
+                *zoo.parts,
                 batch=int(cells["batch_per_gpu"]),
-                optimizer=optimizer,
+                optimizer=zoo.optimizer,
                 policy=None if policy is None else Policy.parse(policy),
             )
-        self.bucket_bytes = sum(block.size_bytes for block in self.tape.blocks if block.kind == "parameters")
+        alone = cells["n_gpus"] == "1"
+        self.bucket_bytes = 0 if alone else _trained_bytes(zoo.parts[0], 2 if policy == "fp16-master" else 4)
+        self.matrix_formats = () if cells["gpu"].startswith("1080 Ti") else HALF_FORMATS
+        """What the card's matrix units compute: Volta's and Ampere's FP16; Pascal has none."""
+        self.limit_bytes = 32 * 2**30 - DRIVER_BYTES if cells["gpu"] == "V100 32GB" else None
+
+
+def _zoo_of(cells: Mapping[str, str]) -> _Zoo:
+    name, momentum = cells["model"], partial(torch.optim.SGD, lr=0.01, momentum=0.9, foreach=False)
+    if cells["pair_id"].startswith("hf-bert-base-mrpc"):
+        optimizer = partial(torch.optim.AdamW, lr=2e-5, foreach=False)
+        return _Zoo((_bert, _sentences, own_loss_of_bert), optimizer, of_device=True)
+    if (build := segmenter(name)) is not None:
+        height, width = map(int, cells["input"].split("x"))
+        return _Zoo((build, partial(pictures, height, width), two_losses), momentum, tries_algorithms=True)
+    if (build := yolo(name)) is not None:
+        side = int(cells["input"].replace("x", " ").split()[0])
+        nesterov = partial(torch.optim.SGD, lr=0.01, momentum=0.937, nesterov=True)
+        shares = "ionogram" in name  # the row is the share of the card
+        return _Zoo((build, partial(squares, side), yolo_loss), nesterov, tries_algorithms=True, of_device=shares)
+    if (build := detector(name)) is not None:
+        return _Zoo((build, partial(photographs, *_PHOTOGRAPH), own_loss), momentum)
+    raise NotBuilt("the model zoo of the row is not built here")
+
+
+def _trained_bytes(build: Any, size_bytes: int) -> int:
+    """Return the bytes of the gradients that data parallelism keeps in its buckets."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in build().parameters() if p.requires_grad) * size_bytes
 
 
 @contextmanager
@@ -83,5 +134,5 @@ def _sentences(n: int) -> dict[str, Tensor]:
     }
 
 
-def _own_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+def own_loss_of_bert(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     return model(**inputs).loss, None
