@@ -264,7 +264,7 @@ def pairs_row(cells: Mapping[str, str]) -> Found:
     inside = memory.reserved_bytes + DRIVER_BYTES if training.of_device else memory.allocated_bytes
     return Found(
         name=f"{cells['model'][:20]} {cells['input'][:12]} b{cells['batch_per_gpu']} {cells['precision'][:8]}",
-        predicted_bytes=inside + training.bucket_bytes,
+        predicted_bytes=inside + training.beside_bytes,
         measured_bytes=int(float(cells["measured_mib"]) * 2**20),
         pair=cells["pair_id"],
         precision=cells["precision"][:4],

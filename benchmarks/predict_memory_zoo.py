@@ -73,11 +73,15 @@ class Training:
             self.tape = record_training(
                 *zoo.parts,
                 batch=int(cells["batch_per_gpu"]),
-                optimizer=zoo.optimizer,
+                optimizer=partial(_zeroing, zoo.optimizer),
                 policy=None if policy is None else Policy.parse(policy),
             )
-        alone = cells["n_gpus"] == "1"
-        self.bucket_bytes = 0 if alone else _trained_bytes(zoo.parts[0], 2 if policy == "fp16-master" else 4)
+        trained = _num_trained(zoo.parts[0])
+        size = 2 if policy == "fp16-master" else 4
+        self.beside_bytes = 0 if cells["n_gpus"] == "1" else size * trained
+        """The buckets of data parallelism, and what mmcv's hook kept of gradients through the forward pass: FP16's and FP32's."""
+        if policy == "fp16-master":
+            self.beside_bytes += (2 + 4) * trained
         self.matrix_formats = () if cells["gpu"].startswith("1080 Ti") else HALF_FORMATS
         """What the card's matrix units compute: Volta's and Ampere's FP16; Pascal has none."""
         self.limit_bytes = 32 * 2**30 - DRIVER_BYTES if cells["gpu"] == "V100 32GB" else None
@@ -101,10 +105,16 @@ def _zoo_of(cells: Mapping[str, str]) -> _Zoo:
     raise NotBuilt("the model zoo of the row is not built here")
 
 
-def _trained_bytes(build: Any, size_bytes: int) -> int:
-    """Return the bytes of the gradients that data parallelism keeps in its buckets."""
+def _num_trained(build: Any) -> int:
     with torch.device("meta"):
-        return sum(p.numel() for p in build().parameters() if p.requires_grad) * size_bytes
+        return sum(p.numel() for p in build().parameters() if p.requires_grad)
+
+
+def _zeroing(make: Any, parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer whose ``zero_grad`` fills gradients with zeros, as it did before torch 2.0: all rows are older."""
+    made: Any = make(parameters)
+    made.zero_grad = partial(made.zero_grad, set_to_none=False)
+    return made  # type: ignore[no-any-return]
 
 
 @contextmanager
