@@ -22,7 +22,9 @@ from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 from predict_detectors import detector, own_loss, photographs
 from predict_models import NotBuilt, installed
+from predict_rotated import rotated_detector
 from predict_segmenters import pictures, segmenter, two_losses
+from predict_swin import swin_detector
 from predict_yolo import squares, yolo, yolo_loss
 
 
@@ -102,6 +104,12 @@ def _zoo_of(cells: Mapping[str, str]) -> _Zoo:
         return _Zoo((build, partial(squares, side), yolo_loss), nesterov, tries_algorithms=True, of_device=shares)
     if (build := detector(name)) is not None:
         return _Zoo((build, partial(photographs, *_PHOTOGRAPH), own_loss), momentum)
+    if (build := swin_detector(name)) is not None:
+        size = _PHOTOGRAPH if name.endswith("1x") else _LARGEST_CROP
+        adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False)
+        return _Zoo((build, partial(photographs, *size), own_loss), adamw)
+    if (build := rotated_detector(name)) is not None:
+        return _Zoo((build, partial(photographs, *_TILE), own_loss), momentum)
     raise NotBuilt("the model zoo of the row is not built here")
 
 
