@@ -20,6 +20,7 @@ from mezzo.measure.predict.memory import DRIVER_BYTES
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
+from predict_detectron2 import detectron2_model
 from predict_detectors import detector, own_loss, photographs
 from predict_models import NotBuilt, installed
 from predict_rotated import rotated_detector
@@ -102,7 +103,8 @@ def _zoo_of(cells: Mapping[str, str]) -> _Zoo:
         nesterov = partial(torch.optim.SGD, lr=0.01, momentum=0.937, nesterov=True)
         shares = "ionogram" in name  # the row is the share of the card
         return _Zoo((build, partial(squares, side), yolo_loss), nesterov, tries_algorithms=True, of_device=shares)
-    if (build := detector(name)) is not None:
+    build = detectron2_model(name) if cells["source_repo"].endswith("detectron2") else detector(name)
+    if build is not None:
         return _Zoo((build, partial(photographs, *_PHOTOGRAPH), own_loss), momentum)
     if (build := swin_detector(name)) is not None:
         size = _PHOTOGRAPH if name.endswith("1x") else _LARGEST_CROP
