@@ -20,9 +20,7 @@ from predict_resnet import Pyramid, ResNet
 CLASSES = 80
 SAMPLED, ON_OBJECTS = 512, 128
 _PROPOSALS = 2000
-_NAME = re.compile(
-    r"(RetinaNet|Faster R-CNN|Mask R-CNN) (R|X)-(50|101)(?:-(32x4d|64x4d))?-FPN( caffe)?$"
-)
+_NAME = re.compile(r"(RetinaNet|Faster R-CNN|Mask R-CNN) (R|X)-(50|101)(?:-(32x4d|64x4d))?-FPN( caffe)?$")
 _GROUPS = {None: (1, 64), "32x4d": (32, 128), "64x4d": (64, 256)}
 """Groups and width of the middle convolutions by the name of a ResNeXt."""
 
@@ -103,9 +101,7 @@ class RetinaNet(nn.Module):
 
     def loss(self, scores: Sequence[Tensor], boxes: Sequence[Tensor]) -> Tensor:
         """Return the loss of scores and boxes in FP32."""
-        assigned(
-            points(scores) * self.num_anchors, self.num_boxes, len(scores[0]), rotated=self.numbers == 5
-        )
+        assigned(points(scores) * self.num_anchors, self.num_boxes, len(scores[0]), rotated=self.numbers == 5)
         return dense_loss(scores, boxes, classes=self.num_classes, numbers=self.numbers)
 
 

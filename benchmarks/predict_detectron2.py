@@ -17,8 +17,10 @@ from predict_boxes import COCO_BOXES, assign, flat, pooled, proposal_loss
 from predict_detectors import CLASSES, ON_OBJECTS, SAMPLED, MaskHead, Proposals, RegionHead, Tower, points
 from predict_resnet import Pyramid, ResNet
 
-_NAME = re.compile(r"(?:.*[:&] |.* with )?(Faster R-CNN|Mask R-CNN|Keypoint R-CNN|RetinaNet|RPN|Fast R-CNN):? "
-                   r"(R50|R101|X101)(?:-(C4|DC5|FPN))? [13]x$")
+_NAME = re.compile(
+    r"(?:.*[:&] |.* with )?(Faster R-CNN|Mask R-CNN|Keypoint R-CNN|RetinaNet|RPN|Fast R-CNN):? "
+    r"(R50|R101|X101)(?:-(C4|DC5|FPN))? [13]x$"
+)
 _LVIS_CLASSES = 1230
 _CHANNELS = (256, 512, 1024, 2048)
 _KEYPOINTS = 17
@@ -36,9 +38,7 @@ def detectron2_model(name: str) -> Callable[[], nn.Module] | None:
 
     def build() -> nn.Module:
         stages = 3 if kind == "C4" else 4
-        made = ResNet(
-            depth, style="detectron2", groups=groups, width=width, stages=stages, dilated=kind == "DC5"
-        )
+        made = ResNet(depth, style="detectron2", groups=groups, width=width, stages=stages, dilated=kind == "DC5")
         if head == "RetinaNet":
             return DenseModel(made)
         if kind == "C4":
@@ -163,8 +163,8 @@ class DenseModel(nn.Module):
         _assigned(points(levels) * 9, len(x))
         found = torch.cat([flat(score, CLASSES).view(len(x), -1, CLASSES) for score in scores], 1).view(-1, CLASSES)
         moved = torch.cat([flat(box, 4).view(len(x), -1, 4) for box in boxes], 1).view(-1, 4)
-        target = torch.zeros_like(found)
-        found = found[torch.empty(len(found), dtype=torch.long)]  # those that are neither matched nor ignored leave out few
+        target, kept = torch.zeros_like(found), torch.empty(len(found), dtype=torch.long)  # few anchors are left out
+        found, target = found[kept], target[kept]
         chance = found.sigmoid()
         each = F.binary_cross_entropy_with_logits(found, target, reduction="none")
         right = chance * target + (1 - chance) * (1 - target)

@@ -75,8 +75,11 @@ def _ratio_errors(found: list[Found]) -> list[float]:
             half, full = both["fp16"], both["fp32"]
             measured = half.measured_bytes / full.measured_bytes
             predicted = half.predicted_bytes / full.predicted_bytes
-            print(f"{name}: mixed precision over FP32 measured {measured:.3f} predicted {predicted:.3f}")
-            errors.append(100 * abs(predicted / measured - 1))
+            change = 100 * (predicted / measured - 1)
+            print(
+                f"{name:28} mixed precision over FP32 measured {measured:.3f} predicted {predicted:.3f} {change:+.1f}%"
+            )
+            errors.append(abs(change))
     return errors
 
 

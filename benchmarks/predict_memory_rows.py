@@ -258,9 +258,7 @@ def fms_row(cells: Mapping[str, str]) -> Found:
 def pairs_row(cells: Mapping[str, str]) -> Found:
     """Predict a row of gpu_memory_pairs.csv: allocated peak, or the whole device where nvidia-smi was read."""
     training = Training(cells)
-    memory = predict_memory(
-        training.tape, limit_bytes=training.limit_bytes, matrix_formats=training.matrix_formats
-    )
+    memory = predict_memory(training.tape, limit_bytes=training.limit_bytes, matrix_formats=training.matrix_formats)
     inside = memory.reserved_bytes + DRIVER_BYTES if training.of_device else memory.allocated_bytes
     return Found(
         name=f"{cells['model'][:20]} {cells['input'][:12]} b{cells['batch_per_gpu']} {cells['precision'][:8]}",

@@ -1,8 +1,10 @@
 """The trainings of gpu_memory_pairs.csv that can be built here, in FP32 and under automatic mixed precision.
 
-- mmsegmentation's FCN and PSPNet on a dilated ResNet (``configs/_base_/models``): a stem of three convolutions, a head, an auxiliary
-  head, both losses at the size of the labels. Data parallel: its buckets hold every gradient once more.
+- mmsegmentation's networks on a dilated ResNet; mmdetection's, detectron2's and mmrotate's detectors; mmyolo's YOLOv5.
 - BERT-base on MRPC with transformers' trainer, which updated one parameter after another; what nvidia-smi showed.
+
+All ran before torch 2.0, so gradients stayed allocated as zeros. Where there are several GPUs, the buckets of data parallelism hold
+every gradient once more.
 """
 
 from __future__ import annotations
@@ -20,14 +22,13 @@ from mezzo.measure.predict.memory import DRIVER_BYTES
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
-from predict_detectron2 import detectron2_model
 from predict_detectors import detector, own_loss, photographs
+from predict_detectron2 import detectron2_model
 from predict_models import NotBuilt, installed
 from predict_rotated import rotated_detector
 from predict_segmenters import pictures, segmenter, two_losses
 from predict_swin import swin_detector
 from predict_yolo import squares, yolo, yolo_loss
-
 
 PRECISIONS = {
     "fp32": None,
@@ -50,8 +51,6 @@ class _Zoo:
 
     parts: tuple[Any, Any, Any]
     optimizer: Any
-    tries_algorithms: bool = False
-    """Whether cuDNN may try its algorithms (``cudnn_benchmark``)."""
     of_device: bool = False
     """Whether the row says what the whole device had taken."""
 
@@ -72,7 +71,7 @@ class Training:
         policy = PRECISIONS[cells["precision"]]
         zoo = _zoo_of(cells)
         self.of_device = zoo.of_device
-        with _algorithms_tried(zoo.tries_algorithms):
+        with _winograd():
             self.tape = record_training(
                 *zoo.parts,
                 batch=int(cells["batch_per_gpu"]),
@@ -94,15 +93,15 @@ def _zoo_of(cells: Mapping[str, str]) -> _Zoo:
     name, momentum = cells["model"], partial(torch.optim.SGD, lr=0.01, momentum=0.9, foreach=False)
     if cells["pair_id"].startswith("hf-bert-base-mrpc"):
         optimizer = partial(torch.optim.AdamW, lr=2e-5, foreach=False)
-        return _Zoo((_bert, _sentences, own_loss_of_bert), optimizer, of_device=True)
+        return _Zoo((_bert, _sentences, _loss_of_bert), optimizer, of_device=True)
     if (build := segmenter(name)) is not None:
         height, width = map(int, cells["input"].split("x"))
-        return _Zoo((build, partial(pictures, height, width), two_losses), momentum, tries_algorithms=True)
+        return _Zoo((build, partial(pictures, height, width), two_losses), momentum)
     if (build := yolo(name)) is not None:
         side = int(cells["input"].replace("x", " ").split()[0])
         nesterov = partial(torch.optim.SGD, lr=0.01, momentum=0.937, nesterov=True)
         shares = "ionogram" in name  # the row is the share of the card
-        return _Zoo((build, partial(squares, side), yolo_loss), nesterov, tries_algorithms=True, of_device=shares)
+        return _Zoo((build, partial(squares, side), yolo_loss), nesterov, of_device=shares)
     build = detectron2_model(name) if cells["source_repo"].endswith("detectron2") else detector(name)
     if build is not None:
         return _Zoo((build, partial(photographs, *_PHOTOGRAPH), own_loss), momentum)
@@ -128,10 +127,14 @@ def _zeroing(make: Any, parameters: Any) -> torch.optim.Optimizer:
 
 
 @contextmanager
-def _algorithms_tried(tried: bool) -> Iterator[None]:
-    """Let cuDNN try its algorithms in the block, as mmsegmentation's configurations do (``cudnn_benchmark=True``)."""
+def _winograd() -> Iterator[None]:
+    """Let FP32 convolutions take Winograd's buffers in the block.
+
+    mmsegmentation and mmyolo let cuDNN try its algorithms (``cudnn_benchmark=True``). The detectors do not, but cuDNN 7 took this one
+    unasked: nothing else found explains the peak of detectron2's Fast R-CNN, which has neither proposals to learn nor a mask.
+    """
     own = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = tried
+    torch.backends.cudnn.benchmark = True
     try:
         yield
     finally:
@@ -154,5 +157,5 @@ def _sentences(n: int) -> dict[str, Tensor]:
     }
 
 
-def own_loss_of_bert(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+def _loss_of_bert(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     return model(**inputs).loss, None

@@ -61,7 +61,9 @@ def _of_matched(values: Tensor, matched: Tensor) -> Tensor:
     return values.reshape(n, _PRIORS, -1, height, width)[matched, matched, :, matched, matched]
 
 
-def _convolved(channels_in: int, channels_out: int, size: int, stride: int = 1, padding: int | None = None) -> nn.Module:
+def _convolved(
+    channels_in: int, channels_out: int, size: int, stride: int = 1, padding: int | None = None
+) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(channels_in, channels_out, size, stride, size // 2 if padding is None else padding, bias=False),
         nn.BatchNorm2d(channels_out, eps=0.001, momentum=0.03),
