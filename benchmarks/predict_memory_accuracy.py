@@ -23,12 +23,12 @@ from predict_plot import plot
 def main() -> None:
     """Print each row, the reasons of the others and the errors."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--rows", type=Path, nargs="+", required=True)
     parser.add_argument("--plot", type=Path, help="write predicted against measured as a picture")
     options = parser.parse_args()
     found, reasons = [], Counter[str]()
-    with options.rows.open(encoding="utf-8", newline="") as file:
-        for cells in csv.DictReader(file):
+    for path in options.rows:
+        for cells in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
             try:
                 one = row(cells)
             except NotBuilt as error:

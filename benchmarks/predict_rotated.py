@@ -127,6 +127,6 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "S2A-Net R50": S2ANet,
     "Oriented R-CNN R50": lambda: RotatedTwoStage(numbers=6, heads=(5,)),
     "RoI Transformer R50": lambda: RotatedTwoStage(numbers=4, heads=(5, 5 * _CLASSES)),
-    "Rotated Faster R-CNN R50": lambda: RotatedTwoStage(numbers=4, heads=(5 * _CLASSES,)),
+    "Rotated Faster R-CNN R50": lambda: RotatedTwoStage(numbers=4, heads=(5,)),
     "Rotated RetinaNet R50": lambda: RetinaNet(_body(), _CHANNELS, classes=_CLASSES, numbers=5, boxes=TILE_BOXES),
 }

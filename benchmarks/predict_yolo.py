@@ -23,8 +23,8 @@ _BLOCKS = {"P5": (3, 6, 9, 3), "P6": (3, 6, 9, 3, 3)}
 _PRIORS = 3
 _MATCHED = 100
 """Matched anchors of a level and an image, assumed: the rows do not say how many boxes there are, and these take little."""
-_NAME = re.compile(r"YOLOv5-([nsmlx])( P5| P6)?( mask-refine=(No|Yes)| \(ionogram, 1 GPU\))?$")
-_COCO, _IONOGRAMS = 80, 6
+_NAME = re.compile(r"YOLOv5-([nsmlx])( P5| P6)?( mask-refine=(?:No|Yes)| \(ionogram, 1 GPU\)|  pose)?$")
+_COCO = 80
 
 
 def yolo(name: str) -> Any:
@@ -32,8 +32,17 @@ def yolo(name: str) -> Any:
     found = _NAME.match(name)
     if found is None:
         return None
-    letter, arch = found[1], (found[2] or " P5").strip()
-    return lambda: Averaged(Yolo(letter, arch, _IONOGRAMS if "ionogram" in name else _COCO))
+    letter, arch, data = found.groups()
+    return lambda: Averaged(Yolo(letter, (arch or " P5").strip(), _classes(arch, data or "")))
+
+
+def _classes(arch: str | None, data: str) -> int:
+    """Return the number of classes: 6 of ionograms, 20 of VOC (the rows are called "pose"), 1 of CrowdHuman (no level is named)."""
+    if data.strip() == "pose":
+        return 20
+    if "ionogram" in data:
+        return 6
+    return _COCO if arch else 1
 
 
 def squares(side: int, n: int) -> dict[str, Tensor]:
