@@ -164,11 +164,11 @@ class DenseModel(nn.Module):
         found = torch.cat([flat(score, CLASSES).view(len(x), -1, CLASSES) for score in scores], 1).view(-1, CLASSES)
         moved = torch.cat([flat(box, 4).view(len(x), -1, 4) for box in boxes], 1).view(-1, 4)
         target, kept = torch.zeros_like(found), torch.empty(len(found), dtype=torch.long)  # few anchors are left out
-        found, target = found[kept], target[kept]
-        chance = found.sigmoid()
-        each = F.binary_cross_entropy_with_logits(found, target, reduction="none")
-        right = chance * target + (1 - chance) * (1 - target)
+        scored, wanted = found[kept], target[kept]
+        chance = scored.sigmoid()
+        each = F.binary_cross_entropy_with_logits(scored, wanted, reduction="none")
+        right = chance * wanted + (1 - chance) * (1 - wanted)
         each = each * (1 - right) ** 2.0
-        each = (0.25 * target + 0.75 * (1 - target)) * each
+        each = (0.25 * wanted + 0.75 * (1 - wanted)) * each
         matched = moved[torch.empty(10 * COCO_BOXES, dtype=torch.long)]
         return each.sum() + F.smooth_l1_loss(matched, torch.empty_like(matched))

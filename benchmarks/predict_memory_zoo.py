@@ -80,7 +80,9 @@ class Training:
             )
         trained = _num_trained(zoo.parts[0])
         size = 2 if policy == "fp16-master" else 4
-        self.beside_bytes = 0 if cells["n_gpus"] in ("1", "") else size * trained  # VOC's rows: configurations of one GPU
+        self.beside_bytes = (
+            0 if cells["n_gpus"] in ("1", "") else size * trained
+        )  # VOC's rows: configurations of one GPU
         """The buckets of data parallelism, and what mmcv's hook kept of gradients through the forward pass: FP16's and FP32's."""
         if policy == "fp16-master":
             self.beside_bytes += (2 + 4) * trained
