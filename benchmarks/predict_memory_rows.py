@@ -256,12 +256,14 @@ def fms_row(cells: Mapping[str, str]) -> Found:
 
 
 def pairs_row(cells: Mapping[str, str]) -> Found:
-    """Predict a row of gpu_memory_pairs.csv: allocated peak, or the whole device where nvidia-smi was read."""
+    """Predict a row of gpu_memory_pairs.csv: allocated peak, or the whole device where the row counts it."""
     training = Training(cells)
     memory = predict_memory(training.tape, limit_bytes=training.limit_bytes, matrix_formats=training.matrix_formats)
     inside = memory.reserved_bytes + DRIVER_BYTES if training.of_device else memory.allocated_bytes
+    model = cells["model"]
+    short = model if len(model) < 30 else f"{model[:4]} {model[-24:].strip()}"
     return Found(
-        name=f"{cells['model'][:20]} {cells['input'][:12]} b{cells['batch_per_gpu']} {cells['precision'][:8]}",
+        name=f"{short} {cells['input'][:10]} b{cells['batch_per_gpu']} {cells['precision'][:4]}",
         predicted_bytes=inside + training.beside_bytes,
         measured_bytes=int(float(cells["measured_mib"]) * 2**20),
         pair=cells["pair_id"],
