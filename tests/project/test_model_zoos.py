@@ -148,7 +148,15 @@ def test_rows_that_are_not_built_say_why(changed: dict[str, str], reason: str) -
         ({"model": "Oriented R-CNN R50-FPN le90", "gpu": "1080 Ti", "n_gpus": "1"}, 8668),
         ({"model": "S2A-Net R50-FPN le135", "gpu": "1080 Ti", "n_gpus": "1"}, 3047),
         ({"model": "RetinaNet: R50 1x", "source_repo": "facebookresearch/detectron2"}, 3814),
-        ({"model": "YOLOv5-s P5 mask-refine=No", "input": "640 square", "batch_per_gpu": "16"}, 2825),
+        (
+            {
+                "model": "YOLOv5-s P5 mask-refine=No",
+                "input": "640 square",
+                "batch_per_gpu": "16",
+                "precision": "fp16 AMP",
+            },
+            2825,
+        ),
     ],
 )
 def test_predicted_memory_stays(changed: dict[str, str], mib: int) -> None:
