@@ -40,12 +40,12 @@ class Steps(Value):
     grad_norm: list[float] = []
     """Norm of the unscaled gradients at the update, after the script's own clipping; NaN or infinite in a skipped step.
 
-    Without a loss scale, only every tenth step after the first hundred is measured; NaN for the others.
+    After the first hundred only every 25th step is measured, unless a check of the loss scale needs it; NaN for the others.
     """
     time_ms: list[float] = []
     """Wall time since the previous step."""
     cpu_ms: list[float] = []
-    """CPU time of the process since the previous step."""
+    """CPU time of the process since the previous step; the mean of ten steps where nothing else had to be recorded."""
 
     def __len__(self) -> int:
         return len(self.loss)

@@ -31,6 +31,7 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.batched_unscaling import ACCUMULATES
 from mezzo.launch.torch.communication import Communication
 from mezzo.launch.torch.direct_calls import ENTERED
+from mezzo.launch.torch.direct_pass import DirectPass
 from mezzo.launch.torch.gradient_views import UnscaledViews
 from mezzo.launch.torch.state import Run, scale_on_device
 
@@ -67,6 +68,8 @@ class BackwardPasses:
         run_engine = ENTERED.get(original, original)  # under a function mode, torch's own would call this replacement
         run, steady, batched = self._run, self._run.steady, self._run.steady.batched
 
+        run_directly = DirectPass() if original in ENTERED else None
+
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             begins = run.stepped and not (run.in_backward or run.in_closure)
@@ -85,7 +88,9 @@ class BackwardPasses:
                     run.check_limit()
                 run.in_backward = True
                 try:
-                    run_engine(tensors, grad_tensors if start is None else start, *args, **kwargs)
+                    first = grad_tensors if start is None else start
+                    if run_directly is None or not run_directly(tensors, first, args, kwargs):
+                        run_engine(tensors, first, *args, **kwargs)
                 finally:
                     run.in_backward = False
                     if start is not None:
