@@ -249,6 +249,8 @@ class RunRecord(WholeRecord):
     exit_code: int = 0
     error: str | None = None
     """What went wrong, in a sentence; None for a run that ended by itself."""
+    hint: str = ""
+    """What to do about the error; empty where that is not known."""
 
     @property
     def where(self) -> str:

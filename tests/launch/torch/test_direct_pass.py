@@ -12,7 +12,32 @@ from torch import Tensor, nn
 from mezzo.launch.torch.direct_pass import DirectPass
 
 PLAIN = (None, False)
-Pass = Callable[[Tensor], bool]
+
+
+class Passes(DirectPass):
+    """Passes that note whether torch prepared the last one."""
+
+    def __init__(self) -> None:
+        super().__init__(self._by_torch)
+        self.by_torch = False
+
+    def _by_torch(self, *args: Any, **kwargs: Any) -> None:
+        self.by_torch = True
+        torch.autograd.backward(*args, **kwargs)
+
+    def direct(self, *args: Any, **kwargs: Any) -> bool:
+        """Run a pass; return whether it went straight to the engine."""
+        self.by_torch = False
+        self(*args, **kwargs)
+        return not self.by_torch
+
+
+def begun(net: nn.Module) -> Passes:
+    """Return passes of which the first, which torch prepares, is over."""
+    passes = Passes()
+    assert not passes.direct(loss_of(net))
+    net.zero_grad()
+    return passes
 
 
 def model() -> nn.Module:
@@ -37,12 +62,11 @@ def gradients(net: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("factor", [None, 1024.0])
 def test_gradients_are_torchs(args: tuple[Any, ...], kwargs: dict[str, Any], factor: float | None) -> None:
     start = None if factor is None else torch.tensor(factor)
-    theirs, ours, direct = model(), model(), DirectPass()
-    if start is None:
-        assert not direct(loss_of(ours), None, args, kwargs)  # the first pass only makes the gradient of the loss
+    theirs, ours = model(), model()
+    passes = begun(ours)
     for _ in range(3):
         torch.autograd.backward(loss_of(theirs), start)
-        assert direct(loss_of(ours), start, args, kwargs)
+        assert passes.direct(loss_of(ours), start, *args, **kwargs)
         for a, b in zip(gradients(theirs), gradients(ours), strict=True):
             assert torch.equal(a, b)
 
@@ -57,38 +81,49 @@ def with_retained_gradient(loss: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize(
-    ("change", "args", "kwargs"),
-    [
-        (lambda loss: loss, (True, False), {}),
-        (lambda loss: loss, (None, True), {}),
-        (lambda loss: loss, (), {"retain_graph": True}),
-        (lambda loss: loss, PLAIN, {"inputs": []}),
-        (Tensor.double, PLAIN, {}),
-        (Tensor.detach, PLAIN, {}),
-        (with_hook, PLAIN, {}),
-        (with_retained_gradient, PLAIN, {}),
-    ],
-    ids=["keeps its graph", "creates a graph", "by name", "inputs", "float64", "no graph", "hook", "retain_grad"],
-)
+SPECIAL: dict[str, tuple[Callable[[Tensor], Tensor], tuple[Any, ...], dict[str, Any]]] = {
+    "keeps its graph": (lambda loss: loss, (True, False), {}),
+    "keeps its graph, by name": (lambda loss: loss, (), {"retain_graph": True}),
+    "float64": (Tensor.double, PLAIN, {}),
+    "hook": (with_hook, PLAIN, {}),
+    "retain_grad": (with_retained_gradient, PLAIN, {}),
+}
+
+
+@pytest.mark.parametrize(("change", "args", "kwargs"), SPECIAL.values(), ids=SPECIAL)
 def test_anything_special_is_left_to_torch(change: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    net, direct = model(), DirectPass()
-    direct(loss_of(net), None, PLAIN, {})
-    assert not direct(change(loss_of(net)), None, args, kwargs)
-    assert gradients(net) == []
+    theirs, ours = model(), model()
+    passes = begun(ours)
+    torch.autograd.backward(change(loss_of(theirs)), None, *args, **kwargs)
+    assert not passes.direct(change(loss_of(ours)), None, *args, **kwargs)
+    for a, b in zip(gradients(theirs), gradients(ours), strict=True):
+        assert torch.equal(a, b)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any], str]] = {
+    "no graph": (Tensor.detach, {}, "does not require grad"),
+    "no inputs": (lambda loss: loss, {"inputs": []}, "cannot be empty"),
+}
+
+
+@pytest.mark.parametrize(("change", "kwargs", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_torch_refuses_it_refuses(change: Any, kwargs: dict[str, Any], message: str) -> None:
+    net = model()
+    passes = begun(net)
+    with pytest.raises(RuntimeError, match=message):
+        passes(change(loss_of(net)), **kwargs)
 
 
 def test_inside_a_transform_torch_refuses_the_pass() -> None:
-    net, direct = model(), DirectPass()
-    direct(loss_of(net), None, PLAIN, {})
-    answers = []
+    net = model()
+    passes = begun(net)
 
     def inside(x: Tensor) -> Tensor:
-        answers.append(direct(loss_of(net), None, PLAIN, {}))
+        passes(loss_of(net))
         return x
 
-    torch.func.vmap(inside)(torch.ones(2))
-    assert answers == [False]
+    with pytest.raises(RuntimeError, match="inside a functorch transform"):
+        torch.func.vmap(inside)(torch.ones(2))
 
 
 class WritesIntoItsGradient(torch.autograd.Function):
@@ -104,12 +139,13 @@ class WritesIntoItsGradient(torch.autograd.Function):
 
 
 def test_a_gradient_that_was_written_into_is_not_used_again() -> None:
-    theirs, ours, direct = model(), model(), DirectPass()
-    direct(loss_of(ours), None, PLAIN, {})
-    assert direct(WritesIntoItsGradient.apply(loss_of(ours)), None, PLAIN, {})
-    assert not direct(loss_of(ours), None, PLAIN, {})  # the next one is made
-    assert direct(loss_of(ours), None, PLAIN, {})
+    theirs, ours = model(), model()
+    passes = begun(ours)
+    assert passes.direct(WritesIntoItsGradient.apply(loss_of(ours)))
+    assert not passes.direct(loss_of(ours))  # the next one is made
+    assert passes.direct(loss_of(ours))
     torch.autograd.backward(loss_of(theirs) * 3)
-    torch.autograd.backward(loss_of(theirs))
+    for _ in range(2):
+        torch.autograd.backward(loss_of(theirs))
     for a, b in zip(gradients(theirs), gradients(ours), strict=True):
         assert torch.equal(a, b)

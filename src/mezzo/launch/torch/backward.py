@@ -68,7 +68,7 @@ class BackwardPasses:
         run_engine = ENTERED.get(original, original)  # under a function mode, torch's own would call this replacement
         run, steady, batched = self._run, self._run.steady, self._run.steady.batched
 
-        run_directly = DirectPass() if original in ENTERED else None
+        run_steady = DirectPass(run_engine) if original in ENTERED else run_engine
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -88,9 +88,7 @@ class BackwardPasses:
                     run.check_limit()
                 run.in_backward = True
                 try:
-                    first = grad_tensors if start is None else start
-                    if run_directly is None or not run_directly(tensors, first, args, kwargs):
-                        run_engine(tensors, first, *args, **kwargs)
+                    run_steady(tensors, grad_tensors if start is None else start, *args, **kwargs)
                 finally:
                     run.in_backward = False
                     if start is not None:

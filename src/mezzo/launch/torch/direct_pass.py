@@ -11,6 +11,7 @@ number, so a new one is made. It is used from the next pass on: whatever stream 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,11 +29,13 @@ _NO_INPUTS = {"inputs": None}
 class DirectPass:
     """Backward passes from one scalar."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_engine: Callable[..., None]) -> None:
+        """Run what is special by ``run_engine``, torch's own ``backward``."""
+        self._run_engine = run_engine
         self._one: Tensor | None = None
 
-    def __call__(self, loss: Tensor, gradient: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Run the backward pass of ``loss``, a plain scalar; return False, with nothing done, if torch must prepare it.
+    def __call__(self, loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass of ``loss``, a plain scalar.
 
         Args:
             loss: where the pass starts.
@@ -40,16 +43,18 @@ class DirectPass:
             args: further positional arguments of ``torch.autograd.backward``.
             kwargs: its arguments by name.
         """
-        if args not in _PLAIN or (kwargs and kwargs != _NO_INPUTS) or torch._C._are_functorch_transforms_active():
-            return False
-        if loss.dtype is not _FP32 or loss.grad_fn is None or loss._backward_hooks is not None or loss.retains_grad:
-            return False
-        if loss.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        if gradient is None:
-            gradient = self._one
-            if gradient is None or gradient._version or gradient.device != loss.device:
-                self._one = torch.ones_like(loss.detach())
-                return False
-        _engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        return True
+        plain = args in _PLAIN and (not kwargs or kwargs == _NO_INPUTS) and loss.dtype is _FP32
+        if (
+            plain
+            and loss.grad_fn is not None
+            and loss._backward_hooks is None
+            and not loss.retains_grad
+            and not torch._C._are_functorch_transforms_active()
+            and not (loss.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
+            start = self._one if gradient is None else gradient
+            if start is not None and (gradient is not None or (not start._version and start.device == loss.device)):
+                _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+                return
+            self._one = torch.ones_like(loss.detach())
+        self._run_engine(loss, gradient, *args, **kwargs)
