@@ -24,6 +24,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mezzo.engine.direct_pass import DirectPass
 from mezzo.engine.gradients import all_finite, total_norm
 from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
@@ -31,7 +32,6 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.batched_unscaling import ACCUMULATES
 from mezzo.launch.torch.communication import Communication
 from mezzo.launch.torch.direct_calls import ENTERED
-from mezzo.launch.torch.direct_pass import DirectPass
 from mezzo.launch.torch.gradient_views import UnscaledViews
 from mezzo.launch.torch.state import Run, scale_on_device
 

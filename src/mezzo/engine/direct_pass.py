@@ -1,4 +1,4 @@
-"""The usual backward pass of a steady run, without torch's preparation of it in Python.
+"""The usual backward pass of a training, without torch's preparation of it in Python.
 
 ``loss.backward()`` of one plain FP32 scalar needs nothing of what ``torch.autograd.backward`` sorts out before it calls the engine:
 lists of outputs and inputs, tensor subclasses, gradients to make. That costs a twentieth of a small model's pass, more than Mezzo's own
@@ -24,6 +24,14 @@ _FP32 = FP32.dtype
 _PLAIN: tuple[tuple[Any, ...], ...] = ((), (None, False), (False, False))
 """What follows the gradient where ``Tensor.backward`` or a script passes nothing special: ``retain_graph``, ``create_graph``."""
 _NO_INPUTS = {"inputs": None}
+_BACKWARD, _OF_TENSORS = torch.autograd.backward, Tensor.backward
+_ARE_TORCHS = _BACKWARD.__globals__ is vars(torch.autograd) and _OF_TENSORS.__globals__ is vars(torch._tensor)
+"""Whether nothing had replaced them when this file was imported."""
+
+
+def runs_torchs_own() -> bool:
+    """Return whether ``loss.backward()`` runs torch's own functions: other tools replace them, and must be told of every pass."""
+    return torch.autograd.backward is _BACKWARD and Tensor.backward is _OF_TENSORS and _ARE_TORCHS
 
 
 class DirectPass:
@@ -35,7 +43,7 @@ class DirectPass:
         self._one: Tensor | None = None
 
     def __call__(self, loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of ``loss``, a plain scalar.
+        """Run the backward pass of ``loss``.
 
         Args:
             loss: where the pass starts.
@@ -43,9 +51,11 @@ class DirectPass:
             args: further positional arguments of ``torch.autograd.backward``.
             kwargs: its arguments by name.
         """
-        plain = args in _PLAIN and (not kwargs or kwargs == _NO_INPUTS) and loss.dtype is _FP32
+        plain = args in _PLAIN and (not kwargs or kwargs == _NO_INPUTS) and type(loss) is Tensor
         if (
             plain
+            and loss.dtype is _FP32
+            and loss.dim() == 0
             and loss.grad_fn is not None
             and loss._backward_hooks is None
             and not loss.retains_grad

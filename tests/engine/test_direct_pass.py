@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.launch.torch.direct_pass import DirectPass
+from mezzo.engine.direct_pass import DirectPass, runs_torchs_own
 
 PLAIN = (None, False)
 
@@ -81,10 +81,16 @@ def with_retained_gradient(loss: Tensor) -> Tensor:
     return loss
 
 
+class Named(Tensor):
+    """A tensor of another class."""
+
+
 SPECIAL: dict[str, tuple[Callable[[Tensor], Tensor], tuple[Any, ...], dict[str, Any]]] = {
     "keeps its graph": (lambda loss: loss, (True, False), {}),
     "keeps its graph, by name": (lambda loss: loss, (), {"retain_graph": True}),
     "float64": (Tensor.double, PLAIN, {}),
+    "one element of one dimension": (lambda loss: loss.reshape(1), PLAIN, {}),
+    "subclass": (lambda loss: loss.as_subclass(Named), PLAIN, {}),
     "hook": (with_hook, PLAIN, {}),
     "retain_grad": (with_retained_gradient, PLAIN, {}),
 }
@@ -149,3 +155,14 @@ def test_a_gradient_that_was_written_into_is_not_used_again() -> None:
         torch.autograd.backward(loss_of(theirs))
     for a, b in zip(gradients(theirs), gradients(ours), strict=True):
         assert torch.equal(a, b)
+
+
+def test_functions_that_another_tool_replaced_are_not_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs_torchs_own()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.autograd, "backward", lambda *args, **kwargs: None)
+        assert not runs_torchs_own()
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "backward", lambda *args, **kwargs: None)
+        assert not runs_torchs_own()
+    assert runs_torchs_own()
