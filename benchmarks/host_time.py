@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from benchmarks.harness import interleave, median_ms, ratio, report, spread
+from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.torch import switched
+from mezzo.launch.torch.guarding import ScriptGuard
 from mezzo.policy import Policy
 
-ROUNDS, STEPS, UNTIMED_STEPS = 60, 20, 110
+ROUNDS, STEPS, UNTIMED_STEPS = 30, 50, 110  # 50 steps contain their share of what a run does every 10 or 25 steps
 SIZES = (64, 256, 256, 10)
 Step = Callable[[], Any]
 
@@ -99,8 +101,12 @@ def pieces(case: Case) -> dict[str, Piece]:
     """Return the two loops of a case."""
     own = case.format if case.own_amp else None
 
-    def run() -> AbstractContextManager[Any]:
-        return switched(None if case.policy is None else Policy.of(case.policy))
+    @contextmanager
+    def run() -> Iterator[None]:
+        """Run as ``mezzo run`` does, its guard included."""
+        with switched(None if case.policy is None else Policy.of(case.policy)) as (run, _):
+            run.guard = ScriptGuard(run, GuardRequest(), on_stop=list)
+            yield
 
     return {
         "mezzo": Piece(lambda: script(own, scales=case.own_amp and case.scales), run),

@@ -231,3 +231,18 @@ def test_the_commands_of_the_docs(command: str, monkeypatch: pytest.MonkeyPatch,
 
 def test_the_docs_have_commands_that_run_here() -> None:
     assert any("examples/digits.py" in command for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("imported", "framework"), [("keras", "keras"), ("tensorflow.keras", "keras"), ("paddle", "paddle")]
+)
+def test_scripts_of_other_frameworks_are_refused_at_once(
+    imported: str, framework: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import {imported}\n", encoding="utf-8")
+    assert cli.main(["predict", "--out", str(tmp_path), str(script)]) == 7
+    shown = capsys.readouterr().err
+    assert f"mezzo predict was given a script in {framework}; allowed: PyTorch scripts" in shown
+    assert f"type mezzo check --gpu a100-80gb {script}" in shown
+    assert "tracing" not in shown

@@ -655,7 +655,7 @@ def test_an_exception_leaves_nothing_behind(policy: str) -> None:
             randn(2).sum().backward()
         assert not torch.is_autocast_enabled("cpu")
         assert open_table() is None
-        assert _LOCAL.depth == 0
+        assert _LOCAL.open.depth == 0
         assert _LOCAL.casts.items() == {}
 
 

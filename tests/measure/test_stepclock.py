@@ -173,3 +173,13 @@ def test_peaks_leave_the_inspected_step_out(allocator: list[int]) -> None:
 def test_a_process_without_cuda_has_no_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     assert CudaPeaks().read(3) == Peaks()
+
+
+def test_steps_whose_cpu_time_was_not_read_share_that_of_the_next_reading() -> None:
+    clock = StepClock()
+    began_s = clock._last_cpu_s
+    reads = [0.002, None, None, 0.014, None]
+    clock.add(*[(float(k), None if read is None else began_s + read, None) for k, read in enumerate(reads)])
+    assert clock.cpu_ms() == pytest.approx([2.0, 4.0, 4.0, 4.0, 4.0])
+    clock.add((5.0, began_s + 0.020, None))
+    assert clock.cpu_ms() == pytest.approx([2.0, 4.0, 4.0, 4.0, 3.0, 3.0])

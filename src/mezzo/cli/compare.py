@@ -225,5 +225,5 @@ def _check_baseline(own: list[RunRecord], name: str, folder: Path) -> None:
     if all(r.error or not len(r.steps) for r in own):
         raise ScriptError(
             f"no run of the baseline {name} succeeded: {own[0].error or 'it recorded no step'}",
-            hint=f"run the script by itself first; what it printed is in {folder}/*/output.log",
+            hint=own[0].hint or f"run the script by itself first; what it printed is in {folder}/*/output.log",
         )

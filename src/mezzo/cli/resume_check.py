@@ -14,9 +14,8 @@ import typer
 from mezzo.cli.budget import seconds_of
 from mezzo.cli.progress import shown
 from mezzo.cli.results import note
-from mezzo.cli.script import Script
+from mezzo.cli.script import Script, check_pytorch
 from mezzo.cli.words import typed
-from mezzo.errors import ScriptError
 from mezzo.launch.process.command_signals import stoppable
 
 if TYPE_CHECKING:
@@ -61,7 +60,12 @@ def resume_check(
         shlex.split(resume_with),
     )
     script.check(None)
-    _check_traceable(script)
+    check_pytorch(
+        script.target,
+        as_module=script.as_module,
+        command="resume-check",
+        hint="stop and resume the script by hand, and compare its losses",
+    )
     folder = script.folder("resume-check", leaves=("whole", "stopped", "resumed"))
     with stoppable() as stop, shown():
         check = _check(script, folder, more, stop_after=stop_after, notice_s=notice_s)
@@ -82,15 +86,6 @@ def _inside(script: Script) -> Script:
     if script.as_module or not path.is_absolute() or not path.resolve().is_relative_to(Path.cwd().resolve()):
         return script
     return replace(script, target=str(path.resolve().relative_to(Path.cwd().resolve())))
-
-
-def _check_traceable(script: Script) -> None:
-    """Refuse scripts whose state is not found: of other frameworks, or in several processes."""
-    if script.framework != "torch":
-        raise ScriptError(
-            f"mezzo resume-check was given a script in {script.framework}; allowed: PyTorch scripts",
-            hint="stop and resume the script by hand, and compare its losses",
-        )
 
 
 def _check(

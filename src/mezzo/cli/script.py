@@ -22,6 +22,7 @@ from mezzo.cli.folders import new_folder, resumed_folder
 from mezzo.cli.progress import shown
 from mezzo.cli.standins import stand_in_for
 from mezzo.cli.words import resuming, target_of, typed, typed_before
+from mezzo.errors import ScriptError
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.version import VERSION
 
@@ -185,6 +186,15 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 def _is_group(parameter: Parameter) -> bool:
     return is_dataclass(parameter.annotation)
+
+
+def check_pytorch(target: str, *, as_module: bool, command: str, hint: str) -> None:
+    """Refuse a script of another framework than PyTorch for a command that cannot run it; ``hint`` says what can be done instead."""
+    from mezzo.launch.frameworks import framework_of
+
+    framework = framework_of(target, kind="module" if as_module else "script")
+    if framework != "torch":
+        raise ScriptError(f"mezzo {command} was given a script in {framework}; allowed: PyTorch scripts", hint=hint)
 
 
 def run_and_finish(

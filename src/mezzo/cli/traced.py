@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.script import keep_input_for
+from mezzo.cli.script import check_pytorch, keep_input_for
 from mezzo.errors import MezzoError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -178,6 +178,8 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
     from mezzo.measure.predict import plan
     from mezzo.measure.predict.script_plan import script_plan
 
+    hint = f"type mezzo check --gpu a100-80gb {target}: from counted FLOPs and bytes it says at most how much faster it would be"
+    check_pytorch(target, as_module=as_module, command="predict", hint=hint)
     keep_input_for(target, as_module=as_module)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
     found = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)

@@ -15,8 +15,8 @@ from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.progress import shown
 from mezzo.cli.resumed import finished_before
 from mezzo.cli.ruled_out import check_gpu, named_gpu, predicted_out
-from mezzo.cli.script import Script
-from mezzo.errors import ScriptError, UsageError, nearest
+from mezzo.cli.script import Script, check_pytorch
+from mezzo.errors import UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
@@ -96,7 +96,12 @@ def tune(
     check_gpu(gpu)
     asked = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
     script.check(*(options.asked_policy(name) for name in asked or []))
-    _check_trainable(script)
+    check_pytorch(
+        script.target,
+        as_module=script.as_module,
+        command="tune",
+        hint="mezzo compare measures policies in every framework",
+    )
     engine = engine_of(jobs, on)
     check_times(engine)
     folder = script.folder("tune")
@@ -152,16 +157,6 @@ def _plans(text: str | None) -> list[str]:
     from mezzo.measure.checkpointing.wanted import check_wanted
 
     return [] if text is None else [check_wanted(one) for one in text.split(",")]
-
-
-def _check_trainable(script: Script) -> None:
-    """Refuse scripts of frameworks that a search cannot run."""
-    framework = script.framework
-    if framework != "torch":
-        raise ScriptError(
-            f"mezzo tune was given a script in {framework}; allowed: PyTorch scripts",
-            hint="mezzo compare measures policies in every framework",
-        )
 
 
 # --- before the first run ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ class CastTable:
         """Return a weight in the lower format; each weight is cast once while a region is open."""
         low = self.low.dtype
         return (
-            _LOCAL.casts.of(weight, low) if _LOCAL.depth else weight.to(low)
+            _LOCAL.casts.of(weight, low) if _LOCAL.open.depth else weight.to(low)
         )  # a thread with no region of its own keeps no casts
 
     def _casts(self, operands: Sequence[Any]) -> bool:
@@ -203,16 +203,23 @@ class WeightCasts:
         return {weight: cast for weight, _, cast in self.kept.values()}
 
 
+class _Open(NamedTuple):
+    """The innermost open region."""
+
+    table: CastTable | None
+    depth: int
+    """Number of open regions, this one included."""
+    nesting: int
+    """How many autocast contexts were open when the region was opened, its own included."""
+    node: Any
+    """The node of the autograd graph in whose backward pass the region was opened."""
+
+
 class _Local(threading.local):
-    """A thread's open region."""
+    """A thread's state."""
 
     def __init__(self) -> None:
-        self.table: CastTable | None = None
-        self.depth = 0
-        self.nesting = 0
-        """How many autocast contexts were open when the region was opened, its own included."""
-        self.node: Any = None
-        """The node of the autograd graph in whose backward pass the region was opened."""
+        self.open = _Open(None, 0, 0, None)  # one value: each access to a thread's own costs some 0.1 us
         self.casting = False
         """Whether one of our kernels is running: at each of its levels torch.func turns autocast on again for the operations inside."""
         self.casts = WeightCasts()
@@ -233,29 +240,28 @@ class Region:
 
         It uses the state's functions, not ``torch.autocast``: that may be patched for the script, and costs 5 us more.
         """
-        kind = self._device_type
-        outer = _LOCAL.table, _LOCAL.nesting, _LOCAL.node
+        kind, table = self._device_type, self._table
+        outer = _LOCAL.open
         self._before = outer, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        if self._table is not _LOCAL.table:
-            _open(self._table)
-        _LOCAL.node = torch._C._current_autograd_node()
-        _LOCAL.depth += 1
-        _LOCAL.nesting = torch.autocast_increment_nesting()
+        if table is not outer.table:
+            _encode(table)
+        node = torch._C._current_autograd_node()
+        _LOCAL.open = _Open(table, outer.depth + 1, torch.autocast_increment_nesting(), node)
         torch.set_autocast_enabled(kind, self._enabled)
         torch.set_autocast_dtype(kind, self._dtype)
 
     def __exit__(self, *error: object) -> None:
         """Restore the previous state."""
         kind = self._device_type
-        (table, _LOCAL.nesting, _LOCAL.node), enabled, dtype = self._before
+        outer, enabled, dtype = self._before
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        if table is not _LOCAL.table:
-            _open(table)
-        _LOCAL.depth -= 1
-        if _LOCAL.depth == 0 and _LOCAL.casts.kept:
+        if self._table is not outer.table:
+            _encode(outer.table)
+        _LOCAL.open = outer
+        if outer.depth == 0 and _LOCAL.casts.kept:
             _LOCAL.casts.clear()
 
 
@@ -266,15 +272,16 @@ def weight_casts() -> WeightCasts:
 
 def open_table() -> CastTable | None:
     """Return the table of the open region, in autograd's threads too."""
-    return _LOCAL.table or _table_of_state()
+    return _LOCAL.open.table or _table_of_state()
 
 
 def is_off_inside() -> bool:
     """Return whether a region is open in this thread and code inside it has turned autocast off again."""
-    if not _LOCAL.depth:
+    inner = _LOCAL.open
+    if not inner.depth:
         return False
     torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting() > _LOCAL.nesting
+    return torch.autocast_decrement_nesting() > inner.nesting
 
 
 # --- a table's number in autocast's state ------------------------------------------------------------------------------------
@@ -301,8 +308,8 @@ def _numbered(table: CastTable) -> int:
         return len(_TABLES) - 1
 
 
-def _open(table: CastTable | None) -> None:
-    _LOCAL.table = table
+def _encode(table: CastTable | None) -> None:
+    """Put a table's number into autocast's state, where autograd's threads find it."""
     number = 0 if table is None else table.number
     for kind in _DIGITS:
         number, digit = divmod(number, len(_DTYPES))
@@ -317,10 +324,10 @@ def _is_backward() -> bool:
     opens autocast or a region of its own.
     """
     node = torch._C._current_autograd_node()
-    if node is None or node is _LOCAL.node:
+    if node is None or node is _LOCAL.open.node:
         return False
     torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting() == _LOCAL.nesting
+    return torch.autocast_decrement_nesting() == _LOCAL.open.nesting
 
 
 def _table_of_state() -> CastTable | None:

@@ -82,6 +82,7 @@ def record_of(
         duration_s=ran[1],
         exit_code=exit_code,
         error=_sentence(error),
+        hint=error.hint if isinstance(error, MezzoError) else "",
     )
     return record if training.observer is None else training.observer.record(record)
 

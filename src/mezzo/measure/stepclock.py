@@ -16,8 +16,12 @@ _UNREAD = 64
 """Events kept before the first is read: a step's event is over long before 64 more are enqueued."""
 
 
-Mark: TypeAlias = tuple[float, float, Any]
-"""End of a step: the host's clock and the process's CPU time in seconds, and a ``torch.cuda.Event`` (None off GPUs)."""
+CPU_TIMES_APART = 10
+"""Steps between readings of the CPU time in a steady run: it is a call of the system, which takes 1 to 3 us."""
+
+Mark: TypeAlias = tuple[float, float | None, Any]
+"""End of a step: the host's clock and the process's CPU time in seconds (None if that was not read), and a ``torch.cuda.Event`` (None
+off GPUs)."""
 
 
 class StepClock:
@@ -34,6 +38,9 @@ class StepClock:
         """Time of ``time.perf_counter`` from which the first step counts."""
         self._time_ms: list[float] = []
         self._cpu_ms: list[float] = []
+        self._last_cpu_s = time.process_time()
+        self._num_unshared = 0
+        """Steps since the last reading of the CPU time."""
         self._unread: deque[tuple[int, Mark, Mark]] = deque()
         """Steps by number, with their ends, that still have the host's times."""
         self._free: list[Any] = []
@@ -62,16 +69,24 @@ class StepClock:
         for now in ends:
             last, self._last = self._last, now
             self._time_ms.append((now[0] - last[0]) * 1e3)
-            self._cpu_ms.append((now[1] - last[1]) * 1e3)
+            if now[1] is None:
+                self._num_unshared += 1
+            else:
+                self._share_cpu(now[1])
             if last[2] is not None and now[2] is not None:
                 self._unread.append((len(self._time_ms) - 1, last, now))
                 if len(self._unread) > _UNREAD and self._unread[0][2][2].query():
                     self._read_first()
 
-    @property
+    def _share_cpu(self, cpu_s: float) -> None:
+        """Add the CPU time of a step and of those before it whose ends were not read."""
+        num_steps = self._num_unshared + 1
+        self._cpu_ms += [(cpu_s - self._last_cpu_s) * 1e3 / num_steps] * num_steps
+        self._last_cpu_s, self._num_unshared = cpu_s, 0
+
     def cpu_ms(self) -> list[float]:
-        """The process's CPU time of each step."""
-        return self._cpu_ms
+        """Return the process's CPU time of each step: between two readings the mean, after the last one that of the steps before it."""
+        return self._cpu_ms + self._cpu_ms[-1:] * self._num_unshared
 
     def time_ms(self) -> list[float]:
         """Return the time of each step; waits for the device."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from mezzo.engine.guardrails.alarms import Seen
 from mezzo.measure.apart import LossesApart, Owners
 from mezzo.measure.live import Reports
-from mezzo.measure.numbers import Kept, Numbers
+from mezzo.measure.numbers import CHUNK, Kept, Numbers
 from mezzo.measure.plainsteps import known_scales
 from mezzo.measure.stepclock import Mark, StepClock
 from mezzo.records import Loss, Steps
@@ -25,7 +25,7 @@ Losses = tuple[Kept, ...]
 """Losses whose sum is the step's loss."""
 
 
-NORMS_APART = 10
+NORMS_APART = 25
 """Steps between gradient norms, where only some are measured."""
 
 
@@ -153,7 +153,11 @@ class StepRecorder:
         if not free:
             self.settle()
             numbers.grow()
-        free.pop().copy_(loss.detach())
+        element, cells = free.pop(), numbers.cells
+        if cells is None:
+            element.copy_(loss.detach())
+        else:
+            cells[CHUNK - 1 - len(free)] = loss.item().real  # item() gives a complex number for a complex loss
         ended = clock.ended or clock.take()
         clock.ended = None
         self._turned.append((ended, len(free)))
@@ -273,7 +277,7 @@ class StepRecorder:
             skipped=[number(s) > 0 if isinstance(s, Kept) else s for s in self._skipped],
             grad_norm=[_together([number(norm) for norm in norms]) for norms in self._norm],
             time_ms=list(time_ms),
-            cpu_ms=list(self.clock.cpu_ms),
+            cpu_ms=self.clock.cpu_ms(),
         )
 
     def _keep(self, value: Tensor) -> Kept:

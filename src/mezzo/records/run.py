@@ -40,12 +40,12 @@ class Steps(Value):
     grad_norm: list[float] = []
     """Norm of the unscaled gradients at the update, after the script's own clipping; NaN or infinite in a skipped step.
 
-    Without a loss scale, only every tenth step after the first hundred is measured; NaN for the others.
+    After the first hundred only every 25th step is measured, unless a check of the loss scale needs it; NaN for the others.
     """
     time_ms: list[float] = []
     """Wall time since the previous step."""
     cpu_ms: list[float] = []
-    """CPU time of the process since the previous step."""
+    """CPU time of the process since the previous step; the mean of ten steps where nothing else had to be recorded."""
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -249,6 +249,8 @@ class RunRecord(WholeRecord):
     exit_code: int = 0
     error: str | None = None
     """What went wrong, in a sentence; None for a run that ended by itself."""
+    hint: str = ""
+    """What to do about the error; empty where that is not known."""
 
     @property
     def where(self) -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mezzo.engine.guardrails.alarms import Alarms, Seen
 
@@ -214,3 +217,21 @@ def test_a_policys_own_floor_counts() -> None:
     watch = Alarms(floor=1.0)
     assert list(watch.see(Seen(1, 1.0, math.inf, True, 1.0))) == []  # it came to the floor by this skip
     assert [a.kind for a in watch.see(Seen(2, 1.0, math.inf, True, 1.0))] == ["scale at its floor"]
+
+
+ROWS = st.tuples(
+    st.sampled_from([None, 0.0, 0.5, 1.0, 1.0, 1.25, 9.0, -1.0, math.inf, -math.inf, math.nan]),
+    st.sampled_from([None, None, None, 0.0, 1.0, math.inf]),
+    st.sampled_from([False, False, False, True]),
+    st.sampled_from([None, 2.0**-14, 1024.0]),
+)
+
+
+@given(st.lists(st.lists(ROWS, min_size=1, max_size=4), min_size=1, max_size=30))
+def test_the_short_way_of_a_calm_update_remembers_the_same(rows: list[list[tuple[Any, ...]]]) -> None:
+    short, long = Alarms(), Alarms()
+    updates = [row for some in rows for row in some * 5]  # in stretches, so that signs which need many in a row come up
+    for step, row in enumerate(updates, start=1):
+        seen = Seen(step, *row)
+        assert [a.model_dump() for a in short.see(seen)] == [a.model_dump() for a in long._see_closely(seen)]
+        assert repr(vars(short)) == repr(vars(long))  # by text: NaN is not equal to itself

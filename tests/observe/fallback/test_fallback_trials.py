@@ -6,7 +6,8 @@ from itertools import islice
 
 import pytest
 
-from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
+from mezzo.errors import ScriptError
+from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, checked
 from mezzo.observe.fallback.find import find
 from mezzo.observe.fallback.trials import Ahead, name_of
 from mezzo.observe.nested_names import covered
@@ -88,3 +89,15 @@ def test_a_run_is_named_by_what_it_keeps() -> None:
     assert long.startswith("kept-30-")
     assert len(long) == 16
     assert "/" not in name_of(("a/b",), (), all_steps=False)
+
+
+def test_a_run_that_was_refused_says_what_to_do_instead() -> None:
+    run = run_record(num_steps=0, error="mezzo fallback inspects torch alone", hint="KERAS_BACKEND=torch works")
+    with pytest.raises(
+        ScriptError, match="made no training step that could be compared: mezzo fallback inspects torch"
+    ) as shown:
+        checked(Measured(), run, where="what it printed is in a.log", role="reference")
+    assert shown.value.hint == "KERAS_BACKEND=torch works"
+    with pytest.raises(ScriptError) as shown:
+        checked(Measured(), run_record(error="no"), where="it is in a.log", role="reference")
+    assert shown.value.hint == "run it by itself first; it is in a.log"

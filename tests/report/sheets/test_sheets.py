@@ -296,6 +296,7 @@ def test_run_sheet_word_for_word() -> None:
     ("fields", "headline", "error"),
     [
         ({"error": "out of memory"}, "train.py failed under fp16 after 200 steps", "out of memory"),
+        ({"error": "no", "hint": "try it"}, "train.py failed under fp16 after 200 steps", "no\nhint: try it"),
         (
             {"exit_code": 3},
             "train.py failed under fp16 after 200 steps",

@@ -24,6 +24,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mezzo.engine.direct_pass import DirectPass
 from mezzo.engine.gradients import all_finite, total_norm
 from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
@@ -67,6 +68,8 @@ class BackwardPasses:
         run_engine = ENTERED.get(original, original)  # under a function mode, torch's own would call this replacement
         run, steady, batched = self._run, self._run.steady, self._run.steady.batched
 
+        run_steady = DirectPass(run_engine) if original in ENTERED else run_engine
+
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             begins = run.stepped and not (run.in_backward or run.in_closure)
@@ -85,7 +88,7 @@ class BackwardPasses:
                     run.check_limit()
                 run.in_backward = True
                 try:
-                    run_engine(tensors, grad_tensors if start is None else start, *args, **kwargs)
+                    run_steady(tensors, grad_tensors if start is None else start, *args, **kwargs)
                 finally:
                     run.in_backward = False
                     if start is not None:

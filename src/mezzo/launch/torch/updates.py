@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +30,7 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.schedules import ScriptSchedules
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.steady_state import EVERY_NORM
+from mezzo.measure.stepclock import CPU_TIMES_APART
 from mezzo.measure.steps import NORMS_APART
 from mezzo.observe.skips import Update
 
@@ -175,10 +176,10 @@ class Updates:
             torch.set_autocast_enabled(run.device_type or "cpu", True)
         if run.steady.optimizer() is optimizer and not (run.in_closure or run.skips):
             clock = run.recorder.clock
-            if clock.uses_events:
+            if clock.uses_events or run.recorder.num_closed % CPU_TIMES_APART == 0:
                 clock.mark()
-            else:  # the same, without two calls
-                clock.ended = (perf_counter(), process_time(), None)
+            else:  # the same without the CPU time and two calls
+                clock.ended = (perf_counter(), None, None)
             return
         if self._run.in_closure:
             self._run.lint.closure_ended(optimizer)

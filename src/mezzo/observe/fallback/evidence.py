@@ -101,6 +101,6 @@ def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Mea
     if not measured.steps and not (role == "check" and has_overflowed(run)):
         raise ScriptError(
             f"{run.script} made no training step that could be compared: {run.error or 'it ended before'}",
-            hint=f"run it by itself first; {where}",
+            hint=run.hint or f"run it by itself first; {where}",
         )
     return measured

@@ -52,7 +52,7 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
         title=f"Audit of {script}",
         script=fmt.clean(record.run.script),
         headline=_headline(record, script),
-        error=fmt.clean(record.run.error or "", keep_lines=True),
+        error=shared.error_and_hint(record.run) if record.run.error else "",
         findings=[finding_line(finding, _module_lines(record)) for finding in record.findings],
         phases=_phases(record),
         wide=_wide(record),

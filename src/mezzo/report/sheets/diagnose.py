@@ -77,7 +77,7 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
         else _TONES.get(record.verdict, "bad"),
         meaning=_meaning(record),
         detail="" if record.verdict == "unfinished" else fmt.clean(record.detail),
-        error=shared.error_text(record.run) if record.run.error and record.verdict != "unfinished" else "",
+        error=shared.error_and_hint(record.run) if record.run.error and record.verdict != "unfinished" else "",
         place=_place(record),
         fix=fmt.clean(record.fix),
         fix_line=fmt.clean(record.fix_line),

@@ -51,7 +51,7 @@ def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
         verdict=record.verdict,
         tone=_TONES[record.verdict],
         reason=fmt.clean(record.reason),
-        error=fmt.clean(record.run.error or "", keep_lines=True),
+        error=shared.error_and_hint(record.run) if record.run.error else "",
         kept=[fmt.clean(name) for name in record.kept],
         suggested=fmt.clean(record.suggested) if record.kept or record.operations else "",
         policy_file=fmt.clean(record.policy_file),

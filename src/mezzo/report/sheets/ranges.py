@@ -78,7 +78,7 @@ def ranges_sheet(record: RangesRecord) -> RangesSheet:
         script=fmt.clean(record.run.script),
         headline=_headline(record, window, script),
         details=_details(record, window),
-        error=shared.error_text(record.run),
+        error=shared.error_and_hint(record.run),
         format=fmt.clean(record.format),
         windows=[_window_line(w, record.little) for w in record.windows],
         ends=_ends(window),

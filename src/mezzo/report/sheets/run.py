@@ -46,7 +46,7 @@ def run_sheet(record: RunRecord) -> RunSheet:
         script=fmt.clean(record.script),
         policy=policy,
         headline=_run_headline(record, script=script, policy=policy),
-        error=shared.error_text(record),
+        error=shared.error_and_hint(record),
         facts=run_facts(record),
         ranks=ranks.rank_facts(record),
         between_ranks=ranks.difference_facts(record),

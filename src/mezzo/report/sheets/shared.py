@@ -247,6 +247,12 @@ def error_text(record: RunRecord) -> str:
     return f"the script ended with exit code {record.exit_code}" if record.exit_code else ""
 
 
+def error_and_hint(record: RunRecord) -> str:
+    """Return the error of a run, and in a line of its own what to do about it; empty if there is none."""
+    hint = f"\nhint: {fmt.clean(record.hint)}" if record.error is not None and record.hint else ""
+    return error_text(record) + hint
+
+
 def ran_text(record: RunRecord) -> str:
     """Return what the operations that were counted ran in."""
     shares = [f"{share:.0%} {fmt.clean(name)}" for name, share in record.effective.share_by_format.items()]

@@ -1,0 +1,70 @@
+"""The usual backward pass of a training, without torch's preparation of it in Python.
+
+``loss.backward()`` of one plain FP32 scalar needs nothing of what ``torch.autograd.backward`` sorts out before it calls the engine:
+lists of outputs and inputs, tensor subclasses, gradients to make. That costs a twentieth of a small model's pass, more than Mezzo's own
+hooks. The engine is given what torch would give it, so the gradients are equal to the bit.
+
+The gradient of the loss itself is always 1, in a tensor that is kept. Nobody else may get hold of it: a loss with a hook or with
+``retain_grad`` takes torch's way, so does a pass that a CUDA graph captures, and a custom function that writes into it leaves a version
+number, so a new one is made. It is used from the next pass on: whatever stream that runs on has waited for this one's update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+from mezzo.formats import FP32
+
+_FP32 = FP32.dtype
+_PLAIN: tuple[tuple[Any, ...], ...] = ((), (None, False), (False, False))
+"""What follows the gradient where ``Tensor.backward`` or a script passes nothing special: ``retain_graph``, ``create_graph``."""
+_NO_INPUTS = {"inputs": None}
+_BACKWARD, _OF_TENSORS = torch.autograd.backward, Tensor.backward
+_ARE_TORCHS = _BACKWARD.__globals__ is vars(torch.autograd) and _OF_TENSORS.__globals__ is vars(torch._tensor)
+"""Whether nothing had replaced them when this file was imported."""
+
+
+def runs_torchs_own() -> bool:
+    """Return whether ``loss.backward()`` runs torch's own functions: other tools replace them, and must be told of every pass."""
+    return torch.autograd.backward is _BACKWARD and Tensor.backward is _OF_TENSORS and _ARE_TORCHS
+
+
+class DirectPass:
+    """Backward passes from one scalar."""
+
+    def __init__(self, run_engine: Callable[..., None]) -> None:
+        """Run what is special by ``run_engine``, torch's own ``backward``."""
+        self._run_engine = run_engine
+        self._one: Tensor | None = None
+
+    def __call__(self, loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass of ``loss``.
+
+        Args:
+            loss: where the pass starts.
+            gradient: its gradient; None for 1.
+            args: further positional arguments of ``torch.autograd.backward``.
+            kwargs: its arguments by name.
+        """
+        plain = args in _PLAIN and (not kwargs or kwargs == _NO_INPUTS) and type(loss) is Tensor
+        if (
+            plain
+            and loss.dtype is _FP32
+            and loss.dim() == 0
+            and loss.grad_fn is not None
+            and loss._backward_hooks is None
+            and not loss.retains_grad
+            and not torch._C._are_functorch_transforms_active()
+            and not (loss.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
+            start = self._one if gradient is None else gradient
+            if start is not None and (gradient is not None or (not start._version and start.device == loss.device)):
+                _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+                return
+            self._one = torch.ones_like(loss.detach())
+        self._run_engine(loss, gradient, *args, **kwargs)
