@@ -32,6 +32,7 @@ def weights(ended: list[Ended]) -> set[str]:
     return set(found.values())
 
 
+@pytest.mark.slow
 def test_a_run_in_two_processes(tmp_path: Path) -> None:
     ended = in_processes(["run", "--policy", "fp16", "--out", "out", RANKS, "ddp", "6"], folder=tmp_path)
     assert [one.code for one in ended] == [0, 0], ended

@@ -150,6 +150,7 @@ def test_other_frameworks_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "mezzo tune was given a script in keras; allowed: PyTorch scripts" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpu_alone")
 def test_predictions_leave_out_what_cannot_fit_and_checkpointing_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--policies", "fp32", "--changes", "none", "--vary", "batch-size=80000", "--checkpoint", "full", *SHORT)
