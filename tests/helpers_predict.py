@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 import tempfile
@@ -38,6 +39,7 @@ def _in_a_fork(words: list[str], environment: dict[str, str], script: str, deadl
 def _become(words: list[str], environment: dict[str, str], output: int) -> None:
     code = 1
     try:
+        faulthandler.disable()  # it is pytest's, and a script may die of a signal
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(output, number)
             setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
