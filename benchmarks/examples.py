@@ -55,7 +55,7 @@ def compare(
     """Return the comparison of an example's policies; its exit code is not looked at, because a row says why."""
     arguments = [argument.format(data=data) for argument in example.arguments]
     chosen = ",".join(policies or example.policies)
-    options = ["--policies", chosen, "--seeds", str(seeds), "--out", str(out), "--fail-on", "failed"]
+    options = ["--policies", chosen, "--seeds", str(seeds), "--gpu", "none", "--out", str(out), "--fail-on", "failed"]
     command = [sys.executable, "-m", "mezzo", "compare", *options, f"examples/{example.script}", *arguments]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     record = out / "record.json"

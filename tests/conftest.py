@@ -1,9 +1,11 @@
 """One thread a process: on machines with few cores, threads of parallel tests would wait for each other. And Triton without a GPU."""
 
+import functools
 import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in child processes
 
@@ -18,6 +20,23 @@ from mezzo.engine.fp32products import fp32_products_as_they_were
 if not torch.cuda.is_available():
     # Its interpreter runs kernels on a CPU. Triton decides when it is imported, so before any test does.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+_MARKED = "slow"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file for ``-m slow`` that has no slow test: the word stands in it, or in a helper that it names."""
+    if config.option.markexpr != _MARKED or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return None if any(word in text for word in (_MARKED, *_helpers_that_mark())) else True
+
+
+@functools.cache
+def _helpers_that_mark() -> list[str]:
+    helpers = [path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith(("conftest", "test_"))]
+    return [path.stem for path in helpers if _MARKED in path.read_text(encoding="utf-8")]
 
 
 def pytest_collection_finish() -> None:

@@ -171,7 +171,20 @@ def test_an_error_and_an_exit_code_of_a_module_pass_through(tmp_path: Path) -> N
 
 
 def test_a_comparison_interleaves_runs_and_judges_them(tmp_path: Path) -> None:
-    words = ["compare", "--policies", "fp32,bf16", "--seeds", "1", "--out", "out", "--json", PLAIN, "4"]
+    words = [
+        "compare",
+        "--policies",
+        "fp32,bf16",
+        "--seeds",
+        "1",
+        "--gpu",
+        "none",
+        "--out",
+        "out",
+        "--json",
+        PLAIN,
+        "4",
+    ]
     done = mezzo(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = CompareRecord.model_validate_json(done.stdout)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers_predict import traced_in_forks
 from mezzo import cli
 from mezzo.measure.predict import calibrate, named
 from mezzo.measure.predict.probes import probes
@@ -96,7 +97,8 @@ def test_a_script_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
         str(tmp_path / "out"),
         str(path),
     ]
-    assert cli.main(words) == 0
+    with traced_in_forks():
+        assert cli.main(words) == 0
     record = read_record(tmp_path / "out" / "record.json")
     assert isinstance(record, PredictRecord)
     assert (record.batch, record.unit, record.optimizer) == (32, "samples", "SGD")

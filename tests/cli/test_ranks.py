@@ -32,6 +32,7 @@ def weights(ended: list[Ended]) -> set[str]:
     return set(found.values())
 
 
+@pytest.mark.slow
 def test_a_run_in_two_processes(tmp_path: Path) -> None:
     ended = in_processes(["run", "--policy", "fp16", "--out", "out", RANKS, "ddp", "6"], folder=tmp_path)
     assert [one.code for one in ended] == [0, 0], ended
@@ -110,6 +111,8 @@ def test_a_rank_that_hangs_ends_the_run_at_its_limit_and_is_found(tmp_path: Path
         "fp32,fp16",
         "--seeds",
         "1",
+        "--gpu",
+        "none",
         "--timeout",
         "30",
         "--out",
@@ -179,7 +182,7 @@ def test_all_processes_fall_back_to_the_same_policy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_runs_of_a_comparison_follow_one_another_in_all_processes(tmp_path: Path) -> None:
-    words = ["compare", "--policies", "fp32,fp16", "--seeds", "2", "--out", "out", RANKS, "ddp", "40"]
+    words = ["compare", "--policies", "fp32,fp16", "--seeds", "2", "--gpu", "none", "--out", "out", RANKS, "ddp", "40"]
     ended = in_processes(words, folder=tmp_path, timeout_s=400)
     assert [one.code for one in ended] == [0, 0], ended
     record = read(tmp_path / "out")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 import record_builders as build
+from mezzo import cli
 from mezzo.cli import real_gpus as module
 from mezzo.cli.real_gpus import named_gpus, predicted_for
 from mezzo.cli.script import Script
 from mezzo.errors import UsageError
 from mezzo.measure.predict import real_gpus as measured
-from mezzo.records import CompareRecord, RealGpus, RunRecord
+from mezzo.records import CompareRecord, RealGpus, RunRecord, read_record
 from mezzo.report.html import render_html
 from mezzo.report.text import render
+from paths import SCRIPTS
 
 SCRIPT = Script(
     target="train.py", arguments=["--out", "x/{run}"], as_module=False, out=None, log_to=None, as_json=False
@@ -79,6 +82,23 @@ def test_other_frameworks_and_runs_without_steps() -> None:
     empty = [run.model_copy(update={"steps": run.steps.model_copy(update={"loss": []})}) for run in _runs(**CPU)]
     assert module.NONE == "none"
     assert predicted_for(SCRIPT, [run for run in empty if len(run.steps)], None) is None
+
+
+def test_a_comparison_is_given_the_predictions_of_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    def predicted(script: Script, runs: list[RunRecord], gpus: Any) -> RealGpus:
+        given.append((script.target, [run.policy for run in runs], [gpu.name for gpu in gpus]))
+        return build.real_gpus()
+
+    monkeypatch.setattr("mezzo.cli.real_gpus.predicted_for", predicted)
+    monkeypatch.setattr("mezzo.cli.compare.run_all", lambda *_, **__: _runs(**CPU))
+    script = str(SCRIPTS / "plain.py")
+    assert cli.main(["compare", "--policies", "fp32", "--gpu", "l4", "--out", str(tmp_path), script]) == 0
+    assert given == [(script, ["fp32"], ["l4"])]
+    record = read_record(tmp_path / "record.json")
+    assert isinstance(record, CompareRecord)
+    assert record.real_gpus == build.real_gpus()
 
 
 def test_page_and_terminal_label_it_as_predicted() -> None:

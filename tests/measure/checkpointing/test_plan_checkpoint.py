@@ -313,6 +313,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_under_distributed_data_parallel(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWO]
     where = str(Path(__file__).parent)

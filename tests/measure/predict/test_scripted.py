@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers_predict import traced_in_forks
 from mezzo.errors import UsageError
 from mezzo.measure.predict.memory import bytes_by_kind
 from mezzo.measure.predict.script_process import recorded
@@ -127,7 +128,7 @@ def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
     ],
 )
 def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=message):
+    with traced_in_forks(), pytest.raises(UsageError, match=message):
         _recorded(_written(tmp_path, text), "fp32")
 
 
