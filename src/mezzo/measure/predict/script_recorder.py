@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.conversion import cast_model
 from mezzo.engine.master import MasterWeights
 from mezzo.measure.predict.cuda_operators import cuda_operators
+from mezzo.measure.predict.packed import longest_sequences
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.script_amp import own_amp_left_out
 from mezzo.measure.predict.script_batches import ScriptBatches, first_size
@@ -116,9 +117,9 @@ class ScriptRecorder:
                 stack.enter_context(patch.object(torch.autograd, "backward", backward))
                 stack.enter_context(patch.object(nn.Module, "__call__", call))
                 stack.enter_context(patch.object(nn.Module, "_apply", _converted))
-                sizes = largest_sizes(lambda: self._note_size(script))
+                sized = [of(lambda: self._note_size(script)) for of in (largest_sizes, longest_sequences)]
                 watched = (self._stand_ins(script), self.batches.watching(), own_amp_left_out(), cuda_operators())
-                for one in (*watched, sizes):
+                for one in (*watched, *sized):
                     stack.enter_context(one)
 
                 def without_numbers() -> None:
