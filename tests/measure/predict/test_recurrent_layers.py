@@ -54,7 +54,9 @@ def _shapes(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("settings", [{}, {"batch_first": True}, {"bidirectional": True, "dropout": 0.5, "bias": False}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"batch_first": True}, {"bidirectional": True, "dropout": 0.5, "bias": False}]
+)
 @pytest.mark.parametrize("packed", [False, True])
 def test_results_and_gradients_have_the_shapes_of_the_layer(
     kind: type[nn.RNNBase], settings: dict[str, bool], packed: bool

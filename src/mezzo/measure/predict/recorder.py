@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -147,7 +148,7 @@ class Recorder(TorchDispatchMode):
 
     def _allocated(self, tensor: Tensor) -> int | None:
         """Return the number of the tensor's block, allocated now if it is new; None for one that takes no memory."""
-        storage = tensor.untyped_storage()
+        storage = unwrapped(tensor).untyped_storage()
         key = storage._cdata
         if key in self._numbers:
             return self._numbers[key]
@@ -169,7 +170,14 @@ class Recorder(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(unwrapped(tensor).untyped_storage()._cdata)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor that has the memory: ``torch.func`` wraps it once for each transform."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 def _is_scalar(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.distributions import Distribution
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -118,7 +119,14 @@ class ScriptRecorder:
                 stack.enter_context(patch.object(nn.Module, "__call__", call))
                 stack.enter_context(patch.object(nn.Module, "_apply", _converted))
                 sized = [of(lambda: self._note_size(script)) for of in (largest_sizes, longest_sequences)]
-                watched = (self._stand_ins(script), self.batches.watching(), own_amp_left_out(), cuda_operators())
+                validated = patch.object(Distribution, "_validate_args", False)  # by conditions on numbers
+                watched = (
+                    validated,
+                    self._stand_ins(script),
+                    self.batches.watching(),
+                    own_amp_left_out(),
+                    cuda_operators(),
+                )
                 for one in (*watched, *sized):
                     stack.enter_context(one)
 

@@ -174,16 +174,9 @@ def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
         )
     if one.needs_numbers:
         hint = "pass the size where it takes one, as output_size= of repeat_interleave, or predict the model by name with --model"
-        if "_pack_padded_sequence" in one.error:
-            hint = "give the recurrent layer the padded batch instead of the packed one for a prediction: it is what memory is at most"
         return UsageError(
             f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
             hint=hint,
-        )
-    if "TensorWrapper" in one.error or "BatchedTensor" in one.error:
-        return UsageError(
-            f"{request.script} cannot be predicted: torch.func computes its gradients, and nothing inside is seen ({one.error})",
-            hint="measure it with mezzo run, or predict its model by name with --model",
         )
     return UsageError(
         f"{request.script} cannot be traced without numbers: {one.error}",

@@ -1,0 +1,92 @@
+"""Scripts whose gradients or losses come from torch.func, and conditions that torch itself puts on numbers, in a trace without numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mezzo.measure.predict.script_process import recorded
+from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
+from mezzo.policy import Policy
+
+HEAD = """
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def loss_of(params, x, y):
+    return (functional_call(net, params, (x,)) - y).square().mean()
+"""
+META = """
+def task(params, x, y):
+    found = grad(loss_of)(params, x, y)
+    return loss_of({name: p - 0.1 * found[name] for name, p in params.items()}, x, y)
+
+for _ in range(STEPS):
+    params = dict(net.named_parameters())
+    loss = vmap(task, in_dims=(None, 0, 0))(params, torch.randn(6, 5, 3), torch.randn(6, 5, 2)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+EACH_SAMPLE = """
+for _ in range(STEPS):
+    params = dict(net.named_parameters())
+    found = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, torch.randn(12, 3), torch.randn(12, 2))
+    for name, p in net.named_parameters():
+        p.grad = found[name].mean(0).detach()
+    optimizer.step()
+"""
+
+
+def _taped(tmp_path: Path, text: str, policy: str = "fp32") -> ScriptTape:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return recorded(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2), Policy.parse(policy))
+
+
+@pytest.mark.parametrize(("body", "batch"), [(META, 6), (EACH_SAMPLE, 12)])
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_what_torch_func_computes_is_recorded(tmp_path: Path, body: str, batch: int, policy: str) -> None:
+    """torch counts the same FLOPs in a step of the script by itself."""
+    script = HEAD + body
+    made = _taped(tmp_path, script.replace("STEPS", "4"), policy)
+    assert made.tape is not None
+    assert made.batch == batch
+    counter = FlopCounterMode(display=False)
+    with counter:
+        exec(compile(script.replace("STEPS", "1"), "train.py", "exec"), {"__name__": "__main__"})
+    assert sum(op.flops for op in made.tape.operations) == counter.get_total_flops()
+    parameters = sum(block.size_bytes for block in made.tape.blocks if block.kind == "parameters")
+    assert parameters == 4 * (3 * 16 + 16 + 16 * 2 + 2)
+
+
+SAMPLED = """
+import torch
+from torch import nn
+from torch.distributions import Categorical, Normal
+
+policy, optimizer = nn.Linear(4, 3), None
+optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+for _ in range(4):
+    out = policy(torch.randn(8, 4))
+    choice, value = Categorical(logits=out), Normal(out, out.exp())
+    loss = choice.log_prob(choice.sample()).mean() + value.log_prob(value.rsample()).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_distribution_does_not_judge_numbers_that_are_not_there(tmp_path: Path) -> None:
+    checks = torch.distributions.Distribution._validate_args
+    made = _taped(tmp_path, SAMPLED)
+    assert made.tape is not None and made.batch == 8
+    assert torch.distributions.Distribution._validate_args == checks
