@@ -381,11 +381,11 @@ def test_a_loss_of_all_pairs_grows_with_the_square_of_the_batch(tmp_path: Path) 
         found = plan.tapes["fp32"].at(batch)
         for one, other in zip(found.operations, wanted.operations, strict=True):
             assert (one.name, one.flops, one.shape) == (other.name, other.flops, other.shape)
-            # a weight of the mean, 4 bytes at every size, beside what grows with the batch and with its square
-            assert one.read_bytes == pytest.approx(other.read_bytes, abs=4, rel=0.01)
+            assert one.written_bytes == other.written_bytes
         assert [block.size_bytes for block in found.blocks] == [block.size_bytes for block in wanted.blocks]
     largest = predict(plan.tapes, gpu_named("t4"), "fp32", batch=8, channels_last=False).largest_batch
-    assert largest is not None and 4 * largest**2 < 16 * 2**30
+    assert largest is not None
+    assert 4 * largest**2 < 16 * 2**30
 
 
 @pytest.mark.parametrize(

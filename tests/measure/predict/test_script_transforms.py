@@ -55,7 +55,7 @@ def _taped(tmp_path: Path, text: str, policy: str = "fp32") -> ScriptTape:
 @pytest.mark.parametrize(("body", "batch"), [(META, 6), (EACH_SAMPLE, 12)])
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 def test_what_torch_func_computes_is_recorded(tmp_path: Path, body: str, batch: int, policy: str) -> None:
-    """torch counts the same FLOPs in a step of the script by itself."""
+    """The FLOPs are those that torch counts in a step of the script by itself."""
     script = HEAD + body
     made = _taped(tmp_path, script.replace("STEPS", "4"), policy)
     assert made.tape is not None
@@ -88,5 +88,6 @@ for _ in range(4):
 def test_a_distribution_does_not_judge_numbers_that_are_not_there(tmp_path: Path) -> None:
     checks = torch.distributions.Distribution._validate_args
     made = _taped(tmp_path, SAMPLED)
-    assert made.tape is not None and made.batch == 8
+    assert made.tape is not None
+    assert made.batch == 8
     assert torch.distributions.Distribution._validate_args == checks
