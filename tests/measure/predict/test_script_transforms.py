@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from mezzo.measure.predict.script_copies import copies_without_numbers
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
 from mezzo.policy import Policy
@@ -91,3 +95,54 @@ def test_a_distribution_does_not_judge_numbers_that_are_not_there(tmp_path: Path
     assert made.tape is not None
     assert made.batch == 8
     assert torch.distributions.Distribution._validate_args == checks
+
+
+WINDOWS = """
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+data = torch.randint(0, 20, (500,))
+model = nn.Sequential(nn.Embedding(20, 16), nn.Flatten(0, 1), nn.BatchNorm1d(16), nn.Linear(16, 20))
+average = AveragedModel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    starts = torch.randint(0, 400, (8,))
+    x = torch.stack([data[i : i + 32] for i in starts])
+    y = torch.stack([data[i + 1 : 1 + i + 32] for i in starts])
+    loss = nn.functional.cross_entropy(model(x), y.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    average.update_parameters(model)
+    print(f"{step}: {loss:.4f} {data[starts].shape}")
+"""
+
+
+def test_windows_that_begin_anywhere_averaged_weights_and_printed_losses(tmp_path: Path) -> None:
+    made = _taped(tmp_path, WINDOWS)
+    assert made.tape is not None
+    assert made.batch == 8
+    assert {op.shape.rows for op in made.tape.operations if op.name == "addmm"} == {8 * 32}
+
+
+def test_a_copy_without_numbers_is_what_a_copy_is() -> None:
+    whole = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    whole[0].bias.requires_grad_(False)
+    with FakeTensorMode(), copies_without_numbers():
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        model[0].bias.requires_grad_(False)
+        tied = copy.deepcopy([model, model[0].weight])
+    for made, wanted in zip(
+        tied[0].state_dict(keep_vars=True).items(), whole.state_dict(keep_vars=True).items(), strict=True
+    ):
+        (name, found), (own, tensor) = made, wanted
+        assert (name, found.shape, found.dtype, found.requires_grad) == (
+            own,
+            tensor.shape,
+            tensor.dtype,
+            tensor.requires_grad,
+        )
+        assert isinstance(found, nn.Parameter) == isinstance(tensor, nn.Parameter)
+    assert tied[1] is tied[0][0].weight
+    assert tied[1] is not model[0].weight

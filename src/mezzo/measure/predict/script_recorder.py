@@ -17,6 +17,7 @@ from torch.distributions import Distribution
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.conversion import cast_model
 from mezzo.engine.master import MasterWeights
@@ -25,6 +26,7 @@ from mezzo.measure.predict.packed import longest_sequences
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.script_amp import own_amp_left_out
 from mezzo.measure.predict.script_batches import ScriptBatches, first_size
+from mezzo.measure.predict.script_copies import copies_without_numbers
 from mezzo.measure.predict.script_data import CountedFakeMode, before_first_module
 from mezzo.measure.predict.script_sizes import largest_sizes
 from mezzo.measure.predict.tape import Tape
@@ -127,7 +129,7 @@ class ScriptRecorder:
                     own_amp_left_out(),
                     cuda_operators(),
                 )
-                for one in (*watched, *sized):
+                for one in (*watched, *sized, copies_without_numbers()):
                     stack.enter_context(one)
 
                 def without_numbers() -> None:
@@ -245,9 +247,22 @@ class ScriptRecorder:
     @contextmanager
     def _stand_ins(self, script: str) -> Iterator[None]:
         """Answer each question for a number with 1.0, 0 or False; an optimizer that divides by its step counter must not get 0."""
+        offsets = WeakTensorKeyDictionary()
+        """What was added to a stand-in: ``x[i : i + 8]`` has 8 rows wherever it begins."""
 
         def number(tensor: Tensor) -> Any:
-            return 1.0 if tensor.is_floating_point() else False if tensor.dtype is torch.bool else 0
+            return (
+                1.0 if tensor.is_floating_point() else False if tensor.dtype is torch.bool else offsets.get(tensor, 0)
+            )
+
+        def shifted(own: Callable[..., Any]) -> Callable[..., Any]:
+            def sum_of(tensor: Tensor, other: Any) -> Any:
+                result = own(tensor, other)
+                if type(other) is int and isinstance(result, FakeTensor) and result.dim() == 0:
+                    offsets[result] = offsets.get(tensor, 0) + other
+                return result
+
+            return sum_of
 
         def zeros(tensor: Tensor) -> Any:
             return number(tensor) if tensor.dim() == 0 else [zeros(tensor[0])] * tensor.shape[0] if len(tensor) else []
@@ -255,10 +270,11 @@ class ScriptRecorder:
         answers: dict[str, Callable[[Tensor], Any]] = {
             "item": number,
             "__float__": lambda tensor: 1.0,
-            "__int__": lambda tensor: 0,
-            "__index__": lambda tensor: 0,
+            "__int__": lambda tensor: offsets.get(tensor, 0),
+            "__index__": lambda tensor: offsets.get(tensor, 0),
             "__bool__": lambda tensor: False,
             "tolist": zeros,
+            "__format__": lambda tensor, how: format(number(tensor), how) if tensor.dim() == 0 else str(tensor),
             "numpy": lambda tensor, **_: __import__("numpy").array(zeros(tensor)),
         }
 
@@ -273,6 +289,8 @@ class ScriptRecorder:
             return asked
 
         with ExitStack() as stack:
+            for name in ("__add__", "__radd__"):
+                stack.enter_context(patch.object(Tensor, name, shifted(getattr(Tensor, name))))
             for name, answer in answers.items():
                 for kind in (Tensor, torch._subclasses.FakeTensor):
                     if name in vars(kind) or kind is Tensor:
