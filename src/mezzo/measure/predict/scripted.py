@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mezzo.errors import UsageError
+from mezzo.measure.advice import advice_for
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS
-from mezzo.records.run import BATCH
+from mezzo.records.run import BATCH, refuses_format
 
 OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which a launcher tells a script that it is one of several processes."""
@@ -178,9 +179,14 @@ def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
             f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
             hint=hint,
         )
+    if (advice := advice_for(one.error)) or request.policy == "fp32" or not refuses_format(one.error):
+        return UsageError(
+            f"{request.script} cannot be traced without numbers: {one.error}",
+            hint=advice or "run it by itself first; if it works, predict its model by name with --model",
+        )
     return UsageError(
-        f"{request.script} cannot be traced without numbers: {one.error}",
-        hint="run it by itself first; if it works, predict its model by name with --model",
+        f"{request.script} fails under {request.policy}: {one.error}",
+        hint=f"find the modules that need FP32: mezzo fallback --policy {request.policy} …; or predict the rest: --policies fp32,tf32",
     )
 
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError
 from mezzo.observe.settings import FallbackSettings
 from mezzo.records import ModuleError, RunRecord, Value
+from mezzo.records.run import refuses_format
 
 _OVERFLOWS = (NonFiniteLossError.exit_code, ScaleFloorError.exit_code)
-_REFUSED = re.compile(
-    r"^(Runtime|NotImplemented|Type|Value)Error: .*(dtype|scalar type|not implemented for|Half|BFloat16|data type)",
-    re.DOTALL,
-)
-"""How torch's operations refuse a format: there is no kernel for it, or another operand has another one."""
 _TOP_EXPONENT = 14  # a quarter of FP16's largest number, because gradients vary between batches
 
 
@@ -97,11 +92,6 @@ def has_overflowed(run: RunRecord) -> bool:
     return run.exit_code in _OVERFLOWS
 
 
-def has_been_refused(run: RunRecord) -> bool:
-    """Return whether a run ended because an operation does not take the format, as a Fourier transform in BF16."""
-    return run.error is not None and _REFUSED.search(run.error) is not None
-
-
 def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Measured:
     """Raise for a run that shows nothing, unless it ran in lower precision: that may fail for the cause searched for."""
     if measured.problem:
@@ -109,7 +99,7 @@ def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Mea
             f"the gradients of {run.script} cannot be compared between precisions: {measured.problem}",
             hint="train with an optimizer that needs no closure while modules are searched",
         )
-    if not measured.steps and not (role == "check" and (has_overflowed(run) or has_been_refused(run))):
+    if not measured.steps and not (role == "check" and (has_overflowed(run) or refuses_format(run.error or ""))):
         raise ScriptError(
             f"{run.script} made no training step that could be compared: {run.error or 'it ended before'}",
             hint=f"run it by itself first; {where}",
