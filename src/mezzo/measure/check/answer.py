@@ -197,8 +197,8 @@ def _in_double(case: Case) -> Answer:
     return Answer(
         decision="stay",
         policy=FP64.name,
-        why="the script computes in float64, which no policy lowers, so mixed precision changes nothing; if float32 is accurate enough for it, "
-        "convert model and data (model.float(), torch.set_default_dtype) and check again",
+        why="the script computes in float64, which no policy lowers, so mixed precision changes nothing; if float32 is accurate "
+        "enough for it, convert model and data (model.float(), torch.set_default_dtype) and check again",
         next_command=case.command("audit"),
         next_why="shows which operations run in float64",
     )
