@@ -104,7 +104,12 @@ def test_two_commands_stay_apart_and_the_environment_is_honoured(store: Any, mon
             "set MLFLOW_ALLOW_FILE_STORE=true and name a folder, as in --log-to mlflow:runs/mlflow, or type pip install mlflow",
         ),
         ("./mlruns", True, "", "set MLFLOW_ALLOW_FILE_STORE=true for a store of files, or type pip install mlflow for"),
-        ("./mlruns", False, "", "set MLFLOW_ALLOW_FILE_STORE=true for a store of files, or name a database: --log-to mlflow:"),
+        (
+            "./mlruns",
+            False,
+            "",
+            "set MLFLOW_ALLOW_FILE_STORE=true for a store of files, or name a database: --log-to mlflow:",
+        ),
         ("sqlite:///no/such/folder/mlflow.db", False, "", "check the address of the database, or name another store"),
     ],
 )

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.transforms import unwrapped
 from mezzo.formats import format_of
 from mezzo.measure.predict.cudnn_workspaces import copied_bytes, trial_bytes
 from mezzo.measure.predict.operations import operations_of
@@ -171,13 +171,6 @@ class Recorder(TorchDispatchMode):
 
 def _key(tensor: Tensor) -> int:
     return int(unwrapped(tensor).untyped_storage()._cdata)
-
-
-def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the tensor that has the memory: ``torch.func`` wraps it once for each transform."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
 
 
 def _is_scalar(tensor: Tensor) -> bool:

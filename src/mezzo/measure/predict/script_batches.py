@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from mezzo.measure.predict.recorder import unwrapped
+from mezzo.engine.transforms import unwrapped
 
 
 class ScriptBatches:
