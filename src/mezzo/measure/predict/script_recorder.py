@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -120,16 +121,19 @@ class ScriptRecorder:
                 stack.enter_context(patch.object(torch.autograd, "backward", backward))
                 stack.enter_context(patch.object(nn.Module, "__call__", call))
                 stack.enter_context(patch.object(nn.Module, "_apply", _converted))
-                sized = [of(lambda: self._note_size(script)) for of in (largest_sizes, longest_sequences)]
                 validated = patch.object(Distribution, "_validate_args", False)  # by conditions on numbers
-                watched = (
+                noted = partial(self._note_size, script)
+                watched: list[AbstractContextManager[Any]] = [
                     validated,
                     self._stand_ins(script),
                     self.batches.watching(),
                     own_amp_left_out(),
                     cuda_operators(),
-                )
-                for one in (*watched, *sized, copies_without_numbers()):
+                    largest_sizes(noted),
+                    longest_sequences(noted),
+                    copies_without_numbers(),
+                ]
+                for one in watched:
                     stack.enter_context(one)
 
                 def without_numbers() -> None:
@@ -267,7 +271,7 @@ class ScriptRecorder:
         def zeros(tensor: Tensor) -> Any:
             return number(tensor) if tensor.dim() == 0 else [zeros(tensor[0])] * tensor.shape[0] if len(tensor) else []
 
-        answers: dict[str, Callable[[Tensor], Any]] = {
+        answers: dict[str, Callable[..., Any]] = {
             "item": number,
             "__float__": lambda tensor: 1.0,
             "__int__": lambda tensor: offsets.get(tensor, 0),
@@ -278,7 +282,7 @@ class ScriptRecorder:
             "numpy": lambda tensor, **_: __import__("numpy").array(zeros(tensor)),
         }
 
-        def noted(answer: Callable[[Tensor], Any], own: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(answer: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
             def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
                 if self._numbers_first and not isinstance(tensor, FakeTensor):
                     with _disable_current_modes():

@@ -61,6 +61,10 @@ class Tally:
 
     def keep(self) -> None:
         """Keep the counts since the last mark."""
+        with temporarily_clear_interpreter_stack():  # a gradient of torch.func ends a backward pass inside it
+            self._keep()
+
+    def _keep(self) -> None:
         for key, table in self._fresh.items():
             if key in self._kept:
                 self._kept[key] += table
